@@ -87,6 +87,8 @@ def test_whole_weights_cross_the_link_and_are_checked_there(
     sync = Costs.load(far(profile, tmp_path, "full")).sync
     assert sync.wire_bytes == 1000
     assert sync.push_time == pytest.approx(PUSH + wire(1000) + 4 * LATENCY + DECODE_ALL)
+    assert sync.drain_time == pytest.approx(4 * LATENCY)
+    assert sync.unpack_time == pytest.approx(DECODE_ALL), "cores of the far host compute then"
     assert sync.load_time == pytest.approx(LOAD)
 
 
@@ -109,32 +111,57 @@ def test_adapters_have_their_own_bytes_and_are_merged_as_all_is_checked(
     assert sync.wire_bytes == Payload.load(run).num_bytes
     expected = PUSH + wire(sync.wire_bytes) + 4 * LATENCY + DECODE_ALL
     assert sync.push_time == pytest.approx(expected)
-    assert sync.tier == "composed"
+    assert sync.tier == Costs.load(run).provenance["sync"].tier == "composed"
+
+
+def with_adapters(profile: MeasuredProfile, rank: int) -> MeasuredProfile:
+    row = RelayRow(mode="lora", bytes=900, values=450, encode=around(ENCODE), decode=around(DECODE))
+    return replace(profile, relay=(row,), lora_rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("rank", "modes", "words"),
+    [
+        (0, ["lora"], "lora_rank must be at least 1, got 0"),
+        (None, ["lora"], "lora_rank and a row of relay with mode lora must both be there"),
+        (2, ["full"], "lora_rank and a row of relay with mode lora must both be there"),
+    ],
+)
+def test_adapters_that_were_not_measured_so_are_refused(
+    profile: MeasuredProfile, tmp_path: Path, rank: int | None, modes: list[str], words: str
+) -> None:
+    rows = tuple(replace(profile.relay[0], mode=mode) for mode in modes)
+    write_measured(replace(profile, lora_rank=rank, relay=rows), tmp_path / "p.toml")
+    with pytest.raises(ValueError, match=words):
+        read_measured(tmp_path / "p.toml")
 
 
 def test_adapters_that_were_measured_take_what_they_did(
     profile: MeasuredProfile, tmp_path: Path
 ) -> None:
-    row = RelayRow(mode="lora", bytes=900, values=450, encode=around(ENCODE), decode=around(DECODE))
-    own = replace(profile, relay=(row,), lora_rank=2)
+    own = with_adapters(profile, 2)
     run = far(own, tmp_path, "lora")
     costs = Costs.load(run)
     assert costs.sync.wire_bytes == 900 / 2 * run.sync.lora_rank
     expected = PUSH + ENCODE + wire(costs.sync.wire_bytes) + 4 * LATENCY + DECODE
     assert costs.sync.push_time == pytest.approx(expected)
     assert costs.sync.tier == "measured"
+    assert costs.provenance["sync"].tier == "measured"
     with pytest.raises(RunError, match=r"adapters of rank 2, but sync\.mode is 'full'"):
         Costs.load(far(own, tmp_path, "full"))
+    critic = replace(run, algorithm=replace(run.algorithm, name="ppo"))
+    with pytest.raises(RunError, match=r"but a critic of algorithm\.name 'ppo' trains all"):
+        Costs.load(critic)
 
 
 def test_a_run_says_what_adapters_its_training_was_measured_with(
     profile: MeasuredProfile, tmp_path: Path
 ) -> None:
     def notes(lora_rank: int | None, mode: str = "lora") -> str:
-        own = replace(profile, lora_rank=lora_rank)
+        own = profile if lora_rank is None else with_adapters(profile, lora_rank)
         return "; ".join(Costs.load(far(own, tmp_path, mode)).provenance["decode"].sources)
 
-    assert "measured of all weights, not with adapters of rank 4" in notes(None)
+    assert "pushes measured of all weights, not with adapters of rank 4" in notes(None)
     assert "measured of rank 2, not with adapters of rank 4" in notes(2)
     assert "not with adapters" not in notes(4)
     assert "not with adapters" not in notes(None, "full")

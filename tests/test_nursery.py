@@ -223,7 +223,16 @@ def test_a_worker_that_nobody_asks_after_does_not_end_its_nursery(tmp_path: Path
     assert parents[0] == parents[1]
 
 
-def test_what_has_threads_of_its_own_is_not_forked() -> None:
+def test_a_nursery_whose_modules_start_threads_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "COMMON", ("tests.thread_at_import",))
+    with pytest.raises(ChildProcessError, match="workers are forked from has died"):
+        asyncio.run(LocalProcess.start(ROLE, {}, tmp_path / "log", {}, begin=fork))
+    assert "tests.thread_at_import started 1 threads" in (tmp_path / "log").read_text()
+
+
+def test_what_computes_on_gpus_is_not_forked() -> None:
     assert begin_for("cpu", "transformers") is fork
     for backend in ("transformers", "deepspeed", "vllm"):
         assert begin_for("cpu", backend) is not spawn

@@ -74,13 +74,20 @@ class Kept:
     """A replica that waits for its next scenario: vLLM takes ten seconds of a core to start."""
 
     def __init__(self) -> None:
-        self.served: list[Served] = []
-        self.ends = ExitStack()
+        self._served: dict[Path, Served] = {}
+        self._ends = ExitStack()
+
+    def of(self, path: Path) -> Served:
+        """Return the replica of a model; one of another is ended."""
+        if path not in self._served:
+            self.close()
+            self._served[path] = self._ends.enter_context(started(path, "vllm", None, {}))
+        return self._served[path]
 
     def close(self) -> None:
         """End it."""
-        self.served.clear()
-        self.ends.close()
+        self._served.clear()
+        self._ends.close()
 
 
 _kept = Kept()
@@ -114,9 +121,7 @@ def serve(
         with started(path, backend, manifest, settings) as (runner, replica):
             runner.run(asyncio.wait_for(scenario(replica), HANG))
         return
-    if not _kept.served:
-        _kept.served.append(_kept.ends.enter_context(started(path, backend, None, {})))
-    runner, replica = _kept.served[0]
+    runner, replica = _kept.of(path)
     try:
         runner.run(asyncio.wait_for(scenario(replica), HANG))
         with tempfile.TemporaryDirectory() as directory:
@@ -537,7 +542,7 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
             assert completion.finish == ("stop" if last in ends else "length")
         assert {completion.finish for completion in done} == {"stop", "length"}
 
-    serve(path, backend, scenario, max_tokens=6)
+    serve(path, backend, scenario)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

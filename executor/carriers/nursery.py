@@ -18,6 +18,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,9 +54,17 @@ class Child(NamedTuple):
 
 
 def main(control: socket.socket, modules: Sequence[str]) -> None:
-    """Import what workers need, then fork them as they are asked for."""
+    """Import what workers need, then fork them as they are asked for.
+
+    Raises:
+        RuntimeError: a module has started a thread.
+    """
     for name in modules:
         importlib.import_module(name)
+    if threads := threading.active_count() - 1:  # those of libraries in C begin again by themselves
+        raise RuntimeError(
+            f"{' '.join(modules)} started {threads} threads, which no fork takes along"
+        )
     gc.collect()
     gc.freeze()  # or collecting in a worker would copy all of it
     with selectors.DefaultSelector() as selector:

@@ -20,17 +20,14 @@ from executor.carriers import nursery, worker
 
 Environment = dict[str, str]
 READ_AT_IMPORT = (
-    *("DS_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH"),
+    *("HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH"),
     *("TRANSFORMERS_", "VLLM_"),
 )
 """Beginnings of variables that libraries look at once: who has others needs another nursery."""
 COMMON = ("executor.rollout.replica_worker", "executor.trainer.trainer_worker")
 """Whose imports, torch and transformers among them, most workers need: a nursery has them."""
-IMPORTS = {
-    "deepspeed": ("deepspeed",),
-    "vllm": ("executor.rollout.vllm_imports",),
-}
-"""What it imports for workers of a back end besides."""
+IMPORTS = {"vllm": ("executor.rollout.vllm_imports",)}
+"""What one for workers of a back end has besides, where that takes them seconds."""
 PADDING = " " * 100
 """Of a nursery's command line: its workers show their own in its place."""
 MOST_BYTES = 32

@@ -68,7 +68,7 @@ def make_setup(
     Without `recompute` the trainer computes again what a run does whose file does not say: nothing on a CPU.
 
     Raises:
-        ValueError: no model directory, or an unknown GPU, with the closest names.
+        ValueError: no model directory, no weights to merge adapters with, or an unknown GPU, with the closest names.
     """
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no model directory: it has no config.json")
@@ -76,6 +76,10 @@ def make_setup(
     if gpu == "cpu" and recompute not in (None, "none"):
         raise ValueError(
             f"--recompute must be none on a CPU, where runs keep all, got {recompute!r}"
+        )
+    if lora_rank is not None and not any(model.glob("model*.safetensors")):
+        raise ValueError(
+            f"--lora-rank merges adapters with weights, and {model} has no model*.safetensors"
         )
     for directory in (model, *([reward_model] if reward_model else [])):
         load_model(ModelConfig(path=str(directory)))

@@ -237,6 +237,7 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         provenance={
             **dict.fromkeys(costs.provenance, machine.provenance),
             "decode": machine.decode.provenance,
+            "sync": Provenance.of(machine.sync.tier, machine.sync.sources),
         },
     )
 

@@ -217,9 +217,10 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         )
     if run.sync.mode == "lora" and profile.lora_rank != run.sync.lora_rank:
         measured = "of all weights" if profile.lora_rank is None else f"of rank {profile.lora_rank}"
-        notes.append(
-            f"training measured {measured}, not with adapters of rank {run.sync.lora_rank}"
-        )
+        ours = f"adapters of rank {run.sync.lora_rank}"
+        notes.append(f"training and pushes measured {measured}, not with {ours}")
+    if profile.lora_rank is not None and run.algorithm.has_reference:
+        notes.append("passes of the reference measured with adapters, which it has not")
     if profile.pace is None:
         notes.append(
             "as if every second were one of its usual pace, as slower spells were not measured"
@@ -281,7 +282,7 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
     payload = Payload.load(run).num_bytes
     if mode == "full":
         payload = row.bytes
-    elif profile.lora_rank is not None:
+    elif row.mode == "lora" and profile.lora_rank is not None:
         payload = round(row.bytes / profile.lora_rank * run.sync.lora_rank)
     elif mode == "delta" and row.values:
         payload = round(
@@ -306,7 +307,7 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
 
 
 def _over_ray(profile: MeasuredProfile, run: Run) -> float:
-    """Return what a push of whole weights that stays on its machine takes more where roles are actors: relays and their calls."""
+    """Return what a push that stays on its machine takes more where roles are actors: relays and their calls."""
     if run.execute.launcher != "ray" or profile.push_over_ray is None:
         return 0.0
     return max(0.0, profile.push_over_ray.seconds[MEDIAN] - profile.push.seconds[MEDIAN])

@@ -108,14 +108,14 @@ class SyncCosts:
     wire_time: float
     """Seconds for which a push holds the wire."""
     drain_time: float
-    """Seconds of the last bucket's way, the link's latency counted."""
+    """Seconds of the last bucket's way, the link's latency and calls of roles counted."""
+    unpack_time: float = 0.0
+    """Seconds after that in which weights are made of what arrived, on cores that others may want: a host's."""
     load_time: float
     """Seconds in which a replica takes pushed weights over, while it generates nothing."""
     tier: Tier
     sources: tuple[str, ...]
     """Files of profiles/ that the figures come from."""
-    unpack_time: float = 0.0
-    """Seconds after that in which weights are made of what arrived, on cores that others may want: a host's."""
 
     @property
     def push_time(self) -> float:
@@ -316,6 +316,7 @@ def _side_by_side(run: Run, kinds: Sequence[SyncCosts]) -> SyncCosts:
         fill_time=max(kind.fill_time for kind in kinds),
         wire_time=max(kind.wire_time for kind in kinds),
         drain_time=max(kind.drain_time for kind in kinds),
+        unpack_time=max(kind.unpack_time for kind in kinds),
         tier=max((kind.tier for kind in kinds), key=TIERS.index),
         sources=tuple(dict.fromkeys(source for kind in kinds for source in kind.sources)),
     )

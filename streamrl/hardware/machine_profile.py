@@ -17,7 +17,10 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
 | handling | CPU seconds that a rollout takes of the process that decides, of the verifier and of what serves calls in replicas |
 | handling_over_ray | the same where roles are actors: Ray's own processes too, and what actors take beyond their roles |
-| push_over_ray | a push of whole weights by relays that are actors on the trainer's machine, in a run |
+| push_over_ray | a push by relays that are actors on the trainer's machine, in a run |
+| relay | what relays took to make what is sent of a push, and weights of what arrived |
+
+With `lora_rank` it is adapters that were trained, pushed and merged.
 """
 
 from __future__ import annotations
@@ -137,7 +140,7 @@ class Once(ProfileTable, frozen=True, kw_only=True):
 
 
 class Moved(ProfileTable, frozen=True, kw_only=True):
-    """An operation that moves the weights."""
+    """An operation that moves weights, or adapters out of the trainer."""
 
     bytes: int
     seconds: Seconds
@@ -280,6 +283,12 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
             yield f"{key} must be at least 1, got {getattr(profile, key)}"
     if profile.pace is not None and not (math.isfinite(profile.pace) and profile.pace > 0):
         yield f"pace must be positive and finite, got {profile.pace}"
+    if profile.lora_rank is not None and profile.lora_rank < 1:
+        yield f"lora_rank must be at least 1, got {profile.lora_rank}"
+    if (profile.lora_rank is None) == any(row.mode == "lora" for row in profile.relay):
+        yield "lora_rank and a row of relay with mode lora must both be there, or neither"
+    for number, relay in enumerate(profile.relay, start=1):
+        yield from _relay_problems(f"relay row {number}", relay)
     if profile.refill_passes < 0:
         yield f"refill_passes must be 0 or more, got {profile.refill_passes}"
     for name in ("decode", "prefill", "join", "train", "score", "call"):
@@ -301,6 +310,16 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
         yield "reward and reward_model must both be there, or neither"
     for number, shared in enumerate(profile.sharing, start=1):
         yield from _sharing_problems(f"sharing row {number}", shared)
+
+
+def _relay_problems(where: str, row: RelayRow) -> Iterator[str]:
+    for key in ("bytes", "values"):
+        if getattr(row, key) < 0:
+            yield f"{where}: {key} must be 0 or more, got {getattr(row, key)}"
+    for key in ("encode", "decode"):
+        seconds = getattr(row, key)
+        if not all(math.isfinite(value) and value >= 0 for value in seconds):
+            yield f"{where}: {key} must be 0 or more and finite, got {list(seconds)}"
 
 
 def _sharing_problems(where: str, row: SharingRow) -> Iterator[str]:

@@ -46,3 +46,9 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
             f"but sync.mode is {run.sync.mode!r}"
         )
         raise RunError("costs.profile", str(path), None, text, ("sync.mode",))
+    if profile.lora_rank is not None and run.algorithm.has_critic:
+        text = (
+            f"costs.profile: {path} was measured with adapters of rank {profile.lora_rank}, "
+            f"but a critic of algorithm.name {run.algorithm.name!r} trains all its weights"
+        )
+        raise RunError("costs.profile", str(path), None, text, ("algorithm.name",))
