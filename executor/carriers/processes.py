@@ -147,8 +147,8 @@ _nurseries: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], soc
 def _nursery_for(environment: Environment, imports: Sequence[str], log: BinaryIO) -> socket.socket:
     """Return the connection to a nursery that lives."""
     read = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
-    thread, names = str(threading.get_native_id()), " ".join((*COMMON, *imports))
-    key = (("thread", thread), ("imports", names), *sorted(read.items()))
+    thread, modules = str(threading.get_native_id()), (*COMMON, *imports)
+    key = (("thread", thread), ("imports", " ".join(modules)), *sorted(read.items()))
     process, control = _nurseries.get(key, (None, None))
     if process is not None and control is not None:
         if process.poll() is None:
@@ -156,7 +156,7 @@ def _nursery_for(environment: Environment, imports: Sequence[str], log: BinaryIO
         control.close()
     control, theirs = socket.socketpair()
     with theirs:
-        words = [nursery.__name__, str(theirs.fileno()), *COMMON, *imports, PADDING]
+        words = [nursery.__name__, str(theirs.fileno()), *modules, PADDING]
         process = _start(words, theirs, log, environment)
     _nurseries[key] = process, control
     return control

@@ -317,9 +317,7 @@ def _relay_problems(where: str, row: RelayRow) -> Iterator[str]:
         if getattr(row, key) < 0:
             yield f"{where}: {key} must be 0 or more, got {getattr(row, key)}"
     for key in ("encode", "decode"):
-        seconds = getattr(row, key)
-        if not all(math.isfinite(value) and value >= 0 for value in seconds):
-            yield f"{where}: {key} must be 0 or more and finite, got {list(seconds)}"
+        yield from _seconds_problems(f"{where}: {key}", getattr(row, key), may_be_zero=True)
 
 
 def _sharing_problems(where: str, row: SharingRow) -> Iterator[str]:
@@ -343,9 +341,12 @@ def _row_problems(where: str, row: ProfileTable) -> Iterator[str]:
             yield f"{where}: {key} must be positive and finite, got {value}"
 
 
-def _seconds_problems(where: str, seconds: Seconds) -> Iterator[str]:
-    if not all(math.isfinite(value) and value > 0 for value in seconds):
-        yield f"{where} must be positive and finite, got {list(seconds)}"
+def _seconds_problems(where: str, seconds: Seconds, *, may_be_zero: bool = False) -> Iterator[str]:
+    if not all(math.isfinite(value) and value >= 0 for value in seconds) or (
+        0 in seconds and not may_be_zero
+    ):
+        least = "0 or more" if may_be_zero else "positive"
+        yield f"{where} must be {least} and finite, got {list(seconds)}"
     elif list(seconds) != sorted(seconds):
         yield f"{where} must be quartiles in rising order, got {list(seconds)}"
 
