@@ -241,11 +241,12 @@ def test_who_slept_generates_as_before_and_who_generates_does_not_sleep(served: 
             except Exception as error:
                 assert "1 rollouts are being generated" in str(error)
                 await served.role.abort(0)
-                assert (await running).finish == "aborted"
-                return
+                if (await running).finish == "aborted":
+                    return
+                continue  # it ended between the two calls
             assert running.done() and (await running).finish != "aborted"
             await served.role.wake()
-        pytest.fail("it always ended before it was asked")
+        pytest.fail("it always ended before it was asked, or told to abort")
 
     served.run(go)
 
