@@ -13,12 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.pretrained import load_pretrained, load_reward_model
 from executor.tokens import ID, LOGPROB
-from executor.trainer.passes import attend_apart, output_logprobs, passes
+from executor.trainer.passes import FILLED_TO, attend_apart, output_logprobs, passes
 from executor.trainer.sequences import TokenSequence
 from streamrl.hardware.config_json import MODEL_TYPES
 from tests.tiny_model import save_tiny_model, save_tiny_reward_model
 
 VOCABULARY, TEMPERATURE, WINDOW = 40, 0.8, 8
+HALF_ERROR = 5e-3
+"""Of results in bfloat16 whose sums are taken in another order, as a share of their norm."""
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -113,6 +115,29 @@ def test_packed_rollouts_have_the_log_probabilities_and_the_gradient_of_padded_o
     torch.testing.assert_close(packed, padded, atol=2e-5, rtol=2e-5)
     packed.sum().backward()
     torch.testing.assert_close(gradient(model), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_pass_in_half_precision_is_filled_up_and_what_fills_it_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, sequences = make_model("qwen2"), make_sequences(1)
+    attend_apart(model)
+    computed = list[tuple[int, ...]]()
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        layer.register_forward_hook(lambda *call: computed.append(tuple(call[-1].shape[:2])))
+    found = []
+    for multiple in (FILLED_TO, 1):
+        monkeypatch.setattr("executor.trainer.passes.FILLED_TO", multiple)
+        logprobs = output_logprobs(model, sequences, TEMPERATURE, "packed", torch.bfloat16)
+        logprobs.sum().backward()
+        found.append((logprobs.detach(), gradient(model)))
+    tokens = sum(s.length - 1 for s in sequences)  # the last one is not computed
+    outputs = sum(s.num_trained for s in sequences)
+    full = [(1, -(-count // FILLED_TO) * FILLED_TO) for count in (tokens, outputs)]
+    assert computed == [*full, (1, tokens), (1, outputs)]
+    for filled, bare in zip(*found, strict=True):
+        assert filled.shape == bare.shape
+        assert float((filled - bare).norm()) <= HALF_ERROR * float(bare.norm())
 
 
 def test_packed_passes_are_full_of_tokens_and_padded_ones_of_rows() -> None:

@@ -5,7 +5,8 @@
 | packed  | (1, tokens): one rollout after the other           | `attend_packed`: every rollout to itself          |
 | padded  | (rollouts, longest): padding stands on the right   | the model's own attention, which is causal        |
 
-Everything but attention works token by token, so both have the same gradient; packed ones compute no padding.
+Everything but attention works token by token, so both have the same gradient; packed ones compute no padding, but for what
+fills them up on a CPU (`FILLED_TO`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ PADDING = 0
 """Any token id: padding stands on the right, where causal attention never sees it."""
 PACKED = "streamrl_packed"
 """Name of our attention in transformers' registry."""
+FILLED_TO = 64
+"""Tokens of a packed pass in half precision on a CPU, and positions of its output layer, are filled up to multiples of this.
+
+oneDNN compiles its kernels for every number of tokens that it has not met, which took a third of training; it keeps them.
+"""
 PACKED_ERROR = 1e-3
 """Largest difference of packed logits from a rollout's alone, as a share of the largest: kernels differ by 1e-5."""
 
@@ -97,16 +103,22 @@ def output_logits(
     Only those positions reach it, so that no logits exist for prompts, padding and tools.
     """
     device = model.device
+    multiple = FILLED_TO if device.type == "cpu" and dtype != torch.float32 else 1
     computed = [np.concatenate([s.prompt, s.tokens[:-1]]) for s in sequences]
-    inputs, starts = (_packed if packing == "packed" else _padded)(computed, device)
+    if packing == "packed":
+        inputs, starts = _packed(computed, device, multiple)
+    else:
+        inputs, starts = _padded(computed, device)
     positions = [
         start + len(sequence.prompt) - 1 + np.flatnonzero(sequence.is_policy)
         for start, sequence in zip(starts, sequences, strict=True)
     ]
+    num = sum(map(len, positions))
+    at = _tensor([*positions, np.zeros(-num % multiple, dtype=np.int64)])
     half = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    with half, _only_positions(head, _tensor(positions).to(device)):
+    with half, _only_positions(head, at.to(device)):
         logits: torch.Tensor = model(**inputs, use_cache=False).logits
-    return logits[0]
+    return logits[0, :num]
 
 
 def attend_apart(model: Any) -> None:
@@ -155,15 +167,24 @@ def _window(length: int, sliding_window: int | None, device: torch.device) -> to
     return mask.tril().triu(1 - sliding_window)
 
 
-def _packed(rollouts: list[Ids], device: torch.device) -> tuple[dict[str, Any], list[int]]:
-    """Return a model's inputs of rollouts that follow each other, and where each begins."""
+def _packed(
+    rollouts: list[Ids], device: torch.device, multiple: int = 1
+) -> tuple[dict[str, Any], list[int]]:
+    """Return a model's inputs of rollouts that follow each other, and where each begins.
+
+    A last one that nobody asks for fills them up to a multiple of so many tokens.
+    """
+    starts = np.cumsum([0, *map(len, rollouts[:-1])]).tolist()
+    filling = -sum(map(len, rollouts)) % multiple
+    if filling:
+        rollouts = [*rollouts, np.full(filling, PADDING, dtype=rollouts[0].dtype)]
     lengths = [len(tokens) for tokens in rollouts]
     inputs = {
         "input_ids": _tensor(rollouts).long()[None].to(device),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
         "rollout_lengths": lengths,
     }
-    return inputs, np.cumsum([0, *lengths[:-1]]).tolist()
+    return inputs, starts
 
 
 def _padded(rollouts: list[Ids], device: torch.device) -> tuple[dict[str, Any], list[int]]:
