@@ -186,6 +186,24 @@ def test_a_nursery_without_work_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert parents[0] != parents[1]
 
 
+@pytest.mark.usefixtures("bare")
+def test_a_nursery_that_is_ending_still_is_not_asked_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_nurseries", {})
+    parents: list[int] = []
+
+    async def end(handle: LocalProcess, seen: Seen) -> None:
+        parents.append(seen.parent)
+        for process, _ in processes._nurseries.values():
+            process.kill()
+            monkeypatch.setattr(process, "poll", lambda: None)  # it has not quite gone
+
+    for _ in range(2):
+        with_worker(tmp_path / "log", end)
+    assert parents[0] != parents[1]
+
+
 def test_a_nursery_that_cannot_begin_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ IMPORTS = {"vllm": ("executor.rollout.vllm_imports",)}
 """What one for workers of a back end has besides, where that takes them seconds."""
 PADDING = " " * 100
 """Of a nursery's command line: its workers show their own in its place."""
+CLOSED = -1
+"""Descriptor of a socket that was closed."""
 MOST_BYTES = 32
 """Of what a nursery tells of a worker."""
 
@@ -102,14 +104,14 @@ async def fork(
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            try:
-                control = _nursery_for(environment, imports, log)
-                descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
+            control = _nursery_for(environment, imports, log)
+            descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
+            with suppress(BrokenPipeError, ConnectionResetError):
                 nursery.send(control, request, descriptors)
-            except (BrokenPipeError, ConnectionResetError):
-                continue
         if told := await asyncio.get_running_loop().sock_recv(ours, MOST_BYTES):
             return Forked(int(told), ours)
+        ours.close()
+        control.close()  # its process may be ending still, and is not asked again
     raise ChildProcessError("the process that workers are forked from has died")
 
 
@@ -151,7 +153,7 @@ def _nursery_for(environment: Environment, imports: Sequence[str], log: BinaryIO
     key = (("thread", thread), ("imports", " ".join(modules)), *sorted(read.items()))
     process, control = _nurseries.get(key, (None, None))
     if process is not None and control is not None:
-        if process.poll() is None:
+        if process.poll() is None and control.fileno() != CLOSED:
             return control
         control.close()
     control, theirs = socket.socketpair()
