@@ -20,8 +20,8 @@ from executor.carriers import nursery, worker
 
 Environment = dict[str, str]
 READ_AT_IMPORT = (
-    *("HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH"),
-    *("TRANSFORMERS_", "VLLM_"),
+    *("DNNL_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON"),
+    *("TORCH", "TRANSFORMERS_", "VLLM_"),
 )
 """Beginnings of variables that libraries look at once: who has others needs another nursery."""
 COMMON = ("executor.rollout.replica_worker", "executor.trainer.trainer_worker")
