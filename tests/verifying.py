@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,10 @@ def wait_until_gone(pids: Iterable[int], seconds: float) -> None:
     """Wait until processes have ended, whether or not somebody asked what of."""
     until = time.monotonic() + seconds
     for pid in pids:
-        while Path(f"/proc/{pid}").exists() and _stat(pid)[0] != "Z":
-            assert time.monotonic() < until, f"process {pid} lives on"
-            time.sleep(0.01)
+        with suppress(FileNotFoundError, ProcessLookupError):  # it is gone, maybe this moment
+            while _stat(pid)[0] != "Z":
+                assert time.monotonic() < until, f"process {pid} lives on"
+                time.sleep(0.01)
 
 
 def _stat(pid: int) -> list[str]:
@@ -118,5 +120,5 @@ def children(pid: int) -> list[int]:
         return [
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         ]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
