@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -75,10 +76,11 @@ class Interruption:
             self._last.start()
 
     def _end(self) -> None:
-        """End this process, in which something hangs that no Python code can end."""
+        """End this process, in which something hangs that no Python code can end; its last line says what was saved."""
         assert self._ending is not None and self.signal is not None
-        print(f"streamrl: {self.error}", file=sys.stderr, flush=True)
         try:
             self._ending.abandon()
         finally:
+            with contextlib.suppress(OSError):
+                print(f"streamrl: {self.error}", file=sys.stderr, flush=True)
             os._exit(128 + self.signal)
