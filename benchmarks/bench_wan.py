@@ -5,8 +5,8 @@
 examples/two-datacenters.toml is executed on a Ray cluster of two nodes, each in a network namespace of its own, between
 which `benchmarks.wan_link` carries packets late; it needs root. This machine is profiled first. Each run is simulated with
 its recorded lengths and the share of values that it changed, at the pace that the cores had during it
-(`benchmarks.core_watch`). One JSON object per figure: step times, their errors, and what deltas and adapters gain on whole
-weights, measured and simulated; then the medians of the rounds.
+(`benchmarks.core_watch`). One JSON object per figure: step times, their errors, the parts of synchronous steps, and what
+deltas and adapters gain on whole weights, measured and simulated; then the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from benchmarks.quickstart import limits_of
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
 from sim.world import simulate
-from streamrl.engine.messages import WeightsPushed
+from streamrl.engine.messages import Generated, Stepped, WeightsLoaded, WeightsPushed
 from streamrl.hardware.machine_profile import read_measured, write_measured
 from streamrl.hardware.profiles import load_model
 from streamrl.record.informative import recorded_workload
@@ -54,6 +54,17 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 """Without it nobody runs anything on the cluster."""
 
 
+class Parts(NamedTuple):
+    """What follows what in a step of which nothing overlaps with the next: median seconds."""
+
+    weights: float
+    """Until replicas have loaded what the last step made."""
+    generation: float
+    """Until the last rollout has ended; training goes on meanwhile."""
+    rest: float
+    """Until the optimizer has stepped."""
+
+
 class Figure(NamedTuple):
     """One run, executed and simulated."""
 
@@ -64,6 +75,8 @@ class Figure(NamedTuple):
     pushes: list[WeightsPushed]
     push_time: float
     simulated_push: float
+    parts: Parts | None
+    simulated_parts: Parts | None
     pace: float
     """Of the cores during the run: seconds over those that work took while they were profiled."""
     work_time: float
@@ -164,7 +177,8 @@ class Bench(NamedTuple):
         simulated, measured = simulate(again), measure(trace)
         predicted = measure(simulated, measured.counted_steps)
         times = push_time(trace), push_time(simulated)
-        figure = Figure(mode, system, measured, predicted, pushes, *times, pace, work_time)
+        parts = (parts_of(trace), parts_of(simulated)) if system == "stream-sync" else (None, None)
+        figure = Figure(mode, system, measured, predicted, pushes, *times, *parts, pace, work_time)
         tell(figure)
         return figure
 
@@ -284,6 +298,23 @@ def simulation_of(
     return msgspec.structs.replace(run, sync=sync)
 
 
+def parts_of(trace: Trace) -> Parts:
+    """Return the parts of the synchronous steps of a trace, of which the first two are left out: they warm up."""
+    stepped_at, loaded_at, generated_at = 0.0, 0.0, 0.0
+    steps = []
+    for entry in trace.entries:
+        match entry.event:
+            case WeightsLoaded():
+                loaded_at = entry.time
+            case Generated():
+                generated_at = entry.time
+            case Stepped():
+                instants = (stepped_at, loaded_at, generated_at, entry.time)
+                steps.append([after - before for before, after in pairwise(instants)])
+                stepped_at = entry.time
+    return Parts(*map(median, zip(*steps[2:], strict=True)))
+
+
 def tell(figure: Figure) -> None:
     measured, simulated = figure.measured.step_time, figure.simulated.step_time
     line: dict[str, Any] = {
@@ -300,6 +331,9 @@ def tell(figure: Figure) -> None:
             for name in ("encode_time", "wire_time", "decode_time")
         },
     }
+    for key, parts in (("parts", figure.parts), ("simulated_parts", figure.simulated_parts)):
+        if parts is not None:
+            line[key] = {name: round(seconds, 4) for name, seconds in parts._asdict().items()}
     print(json.dumps(line), flush=True)
 
 
