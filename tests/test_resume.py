@@ -25,6 +25,7 @@ from executor.execute import forget_other_samples
 from executor.record import RunDirectory
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.completions import read_completions
 from streamrl.record.entries import Entry
 from streamrl.record.legs import balance_books
@@ -118,7 +119,7 @@ def die_after_step(run: Run, version: int, resume: bool = False) -> None:
     """Execute a run with scripted roles until it has made a version and begun the next one."""
 
     def watch(event: Event, state: State, now: float) -> None:
-        if isinstance(event, Stepped) and event.version == version:
+        if isinstance(event, Stepped) and (event.trainer, event.version) == (LEADER, version):
             raise DeathError
 
     async def go() -> None:
