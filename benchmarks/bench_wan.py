@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise, product
 from pathlib import Path
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=SYSTEMS)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
     parser.add_argument("--output", type=Path, help="keep profiles and runs in this directory")
     options = parser.parse_args()
     if options.output is not None:
@@ -104,7 +105,7 @@ def main() -> None:
         cluster(),
     ):
         scratch = options.output or Path(name)
-        bench = Bench(scratch, cores, options)
+        bench = Bench(scratch, cores, options, settings=options.settings)
         profiles = {mode: bench.profile(mode) for mode in ("full", "lora") if mode in options.modes}
         if "delta" in options.modes:
             profiles["delta"] = profiles.get("full") or bench.profile("full")
@@ -131,13 +132,16 @@ class Bench(NamedTuple):
     scratch: Path
     cores: CoreWatch
     options: argparse.Namespace
+    run_file: Path = RUN_FILE
+    settings: Sequence[str] = ()
+    """KEY=VALUE of the run file."""
 
     def profile(self, mode: str, *, is_quick: bool = False) -> Profiled:
         """Measure the machine within the limits of the run file, and what Ray takes on the trainer's side.
 
         Adapters are measured where `mode` is lora, whole weights and deltas of them else.
         """
-        run, path = load_run(RUN_FILE, []), self.scratch / f"profile-{mode}.toml"
+        run, path = load_run(self.run_file, self.settings), self.scratch / f"profile-{mode}.toml"
         most = limits_of(run)
         options = {
             "max-running": most.max_running,
@@ -168,8 +172,9 @@ class Bench(NamedTuple):
             "cluster.links.0.bandwidth": f"{options.rate / 1e6:g} Mbps",
             "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
         }
-        settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-        work_time = self._timed("execute", str(RUN_FILE), *settings)
+        changes = [*self.settings, *(f"{key}={value}" for key, value in keys.items())]
+        settings = [part for change in changes for part in ("--set", change)]
+        work_time = self._timed("execute", str(self.run_file), *settings)
         pace = work_time / profile.work_time
         trace = read_trace(output / "trace.jsonl")
         pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
