@@ -51,6 +51,8 @@ MARKS_OF_test-deepspeed := deepspeed
 MARKS_OF_test-engines := vllm or deepspeed
 # A cluster is set up once for all tests of a file.
 BY_FILE := --numprocesses 2 --dist loadfile
+# Which tests of clusters: CI leaves out those with vLLM.
+RAY_MARKS ?= ray
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 .PHONY: demo test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
@@ -91,7 +93,7 @@ test-vllm test-deepspeed test-engines: $(ENGINES)/.ready
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PYTHON) -c 'import secrets; print(secrets.token_hex(32))') \
-		$(ENGINES)/bin/python -m pytest $(BY_FILE) -m ray
+		$(ENGINES)/bin/python -m pytest $(BY_FILE) -m "$(RAY_MARKS)"
 
 test-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py

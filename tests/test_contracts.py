@@ -171,7 +171,8 @@ def test_a_replica_tells_how_full_its_cache_is_or_that_it_has_none_of_one_size(
     async def go() -> None:
         first = task(served.role.generate(long(0)))
         await asyncio.sleep(SLOWNESS / 2)
-        during = await served.role.cache()
+        while (during := await served.role.cache()) is not None and not during.use:
+            await asyncio.sleep(SLOWNESS / 2)  # its first pass is still to come
         await served.role.abort(0)
         done = await first
         after = await served.role.cache()
