@@ -270,7 +270,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
             trainer.zero,
             trainer.zero == 0 or trainer.data_parallel == 1,
             "0 for backend torch, of which every rank has all weights and all of the optimizer",
-            f"--set {key}.backend=deepspeed splits them",
+            f"--set {key}.zero=0 does so, --set {key}.backend=deepspeed splits them",
         )
         return
     yield Limit(

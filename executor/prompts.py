@@ -127,7 +127,10 @@ class PromptWorkload:
 
     def _check_prompts(self, sources: Sequence[PromptSource], most: int) -> None:
         lines = (source.line(at) for source in sources for at in range(len(source.records)))
-        for line, num_tokens in zip(lines, map(count_ids, self.prompts), strict=True):
+        counts = map(count_ids, self.prompts)
+        for line, num_tokens, record in zip(lines, counts, self.records, strict=True):
+            if not num_tokens and not record["prompt"]:
+                raise ValueError(f"{line}: the prompt is empty")
             if not num_tokens:
                 raise ValueError(
                     f"{line}: the tokenizer of model.path makes no token of the prompt: are its files there?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import string
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,24 @@ def bad(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings if finding.level != "ok"}
 
 
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"String": ""},
+        "behavior": "Isolated",
+        "invert": False,
+    },
+    "model": {
+        "type": "WordLevel",
+        "vocab": {letter: at for at, letter in enumerate(string.printable)},
+        "unk_token": "?",
+    },
+}
+"""To which every character is a token."""
+
+
 def local_table(directory: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a run file with a model directory and prompts that can be executed."""
     model = directory / "model"
@@ -57,7 +76,7 @@ def local_table(directory: Path, changes: dict[str, Any] | None = None) -> dict[
         **shape,
     }
     (model / "config.json").write_text(json.dumps(config))
-    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     prompts = directory / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)

@@ -123,7 +123,7 @@ def test_what_siblings_tell_needs_no_expected_lengths(tmp_path: Path) -> None:
         ({"tensor_parallel": 2}, r"tensor_parallel must be 1 for backend torch, got 2"),
         (
             {"zero": 1, "data_parallel": 2},
-            r"zero must be 0 .*: --set trainer\.2\.backend=deepspeed",
+            r"zero must be 0 .*: --set trainer\.2\.zero=0 does so, --set trainer\.2\.backend=deepspeed",
         ),
     ],
 )

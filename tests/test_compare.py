@@ -40,3 +40,19 @@ def test_what_was_executed_predicts_nothing(tmp_path: Path) -> None:
     measured, other = (write_trace(tmp_path / name, "real") for name in ("run", "other"))
     with pytest.raises(ValueError, match=r"other: .*a simulation here, got an executed run"):
         compare(measured, other)
+
+
+def test_what_is_simulated_for_a_run_can_be_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured, given = (
+        write_trace(tmp_path / "run", "real"),
+        write_trace(tmp_path / "s", "simulated"),
+    )
+    predicted = []
+    for seconds in (100, 200):
+        compare(measured, overrides=[f"framework.step_time={seconds} s"], as_json=True)
+        predicted.append(json.loads(capsys.readouterr().out)["step_time"]["predicted"])
+    assert predicted[1] == pytest.approx(predicted[0] + 100)
+    with pytest.raises(ValueError, match="--set changes what is simulated now"):
+        compare(measured, given, overrides=["framework.step_time=100 s"])

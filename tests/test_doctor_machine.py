@@ -74,6 +74,12 @@ def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
         ({"verifier.scorer": "reasoning-gym"}, "prompts", "add it"),
         ({"verifier.scorer": "none"}, "contradiction", "verifier.scorer=exact"),
         ({"workload.prompts": "/nowhere.jsonl"}, "prompts", "prompt"),
+        ({"workload.max_prompt_tokens": 3}, "prompts", "workload.max_prompt_tokens"),
+        (
+            {"trainer.data_parallel": 2, "cluster.pools.here.gpus_per_node": 3},
+            "back-end",
+            "trainer.zero=0",
+        ),
         ({"rollout.max_tokens": 8192}, "positions", "rollout.max_tokens=2048"),
         ({"workload.lengths.source": "no.csv"}, "lengths", "file"),
         ({"costs.profile": "no.toml"}, "costs.profile", "streamrl profile"),

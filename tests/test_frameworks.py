@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.costs.framework_time import framework_sources, own_step_time, own_switch_time
@@ -167,6 +168,9 @@ def test_a_frameworks_own_seconds_are_its_files_and_those_of_the_run_file_win() 
     run = of_framework("verl")
     billions = load_model(run.model).num_parameters / 1e9
     assert own_switch_time(run).seconds == pytest.approx(2.02 + 0.107 * billions)
+    pools = {name: replace(pool, gpu="cpu") for name, pool in run.cluster.pools.items()}
+    on_cpus = replace(run, cluster=replace(run.cluster, pools=pools))
+    assert own_switch_time(on_cpus).seconds == 0.0, "what was published is of GPUs"
 
 
 @pytest.mark.parametrize("name", ["slime", "trl"])

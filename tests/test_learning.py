@@ -124,6 +124,16 @@ def test_the_kl_from_the_initial_policy_is_told_beside_that_from_the_one_that_sa
     assert {"kl_k3", "reference_kl"} <= {key for panel in PANELS for key, _ in panel.keys}
 
 
+def test_rollouts_without_a_score_are_counted_where_there_are_any() -> None:
+    heads = []
+    for unscored in (0, 3):
+        console = terminal()
+        with RunWatch(40, console=console) as watch:
+            watch.take(step_line(1, 2.0, unscored=unscored))
+        heads.append(next(line for line in shown(console) if "seconds" in line))
+    assert ["unscored" in head for head in heads] == [False, True]
+
+
 def test_a_narrow_terminal_shows_whole_columns() -> None:
     console = terminal(width=60)
     with RunWatch(40, console=console) as watch:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.checksums import CHECKSUMS, find_damage, write_checksums
@@ -33,6 +34,7 @@ from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
+from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import make_run
@@ -194,6 +196,10 @@ def test_a_trace_says_which_leg_of_a_resumed_run_it_is(tmp_path: Path) -> None:
     die_after_step(run, 5, resume=True)
     metrics = measure(read_trace(tmp_path / "run" / "trace.jsonl"))
     assert metrics.note.startswith("leg 2 alone of a run that was resumed, after its step 2")
+    first, last = (2 + step for step in metrics.counted_steps)
+    with (console := Console(width=300)).capture() as shown:
+        console.print(metrics_table(metrics))
+    assert f"steps {first} to {last}" in shown.get() or f"step {last} alone" in shown.get()
     assert "leg" not in measure(read_trace(tmp_path / "run" / "trace.1.jsonl")).note
 
 

@@ -122,7 +122,7 @@ def test_a_whole_run_by_hand_has_hours_and_dollars_by_pool() -> None:
     assert far.dollars == pytest.approx(26 / 3600 * 1.85)
     assert whole.dollars == pytest.approx(26 * dollars_per_second(trace.run))
     assert whole.dollars == pytest.approx(sum(pool.dollars for pool in whole.pools.values()))
-    assert (whole.tokens, whole.rollouts) == (600, 2)
+    assert (whole.tokens, whole.rollouts) == (400, 2)
 
 
 # Owned pools and links ----------------------------------------------------------------------------

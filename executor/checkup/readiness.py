@@ -25,6 +25,7 @@ LIMITS: tuple[Changes, ...] = (
     {"rollout.migration_transfer": "recompute"},
     {"policies.concurrency": "fixed"},
     {"trainer.packing": "padded"},
+    {"trainer.zero": 0},
     {
         "trainer.data_parallel": 1,
         "trainer.tensor_parallel": 1,

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from executor.prompts import expecting_policy
+from executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
 from executor.record import RunDirectory
 from executor.verifier.records import check_prompts, find_lacks
 from executor.verifier.reward_files import check_reward_model
 from streamrl.doctor.changes import say
+from streamrl.doctor.files import TOKENIZERS
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.runfile.config import Run
 from streamrl.runfile.reward_config import ScorerName
@@ -54,11 +55,26 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         fix = "add it, or name the column that has it in workload.fields, or choose another verifier.scorer"
         yield _finding("error", "prompts", str(error), fix)
         return
-    if not lacks:
+    if not lacks and (refusal := _token_refusal(run)):
+        fix = "leave it out, or set workload.max_prompt_tokens to what prompts have"
+        yield _finding("error", "prompts", refusal, fix)
+    elif not lacks:
         num_prompts = sum(len(source.records) for source in sources)
         by = ", ".join(reward.label for reward in rewards)
         text = f"workload.prompts: {num_prompts:,} prompts, with all that scoring reads: {by}"
         yield _finding("ok", "prompts", text)
+
+
+def _token_refusal(run: Run) -> str:
+    """Return what is refused of prompts once they are tokens; nothing where no tokenizer lies here, which is told elsewhere."""
+    path = Path(str(run.model.path))
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        return ""
+    try:
+        PromptWorkload(run, load_tokenizer(str(path)))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _find_reward_model(run: Run) -> Iterator[Finding]:

@@ -40,4 +40,8 @@ async def side_by_side(generate: Sequence[Work], train: Work | None) -> PartTime
         steps += [mean(seconds) for seconds in await generating if seconds]
         if steps and (train is None or len(passes) >= LEAST_PASSES):
             break
+    if not steps:
+        raise RuntimeError(
+            "no decode step had all rollouts of a batch: other work keeps the cores busy; try again, or a smaller --max-running"
+        )
     return PartTimes(mean(steps), mean(passes or last))

@@ -323,11 +323,19 @@ class _Bench:
                     self._watch("company")
 
     async def _decode_on(self, replica: TimedReplicaRole) -> list[float]:
-        """Decode half a batch; return the seconds of each step."""
+        """Decode half a batch; return the seconds of each step.
+
+        A small model is at its end before all of a batch have come, where others have the cores: it goes on for longer then.
+        """
         running = max(1, self._limits.max_running // 2)
-        await self._generate(replica, running, SHORT, self._long_decode)
-        passes = await replica.passes()
-        return [one.seconds for one in passes if one.running == running and not one.prefixes]
+        most = self._limits.max_context - SHORT
+        for tokens in sorted({min(most, self._long_decode * longer) for longer in (1, 4, 16)}):
+            await self._generate(replica, running, SHORT, tokens)
+            passes = await replica.passes()
+            steps = [one.seconds for one in passes if one.running == running and not one.prefixes]
+            if steps:
+                return steps
+        return []
 
     async def _train_on(self, trainer: TimedTrainerRole, samples: list[Sample]) -> list[float]:
         """Make a pass of middling size, of samples that need no core to be made; return its seconds."""

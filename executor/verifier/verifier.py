@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from executor.carriers.handles import Handle
+from executor.notices import tell
 from executor.roles import Scoring, VerifierRole
 from executor.samples import Exchange
 from executor.verifier.judge import Judge
@@ -29,6 +30,8 @@ ANSWER_TIME = 30.0
 
 MOST_CHARACTERS = 150_000
 """Of an answer: some 40,000 tokens, which as JSON fill a pipe of 1 MiB at most, so that nobody waits to write one."""
+MOST_SHOWN = 200
+"""Characters of what a scorer says of an answer that it cannot score."""
 
 
 class Verifier(VerifierRole):
@@ -56,6 +59,8 @@ class Verifier(VerifierRole):
         }
         self._limits = SandboxLimits(config.time_limit, config.memory_limit)
         self._log = log
+        self._told: set[tuple[int, str]] = set()
+        """Scorers, and kinds of faults of theirs, of which one was told."""
         self._free = asyncio.Semaphore(config.workers)
         self._starting = asyncio.Lock()
         self._process: ForkServerProcess | None = None
@@ -132,13 +137,24 @@ class Verifier(VerifierRole):
             if reply.fault is None:
                 return reply.reward, None
             await self._check(place, record)
-            return self._worst(place), reply.fault
+            return self._worst(place), self._tell(place, reply)
 
     async def _ask_model(self, completion: str, record: Record) -> float:
         """Return the score of a reward model, whose replicas are begun where nobody has."""
         assert self._models is not None, "a run with a reward model has who starts it"
         self._models.begin()
         return await self._models.score(Exchange(prompt=record["prompt"], completion=completion))
+
+    def _tell(self, place: int, reply: Reply) -> str:
+        """Return why an answer has no score; the first of its kind is told at once, as rewards alone would not show it."""
+        fault = ": ".join(filter(None, (reply.fault, _shown(reply.detail))))
+        if (kind := (place, str(reply.fault))) not in self._told:
+            self._told.add(kind)
+            label, worst = self._rewards[place].label, self._worst(place)
+            tell(
+                f"a completion gets the worst score, {worst:g}, as {label} cannot score it: {fault}"
+            )
+        return fault
 
     def _worst(self, place: int) -> float:
         least, most = self._scorers[place].bounds
@@ -167,3 +183,9 @@ class Verifier(VerifierRole):
         process = await self.start()
         beyond = ANSWER_TIME if process.has_answered else START_TIME
         return await process.ask(place, answer, record, beyond + self._limits.time)
+
+
+def _shown(detail: str) -> str:
+    """Return what a scorer said in a line that may be printed: an answer may have had a say in it."""
+    line = "".join(letter if letter.isprintable() else " " for letter in detail)
+    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}…"

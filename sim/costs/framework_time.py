@@ -51,7 +51,10 @@ def own_step_time(run: Run) -> StatedTime:
 
 
 def own_switch_time(run: Run) -> StatedTime:
-    """Return the seconds of a framework's calls when GPUs turn from training to generating and back."""
+    """Return the seconds of a framework's calls when GPUs turn from training to generating and back; none of CPUs."""
+    is_told = run.framework.switch_time is not None
+    if not is_told and run.cluster.pools[run.trainer.pool].gpu == "cpu":
+        return StatedTime(0.0, "framework.switch_time is none on CPUs")
     return _own_time(run, "switch_time")
 
 

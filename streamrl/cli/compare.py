@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,13 +11,14 @@ import typer
 from rich.console import Console
 
 from sim.world import simulate
-from streamrl.cli.shared import AsJson, open_trace, print_json, trace_file
+from streamrl.cli.shared import AsJson, Overrides, open_trace, print_json, trace_file
 from streamrl.record.informative import recorded_workload
 from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import compare as compare_metrics
 from streamrl.report.run_tables import comparison_table
+from streamrl.runfile.reading import change_run
 
 KINDS = {"real": "an executed run", "simulated": "a simulation"}
 
@@ -27,6 +29,7 @@ def compare(
         Path | None,
         typer.Argument(help="A simulation; without it, the measured run is simulated now."),
     ] = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare a run with its simulation: step time, throughput, and idle time by cause.
@@ -34,14 +37,20 @@ def compare(
     Without a second trace the run file in the trace is simulated with the output lengths and the share of
     non-zero advantages that the run had, so that only the seconds differ; figures of both are over the same steps.
 
+    `--set` changes what is simulated, such as where its seconds come from (costs.profile).
+
     Example: streamrl compare runs/quickstart
     """
+    if predicted is not None and overrides:
+        raise ValueError(
+            "--set changes what is simulated now, and a simulation was given: leave one of them out"
+        )
     trace = _open(measured, "real", "streamrl execute RUN.toml makes an executed run")
     figures = measure(trace)
     if predicted is not None:
         expected = measure(_open(predicted, "simulated", "what predicts must be simulated"))
     else:
-        simulated = _simulate(trace, trace_file(measured), figures.num_steps)
+        simulated = _simulate(trace, trace_file(measured), figures.num_steps, overrides or ())
         expected = measure(simulated, figures.counted_steps)
     if as_json:
         print_json(compare_metrics(expected, figures))
@@ -61,9 +70,10 @@ def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
     return trace
 
 
-def _simulate(trace: Trace, recorded: Path, num_steps: int) -> Trace:
+def _simulate(trace: Trace, recorded: Path, num_steps: int, overrides: Sequence[str]) -> Trace:
     """Simulate what a trace file records: its lengths and advantages, for as many steps as it made, without its faults."""
     replace, run = msgspec.structs.replace, with_kept_inputs(trace.run, recorded.parent)
+    run = change_run(run, overrides) if overrides else run
     workload = recorded_workload(trace, recorded)
     algorithm = replace(run.algorithm, steps=num_steps)
     return simulate(replace(run, workload=workload, algorithm=algorithm, faults=()))

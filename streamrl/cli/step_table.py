@@ -27,6 +27,7 @@ COLUMNS = (
     Column("reward", ("reward", "reward_std"), "{:.3f} ± {:.3f}"),
     Column("tokens", ("length_mean", "length_max"), "{:.0f} to {:.0f}", "mean to longest"),
     Column("cut off", ("cut_off",), "{:.0%}"),
+    Column("unscored", ("unscored",), "{:.0f}", "rollouts that their scorer cannot score"),
     Column("uniform", ("uniform_groups",), "{:.0%}", "groups of one reward, which teach nothing"),
     Column(
         "stale", ("staleness_mean", "staleness_max"), "{:.1f} to {:.0f}", "versions, mean to most"

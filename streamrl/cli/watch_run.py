@@ -121,6 +121,8 @@ class RunWatch:
             self._steps = deque(kept, maxlen=NUM_ROWS)
             return
         step = {key: value for key, value in line.items() if isinstance(value, int | float)}
+        if not step.get("unscored"):
+            step.pop("unscored", None)  # as in nearly all runs
         step["speed"] = step["output_tokens"] / max(step["step_time"], 1e-9)
         self._steps.append(step)
         if self._live is None:
@@ -139,7 +141,7 @@ class RunWatch:
         took = [step["step_time"] for step in timed]
         seconds = num_left * sum(took) / len(took)
         return (
-            f"{format_duration(round(seconds))} left, until {clock(seconds)}"
+            f"{format_duration(max(1, round(seconds)))} left, until {clock(seconds)}"
             if num_left > 0
             else ""
         )

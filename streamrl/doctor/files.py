@@ -16,6 +16,8 @@ from streamrl.workload.workload import load_source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Any of these is a tokenizer's vocabulary, as transformers saves and reads it."""
+USUAL_PROMPT = 400
+"""Tokens of a prompt where nobody says how many, as `workload.lengths.prompt_tokens` has it."""
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -91,7 +93,8 @@ def _find_lengths(run: Run) -> Iterator[Finding]:
             "warning",
             "lengths",
             "workload.lengths is missing: execute does not need it, plan and simulate do",
-            "add [workload.lengths] kind = 'histogram', source = 'streamrl-codemath-20k'",
+            "add [workload.lengths] kind = 'histogram', source = 'streamrl-codemath-20k', "
+            f"prompt_tokens = {min(USUAL_PROMPT, run.workload.max_prompt_tokens)}",
         )
         return
     try:

@@ -38,7 +38,7 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
         raise RunError("costs.profile", str(path), None, text, (model_key,))
     for key, value, measured in ours:
         if value != measured:
-            text = f"costs.profile: {path} was measured with {measured!r}, but {key} is {value!r}"
+            text = f"costs.profile: {path} was measured with {key} {measured!r}, but here it is {value!r}"
             raise RunError("costs.profile", str(path), None, text)
     if profile.lora_rank is not None and run.sync.mode != "lora":
         text = (

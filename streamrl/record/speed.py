@@ -19,7 +19,9 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: list[int] = []
     """Output tokens that each of them trained on."""
     counted_steps: tuple[int, int]
-    """First and last step that count."""
+    """First and last step that count, of these."""
+    steps_before: int = 0
+    """Steps of the training before the first of these: they are of legs before one that was resumed."""
     note: str
     """What keeps the figures from being those of a steady state as exactly known as was asked for; empty where
     nothing does."""

@@ -80,7 +80,10 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: st
         doubts.append("the trace ends inside a line, and what came after is not known")
     if trace.leg > 1:
         since = steps.version - len(steps)
-        doubts.append(f"leg {trace.leg} alone of a run that was resumed, after its step {since}")
+        doubts.append(
+            f"leg {trace.leg} alone of a run that was resumed, after its step {since}; "
+            "the whole run is reckoned at its pace"
+        )
     if _drifts(trace):
         return "; ".join([*doubts, _tell_drift(trace.run, steady), *_tell_late(trace.run, steps)])
     if not steady.has_settled:

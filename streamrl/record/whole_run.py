@@ -81,6 +81,8 @@ class WholeTime(NamedTuple):
     """The steps and seconds of a whole run."""
 
     steps: int
+    num_before: int
+    """Of them, those at the start that count as they were."""
     seconds: float
     interval: tuple[float, float] | None
     start_time: float
@@ -110,6 +112,7 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
         start_interval = (_held_up(start, most), _held_up(start, least))
     return WholeTime(
         steps,
+        num_before,
         known + rest * speed.step_time,
         interval,
         _held_up(start, speed.step_time),
@@ -155,6 +158,8 @@ def make_whole_run(
             kwh=None if watts is None else watts * hours / 1e3,
         )
     known = [pool.kwh for pool in pools.values() if pool.kwh is not None]
+    trained = speed.step_tokens[: time.num_before]
+    usual = speed.step_time * speed.goodput
     return WholeRun(
         steps=time.steps,
         seconds=time.seconds,
@@ -172,7 +177,7 @@ def make_whole_run(
         start_time=time.start_time,
         start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,
-        tokens=time.steps * speed.step_time * speed.goodput,
+        tokens=sum(trained) + (time.steps - len(trained)) * usual,
         rollouts=round(time.steps * speed.step_time * speed.samples_per_second),
         kwh=sum(known) if len(known) == len(pools) else None,
         unknown_power=energy.unknown,

@@ -244,7 +244,7 @@ def _whole(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
 
 def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     yield from _whole(metrics)
-    first, last = metrics.counted_steps
+    first, last = (metrics.steps_before + step for step in metrics.counted_steps)
     steps = f"mean of steps {first} to {last}" if last > first else f"step {first} alone"
     total = format_duration(metrics.total_time)
     took = f"median {format_duration(metrics.median_step_time)}, {metrics.world}, {total} in all"
