@@ -23,15 +23,14 @@ class Tile(NamedTuple):
 
 
 def chosen_of(options: list[Option]) -> Option | None:
-    """Return the option that a report is about: the first plan, else of the runs that finish the one with the cheapest tokens, the fastest where none is paid for."""
+    """Return the option that a report is about: the first plan, else of the runs that finish the one with the cheapest tokens, the fastest where one is not paid for."""
     plans = [option for option in options if option.kind == "plan"]
     if plans:
         return plans[0]
     finished = [option for option in options if not option.unfinished] or options
-    paid = [option for option in finished if option.is_paid]
-    if not paid:
-        return max(finished, key=lambda option: option.goodput, default=None)
-    return min(paid, key=lambda option: option.cost_per_million_tokens)
+    if not all(option.is_paid for option in finished):
+        return max(finished, key=lambda option: option.goodput)
+    return min(finished, key=lambda option: option.cost_per_million_tokens, default=None)
 
 
 def answer_of(sources: Sources, options: list[Option]) -> str:
@@ -65,7 +64,7 @@ def _of_one(option: Option) -> str:
 
 def _of_runs(chosen: Option, rivals: list[Option]) -> str:
     model = chosen.run.model.name if chosen.run else "the model"
-    if not chosen.is_paid:
+    if not all(option.is_paid for option in (chosen, *rivals)):
         return (
             f"{_whole(chosen)}Of the {len(rivals) + 1} ways compared, {chosen.name} is the fastest: with {chosen.rent}, {model} is trained on "
             f"{rounded(chosen.goodput)} tokens a second."
