@@ -172,6 +172,7 @@ async def _execute_in(
     assert run.model.path is not None, "check_executable wants weights"
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
     launcher = make_launcher(run, directory)
+    workload.check_vocabulary(load_model(run.model).vocab_size)
     verifier = Verifier(run.verifier, directory.logs / "verifier.log", launcher.reward_model)
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
     if resume:

@@ -9,7 +9,7 @@ bfloat16, and 0.15 s in float32, which cuDNN does not compute.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,10 @@ from transformers import (
 _LOADING = threading.Lock()
 """While it loads, transformers takes `tie_weights` out of its base class: two loads that overlap in threads put
 back what the other took out, and no model of the process has tied weights any more (seen in 5.23)."""
+VALUES = ("score.", "classifier.")
+"""How the names of a last layer begin that is drawn at random where a directory has none."""
+SHOWN = 3
+"""Tensors that a message names."""
 
 
 @contextmanager
@@ -45,11 +49,17 @@ def load_pretrained(
         is_aligned: whether its weights are copied to where torch puts its own. As they are loaded they lie as in their
             file, and the last bits of a product depend on how its factors are aligned.
         options: those of `from_pretrained`.
+
+    Raises:
+        ValueError: the directory lacks weights of the model, has some of other shapes, or some that are no numbers.
     """
     kind = AutoModelForTokenClassification if has_values else AutoModelForCausalLM
     load: Any = kind.from_pretrained
     with _loading():
-        model = load(directory, **options)
+        model, report = load(
+            directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    _check_weights(directory, model, report, drawn=VALUES if has_values else ())
     if is_aligned:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
@@ -74,3 +84,32 @@ def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{model} is no reward model: it lacks {', '.join(missing[:3])}")
     return found
+
+
+def _check_weights(
+    directory: str, model: Any, report: Mapping[str, Any], drawn: tuple[str, ...]
+) -> None:
+    """Raise `ValueError` where weights are not what the directory says, which transformers draws at random with a warning.
+
+    Two processes would draw other ones, and replicas sample from another policy than the trainer has.
+    """
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(drawn or "\0"))
+    if missing:
+        raise ValueError(f"model.path {directory!r} lacks weights of {_some(missing)}")
+    others = [
+        f"{name} {tuple(found)} for {tuple(wanted)}"
+        for name, found, wanted in sorted(report["mismatched_keys"])
+        if not name.startswith(drawn or "\0")
+    ]
+    if others:
+        raise ValueError(
+            f"model.path {directory!r} has weights of other shapes than its config.json: {_some(others)}"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.aminmax()):
+            raise ValueError(f"model.path {directory!r} has weights that are no numbers: {name}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

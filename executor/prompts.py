@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from executor.notices import tell
 from executor.prompt_probe import read_probe
-from executor.tokens import count_ids, encode_ids
+from executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.presets import choose_system
 from streamrl.runfile.config import Run
@@ -21,6 +21,9 @@ from streamrl.workload.prompt_families import check_families, told_family
 from streamrl.workload.prompt_records import EXPECTED, PromptSource, read_sources
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
+
+MOST_SAID = 300
+"""Characters of what a tokenizer says that cannot be read."""
 
 
 class PromptWorkload:
@@ -50,7 +53,8 @@ class PromptWorkload:
         if run.policies.tail_batching == "defer":
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
-        self._check_prompts(sources, run.workload.max_prompt_tokens)
+        self._sources = sources
+        self._check_prompts(run.workload.max_prompt_tokens)
 
     def join(self, run: Run) -> None:
         """Tell of the families of prompts from now on, where a trainer of the run heeds them.
@@ -125,10 +129,21 @@ class PromptWorkload:
         """Return what lines say alone: whatever was learnt, the same groups come of the same lines."""
         return [self._expected[self._order.prompt(source)] for source in range(first, first + num)]
 
-    def _check_prompts(self, sources: Sequence[PromptSource], most: int) -> None:
-        lines = (source.line(at) for source in sources for at in range(len(source.records)))
-        counts = map(count_ids, self.prompts)
-        for line, num_tokens, record in zip(lines, counts, self.records, strict=True):
+    def check_vocabulary(self, size: int) -> None:
+        """Raise `ValueError` where a prompt has token ids that a model of so many has not."""
+        for line, ids in zip(self._lines(), self.prompts, strict=True):
+            if (token := int(decode_ids(ids).max())) >= size:
+                raise ValueError(
+                    f"{line}: the tokenizer of model.path makes token {token}, but the model has {size} (vocab_size)"
+                )
+
+    def _lines(self) -> Iterator[str]:
+        """Yield where each record is from."""
+        return (source.line(at) for source in self._sources for at in range(len(source.records)))
+
+    def _check_prompts(self, most: int) -> None:
+        for line, ids, record in zip(self._lines(), self.prompts, self.records, strict=True):
+            num_tokens = count_ids(ids)
             if not num_tokens and not record["prompt"]:
                 raise ValueError(f"{line}: the prompt is empty")
             if not num_tokens:
@@ -172,7 +187,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # of whatever kind a damaged file makes it be
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
         raise ValueError(f"model.path {path!r}: its tokenizer cannot be read: {reason}") from error
 
 

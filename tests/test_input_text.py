@@ -52,6 +52,14 @@ def test_a_damaged_tokenizer_is_told_of_by_its_directory(
         PromptWorkload(real_run(tmp_path), load_tokenizer(str(tmp_path)))
 
 
+def test_tokens_that_the_model_has_not_are_told_of_by_their_line(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, ["<pad>", "<eos>", "p", *"0123456789"])
+    workload = PromptWorkload(real_run(tmp_path), load_tokenizer(str(tmp_path)))
+    workload.check_vocabulary(10)
+    with pytest.raises(ValueError, match=r"jsonl:7: .* makes token 9, but the model has 9"):
+        workload.check_vocabulary(9)
+
+
 @pytest.mark.parametrize(
     "text",
     [

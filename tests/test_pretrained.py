@@ -5,6 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
 from executor.pretrained import load_pretrained
 from tests.tiny_model import tiny_model
 
@@ -15,3 +19,32 @@ def test_models_that_load_at_the_same_time_keep_their_weights_tied(tmp_path: Pat
         models = list(pool.map(load_pretrained, [str(tmp_path)] * 6))
     for model in models:
         assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (None, rf"lacks weights of {NAME}$"),
+        (torch.zeros(31, 64), rf"other shapes .*: {NAME} \(31, 64\) for \(32, 64\)$"),
+        (torch.full((32, 64), float("nan")), rf"no numbers: {NAME}$"),
+        (torch.full((32, 64), float("-inf")), rf"no numbers: {NAME}$"),
+    ],
+    ids=["lacking", "of another shape", "nan", "infinite"],
+)
+@pytest.mark.parametrize("has_values", [False, True])
+def test_weights_that_would_be_drawn_at_random_or_are_no_numbers_are_refused(
+    damage: torch.Tensor | None, said: str, has_values: bool, tmp_path: Path
+) -> None:
+    tiny_model(40).save_pretrained(tmp_path)
+    options = {"num_labels": 1} if has_values else {}
+    load_pretrained(str(tmp_path), has_values=has_values, **options)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[NAME]
+    if damage is not None:
+        weights[NAME] = damage
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        load_pretrained(str(tmp_path), has_values=has_values, **options)

@@ -239,11 +239,17 @@ def test_every_bounded_key_is_there() -> None:
 
 def test_counts_of_a_pool_and_a_side_are_at_least_one() -> None:
     for key in (
-        *("cluster.pools.far.nodes", "trainer.data_parallel", "execute.threads"),
+        *("cluster.pools.far.nodes", "trainer.data_parallel"),
         *("trainer.virtual_stages", "framework.optimizer_steps", "framework.epochs"),
     ):
         assert error_of(table_with(key, 0)).allowed == Bounds(1)
+    assert error_of(table_with("execute.threads", 100_000)).allowed == Bounds(1, 1024)
     check_bounds(small_run())
+
+
+@pytest.mark.parametrize("key", ["execute.output", "workload.prompts", "costs.profile"])
+def test_an_empty_path_is_not_the_directory_of_the_run_file(key: str) -> None:
+    assert str(error_of(table_with(key, ""))) == f"{key} must name a path, got ''"
 
 
 # Data ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.measured_yield import measured_yield
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, read_trace
+from streamrl.record.underfilled import share_lost
 from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
 from streamrl.report.run_tables import compare, metrics_table
 from streamrl.runfile.config import Run
@@ -290,3 +292,17 @@ def test_tiers_weigh_all_decoding() -> None:
     told, untold = measure(hand_trace(FLAT, 3).trace), measure(hand_trace(None, 3).trace)
     assert told.tiers == pytest.approx(untold.tiers)
     assert any(isinstance(event, Generated) for _, event, _ in hand_trace(FLAT).trace.entries)
+
+
+def test_rounding_of_what_rollouts_hold_makes_no_full_batch_larger_or_smaller() -> None:
+    most = 64
+    rising = DecodeYield(
+        batches=[1, most],
+        base=[1.0, 2.0],
+        per_context_token=[0.0, 0.0],
+        most_running=most,
+        kv_capacity=700.0,
+    )
+    own = np.nextafter(100.0, [0.0, 100.0, 200.0])  # seven of them fill the memory
+    lost = share_lost(rising, np.full(3, 2.0), own, own)
+    assert lost == pytest.approx(np.full(3, lost[1]), rel=1e-12)

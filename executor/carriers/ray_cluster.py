@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ CALLS_AT_ONCE = 100_000
 """Of one actor: a replica has one for each rollout that it runs or queues."""
 LEAST = 1e-4
 """Of a pool's resource, that a role takes: it says where to be, not how much of it there is."""
+KNOCKING = 10.0
+"""Seconds in which a cluster's port answers."""
 
 
 def pool_resource(pool: str) -> str:
@@ -41,6 +44,7 @@ def _joined(run: Run) -> Iterator[None]:
 
     address = run.execute.ray_address
     try:
+        _knock(address)
         ray.init(
             address,
             configure_logging=True,
@@ -63,6 +67,13 @@ def _joined(run: Run) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` where nobody listens at a host's port: Ray would try for minutes, and heed no signal."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCKING).close()
 
 
 def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:

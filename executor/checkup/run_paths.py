@@ -14,6 +14,7 @@ from executor.verifier.reward_files import check_reward_model
 from streamrl.doctor.changes import say
 from streamrl.doctor.files import TOKENIZERS
 from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.reward_config import ScorerName
 from streamrl.workload.prompt_records import EXPECTED, read_sources
@@ -71,7 +72,8 @@ def _token_refusal(run: Run) -> str:
     if not any((path / name).is_file() for name in TOKENIZERS):
         return ""
     try:
-        PromptWorkload(run, load_tokenizer(str(path)))
+        workload = PromptWorkload(run, load_tokenizer(str(path)))
+        workload.check_vocabulary(load_model(run.model).vocab_size)
     except ValueError as error:
         return str(error)
     return ""

@@ -32,6 +32,11 @@ YieldSource = Literal["curve", "observed", "unknown"]
 """Where it is known from what a full batch yields."""
 
 
+ROUNDING = 1e-9
+"""Of the mean of what rollouts hold, which is summed up in another order where a trace is read in other parts: a batch that
+fills memory to the last token does."""
+
+
 class Lost(NamedTuple):
     """Stretches of one replica's time, and the share of each that a full batch would not have needed."""
 
@@ -129,7 +134,8 @@ def _full_batch(curve: DecodeYield, num_running: Floats, own: Floats) -> Floats:
     """Return the largest batch of rollouts that each hold `own` tokens: no less than what runs."""
     most = np.full_like(own, curve.most_running)
     if curve.kv_capacity is not None:
-        most = np.minimum(most, np.floor(curve.kv_capacity / np.maximum(own, 1.0)))
+        room = curve.kv_capacity / np.maximum(own, 1.0)
+        most = np.minimum(most, np.floor(room * (1 + ROUNDING)))
     full: Floats = np.maximum(most, num_running)
     return full
 

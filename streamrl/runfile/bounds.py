@@ -52,6 +52,8 @@ MOST_PER_GROUP = 2**14
 MOST_FAILURES = 10**7
 """Within a minute; each is remembered that long."""
 MOST_FAULTS = 1000
+MOST_THREADS = 1024
+"""Of a process: more than any machine has cores."""
 MOST_DRAFTED = 64
 """Tokens of a draft: engines draft up to 16."""
 MOST_OVERSAMPLED = 16
@@ -160,7 +162,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "samples_per_step": Bounds(0),
         "stream_port": Bounds(0, 65535),
         "save_tokens_every": POSITIVE,
-        "threads": Bounds(1),
+        "threads": Bounds(1, MOST_THREADS),
     },
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},

@@ -154,6 +154,10 @@ def _restore_quantity(kind: type, value: object) -> object:
 
 
 def _resolve_paths(run: Run, base: Path) -> Run:
-    """Let every path in the run file start at `base`."""
-    resolved = {key: os.path.normpath(base / path) for key, path in paths_of(run).items()}
+    """Let every path in the run file start at `base`, which one of no letters would be itself."""
+    paths = paths_of(run)
+    for key, path in paths.items():
+        if not path:
+            raise RunError(key, path, None, f"{key} must name a path, got ''")
+    resolved = {key: os.path.normpath(base / path) for key, path in paths.items()}
     return with_paths(run, resolved)
