@@ -28,7 +28,6 @@ from benchmarks.bench_profile import Outcome, middle, predict, report
 from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart, settings_of
 from executor.execute import execute
 from executor.profiling.profile_file import make_setup, profile_model
-from executor.profiling.profiler import num_points
 from streamrl.cli.progress import make_progress
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.record.metrics import measure
@@ -130,7 +129,7 @@ def write_profile(data: Path, run: Run, path: Path, *, is_quick: bool) -> None:
         reward_model=data / "reward-model",
     )
     with make_progress() as progress:
-        task = progress.add_task("profile", total=num_points(setup), facts="")
+        task = progress.add_task("profile", total=setup.num_points, facts="")
         found = profile_model(setup, "cpu", lambda what: progress.update(task, advance=1))
     write_measured(found, path)
 

@@ -32,7 +32,6 @@ from rich.table import Table
 from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart
 from executor.execute import execute
 from executor.profiling.profile_file import make_setup, profile_model
-from executor.profiling.profiler import num_points
 from sim.world import simulate
 from streamrl.cli.progress import make_progress
 from streamrl.hardware.machine_profile import write_measured
@@ -170,7 +169,7 @@ def write_profile(data: Path, run: Run, path: Path) -> None:
         is_quick=False,
     )
     with make_progress() as progress:
-        task = progress.add_task("profile", total=num_points(setup), facts="")
+        task = progress.add_task("profile", total=setup.num_points, facts="")
         found = profile_model(setup, "cpu", lambda what: progress.update(task, advance=1))
     write_measured(found, path)
 

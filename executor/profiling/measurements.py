@@ -111,6 +111,16 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         adapters = {"adapter_rank": self.lora_rank}
         return {"packing": self.packing, "recompute": self.recompute, **adapters}
 
+    @property
+    def num_points(self) -> int:
+        """How often whoever watches the measuring is told of a point."""
+        plan = self.plan
+        replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
+        trainer = len(plan.passes) + len(plan.calls) + 1
+        points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
+        points += plan.repeats * len(plan.rewards) if self.reward_model is not None else 0
+        return points + bool(plan.companies) + (self.ray is not None)
+
 
 def longest_prefix(backend: ProfiledBackend, gpu: str) -> int:
     """Return the new tokens of a rollout that one pass of an engine takes; longer prefixes are not measured."""

@@ -103,7 +103,7 @@ def make_setup(
 
 
 def profile_model(setup: Setup, gpu: str, watch: Watch) -> MeasuredProfile:
-    """Measure a model here and return its profile; `watch` is told of `num_points` points."""
+    """Measure a model here and return its profile; `watch` is told of `setup.num_points` points."""
     return to_profile(setup, gpu, measure(setup, watch))
 
 

@@ -57,16 +57,6 @@ def measure(setup: Setup, watch: Watch) -> Readings:
     return readings
 
 
-def num_points(setup: Setup) -> int:
-    """Return how often `watch` will be called."""
-    plan = setup.plan
-    replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
-    trainer = len(plan.passes) + len(plan.calls) + 1
-    points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
-    points += plan.repeats * len(plan.rewards) if setup.reward_model is not None else 0
-    return points + bool(plan.companies) + (setup.ray is not None)
-
-
 async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
@@ -323,10 +313,7 @@ class _Bench:
                     self._watch("company")
 
     async def _decode_on(self, replica: TimedReplicaRole) -> list[float]:
-        """Decode half a batch; return the seconds of each step.
-
-        A small model is at its end before all of a batch have come, where others have the cores: it goes on for longer then.
-        """
+        """Decode half a batch, longer where some end before all have come; return the seconds of each step."""
         running = max(1, self._limits.max_running // 2)
         most = self._limits.max_context - SHORT
         for tokens in sorted({min(most, self._long_decode * longer) for longer in (1, 4, 16)}):
@@ -334,8 +321,8 @@ class _Bench:
             passes = await replica.passes()
             steps = [one.seconds for one in passes if one.running == running and not one.prefixes]
             if steps:
-                return steps
-        return []
+                break
+        return steps
 
     async def _train_on(self, trainer: TimedTrainerRole, samples: list[Sample]) -> list[float]:
         """Make a pass of middling size, of samples that need no core to be made; return its seconds."""

@@ -92,7 +92,6 @@ def measure(
     _need_executor(backend, has_adapters=lora_rank is not None)
     from executor.profiling.measurements import Limits, RayPlace, longest_prefix
     from executor.profiling.profile_file import make_setup, profile_model
-    from executor.profiling.profiler import num_points
 
     setup = make_setup(
         model,
@@ -115,7 +114,7 @@ def measure(
     )
     try:
         with make_progress() as progress:
-            task = progress.add_task("measure", total=num_points(setup), facts="starting")
+            task = progress.add_task("measure", total=setup.num_points, facts="starting")
             found = profile_model(
                 setup, gpu, lambda what: progress.update(task, advance=1, facts=what)
             )
