@@ -70,10 +70,10 @@ FAULTS = {
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
         "time limit",
     ),
-    "exit": ("import sys\nsys.exit()", "error"),
+    "exit": ("import sys\nsys.exit()", "error: SystemExit"),
     "leave something for the exit": (
         "import atexit, sys\natexit.register(open, '{tmp}/canary', 'w')\nsys.exit()",
-        "error",
+        "error: SystemExit",
     ),
     "exit at once": ("import os\nos._exit(0)", "process ended"),
     "crash": ("import ctypes\nctypes.string_at(0)", "process ended"),

@@ -87,7 +87,8 @@ def _grade(line: bytes, graders: Sequence[Grader]) -> bytes:
 
 
 def _error(error: BaseException) -> bytes:
-    return ERROR + f"{type(error).__name__}: {error}".encode(errors="replace")[: MOST_BYTES - 1]
+    said = ": ".join(filter(None, (type(error).__name__, str(error))))
+    return ERROR + said.encode(errors="replace")[: MOST_BYTES - 1]
 
 
 def _close_all_but(kept: set[int]) -> None:
