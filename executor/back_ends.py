@@ -276,8 +276,8 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         f"{key}.zero",
         trainer.zero,
-        trainer.zero > 0 or run.model.dtype == "float32",
-        f"1, 2 or 3 {of_backend} in {run.model.dtype}",
+        trainer.zero > 1 or run.model.dtype == "float32",
+        f"2 or 3 {of_backend} in {run.model.dtype}: below, gradients of many passes are added up in it",
     )
     on_cpu = device_of(run, trainer.pool) == "cpu"
     yield Limit(

@@ -228,6 +228,24 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.deepspeed
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_gradient_of_many_passes_in_bfloat16_is_as_long_as_that_of_one(
+    model_path: str, tmp_path: Path, zero: int
+) -> None:
+    sample = next(sample for sample in make_samples(1) if sample.advantage)
+
+    async def norm_of(copies: int) -> float:
+        shape = Shape("deepspeed", 1, zero)
+        async with trainer(model_path, tmp_path, shape, TRAINER, dtype="bfloat16") as (role, _):
+            await role.start(None)
+            for number in range(copies):
+                await role.train([msgspec.structs.replace(sample, rollout=number)])
+            return float((await role.step(1))["grad_norm"])
+
+    assert run(norm_of(600)) == pytest.approx(run(norm_of(1)), rel=0.02)
+
+
+@pytest.mark.deepspeed
 def test_a_checkpoint_of_another_split_is_refused(model_path: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
 

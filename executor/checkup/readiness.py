@@ -26,6 +26,7 @@ LIMITS: tuple[Changes, ...] = (
     {"policies.concurrency": "fixed"},
     {"trainer.packing": "padded"},
     {"trainer.zero": 0},
+    {"trainer.zero": 2},
     {
         "trainer.data_parallel": 1,
         "trainer.tensor_parallel": 1,
