@@ -82,7 +82,7 @@ def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:
     with _loading():
         found, report = load(model, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{model} is no reward model: it lacks {', '.join(missing[:3])}")
+        raise ValueError(f"{model} is no reward model: it lacks {', '.join(missing[:SHOWN])}")
     return found
 
 
@@ -106,10 +106,8 @@ def _check_weights(
             f"model.path {directory!r} has weights of other shapes than its config.json: {_some(others)}"
         )
     for name, parameter in model.named_parameters():
-        is_compared = (
-            parameter.numel() and parameter.element_size() > 1
-        )  # 8 bits have no order in torch
-        if is_compared and not all(bound.isfinite() for bound in parameter.aminmax()):
+        has_order = parameter.numel() and parameter.element_size() > 1  # torch compares no 8 bits
+        if has_order and not all(bound.isfinite() for bound in parameter.aminmax()):
             raise ValueError(f"model.path {directory!r} has weights that are no numbers: {name}")
 
 

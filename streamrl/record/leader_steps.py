@@ -47,7 +47,8 @@ class LeaderSteps:
         """Steps that were made, taken back or not."""
         self.num_failures = 0
         """Replicas and trainers that were lost."""
-        self._first_version = 0
+        self.num_before = 0
+        """Steps of the training before the first of these, which legs before this one made."""
         self._num_saved = 0
         self._generated = 0
         self._generated_before = 0
@@ -58,7 +59,7 @@ class LeaderSteps:
     @property
     def version(self) -> int:
         """The newest version that stayed."""
-        return self._first_version + len(self)
+        return self.num_before + len(self)
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Take one entry of a trace."""
@@ -70,9 +71,9 @@ class LeaderSteps:
             case Stepped(_, trainer) if trainer == LEADER:
                 self._end_step(time)
             case CheckpointSaved(version, trainer) if trainer == LEADER:
-                self._num_saved = version - self._first_version
+                self._num_saved = version - self.num_before
             case RunStarted(version):
-                self._first_version = version
+                self.num_before = version
             case TrainerLost(trainer):
                 self.num_failures += 1
                 if trainer == LEADER:

@@ -195,7 +195,7 @@ def _measure_speed(
         step_times=step_times,
         step_tokens=leader.made.num_tokens.tolist(),
         counted_steps=(first + 1, last),
-        steps_before=steps.version - len(steps),
+        steps_before=steps.num_before,
         note=tell_doubts(trace, steps, steady, unfinished),
         unfinished=unfinished,
         throughput=(num_tokens + sum(flow.lost_tokens(began, ended).values())) / (ended - began),

@@ -79,9 +79,8 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: st
     if trace.is_cut:
         doubts.append("the trace ends inside a line, and what came after is not known")
     if trace.leg > 1:
-        since = steps.version - len(steps)
         doubts.append(
-            f"leg {trace.leg} alone of a run that was resumed, after its step {since}; "
+            f"leg {trace.leg} alone of a run that was resumed, after its step {steps.num_before}; "
             "the whole run is reckoned at its pace"
         )
     if _drifts(trace):

@@ -30,8 +30,6 @@ from streamrl.runfile.config import Run
 
 YieldSource = Literal["curve", "observed", "unknown"]
 """Where it is known from what a full batch yields."""
-
-
 ROUNDING = 1e-9
 """Of the mean of what rollouts hold, which is summed up in another order where a trace is read in other parts: a batch that
 fills memory to the last token does."""
