@@ -161,6 +161,13 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.sync.wire == "chunks" or uses_relays(run),
         "'chunks' where weights lie in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
     )
+    if run.sync.mode == "lora" and load_model(run.model).experts is not None:
+        yield Limit(
+            "sync.mode",
+            run.sync.mode,
+            False,
+            "'full' or 'delta' to be executed with a mixture of experts, beside which no adapters are put",
+        )
     times = run.framework.epochs
     yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
     for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):
@@ -227,6 +234,13 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         "'engine' to be executed: log-probabilities come with the tokens",
     )
     yield _one_format(run, f"{key}.dtype", trainer.dtype, trainer.backend)
+    for name, value, done in (
+        ("kernels", trainer.kernels, "eager"),
+        ("order", trainer.order, "sorted"),
+        ("routing", trainer.routing, "natural"),
+        ("offload", trainer.offload, False),
+    ):
+        yield Limit(f"{key}.{name}", value, value == done, f"{done!r} {of_backend}")
     steps = run.framework.optimizer_steps
     yield Limit(
         "framework.optimizer_steps",

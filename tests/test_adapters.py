@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from executor.carriers.handles import InProcess
 from executor.carriers.launch import RELAY
 from executor.samples import Arrived, Manifest, Parcel
-from executor.trainer.adapters import adapters_of, add_adapters, load_adapters, save_model
+from executor.tokens import ID
+from executor.trainer.adapters import (
+    adapters_of,
+    add_adapters,
+    load_adapters,
+    save_model,
+    without_adapters,
+)
+from executor.trainer.loading import load_learner
 from executor.trainer.optimizer import make_optimizer
+from executor.trainer.sequences import NOTHING
 from executor.transfer.manifest_check import verify_buckets
 from executor.transfer.shared_memory import read_buckets, write_buckets
 from tests.test_end_to_end import SYMBOLS
@@ -110,3 +121,28 @@ def test_adapters_of_another_model_are_refused(directory: Path, tmp_path: Path) 
     manifest = write_buckets(renamed, tmp_path / "pushed", 1)
     with pytest.raises(ValueError, match=r"no weights for the adapters of x\.model"):
         asyncio.run(merged(directory, manifest))
+
+
+def test_the_reference_is_the_model_without_its_adapters(directory: Path) -> None:
+    model = adapted(directory)
+    plain, own = logits(reference(directory)), logits(model)
+    with without_adapters(model):
+        assert torch.equal(logits(model), plain)
+    assert torch.equal(logits(model), own)
+    assert all(each.requires_grad == ("lora_" in name) for name, each in model.named_parameters())
+
+
+def test_adapters_are_held_against_the_initial_weights_without_a_second_model(
+    directory: Path,
+) -> None:
+    settings = make_config(str(directory), adapter_rank=RANK, kl_coefficient=0.1)
+    learner, second = load_learner(settings, None), load_learner(make_config(str(directory)), None)
+    rollout = dataclasses.replace(NOTHING, prompt=np.array([3], ID), tokens=np.array([5], ID))
+    assert learner.reference is None
+    with torch.no_grad():
+        for name, parameter in learner.backend.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    found = learner._of_reference([rollout])
+    assert torch.equal(found, second._logprobs(second.backend.model, [rollout]))
+    assert not torch.allclose(found, learner._logprobs(learner.backend.model, [rollout]))

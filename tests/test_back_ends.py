@@ -27,6 +27,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"framework.name": "slime"}, "framework.name=streamrl"),
     ({"framework.optimizer_steps": 4, "algorithm.name": "dpo"}, "framework.optimizer_steps=1"),
     ({"framework.epochs": 2}, "framework.epochs=1"),
+    ({"trainer.kernels": "fused"}, "trainer.kernels=eager"),
+    ({"trainer.order": "arrival"}, "trainer.order=sorted"),
+    ({"trainer.routing": "balanced"}, "trainer.routing=natural"),
+    ({"trainer.offload": True, "algorithm.kl_coefficient": 0.1}, "trainer.offload=false"),
     (
         {"policies.concurrency": "kv-pressure", "rollout.backend": "static"},
         "policies.concurrency=fixed",

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.pretrained import load_pretrained, load_reward_model
 from executor.tokens import ID, LOGPROB
-from executor.trainer.passes import FILLED_TO, attend_apart, output_logprobs, passes
+from executor.trainer.outputs import output_logprobs
+from executor.trainer.passes import FILLED_TO, attend_apart, passes
 from executor.trainer.sequences import TokenSequence
 from streamrl.hardware.config_json import MODEL_TYPES
 from tests.tiny_model import save_tiny_model, save_tiny_reward_model

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.carriers.handles import LocalProcess, WorkerLostError
 from executor.carriers.launch import REPLICA
@@ -23,7 +24,7 @@ from executor.rollout.replica_worker import ReplicaWorker
 from executor.samples import Completion, Request
 from executor.tokens import encode_ids, read_block
 from executor.transfer.shared_memory import write_buckets
-from tests.tiny_model import WIDE_HEADS, changed_weights, reference, tiny_model
+from tests.tiny_model import SHAPE, WIDE_HEADS, changed_weights, reference, tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -82,6 +83,31 @@ def test_a_prompt_is_computed_once_under_one_version_and_again_under_the_next(
         assert gap(reference(model, new), after) < 1e-4 < gap(reference(model), after)
         assert prefixes == [len(PROMPT), len(PROMPT) % 128, len(PROMPT)]
         assert checksums[0] != checksums[1]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_reach_vllm_under_the_names_that_it_has(kind: str, tmp_path: Path) -> None:
+    experts = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
+    mixture = {experts[kind]: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    shape = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "initializer_range": 0.2}
+    config = AutoConfig.for_model(kind, **{**SHAPE, **WIDE_HEADS}, **shape, **mixture, head_dim=32)
+    models: Any = AutoModelForCausalLM
+    torch.manual_seed(0)
+    models.from_config(config).save_pretrained(tmp_path / "model")
+    new = changed_weights(tmp_path / "model")
+
+    async def go() -> None:
+        replica = ReplicaWorker(ReplicaSettings(**settings(tmp_path / "model")))
+        await replica.start(None, 0)
+        try:
+            await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
+            after = await replica.generate(ask(0, 20))
+        finally:
+            await replica.stop()
+        model = tmp_path / "model"
+        assert gap(reference(model, new), after) < 1e-3 < gap(reference(model), after)
 
     asyncio.run(go())
 

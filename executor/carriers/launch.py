@@ -93,6 +93,7 @@ class Launcher(ABC):
             "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
             "packing": run.trainer.packing,
             "recompute": "none" if common["device"] == "cpu" else run.trainer.recompute,
+            "logits": run.trainer.logits or "eager",
             "seed": run.seed,
             "backend": run.trainer.backend,
             "adapter_rank": run.sync.lora_rank if run.sync.mode == "lora" else None,

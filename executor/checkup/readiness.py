@@ -25,6 +25,11 @@ LIMITS: tuple[Changes, ...] = (
     {"rollout.migration_transfer": "recompute"},
     {"policies.concurrency": "fixed"},
     {"trainer.packing": "padded"},
+    {"trainer.kernels": "eager"},
+    {"trainer.order": "sorted"},
+    {"trainer.routing": "natural"},
+    {"trainer.offload": False},
+    {"sync.mode": "delta"},
     {"trainer.zero": 0},
     {"trainer.zero": 2},
     {

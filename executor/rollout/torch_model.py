@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from executor.pretrained import load_pretrained
 from executor.rollout.inference_engine import Copy, ReplicaSettings
@@ -61,6 +64,17 @@ def empty_model(directory: str) -> Any:
     return model
 
 
+def named_as_in_files(
+    directory: str, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return weights by the names that a Hugging Face directory has for them, as other engines want them.
+
+    transformers holds the experts of a layer as one tensor, where files have those of each, under other names.
+    """
+    named: Any = revert_weight_conversion(_empty(directory), dict(weights))
+    return cast(dict[str, torch.Tensor], named).items()
+
+
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Token ids that end a rollout: the generation config's, else the model config's, else none."""
     for config in (model.generation_config, model.config):
@@ -68,6 +82,9 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
         if tokens is not None:
             return frozenset([tokens] if isinstance(tokens, int) else tokens)
     return frozenset()
+
+
+_empty = cache(empty_model)
 
 
 def read_pairs(manifest: Manifest, model: Any) -> Pairs:

@@ -6,6 +6,7 @@ and computes with them. `W + B A` is what a replica serves: B is pushed with LoR
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,21 @@ def add_adapters(model: Any, rank: int) -> None:
         raise ValueError("the model has no linear layers for adapters")
     config = LoraConfig(r=rank, lora_alpha=round(ALPHA_PER_RANK * rank), target_modules=targets)
     inject_adapter_in_model(config, model)
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Let a model compute as it did before it had adapters, until the block ends."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def adapters_of(

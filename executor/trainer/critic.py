@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from executor.pretrained import load_pretrained
 from executor.trainer.backends import make_backend
-from executor.trainer.passes import attend_apart, output_logits
+from executor.trainer.half_experts import follow_autocast
+from executor.trainer.outputs import output_logits
+from executor.trainer.passes import attend_apart
 from executor.trainer.rank_group import RankGroup
 from executor.trainer.recomputation import recompute
 from executor.trainer.sequences import TokenSequence
@@ -43,6 +45,7 @@ class Critic:
             num_labels=1,
         )
         model = model.to(settings.device).eval()
+        follow_autocast(model)
         if settings.packing == "packed":
             attend_apart(model)
         recompute(model, settings.recompute)

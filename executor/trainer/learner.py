@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import shutil
 import statistics
@@ -19,22 +18,15 @@ import torch
 from transformers import PreTrainedModel
 
 from executor.checksums import write_checksums
-from executor.pretrained import load_pretrained
 from executor.samples import Manifest, Sample
 from executor.trainer import losses
-from executor.trainer.adapters import adapters_of, add_adapters, load_adapters
-from executor.trainer.backends import make_backend
+from executor.trainer.adapters import adapters_of, without_adapters
 from executor.trainer.critic import Critic
 from executor.trainer.objectives import objective_of
+from executor.trainer.outputs import output_logprobs, outputs_with_entropy
 from executor.trainer.own_stream import stream_of_its_own
-from executor.trainer.passes import (
-    attend_apart,
-    output_logprobs,
-    outputs_with_entropy,
-    passes,
-)
+from executor.trainer.passes import passes
 from executor.trainer.rank_group import RankGroup
-from executor.trainer.recomputation import recompute
 from executor.trainer.sequences import NOTHING, TokenSequence, read_samples
 from executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from executor.trainer.training_backend import TrainingBackend
@@ -89,6 +81,7 @@ class Learner:
     ranks: RankGroup
     backend: TrainingBackend
     reference: PreTrainedModel | None
+    """The model that the run began with; None where nobody asks for it, or it is the policy without its adapters."""
     critic: Critic | None
     version: int
     batch: Accumulated = dataclasses.field(default_factory=Accumulated)
@@ -102,7 +95,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.objective = objective_of(self.config)
-        of_reference = () if self.reference is None else (losses.REFERENCE_SUM,)
+        of_reference = (losses.REFERENCE_SUM,) if self.config.has_reference else ()
         self._sums = ("loss", *losses.SUMS, *of_reference, *self.objective.sums)
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
@@ -290,8 +283,8 @@ class Learner:
         found: dict[str, Callable[[list[TokenSequence]], torch.Tensor]] = {}
         if config.correction == "decoupled" or config.algorithm == "dpo":
             found["proximal"] = self._proximal
-        if self.reference is not None:
-            found["reference"] = functools.partial(self._logprobs, self.reference)
+        if config.has_reference:
+            found["reference"] = self._of_reference
         if self.critic is not None:
             found["values"] = self.critic.values
         return found
@@ -299,6 +292,13 @@ class Learner:
     def _proximal(self, sequences: list[TokenSequence]) -> torch.Tensor:
         """Return log-probabilities, [n], under the weights that the batch began with, whatever its steps made of them."""
         with weights_in_place(self.backend.model, self.pushable):
+            return self._logprobs(self.backend.model, sequences)
+
+    def _of_reference(self, sequences: list[TokenSequence]) -> torch.Tensor:
+        """Return log-probabilities, [n], under the weights that the run began with."""
+        if self.reference is not None:
+            return self._logprobs(self.reference, sequences)
+        with without_adapters(self.backend.model):
             return self._logprobs(self.backend.model, sequences)
 
     def _to_score(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
@@ -331,7 +331,7 @@ class Learner:
         if entropies is not None:
             per_token = per_token - config.entropy_coefficient * entropies
         sums = Counter(losses.diagnostic_sums(tokens, config.correction, **bounds))
-        if self.reference is not None:
+        if config.has_reference:
             reference = torch.cat([s["reference"] for s in scored])
             penalty = losses.kl_losses(logprobs, reference, config.kl_estimator)
             sums.update({losses.REFERENCE_SUM: penalty.detach().double().sum().item()})
@@ -349,11 +349,9 @@ class Learner:
 
     def _outputs(self, sequences: list[TokenSequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probabilities, and entropies where the loss has any."""
-        config = self.config
-        if config.entropy_coefficient == 0:
+        if self.config.entropy_coefficient == 0:
             return self._logprobs(self.backend.model, sequences), None
-        how = (config.temperature, config.packing, DTYPES[config.dtype])
-        return outputs_with_entropy(self.backend.model, sequences, *how)
+        return outputs_with_entropy(self.backend.model, sequences, **self._how)
 
     def _passes(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         return passes(sequences, self.config.max_tokens_per_pass, self.config.packing)
@@ -365,36 +363,15 @@ class Learner:
         return chain(mine, repeat([NOTHING], most - len(mine)))
 
     def _logprobs(self, model: Any, sequences: list[TokenSequence]) -> torch.Tensor:
-        config, dtype = self.config, DTYPES[self.config.dtype]
-        return output_logprobs(model, sequences, config.temperature, config.packing, dtype)
+        return output_logprobs(model, sequences, **self._how)
 
-
-def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
-    """Join the other ranks, and load the initial weights (version 0) or a checkpoint."""
-    ranks = RankGroup(config)
-    torch.manual_seed(config.seed)
-    model = _load_model(config.model if config.adapter_rank else checkpoint or config.model, config)
-    recompute(model, config.recompute)
-    if config.adapter_rank is not None:
-        add_adapters(model, config.adapter_rank)
-        if checkpoint is not None:
-            load_adapters(model, Path(checkpoint), config.adapter_rank)
-    needs_reference = config.kl_coefficient > 0 or config.algorithm == "dpo"
-    reference = _load_model(config.model, config) if needs_reference else None
-    critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)
-    backend = make_backend(config, model, ranks)
-    version = 0 if checkpoint is None else backend.load(Path(checkpoint))
-    return Learner(config, ranks, backend, reference, critic, version)
-
-
-def _load_model(directory: str, config: TrainerSettings) -> Any:
-    if not Path(directory, "config.json").is_file():
-        raise ValueError(f"no Hugging Face model directory (config.json) at {directory!r}")
-    model = load_pretrained(
-        directory, is_aligned=config.deterministic, dtype=torch.float32, local_files_only=True
-    )
-    # eval, so without dropout: a ratio must say how the weights differ, not which units are off.
-    model = model.to(config.device).eval()
-    if config.packing == "packed":
-        attend_apart(model)
-    return model
+    @property
+    def _how(self) -> dict[str, Any]:
+        """How outputs are computed."""
+        config = self.config
+        return {
+            "temperature": config.temperature,
+            "packing": config.packing,
+            "dtype": DTYPES[config.dtype],
+            "in_chunks": config.logits != "eager",
+        }

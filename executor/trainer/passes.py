@@ -11,7 +11,6 @@ fills them up on a CPU (`FILLED_TO`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import AttentionInterface
 
 from executor.attention import attend
 from executor.tokens import Ids
-from executor.trainer.losses import token_entropies, token_logprobs
 from executor.trainer.sequences import TokenSequence
 from streamrl.runfile.sides_config import Packing
 
@@ -56,69 +54,36 @@ def passes(
         yield some
 
 
-def output_logprobs(
-    model: Any,
-    sequences: list[TokenSequence],
-    temperature: float,
-    packing: Packing,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Return the log-probability of every token that the policy sampled, [n] flat in the order of `sequences`.
+def inputs_of(
+    sequences: list[TokenSequence], packing: Packing, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return a model's inputs of sequences, and the positions of the flattened batch before each token of the policy.
 
-    `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it.
+    Positions, [n], are in the order of the sequences; where they are filled up (`FILLED_TO`), zeros follow.
     """
-    logits = output_logits(model, model.get_output_embeddings(), sequences, packing, dtype)
-    return _logprobs_of(logits, sequences, temperature)
-
-
-def outputs_with_entropy(
-    model: Any,
-    sequences: list[TokenSequence],
-    temperature: float,
-    packing: Packing,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `output_logprobs` does, and the entropy, [n], of what could have been sampled at each place."""
-    logits = output_logits(model, model.get_output_embeddings(), sequences, packing, dtype)
-    logprobs = _logprobs_of(logits, sequences, temperature)
-    return logprobs, token_entropies(logits, temperature)
-
-
-def _logprobs_of(
-    logits: torch.Tensor, sequences: list[TokenSequence], temperature: float
-) -> torch.Tensor:
-    outputs = _tensor([sequence.tokens[sequence.is_policy] for sequence in sequences])
-    return token_logprobs(logits, outputs.long().to(logits.device), temperature)
-
-
-def output_logits(
-    model: Any,
-    head: torch.nn.Module,
-    sequences: list[TokenSequence],
-    packing: Packing,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Return what the output layer `head` says before every token that the policy sampled, [n, its outputs].
-
-    Only those positions reach it, so that no logits exist for prompts, padding and tools.
-    """
-    device = model.device
     multiple = FILLED_TO if device.type == "cpu" and dtype != torch.float32 else 1
     computed = [np.concatenate([s.prompt, s.tokens[:-1]]) for s in sequences]
     if packing == "packed":
         inputs, starts = _packed(computed, device, multiple)
     else:
         inputs, starts = _padded(computed, device)
-    positions = [
-        start + len(sequence.prompt) - 1 + np.flatnonzero(sequence.is_policy)
-        for start, sequence in zip(starts, sequences, strict=True)
-    ]
-    num = sum(map(len, positions))
-    at = _tensor([*positions, np.zeros(-num % multiple, dtype=np.int64)])
-    half = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    with half, _only_positions(head, at.to(device)):
-        logits: torch.Tensor = model(**inputs, use_cache=False).logits
-    return logits[0, :num]
+    positions = flat(
+        [
+            start + len(sequence.prompt) - 1 + np.flatnonzero(sequence.is_policy)
+            for start, sequence in zip(starts, sequences, strict=True)
+        ]
+    )
+    return inputs, fill_up(positions, len(positions) + -len(positions) % multiple).to(device)
+
+
+def fill_up(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """Return numbers, [n], with zeros behind them: as many as `size`."""
+    return torch.nn.functional.pad(numbers, (0, size - len(numbers)))
+
+
+def flat(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
+    """Return arrays one after the other."""
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def attend_apart(model: Any) -> None:
@@ -180,7 +145,7 @@ def _packed(
         rollouts = [*rollouts, np.full(filling, PADDING, dtype=rollouts[0].dtype)]
     lengths = [len(tokens) for tokens in rollouts]
     inputs = {
-        "input_ids": _tensor(rollouts).long()[None].to(device),
+        "input_ids": flat(rollouts).long()[None].to(device),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
         "rollout_lengths": lengths,
     }
@@ -202,24 +167,3 @@ def _logits(model: Any, inputs: dict[str, Any], _: list[int]) -> torch.Tensor:
     """Return the logits of every token, (tokens, vocabulary)."""
     logits: torch.Tensor = model(**inputs, use_cache=False).logits
     return logits.flatten(0, 1).float()
-
-
-def _tensor(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts))
-
-
-@contextlib.contextmanager
-def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Yield the output layer only these positions of the flattened batch, as a batch of one.
-
-    A hook, because what a model does to its logits after this layer (scaling, soft caps) must stay.
-    """
-
-    def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return args[0].flatten(0, 1)[positions].unsqueeze(0)
-
-    hook = head.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -15,7 +15,7 @@ from streamrl.runfile.algorithm_config import (
     KlPlace,
     LossMean,
 )
-from streamrl.runfile.sides_config import Packing, Recompute, TrainerBackend
+from streamrl.runfile.sides_config import Logits, Packing, Recompute, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
@@ -26,6 +26,7 @@ CHOICES = {
     "loss_mean": get_args(LossMean),
     "packing": get_args(Packing),
     "recompute": get_args(Recompute),
+    "logits": get_args(Logits),
     "dtype": tuple(DTYPES),
     "backend": get_args(TrainerBackend),
     "zero": (0, 1, 2, 3),
@@ -52,7 +53,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """PPO clip range of the ratio, below 1, and above it where `clip_high` is absent."""
     clip_high: float | None = None
     kl_coefficient: float = 0.0
-    """Weight of the KL term against the initial weights; above 0 the trainer holds a second model."""
+    """Weight of the KL term against the initial weights; above 0 the trainer holds a second model, or adapters that it leaves out."""
     kl_estimator: KlEstimator = "k3"
     kl_in: KlPlace = "loss"
     """reward: the KL term is taken off the reward of each token; reinforce++ and ppo know such."""
@@ -74,6 +75,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the table of `executor.trainer.passes`."""
     recompute: Recompute = "none"
     """See the table of `executor.trainer.recomputation`."""
+    logits: Logits = "eager"
+    """See the table of `executor.trainer.outputs`."""
     weight_decay: float = 0.0
     seed: int = 0
     """Of weights that the directory lacks; training itself draws nothing."""
@@ -104,6 +107,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 return self.second_moment
             case _:
                 return self.correction_cap
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rollouts are held against the initial weights."""
+        return self.kl_coefficient > 0 or self.algorithm == "dpo"
 
     @property
     def has_kl_loss(self) -> bool:

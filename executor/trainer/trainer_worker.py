@@ -24,7 +24,8 @@ import torch
 
 from executor.roles import TrainerRole
 from executor.samples import Manifest, Sample
-from executor.trainer.learner import Learner, load_learner
+from executor.trainer.learner import Learner
+from executor.trainer.loading import load_learner
 from executor.trainer.trainer_settings import TrainerSettings
 
 R = TypeVar("R")

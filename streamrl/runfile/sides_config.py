@@ -200,8 +200,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     attention and norms alone, or one operation after the other, as the trainers of RL frameworks mostly run (prime-rl's
     benchmarks, and the stages that RLinf publishes of itself and verl)."""
     logits: Logits | None = None
-    """Simulated: the memory of logits: eager holds those of a pass with float32 copies and gradients (16 bytes each);
-    fused has one kernel for the loss (4 bytes: Megatron's vocabulary-parallel loss, flash-attn's), chunked makes 1,024
+    """The memory of logits: eager holds those of a pass with float32 copies and gradients (16 bytes each); fused has one
+    kernel for the loss (4 bytes: Megatron's, flash-attn's; executed as chunked, which holds fewer), chunked makes 1,024
     tokens' at a time (prime-rl's RL trainer, Liger). Absent: fused where `kernels` is, eager where not."""
     packing: Packing = "packed"
     """Rollouts of a pass follow each other, or are padded to the longest. Executed, packed ones attend through an
