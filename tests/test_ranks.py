@@ -166,17 +166,30 @@ def gap(first: Weights, second: Weights) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("changes", "recompute"),
+    ("changes", "recompute", "logits"),
     [
-        ({"loss_mean": "token", "max_grad_norm": 0.05}, "none"),
-        ({"correction": "decoupled", "kl_coefficient": 0.1, "loss_mean": "rollout"}, "mlp"),
-        ({"algorithm": "ppo", "critic_learning_rate": 10 * RATE, "gae_lambda": 0.9}, "full"),
-        ({"algorithm": "dpo", "correction": None, "beta": 0.5}, "none"),
+        ({"loss_mean": "token", "max_grad_norm": 0.05}, "none", "eager"),
+        (
+            {"correction": "decoupled", "kl_coefficient": 0.1, "loss_mean": "rollout"},
+            "mlp",
+            "chunked",
+        ),
+        (
+            {"algorithm": "ppo", "critic_learning_rate": 10 * RATE, "gae_lambda": 0.9},
+            "full",
+            "chunked",
+        ),
+        ({"algorithm": "dpo", "correction": None, "beta": 0.5}, "none", "eager"),
     ],
     ids=["clipped", "scored", "ppo", "dpo"],
 )
-def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations(
-    model_path: str, tmp_path: Path, shape: Shape, changes: dict[str, Any], recompute: str
+def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
+    model_path: str,
+    tmp_path: Path,
+    shape: Shape,
+    changes: dict[str, Any],
+    recompute: str,
+    logits: str,
 ) -> None:
     calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
@@ -184,7 +197,7 @@ def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations(
     async def go(split: Shape) -> tuple[Weights, list[Any]]:
         place = tmp_path / str(split.num_ranks + 10 * (split is shape))
         place.mkdir()
-        own = {"recompute": recompute} if split is shape else {}
+        own = {"recompute": recompute, "logits": logits} if split is shape else {}
         async with trainer(model_path, place, split, **changes, **own) as (role, _):
             assert await role.start(None) == 0
             before = await weights_of(role, 0, place)
