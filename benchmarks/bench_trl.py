@@ -33,8 +33,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
