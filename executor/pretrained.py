@@ -75,19 +75,26 @@ def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:
         options: those of `from_pretrained`.
 
     Raises:
-        ValueError: it has no weights for what scores.
+        ValueError: it has no weights for what scores, some of other shapes, or some that are no numbers.
     """
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     load: Any = kind.from_pretrained
     with _loading():
-        found, report = load(model, output_loading_info=True, **options)
+        found, report = load(
+            model, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{model} is no reward model: it lacks {', '.join(missing[:SHOWN])}")
+    _check_weights(model, found, report, key="verifier.reward_model.model")
     return found
 
 
 def _check_weights(
-    directory: str, model: Any, report: Mapping[str, Any], drawn: tuple[str, ...]
+    directory: str,
+    model: Any,
+    report: Mapping[str, Any],
+    drawn: tuple[str, ...] = (),
+    key: str = "model.path",
 ) -> None:
     """Raise `ValueError` where weights are not what the directory says, which transformers draws at random with a warning.
 
@@ -95,7 +102,7 @@ def _check_weights(
     """
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(drawn))
     if missing:
-        raise ValueError(f"model.path {directory!r} lacks weights of {_some(missing)}")
+        raise ValueError(f"{key} {directory!r} lacks weights of {_some(missing)}")
     others = [
         f"{name} {tuple(found)} for {tuple(wanted)}"
         for name, found, wanted in sorted(report["mismatched_keys"])
@@ -103,12 +110,12 @@ def _check_weights(
     ]
     if others:
         raise ValueError(
-            f"model.path {directory!r} has weights of other shapes than its config.json: {_some(others)}"
+            f"{key} {directory!r} has weights of other shapes than its config.json: {_some(others)}"
         )
     for name, parameter in model.named_parameters():
         has_order = parameter.numel() and parameter.element_size() > 1  # torch compares no 8 bits
         if has_order and not all(bound.isfinite() for bound in parameter.aminmax()):
-            raise ValueError(f"model.path {directory!r} has weights that are no numbers: {name}")
+            raise ValueError(f"{key} {directory!r} has weights that are no numbers: {name}")
 
 
 def _some(names: list[str]) -> str:

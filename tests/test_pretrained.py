@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor.pretrained import load_pretrained
-from tests.tiny_model import tiny_model
+from executor.pretrained import load_pretrained, load_reward_model
+from tests.tiny_model import save_tiny_reward_model, tiny_model
 
 
 def test_models_that_load_at_the_same_time_keep_their_weights_tied(tmp_path: Path) -> None:
@@ -48,3 +48,22 @@ def test_weights_that_would_be_drawn_at_random_or_are_no_numbers_are_refused(
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=said):
         load_pretrained(str(tmp_path), has_values=has_values, **options)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (torch.zeros(1, 5), r"^verifier\.reward_model\.model .* other shapes .*: score"),
+        (torch.full((1, 64), float("nan")), r"^verifier\.reward_model\.model .* no numbers: score"),
+    ],
+)
+def test_a_reward_model_whose_weights_are_not_its_own_is_refused(
+    damage: torch.Tensor, said: str, tmp_path: Path
+) -> None:
+    directory = save_tiny_reward_model(tmp_path / "judge", ["<pad>", "<eos>", *"0123456789"])
+    load_reward_model(str(directory), by_token=False)
+    weights = load_file(directory / "model.safetensors")
+    weights["score.weight"] = damage
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        load_reward_model(str(directory), by_token=False)

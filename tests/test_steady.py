@@ -126,6 +126,8 @@ def test_it_lasts_until_what_is_generated_meanwhile_is_steady_too() -> None:
 
 def test_values_of_a_batch_do_not_make_an_interval_alone() -> None:
     assert half_width([1.0] * 9) is None and half_width([1.0] * 10) == 0.0
+    assert half_width([0.3 + 1e-16 * (number % 3) for number in range(200)]) == 0.0
+    assert (half_width([0.3 + 1e-6 * (number % 7) for number in range(200)]) or 0.0) > 0.0
 
 
 @pytest.mark.parametrize(("num", "first"), [(1, 0), (2, 1), (5, 2), (8, START), (19, START)])

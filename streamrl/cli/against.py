@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from sim.studies.pair import compare_runs
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import claim_directory, print_json
+from streamrl.cli.shared import claim_directory, print_json, stdout_console
 from streamrl.record.against import Against
 from streamrl.report.against_file import AgainstFile, write_comparison
 from streamrl.report.against_report import against_report
@@ -36,7 +34,7 @@ def simulate_against(
     if as_json:
         print_json(comparison.as_json())
     else:
-        Console().print(against_report(comparison.against, names))
+        stdout_console().print(against_report(comparison.against, names))
 
 
 def _load(path: Path, letter: str, overrides: Sequence[str]) -> Run:

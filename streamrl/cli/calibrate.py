@@ -8,7 +8,6 @@ from typing import Annotated
 import msgspec
 import typer
 from msgspec.structs import replace
-from rich.console import Console
 
 from sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_steps
 from sim.calibration.disagreement import takes_turns
@@ -22,6 +21,7 @@ from streamrl.cli.shared import (
     holds_run,
     open_trace,
     print_json,
+    stdout_console,
     trace_file,
 )
 from streamrl.hardware.calibration_file import write_calibration
@@ -83,7 +83,7 @@ def calibrate(
     if as_json:
         print_json({**msgspec.to_builtins(found.calibration), "notes": found.notes})
         return
-    Console().print(calibration_table(found.calibration))
+    stdout_console().print(calibration_table(found.calibration))
     for note in found.notes:
         typer.echo(f"note: {note}")
     if output is not None:

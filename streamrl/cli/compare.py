@@ -8,10 +8,16 @@ from typing import Annotated, Literal
 
 import msgspec
 import typer
-from rich.console import Console
 
 from sim.world import simulate
-from streamrl.cli.shared import AsJson, Overrides, open_trace, print_json, trace_file
+from streamrl.cli.shared import (
+    AsJson,
+    Overrides,
+    open_trace,
+    print_json,
+    stdout_console,
+    trace_file,
+)
 from streamrl.record.informative import recorded_workload
 from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.metrics import measure
@@ -55,7 +61,7 @@ def compare(
     if as_json:
         print_json(compare_metrics(expected, figures))
     else:
-        Console().print(comparison_table(expected, figures))
+        stdout_console().print(comparison_table(expected, figures))
 
 
 def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from sim.checkup import checkup
-from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
+from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json, stdout_console
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.changes import changed, say
 from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
@@ -36,7 +35,7 @@ def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fal
     if as_json:
         print_json(report.as_json())
     else:
-        Console().print(render(report))
+        stdout_console().print(render(report))
     if report.count("error"):
         raise typer.Exit(1)
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 from msgspec.structs import replace
-from rich.console import Console
 
 from streamrl.cli.shared import (
     AsJson,
@@ -19,6 +18,7 @@ from streamrl.cli.shared import (
     check_ledger,
     open_trace,
     print_json,
+    stdout_console,
 )
 from streamrl.cli.views import write_views
 from streamrl.cli.watch_run import RunWatch
@@ -83,7 +83,7 @@ def execute(
     if as_json:
         print_json(metrics)
     else:
-        console = Console()
+        console = stdout_console()
         console.print(metrics_table(metrics))
         typer.echo(ledger_line(ledger))
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)

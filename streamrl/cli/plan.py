@@ -10,7 +10,14 @@ from rich.console import Console
 
 from sim.planner.planner import Planned, make_plan
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_directory, print_json
+from streamrl.cli.shared import (
+    AsJson,
+    Overrides,
+    RunFile,
+    claim_directory,
+    print_json,
+    stdout_console,
+)
 from streamrl.record.inputs import keep_inputs
 from streamrl.report.export.launch_file import export as launch_script
 from streamrl.report.export.option_table import ExportName, export_name
@@ -55,7 +62,7 @@ def plan(
     if as_json:
         print_json(planned.plan)
     else:
-        Console().print(plan_report(planned.plan))
+        stdout_console().print(plan_report(planned.plan))
     output.mkdir(parents=True, exist_ok=True)
     write_plan(planned.plan, output)
     keep_inputs(planned.run, output)

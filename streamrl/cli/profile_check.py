@@ -8,14 +8,13 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from sim.costs.kernels import peak_of, table_path
 from sim.costs.overheads import ServingEngine
 from sim.costs.sync_profiles import Delta, SyncBackend, Transport
 from sim.costs.training.profile import load_training_profile
-from streamrl.cli.shared import AsJson, print_json
+from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.operators import OPERATORS
@@ -190,4 +189,4 @@ def _print(verdicts: list[FileVerdict]) -> None:
     for verdict in verdicts:
         mark = "[green]ok[/]" if verdict.is_good else "[red]wrong[/]"
         table.add_row(mark, verdict.file, "; ".join(verdict.notes))
-    Console().print(table)
+    stdout_console().print(table)

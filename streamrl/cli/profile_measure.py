@@ -8,11 +8,10 @@ from signal import Signals
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, claim_file, print_json
+from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.machine_profile import MeasuredProfile, ProfiledBackend, write_measured
 from streamrl.runfile.sides_config import Packing, Recompute
@@ -125,12 +124,12 @@ def measure(
     if as_json:
         print_json({"path": str(path), "profile": found})
     else:
-        Console().print(_summary(found))
-        Console().print(
+        stdout_console().print(_summary(found))
+        stdout_console().print(
             f"pace: passes took {found.pace:.3f} times as long as at their medians, and runs are predicted to",
             soft_wrap=True,
         )
-        Console().print(f"profile: {path}", soft_wrap=True)
+        stdout_console().print(f"profile: {path}", soft_wrap=True)
 
 
 def _need_executor(backend: ProfiledBackend, *, has_adapters: bool) -> None:

@@ -7,10 +7,9 @@ from typing import Annotated, get_args
 
 import msgspec
 import typer
-from rich.console import Console
 
 from sim.studies.replica_speed import study_generation
-from streamrl.cli.shared import AsJson, claim_file, print_json
+from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.hardware.formats import is_narrow
 from streamrl.hardware.profiles import load_model
 from streamrl.report.generation import (
@@ -91,7 +90,7 @@ def show(
     if as_json:
         print_json([describe(curve) for curve in curves])
         return
-    console = Console()
+    console = stdout_console()
     for curve in curves:
         console.print(generation_table(curve))
         console.print()

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table as Grid
 
-from streamrl.cli.shared import AsJson, print_json
+from streamrl.cli.shared import AsJson, print_json, stdout_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,7 +195,7 @@ def evaluate(
         for one in found:
             print_json(one)
         return
-    console = Console()
+    console = stdout_console()
     for family in dict.fromkeys(family for one in found for family in one.recall):
         console.print(recall_table(family, [one for one in found if family in one.recall]))
         if family == POOLED:

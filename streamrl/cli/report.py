@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from streamrl.cli.shared import AsJson, print_json
+from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 
 PAGE = "report.html"
@@ -50,8 +49,10 @@ def report(
         written = {"html": str(target), "markdown": None if markdown is None else str(markdown)}
         print_json({**describe(found), **written})
     else:
-        Console().print(page.answer, highlight=False, markup=False)
-        Console().print(f"\nwritten to {target}", highlight=False, markup=False, soft_wrap=True)
+        stdout_console().print(page.answer, highlight=False, markup=False)
+        stdout_console().print(
+            f"\nwritten to {target}", highlight=False, markup=False, soft_wrap=True
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import asdict
-from rich.console import Console
 
 from sim.studies.rerun import rerun
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import open_trace, print_json, trace_file
+from streamrl.cli.shared import open_trace, print_json, stdout_console, trace_file
 from streamrl.report.rerun_report import rerun_report, verdict
 
 
@@ -26,4 +25,4 @@ def simulate_again(recorded: Path, changes: Sequence[str], *, as_json: bool) -> 
     if as_json:
         print_json({**asdict(found), "verdict": verdict(found)})
     else:
-        Console().print(rerun_report(found))
+        stdout_console().print(rerun_report(found))

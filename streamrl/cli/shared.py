@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -13,6 +14,9 @@ from streamrl.record.run_lines import TRACE
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.ledger_line import tell_faults
 from streamrl.runfile.paths import check_no_directory, check_writable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
@@ -27,8 +31,20 @@ RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="The directory of a run that goes on: execute.output.")
 ]
 
+PIPE_WIDTH = 200
+"""Characters of a line where nobody says how many there are."""
 HEADER = b'{"format":'
 """What a trace begins with."""
+
+
+def stdout_console() -> Console:
+    """Return standard output, as wide as its terminal; where that is none, as wide as tables are whole."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
 
 
 def print_json(value: object) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from msgspec.structs import asdict
-from rich.console import Console
 
 from sim.costs.framework_time import framework_sources
 from sim.steady_state import UnfinishedError, measure_steady, simulate_steady
@@ -19,6 +18,7 @@ from streamrl.cli.shared import (
     claim_directory,
     open_trace,
     print_json,
+    stdout_console,
 )
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.metrics import Metrics, measure
@@ -139,7 +139,7 @@ def simulate(
     if as_json:
         print_json({"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts})
     else:
-        Console().print(metrics_table(metrics))
+        stdout_console().print(metrics_table(metrics))
         for fact in facts:
             typer.echo(fact)
         typer.echo(ledger_line(metrics.ledger))

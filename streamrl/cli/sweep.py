@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from sim.studies.study import run_sweep
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import print_json
+from streamrl.cli.shared import print_json, stdout_console
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
 from streamrl.report.study_report import STUDY_CSV, StudyResult, describe, text_table, write_study
 from streamrl.runfile.grid import make_grid, parse_axis
@@ -68,7 +66,7 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
 
 
 def _print(report: StudyResult, figures: list[Path], output: Path | None) -> None:
-    study, console = report.study, Console()
+    study, console = report.study, stdout_console()
     console.print(f"[bold]{study.title}[/]", highlight=False)
     if study.question:
         console.print(study.question, highlight=False)

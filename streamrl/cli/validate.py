@@ -8,7 +8,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from sim.fidelity.calibration import constants, decode_curve
 from sim.fidelity.growth import adjustment
@@ -21,7 +20,7 @@ from sim.fidelity.serving import serving_rows
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
 from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, claim_directory, print_json
+from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
 from streamrl.report.fidelity import (
     ASYNCHRONY,
     EXECUTED,
@@ -93,10 +92,10 @@ def validate(
     for name, some in sets.items():
         print_rows(name, some, rows)
     for one in found:
-        Console().print(figure_table(one))
+        stdout_console().print(figure_table(one))
         for note in one.notes:
-            Console().print(f"  {note}", highlight=False)
-        Console().print()
+            stdout_console().print(f"  {note}", highlight=False)
+        stdout_console().print()
 
 
 def _check(what: str | None, figure: list[str] | None) -> None:
@@ -133,7 +132,7 @@ def describe(rows: list[Row]) -> dict[str, object]:
 
 def print_rows(name: str, rows: list[Row], has_rows: bool) -> None:
     """Print errors by group, and each row where asked for."""
-    console = Console()
+    console = stdout_console()
     console.print(group_table(rows, name))
     if has_rows:
         for group, some in grouped(rows).items():

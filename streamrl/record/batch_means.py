@@ -22,6 +22,8 @@ LEAST_BATCHES = 10
 MOST_CORRELATION = 0.9
 """Past which the variance of an autoregressive sequence cannot be told from so few batches."""
 LEAST_FREEDOM = 3.0
+ROUNDING = 1e-9
+"""Share of the largest mean by which means that are alike differ for the order of their sums."""
 NORMAL = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 
@@ -37,7 +39,7 @@ def half_width(values: Sequence[float] | Floats) -> float | None:
     if num < LEAST_BATCHES:
         return None
     variance = float(means.var(ddof=1))
-    if variance == 0:
+    if sqrt(variance) <= ROUNDING * float(np.abs(means).max()):
         return 0.0
     correlation = min(max(0.0, _correlation(means)), MOST_CORRELATION)
     grows = (1 + correlation) / (1 - correlation)

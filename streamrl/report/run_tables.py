@@ -36,8 +36,6 @@ UNKNOWN_YIELD = (
     "no replica was seen with max_running rollouts, and costs.profile names none of this run"
 )
 NUM_REWARDS = 5  # shown from the start and from the end of a run
-ROUNDING = 1e-9
-"""Share of a mean below which half its interval is none: all its steps are alike."""
 
 
 def metrics_table(metrics: Metrics) -> Table:
@@ -191,8 +189,6 @@ def format_step_time(step_time: float, interval: Interval | None) -> str:
     if interval is None:
         return text
     half = (interval[1] - interval[0]) / 2
-    if half < ROUNDING * step_time:
-        half = 0.0
     if 1 <= step_time < 600:
         return f"{text} ± {half:.2g}"
     if 1e-3 <= step_time < 1:
