@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trl_training import CORES, HERE, MODEL, ROLLOUTS, SETTINGS
+from executor.libc import prctl
 
 STILL, LEARNING = 1e-6, 4e-4
 """Learning rates: lengths stay what they are; the quickstart's."""
@@ -76,6 +77,8 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
 """What run files say where the quickstart's says something else: as TRL's settings, of seconds and not of what is learned.
 Processes share the two cores, each with one thread."""
 LEAVES_OUT = "TRL, advantages of 0 left out"
+PR_SET_CHILD_SUBREAPER = 36
+"""What runs began and left comes to this process, so that its seconds count as own ones."""
 QUIET = 0.05
 """Share of the machine that others may take before its figures are called doubtful."""
 
@@ -108,6 +111,7 @@ Entrant = Callable[..., list[Step]]
 def main() -> None:
     """Find the fastest settings of TRL and of each system, compare their seconds, then rewards."""
     options = _read_arguments()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # and of all that it starts
     began = time.monotonic()
     taken = _machine_seconds()
@@ -322,6 +326,7 @@ def _run(
         finally:
             _kill(process.pid)
             process.wait()
+            _reap()
         told.seek(0)
         lines = told.read().strip().splitlines() or ["it wrote nothing"]
     if status:
@@ -339,6 +344,16 @@ def _kill(pid: int) -> None:
                 one.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _reap() -> None:
+    """Kill what a run has left, which came to this process, and wait for it."""
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0):
+            pass
 
 
 def _machine_seconds() -> float:
