@@ -125,6 +125,12 @@ def _limits(run: Run) -> Iterator[Limit]:
                 f"a model whose attention heads have {', '.join(map(str, CPU_HEADS))} values for backend vllm on CPUs",
                 "--set rollout.backend=transformers executes it",
             )
+    yield Limit(
+        "rollout.chunked_prefill",
+        rollout.chunked_prefill,
+        rollout.chunked_prefill,
+        "true to be executed: engines decode on beside new prompts",
+    )
     if rollout.backend == "vllm":
         yield from _limits_of_vllm(run)
     yield Limit(
@@ -237,10 +243,20 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     for name, value, done in (
         ("kernels", trainer.kernels, "eager"),
         ("order", trainer.order, "sorted"),
-        ("routing", trainer.routing, "natural"),
-        ("offload", trainer.offload, False),
     ):
         yield Limit(f"{key}.{name}", value, value == done, f"{done!r} {of_backend}")
+    yield Limit(
+        f"{key}.routing",
+        trainer.routing,
+        trainer.routing == "natural" or load_model(run.model).experts is None,
+        f"'natural' {of_backend}, whose router chooses",
+    )
+    yield Limit(
+        f"{key}.offload",
+        trainer.offload,
+        not trainer.offload or run.shares_gpus,
+        f"False {of_backend}, but where it takes turns with replicas",
+    )
     steps = run.framework.optimizer_steps
     yield Limit(
         "framework.optimizer_steps",
@@ -292,6 +308,13 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         trainer.zero,
         trainer.zero > 1 or run.model.dtype == "float32",
         f"2 or 3 {of_backend} in {run.model.dtype}: below, gradients of many passes are added up in it",
+    )
+    yield Limit(
+        f"{key}.logits",
+        trainer.logits,
+        trainer.logits in (None, "eager") or trainer.zero < 3 or trainer.data_parallel == 1,
+        f"'eager' {of_backend} with zero 3 on several ranks: each chunk would gather the output layer, and ranks have other "
+        "numbers of them",
     )
     on_cpu = device_of(run, trainer.pool) == "cpu"
     yield Limit(

@@ -29,7 +29,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"framework.epochs": 2}, "framework.epochs=1"),
     ({"trainer.kernels": "fused"}, "trainer.kernels=eager"),
     ({"trainer.order": "arrival"}, "trainer.order=sorted"),
-    ({"trainer.routing": "balanced"}, "trainer.routing=natural"),
+    ({"rollout.chunked_prefill": False}, "rollout.chunked_prefill=true"),
     ({"trainer.offload": True, "algorithm.kl_coefficient": 0.1}, "trainer.offload=false"),
     (
         {"policies.concurrency": "kv-pressure", "rollout.backend": "static"},
@@ -49,6 +49,25 @@ def test_what_would_be_executed_as_less_than_it_says_is_refused_before_anything_
     assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
     finding = bad(list(readiness.find(run)))["back-end"]
     assert finding.level == "error" and finding.fix == f"set {fix}"
+
+
+def test_logits_in_chunks_are_refused_to_ranks_that_gather_the_output_layer(tmp_path: Path) -> None:
+    split = {"trainer.backend": "deepspeed", "trainer.zero": 3, "trainer.data_parallel": 2}
+    room = {"cluster.pools.here.gpus_per_node": 3, "trainer.logits": "chunked"}
+    run = make_run(local_table(tmp_path, {**split, **room}))
+    with pytest.raises(ValueError, match=r"^trainer\.logits must be 'eager' .*, got 'chunked'"):
+        check_back_ends(run)
+    check_back_ends(make_run(local_table(tmp_path, {**split, **room, "trainer.zero": 2})))
+
+
+def test_adapters_are_refused_beside_experts(tmp_path: Path) -> None:
+    table = local_table(tmp_path, {"sync.mode": "lora"})
+    path = Path(table["model"]["path"], "config.json")
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = {**json.loads(path.read_text()), **mixture, "head_dim": 16, "model_type": "qwen3_moe"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"^sync\.mode must be 'full' or 'delta' .*, got 'lora'"):
+        check_back_ends(make_run(table))
 
 
 def test_adapters_need_safetensors_to_be_merged_with(tmp_path: Path) -> None:

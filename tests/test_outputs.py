@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from executor.trainer import half_experts, outputs
+from executor.trainer import half_experts
 from executor.trainer.half_experts import follow_autocast
 from executor.trainer.outputs import check_chunks, output_logprobs, outputs_with_entropy
 from executor.trainer.passes import attend_apart
@@ -28,11 +28,6 @@ CAPPED = {"gemma3_text": {"final_logit_softcapping": 2.0}, "cohere": {"logit_sca
 """What models do to their logits after the output layer."""
 
 
-@pytest.fixture(autouse=True)
-def chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "CHUNK", CHUNK)
-
-
 @pytest.mark.parametrize("kind", sorted({*MODEL_TYPES, *CAPPED} - {*NOT_PACKED}))
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_chunks_have_the_log_probabilities_and_the_gradient_of_all_at_once(
@@ -42,8 +37,8 @@ def test_chunks_have_the_log_probabilities_and_the_gradient_of_all_at_once(
     if packing == "packed":
         attend_apart(model)
     found = []
-    for in_chunks in (False, True):
-        how = {"packing": packing, "in_chunks": in_chunks}
+    for chunk in (None, CHUNK):
+        how = {"packing": packing, "chunk": chunk}
         alone = output_logprobs(model, sequences, TEMPERATURE, **how)
         logprobs, entropies = outputs_with_entropy(model, sequences, TEMPERATURE, **how)
         torch.testing.assert_close(alone, logprobs)
@@ -68,7 +63,9 @@ def test_no_more_logits_exist_than_those_of_a_chunk() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs = output_logprobs(model, sequences, TEMPERATURE, "padded", in_chunks=in_chunks)
+            logprobs = output_logprobs(
+                model, sequences, TEMPERATURE, "padded", chunk=CHUNK if in_chunks else None
+            )
         of_head = model.lm_head.weight.T.shape
         of_logits = [shape for shape in kept if shape[-1:] == (VOCABULARY,) and shape != of_head]
         assert bool(of_logits) is not in_chunks
@@ -86,7 +83,12 @@ def test_chunks_in_half_precision_are_those_of_all_at_once() -> None:
     attend_apart(model)
     whole, chunked = (
         output_logprobs(
-            model, sequences, TEMPERATURE, "packed", torch.bfloat16, in_chunks=in_chunks
+            model,
+            sequences,
+            TEMPERATURE,
+            "packed",
+            torch.bfloat16,
+            chunk=CHUNK if in_chunks else None,
         )
         for in_chunks in (False, True)
     )

@@ -32,6 +32,8 @@ __all__ = ["model_path"]  # a fixture
 GAP = 2e-4
 """Largest difference of weights after steps by their gradients."""
 RATE = 1.0
+CHUNK = 5
+"""Tokens whose logits exist at once: a pass has several chunks, and ranks have other numbers of them."""
 
 
 class Shape(NamedTuple):
@@ -166,22 +168,23 @@ def gap(first: Weights, second: Weights) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("changes", "recompute", "logits"),
+    ("changes", "recompute", "chunk"),
     [
-        ({"loss_mean": "token", "max_grad_norm": 0.05}, "none", "eager"),
+        ({"loss_mean": "token", "max_grad_norm": 0.05}, "none", None),
         (
             {"correction": "decoupled", "kl_coefficient": 0.1, "loss_mean": "rollout"},
             "mlp",
-            "chunked",
+            CHUNK,
         ),
         (
             {"algorithm": "ppo", "critic_learning_rate": 10 * RATE, "gae_lambda": 0.9},
             "full",
-            "chunked",
+            CHUNK,
         ),
-        ({"algorithm": "dpo", "correction": None, "beta": 0.5}, "none", "eager"),
+        ({"algorithm": "dpo", "correction": None, "beta": 0.5}, "none", None),
+        ({"adapter_rank": 4, "kl_coefficient": 0.1}, "none", None),
     ],
-    ids=["clipped", "scored", "ppo", "dpo"],
+    ids=["clipped", "scored", "ppo", "dpo", "adapters"],
 )
 def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
     model_path: str,
@@ -189,15 +192,17 @@ def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
     shape: Shape,
     changes: dict[str, Any],
     recompute: str,
-    logits: str,
+    chunk: int | None,
 ) -> None:
+    if shape.zero == 3 and shape.num_ranks > 1:
+        chunk = None  # refused: executor.back_ends
     calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
 
     async def go(split: Shape) -> tuple[Weights, list[Any]]:
         place = tmp_path / str(split.num_ranks + 10 * (split is shape))
         place.mkdir()
-        own = {"recompute": recompute, "logits": logits} if split is shape else {}
+        own = {"recompute": recompute, "logits_chunk": chunk} if split is shape else {}
         async with trainer(model_path, place, split, **changes, **own) as (role, _):
             assert await role.start(None) == 0
             before = await weights_of(role, 0, place)

@@ -14,6 +14,8 @@ TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
 REWARD_MODEL = "executor.verifier.reward_worker:RewardWorker"
 COUNTER = "executor.trainer.counting:CountingTrainer"
 RELAY = "executor.transfer.relay:RelayWorker"
+LOGITS_CHUNK = 1024
+"""Tokens whose logits exist at once in chunks: as many as the losses of Liger and prime-rl take."""
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
 back to the kernel and faults their pages in again every step: on a CPU that made decode steps of 64 rollouts
@@ -93,7 +95,7 @@ class Launcher(ABC):
             "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
             "packing": run.trainer.packing,
             "recompute": "none" if common["device"] == "cpu" else run.trainer.recompute,
-            "logits": run.trainer.logits or "eager",
+            "logits_chunk": LOGITS_CHUNK if run.trainer.logits in ("chunked", "fused") else None,
             "seed": run.seed,
             "backend": run.trainer.backend,
             "adapter_rank": run.sync.lora_rank if run.sync.mode == "lora" else None,

@@ -29,7 +29,10 @@ LIMITS: tuple[Changes, ...] = (
     {"trainer.order": "sorted"},
     {"trainer.routing": "natural"},
     {"trainer.offload": False},
+    {"trainer.logits": None},
+    {"rollout.chunked_prefill": True},
     {"sync.mode": "delta"},
+    {"sync.mode": "full"},
     {"trainer.zero": 0},
     {"trainer.zero": 2},
     {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Any, cast
@@ -66,13 +66,14 @@ def empty_model(directory: str) -> Any:
 
 def named_as_in_files(
     directory: str, weights: Iterable[tuple[str, torch.Tensor]]
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return weights by the names that a Hugging Face directory has for them, as other engines want them.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights by the names that a Hugging Face directory has for them, as other engines want them.
 
     transformers holds the experts of a layer as one tensor, where files have those of each, under other names.
     """
-    named: Any = revert_weight_conversion(_empty(directory), dict(weights))
-    return cast(dict[str, torch.Tensor], named).items()
+    model, revert = _empty(directory), cast(Any, revert_weight_conversion)
+    for name, tensor in weights:  # one at a time: what is made of experts is a copy
+        yield from revert(model, {name: tensor}).items()
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:

@@ -39,7 +39,7 @@ class ReplicaExtension:
             _forget_experts(self.model_runner.get_model())
         directory: str = self.vllm_config.model_config.model
         weights = named_as_in_files(directory, read_buckets(pushed))
-        self.reload_weights(weights_iterator=iter(weights))
+        self.reload_weights(weights_iterator=weights)
 
     def time_passes(self, device: str) -> None:
         """Time every forward pass from now on."""

@@ -373,5 +373,5 @@ class Learner:
             "temperature": config.temperature,
             "packing": config.packing,
             "dtype": DTYPES[config.dtype],
-            "in_chunks": config.logits != "eager",
+            "chunk": config.logits_chunk,
         }

@@ -26,7 +26,7 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     torch.manual_seed(config.seed)
     model = _load_model(config.model if config.adapter_rank else checkpoint or config.model, config)
     recompute(model, config.recompute)
-    if config.logits != "eager":
+    if config.logits_chunk is not None:
         check_chunks(model)
     if config.adapter_rank is not None:
         add_adapters(model, config.adapter_rank)

@@ -3,7 +3,7 @@
 | trainer.logits  | logits that exist at once                                                    |
 |-----------------|------------------------------------------------------------------------------|
 | eager           | those of all tokens of a pass                                                |
-| chunked, fused  | those of `CHUNK` tokens, which the backward pass makes again                 |
+| chunked, fused  | those of a chunk, which the backward pass makes again                        |
 
 Only positions before a token that the policy sampled reach the output layer, so that no logits exist for prompts, padding
 and tools.
@@ -25,8 +25,6 @@ from executor.trainer.passes import fill_up, flat, inputs_of
 from executor.trainer.sequences import TokenSequence
 from streamrl.runfile.sides_config import Packing
 
-CHUNK = 1024
-"""Tokens whose logits exist at once in chunks: as many as Liger's and prime-rl's losses take."""
 Taking = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes what a loss needs, [n, any], out of logits [n, vocabulary] and the tokens [n] that were sampled."""
 
@@ -38,17 +36,18 @@ def output_logprobs(
     packing: Packing,
     dtype: torch.dtype = torch.float32,
     *,
-    in_chunks: bool = False,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Return the log-probability of every token that the policy sampled, [n] flat in the order of `sequences`.
 
-    `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it.
+    `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it. Logits
+    of so many tokens as a `chunk` has exist at once, or of all.
     """
 
     def taken(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return token_logprobs(logits, tokens, temperature)
 
-    return _taken(taken, model, sequences, packing, dtype, in_chunks)
+    return _taken(taken, model, sequences, packing, dtype, chunk)
 
 
 def outputs_with_entropy(
@@ -58,7 +57,7 @@ def outputs_with_entropy(
     packing: Packing,
     dtype: torch.dtype = torch.float32,
     *,
-    in_chunks: bool = False,
+    chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `output_logprobs` does, and the entropy, [n], of what could have been sampled at each place."""
 
@@ -66,7 +65,7 @@ def outputs_with_entropy(
         logprobs = token_logprobs(logits, tokens, temperature)
         return torch.stack([logprobs, token_entropies(logits, temperature)], dim=-1)
 
-    logprobs, entropies = _taken(taken, model, sequences, packing, dtype, in_chunks).unbind(-1)
+    logprobs, entropies = _taken(taken, model, sequences, packing, dtype, chunk).unbind(-1)
     return logprobs, entropies
 
 
@@ -97,12 +96,12 @@ def _taken(
     sequences: list[TokenSequence],
     packing: Packing,
     dtype: torch.dtype,
-    in_chunks: bool,
+    chunk: int | None,
 ) -> torch.Tensor:
     """Return what is taken of the logits of the tokens that the policy sampled, [n, any]."""
     num = sum(sequence.num_trained for sequence in sequences)
     sampled = flat([sequence.tokens[sequence.is_policy] for sequence in sequences])
-    if not in_chunks:
+    if chunk is None:
         head = model.get_output_embeddings()
         logits = output_logits(model, head, sequences, packing, dtype)
         return take(logits, sampled.long().to(logits.device))
@@ -111,10 +110,10 @@ def _taken(
     whole = getattr(model, "module", model)  # DeepSpeed's engine has the model in it
     with _computed_in(dtype, model.device):
         states, kind = _last_states(model, whole.base_model, inputs, positions)
-        part = partial(_taken_of_chunk, take, whole, kind)
-        chunks = zip(torch.split(states, CHUNK), torch.split(tokens, CHUNK), strict=True)
-        again = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([again(*chunk) for chunk in chunks])[:num]
+        of_chunk = partial(_taken_of_chunk, take, whole, kind)
+        parts = zip(torch.split(states, chunk), torch.split(tokens, chunk), strict=True)
+        again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([again(*each) for each in parts])[:num]
 
 
 def _last_states(

@@ -15,7 +15,7 @@ from streamrl.runfile.algorithm_config import (
     KlPlace,
     LossMean,
 )
-from streamrl.runfile.sides_config import Logits, Packing, Recompute, TrainerBackend
+from streamrl.runfile.sides_config import Packing, Recompute, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
@@ -26,7 +26,6 @@ CHOICES = {
     "loss_mean": get_args(LossMean),
     "packing": get_args(Packing),
     "recompute": get_args(Recompute),
-    "logits": get_args(Logits),
     "dtype": tuple(DTYPES),
     "backend": get_args(TrainerBackend),
     "zero": (0, 1, 2, 3),
@@ -75,8 +74,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the table of `executor.trainer.passes`."""
     recompute: Recompute = "none"
     """See the table of `executor.trainer.recomputation`."""
-    logits: Logits = "eager"
-    """See the table of `executor.trainer.outputs`."""
+    logits_chunk: int | None = None
+    """Tokens whose logits exist at once; None: those of a pass."""
     weight_decay: float = 0.0
     seed: int = 0
     """Of weights that the directory lacks; training itself draws nothing."""

@@ -42,7 +42,7 @@ def stdout_console() -> Console:
     from rich.console import Console
 
     console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    if not (console.is_terminal or console.is_jupyter) and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
 

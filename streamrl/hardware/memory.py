@@ -184,8 +184,8 @@ def num_trained_models(run: Run) -> int:
 
 
 def num_models(run: Run) -> int:
-    """Models that the trainer computes with."""
-    return num_trained_models(run) + run.algorithm.has_reference
+    """Models that the trainer holds; of a policy with adapters the reference is what is beside them."""
+    return num_trained_models(run) + (run.algorithm.has_reference and run.sync.mode != "lora")
 
 
 def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:

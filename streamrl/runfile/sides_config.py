@@ -168,7 +168,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     micro_batch: int = 4
-    """Rollouts that one data-parallel rank takes in one forward and backward pass."""
+    """Simulated: rollouts that one data-parallel rank takes in one forward and backward pass."""
     max_tokens_per_pass: int = 16384
     """Tokens in one forward and backward pass of a data-parallel rank, padding included, which its context ranks share;
     a longer rollout has one of its own."""
@@ -381,10 +381,10 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     backend: Literal[
         "broadcast-tree", "nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"
     ] = "broadcast-tree"
-    """Who moves it, as measured in profiles/sync; broadcast-tree adds nothing to what the wires need. A `framework.name`
+    """Simulated: who moves it, as measured in profiles/sync; broadcast-tree adds nothing to what the wires need. A `framework.name`
     whose own way was measured fills it in."""
     bucket_size: Size = Size(1e9)
-    """Most bytes that are sent in one piece; pieces follow each other through gather, link and broadcast."""
+    """Simulated: most bytes that are sent in one piece; pieces follow each other through gather, link and broadcast."""
     lora_rank: int = 32
     """Rank of the adapters on every linear layer of attention and MLP."""
     changed_share: float = 0.02
