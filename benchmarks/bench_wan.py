@@ -141,10 +141,8 @@ class Bench(NamedTuple):
 
         Adapters are measured where `mode` is lora, whole weights and deltas of them else.
         """
-        run, path = (
-            load_run(self.run_file, [*self.settings, f"sync.mode={mode}"]),
-            self.scratch / f"profile-{mode}.toml",
-        )
+        run = load_run(self.run_file, [*self.settings, f"sync.mode={mode}"])
+        path = self.scratch / f"profile-{mode}.toml"
         most = limits_of(run)
         options = {
             "max-running": most.max_running,

@@ -167,13 +167,12 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.sync.wire == "chunks" or uses_relays(run),
         "'chunks' where weights lie in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
     )
-    if run.sync.mode == "lora" and load_model(run.model).experts is not None:
-        yield Limit(
-            "sync.mode",
-            run.sync.mode,
-            False,
-            "'full' or 'delta' to be executed with a mixture of experts, beside which no adapters are put",
-        )
+    yield Limit(
+        "sync.mode",
+        run.sync.mode,
+        run.sync.mode != "lora" or load_model(run.model).experts is None,
+        "'full' or 'delta' to be executed with a mixture of experts, beside which no adapters are put",
+    )
     times = run.framework.epochs
     yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
     for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):

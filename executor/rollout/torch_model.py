@@ -71,9 +71,12 @@ def named_as_in_files(
 
     transformers holds the experts of a layer as one tensor, where files have those of each, under other names.
     """
-    model, revert = _empty(directory), cast(Any, revert_weight_conversion)
+    model, others = _named_otherwise(directory)
     for name, tensor in weights:  # one at a time: what is made of experts is a copy
-        yield from revert(model, {name: tensor}).items()
+        if name in others:
+            yield from _revert(model, {name: tensor}).items()
+        else:
+            yield name, tensor
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
@@ -85,7 +88,23 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-_empty = cache(empty_model)
+@cache
+def _named_otherwise(directory: str) -> tuple[Any, frozenset[str]]:
+    """Return the model of a directory without weights, and which of its tensors files name or cut otherwise.
+
+    Once, as transformers looks for its rules in every module of a model, however many tensors it is given.
+    """
+    model = empty_model(directory)
+    own: dict[str, torch.Tensor] = model.state_dict()
+    in_files = _revert(model, dict(own))
+    return model, frozenset(
+        name for name, tensor in own.items() if in_files.get(name) is not tensor
+    )
+
+
+def _revert(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    revert: Any = revert_weight_conversion
+    return cast(dict[str, torch.Tensor], revert(model, weights))
 
 
 def read_pairs(manifest: Manifest, model: Any) -> Pairs:
