@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from executor.adapter_layers import VLLM_PLACES
 from executor.carriers.local_gpus import device_of
 from streamrl.engine.presets import choose_system
 from streamrl.engine.stream_share import check_reach
@@ -173,6 +174,13 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.sync.mode != "lora" or load_model(run.model).experts is None,
         "'full' or 'delta' to be executed with a mixture of experts, beside which no adapters are put",
     )
+    others = [own.backend for own in rollout.kinds if own.backend != "vllm"]
+    yield Limit(
+        "sync.merge_adapters",
+        run.sync.merge_adapters,
+        not (run.serves_adapters and others),
+        f"true, or left out, for backend {'/'.join(others)}, which computes with no adapters beside weights",
+    )
     times = run.framework.epochs
     yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
     for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):
@@ -219,6 +227,14 @@ def _limits_of_vllm(run: Run) -> Iterator[Limit]:
         longest,
         positions is None or longest <= positions,
         f"at most the model's {positions} positions (max_position_embeddings) for backend vllm",
+    )
+
+    yield Limit(
+        "sync.lora_rank",
+        run.sync.lora_rank,
+        not run.serves_adapters or run.sync.lora_rank <= VLLM_PLACES[-1],
+        f"at most {VLLM_PLACES[-1]} for backend vllm",
+        "--set sync.merge_adapters=true executes it",
     )
 
 

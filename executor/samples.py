@@ -119,8 +119,8 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True):
     """What a far directory is sent of a weight version, given what it holds."""
 
     kind: ParcelKind
-    """full: the buckets themselves; delta: what changed in them since `base`; lora: adapters, merged with the model that
-    the run began with."""
+    """full: the buckets themselves; delta: what changed in them since `base`; lora: adapters, which a relay merges with the
+    model that the run began with where replicas cannot compute with them beside it."""
     pieces: list[Bucket]
     """What is sent, as it lies with the sender."""
     result: Manifest

@@ -53,7 +53,7 @@ class Replica:
         rollout = around.run_file.rollout.kinds[kind]
         self._max_running = rollout.max_running
         self._max_tokens = rollout.max_tokens
-        self._shares_prefixes = rollout.shares_prefixes
+        self._shares_prefixes = around.run_file.of_kind(kind).shares_prefixes
         self.id = replica_id
         self.kind = kind
         self.version = version

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from executor.adapter_layers import ADAPTERS
 from executor.carriers.handles import InProcess
 from executor.carriers.launch import RELAY
 from executor.samples import Arrived, Manifest, Parcel
@@ -57,15 +58,16 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(IDS).logits  # type: ignore[no-any-return]
 
 
-async def merged(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Return the weights that a relay makes of adapters."""
-    relay = InProcess(RELAY, {"model": str(directory), "dtype": "float32"})
+async def arrived(directory: Path, manifest: Manifest, *, merges: bool) -> dict[str, torch.Tensor]:
+    """Return what a relay makes of adapters."""
+    config = {"model": str(directory), "dtype": "float32", "merges_adapters": merges}
+    relay = InProcess(RELAY, config)
     await relay.call("start", returns=str)
     try:
         parcel = await relay.call("pack", manifest, "lora", None, returns=Parcel)
-        arrived = await relay.call("unpack", parcel, True, returns=Arrived)
-        assert verify_buckets(arrived.manifest) == manifest.checksum
-        return {name: each.clone() for name, each in read_buckets(arrived.manifest)}
+        came = await relay.call("unpack", parcel, True, returns=Arrived)
+        assert verify_buckets(came.manifest) == manifest.checksum
+        return {name: each.clone() for name, each in read_buckets(came.manifest)}
     finally:
         await relay.close()
 
@@ -92,9 +94,19 @@ def test_what_a_relay_merges_computes_what_the_trainer_does(
     whole = (directory / "model.safetensors").stat().st_size
     assert manifest.num_bytes < whole
     served = reference(directory)
-    served.load_state_dict(asyncio.run(merged(directory, manifest)), strict=False)
+    served.load_state_dict(asyncio.run(arrived(directory, manifest, merges=True)), strict=False)
     assert not torch.allclose(logits(reference(directory)), logits(model), atol=1e-3)
     assert torch.allclose(logits(served), logits(model), atol=1e-5)
+
+
+def test_a_relay_leaves_adapters_alone_where_replicas_compute_with_them(
+    directory: Path, tmp_path: Path
+) -> None:
+    tensors = dict(adapters_of(adapted(directory).state_dict().items()))
+    manifest = write_buckets(tensors.items(), tmp_path / "pushed", 1)
+    found = asyncio.run(arrived(directory, manifest, merges=False))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], each) for name, each in tensors.items())
 
 
 def test_a_checkpoint_is_a_model_and_goes_on_with_its_adapters(
@@ -103,6 +115,12 @@ def test_a_checkpoint_is_a_model_and_goes_on_with_its_adapters(
     model = adapted(directory)
     save_model(model, model.state_dict().items(), tmp_path / "saved")
     assert torch.allclose(logits(reference(tmp_path / "saved")), logits(model), atol=1e-5)
+    from peft import PeftModel
+
+    weights = {path.name for path in (tmp_path / "saved").glob("*.safetensors")}
+    assert weights == {"model.safetensors"}, "an engine takes all of them for the model's"
+    as_peft_has_it = PeftModel.from_pretrained(reference(directory), tmp_path / "saved" / ADAPTERS)
+    assert torch.allclose(logits(as_peft_has_it), logits(model), atol=1e-6)
     again = reference(directory)
     add_adapters(again, RANK)
     load_adapters(again, tmp_path / "saved", RANK)
@@ -120,7 +138,7 @@ def test_adapters_of_another_model_are_refused(directory: Path, tmp_path: Path) 
     renamed = [(f"x.{name}", each) for name, each in adapters_of(model.state_dict().items())]
     manifest = write_buckets(renamed, tmp_path / "pushed", 1)
     with pytest.raises(ValueError, match=r"no weights for the adapters of x\.model"):
-        asyncio.run(merged(directory, manifest))
+        asyncio.run(arrived(directory, manifest, merges=True))
 
 
 def test_the_reference_is_the_model_without_its_adapters(directory: Path) -> None:

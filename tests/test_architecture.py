@@ -176,6 +176,8 @@ LAYERS = {
             "prompts",
             "roles",
             "pretrained",
+            "adapter_layers",
+            "adapter_directory",
             "attention",
             "turnout",
             "buffer",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from executor.back_ends import check_back_ends
+from executor.back_ends import _limits, check_back_ends
 from executor.checkup import readiness, run_paths
 from executor.execute import execute
 from executor.prompts import PromptWorkload
@@ -68,6 +68,29 @@ def test_adapters_are_refused_beside_experts(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"^sync\.mode must be 'full' or 'delta' .*, got 'lora'"):
         check_back_ends(make_run(table))
+
+
+def test_adapters_are_merged_where_an_engine_computes_with_none_beside_weights(
+    tmp_path: Path,
+) -> None:
+    lora = {"sync.mode": "lora", "sync.merge_adapters": False}
+    run = make_run(local_table(tmp_path, lora), NOWHERE.parent)
+    with pytest.raises(ValueError, match=r"^sync\.merge_adapters must be true, .* got False$"):
+        check_back_ends(run)
+    assert bad(list(readiness.find(run)))["back-end"].fix == "set sync.merge_adapters=true"
+    check_back_ends(make_run(local_table(tmp_path, {**lora, "sync.merge_adapters": True})))
+
+
+@pytest.mark.parametrize(
+    ("rank", "merges", "is_met"), [(512, None, True), (513, None, False), (513, True, True)]
+)
+def test_vllm_has_places_for_ranks_up_to_a_limit(
+    rank: int, merges: bool | None, is_met: bool, tmp_path: Path
+) -> None:
+    sync = {"sync.mode": "lora", "sync.lora_rank": rank, "sync.merge_adapters": merges}
+    run = make_run(local_table(tmp_path, {**sync, "rollout.backend": "vllm"}))
+    found = [each for each in _limits(run) if each.key == "sync.lora_rank"]
+    assert [each.is_met for each in found] == [is_met]
 
 
 def test_adapters_need_safetensors_to_be_merged_with(tmp_path: Path) -> None:

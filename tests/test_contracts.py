@@ -26,7 +26,7 @@ from executor.transfer.shared_memory import write_buckets
 from executor.transfer.transfer import Transfer
 from executor.verifier.verifier import Verifier
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.runfile.sides_config import SyncConfig
+from streamrl.runfile.sync_config import SyncConfig
 from tests import scripted
 from tests.engines import HANG, NAMES, params
 from tests.ray_actors import start_actor

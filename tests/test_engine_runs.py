@@ -152,6 +152,31 @@ def test_a_rank_that_dies_costs_no_rollout(
 
 
 @pytest.mark.vllm
+def test_adapters_reach_vllm_beside_the_weights_and_a_resumed_run_goes_on_with_them(
+    tmp_path: Path,
+) -> None:
+    settings = (
+        *MODES["lora"],
+        "policies.system=stream-sync",
+        "execute.checkpoint_every=2",
+        "algorithm.steps=4",
+    )
+    trace = execute(tmp_path, "vllm", *settings)
+    pushed = {e.event.version: e.event for e in trace.entries if isinstance(e.event, WeightsPushed)}
+    loaded = [e.event for e in trace.entries if isinstance(e.event, WeightsLoaded)]
+    assert len({event.checksum for event in loaded}) >= 2
+    assert all(event.checksum == pushed[event.version].checksum for event in loaded)
+    options = [
+        part for each in (*BATCH, *settings, "rollout.backend=vllm") for part in ("--set", each)
+    ]
+    more = ("--set", "algorithm.steps=6", "--resume", "--json")
+    done = streamrl("execute", tmp_path / "run.toml", *options, *more)
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
+    assert len(steps) == 6 and all(line["logprob_gap"] < 1e-3 for line in steps)
+
+
+@pytest.mark.vllm
 def test_a_replica_on_two_devices_takes_its_shards_of_every_version(tmp_path: Path) -> None:
     own = ("rollout.tensor_parallel=2", "cluster.pools.local.gpus_per_node=4")
     trace = execute(tmp_path, "vllm", "policies.system=stream-sync", *own)

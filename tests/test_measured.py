@@ -384,6 +384,21 @@ def test_a_prompt_is_kept_once_a_rollout_where_prefixes_are_not_shared(
     assert apart[1] - together[1] == pytest.approx(tokens, rel=1e-3)
 
 
+@pytest.mark.parametrize(("backend", "shares"), [("transformers", False), ("vllm", True)])
+def test_a_run_that_does_not_say_shares_prompts_where_the_measured_engine_does(
+    backend: str, shares: bool, model: Path, tmp_path: Path
+) -> None:
+    path = written(make_profile(model, backend=backend), tmp_path)
+
+    def times(given: bool | None) -> list[float]:
+        own = {"rollout__backend": backend, "rollout__shares_prefixes": given}
+        return replica_times(measured_run(model, path, **own), [1, 1], prompt=10)
+
+    assert times(None) == times(shares)
+    if backend == "vllm":
+        assert times(not shares)[1] > times(shares)[1]
+
+
 # Which rollouts inform ----------------------------------------------------------------------------
 
 

@@ -167,6 +167,22 @@ def test_a_run_says_what_adapters_its_training_was_measured_with(
     assert "not with adapters" not in notes(None, "full")
 
 
+def test_a_run_says_where_its_replicas_have_adapters_otherwise_than_measured(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    def notes(*, serves: bool, merges: bool | None) -> str:
+        own = replace(with_adapters(profile, 4), serves_adapters=serves, backend="vllm")
+        run = far(own, tmp_path, "lora")
+        run = replace(run, rollout=replace(run.rollout, backend="vllm"))
+        run = replace(run, sync=replace(run.sync, merge_adapters=merges))
+        return "; ".join(Costs.load(run).provenance["decode"].sources)
+
+    assert "adapters" not in notes(serves=True, merges=None)
+    assert "replicas measured with adapters beside weights, here" in notes(serves=True, merges=True)
+    assert "replicas measured with adapters merged, here" in notes(serves=False, merges=None)
+    assert "adapters" not in notes(serves=False, merges=True)
+
+
 def test_a_profile_without_relays_is_refused(profile: MeasuredProfile, tmp_path: Path) -> None:
     older = replace(profile, relay=())
     with pytest.raises(RunError, match=r"no relays for sync\.mode 'delta'"):

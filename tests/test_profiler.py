@@ -84,17 +84,22 @@ def test_adapters_are_measured_and_simulated(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.vllm
-def test_what_vllm_takes_is_measured_and_simulated(tmp_path: Path) -> None:
+def test_what_vllm_takes_is_measured_and_simulated_with_adapters_beside_its_weights(
+    tmp_path: Path,
+) -> None:
     model, path = tmp_path / "model", tmp_path / "vllm.toml"
     tiny_model(64, eos_token_id=1, **WIDE_HEADS).save_pretrained(model)
-    given = [str(model), "--backend", "vllm", "--quick", *LIMITS, "-o", str(path)]
-    done = CliRunner().invoke(app, ["profile", *given])
+    given = [str(model), "--backend", "vllm", "--lora-rank", "2", "--quick", *LIMITS]
+    done = CliRunner().invoke(app, ["profile", *given, "-o", str(path)])
     assert done.exit_code == 0, done.output
     found = read_measured(path)
     assert found.backend == "vllm" and not found.pads_context
     assert found.prefill_tokens >= longest_prefix("vllm", "cpu") - 4
     assert {row.running for row in found.decode} == {1, 4}
-    run = measured_run(model, path, rollout__max_running=4, rollout__backend="vllm")
+    assert found.serves_adapters
+    assert found.load.bytes == found.push.bytes < found.model.num_parameters
+    own = {"sync__mode": "lora", "sync__lora_rank": 2, "rollout__backend": "vllm"}
+    run = measured_run(model, path, rollout__max_running=4, **own)
     assert measure(simulate(run)).tiers == pytest.approx({"measured": 1.0})
 
 

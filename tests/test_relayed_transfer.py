@@ -20,7 +20,7 @@ from executor.transfer.relayed_transfer import RelayedTransfer
 from executor.transfer.shared_directory import SHARED_MEMORY
 from executor.transfer.shared_memory import read_buckets, write_buckets
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.runfile.sides_config import SyncConfig
+from streamrl.runfile.sync_config import SyncConfig
 
 FAR, OTHER = "far", "other"
 SIZE = 100_000

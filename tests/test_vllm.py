@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.adapter_layers import A, B, adapted_layers
 from executor.carriers.handles import LocalProcess, WorkerLostError
 from executor.carriers.launch import REPLICA
 from executor.carriers.remote import remote
@@ -23,8 +24,9 @@ from executor.rollout.inference_engine import ReplicaSettings
 from executor.rollout.replica_worker import ReplicaWorker
 from executor.samples import Completion, Request
 from executor.tokens import encode_ids, read_block
+from executor.transfer.merge import merged
 from executor.transfer.shared_memory import write_buckets
-from tests.tiny_model import SHAPE, WIDE_HEADS, changed_weights, reference, tiny_model
+from tests.tiny_model import SHAPE, WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -110,6 +112,57 @@ def test_experts_reach_vllm_under_the_names_that_it_has(kind: str, tmp_path: Pat
         assert gap(reference(model, new), after) < 1e-3 < gap(reference(model), after)
 
     asyncio.run(go())
+
+
+RANK = 4
+
+
+def adapters_like(model: Path, seed: int) -> Weights:
+    """Make adapters of a saved model that say as much as its weights do, the same every time by seed."""
+    torch.manual_seed(seed)
+    found = {}
+    for name, layer in adapted_layers(reference(model)).items():
+        found[name + A] = 0.2 * torch.randn(RANK, layer.in_features)
+        found[name + B] = 0.2 * torch.randn(layer.out_features, RANK)
+    return found
+
+
+def with_adapters(model: Path, adapters: Weights) -> Any:
+    plain = reference(model)
+    weights = {name: merged(name, own, adapters) for name, own in plain.state_dict().items()}
+    return reference(model, weights)
+
+
+def test_adapters_are_computed_with_beside_the_weights_and_replaced_under_what_runs(
+    model: Path, tmp_path: Path
+) -> None:
+    new, newer = adapters_like(model, 1), adapters_like(model, 2)
+    narrow = {name: each[:1] if name.endswith(A) else each[:, :1] for name, each in new.items()}
+    whole = changed_weights(model)
+
+    async def go() -> list[Completion]:
+        replica = ReplicaWorker(ReplicaSettings(**settings(model), adapter_rank=RANK))
+        await replica.start(None, 0)
+        try:
+            done = [await replica.generate(ask(0, 20))]
+            await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
+            done.append(await replica.generate(ask(1, 20)))
+            running = asyncio.ensure_future(replica.generate(ask(2, 400)))
+            await asyncio.sleep(0.2)
+            for number, wrong in enumerate((narrow, whole), 3):
+                with pytest.raises(ValueError, match=f"version {number}: .*(rank 4|is missing)"):
+                    await replica.load(write_buckets(wrong.items(), tmp_path, number), drain=False)
+            await replica.load(write_buckets(newer.items(), tmp_path, 2), drain=False)
+            return [*done, await replica.generate(ask(3, 20)), await running]
+        finally:
+            await replica.stop()
+
+    *done, both = asyncio.run(go())
+    models = [reference(model), with_adapters(model, new), with_adapters(model, newer)]
+    for number, each in enumerate(done):
+        assert gap(models[number], each) < 1e-3 < gap(models[number - 1], each)
+    assert [version for version, _ in both.versions] == [1, 2]
+    assert not list(tmp_path.glob("v*/adapters-*")), "what vLLM has read stays nowhere"
 
 
 def test_weights_that_replace_others_of_their_version_share_no_prompt_with_them(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 
+from executor.adapter_layers import ADAPTERS
 from executor.carriers.handles import Config, Handle
 from executor.carriers.local_gpus import device_of
 from executor.record import RunDirectory
@@ -62,10 +64,15 @@ class Launcher(ABC):
             "expert_parallel": run.rollout.expert_parallel,
             "memory_utilization": run.rollout.memory_utilization,
             "takes_turns": run.shares_gpus,
-            "shares_prefixes": run.rollout.shares_prefixes,
+            "shares_prefixes": run.shares_prefixes,
             "save_time": float(run.execute.save_tokens_every),
             **self._common(run.rollout.pool),
         }
+        if self._run.serves_adapters:  # a checkpoint has them merged, and apart
+            is_first = model == run.model.path
+            config["model"] = run.model.path
+            config["adapters"] = None if is_first else str(Path(model) / ADAPTERS)
+            config["adapter_rank"] = run.sync.lora_rank
         return await self._start_replica(replica_id, kind, config)
 
     async def trainer(self, number: int) -> Handle:
@@ -129,7 +136,11 @@ class Launcher(ABC):
     async def relay(self, place: str | None) -> Handle:
         """Start the relay of a place, or the one beside the trainer."""
         run = self._run
-        config: Config = {"model": run.model.path, "dtype": run.model.dtype}
+        config: Config = {
+            "model": run.model.path,
+            "dtype": run.model.dtype,
+            "merges_adapters": not run.serves_adapters,
+        }
         self._num_relays += 1
         return await self._start_relay(place, config, f"relay-{self._num_relays}")
 

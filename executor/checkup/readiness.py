@@ -31,6 +31,7 @@ LIMITS: tuple[Changes, ...] = (
     {"trainer.offload": False},
     {"trainer.logits": None},
     {"rollout.chunked_prefill": True},
+    {"sync.merge_adapters": True},
     {"sync.mode": "delta"},
     {"sync.mode": "full"},
     {"trainer.zero": 0},

@@ -38,6 +38,7 @@ RAN = {
         Ran("sync.mode = full", "every test and benchmark", H200),
         Ran("sync.mode = delta", "`make test`, in bfloat16", NEVER),
         Ran("sync.mode = lora", "`make test`", NEVER),
+        Ran("sync.merge_adapters = false", "`make test-vllm`, in float32", NEVER),
     )
 }
 
@@ -57,6 +58,8 @@ def choices_of(run: Run) -> Iterator[tuple[str, str]]:
             yield "trainer.data_parallel > 1", device
     yield f"execute.launcher = {run.execute.launcher}", trains_on
     yield f"sync.mode = {run.sync.mode}", trains_on
+    if run.serves_adapters:
+        yield "sync.merge_adapters = false", device_of(run, run.rollout.pool)
 
 
 def find(run: Run) -> Iterator[Finding]:

@@ -99,11 +99,16 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     recompute: Recompute
     """What they compute again."""
     lora_rank: int | None = None
-    """Of adapters, which train and are pushed and merged instead of weights; none where absent."""
+    """Of adapters, which train and are pushed instead of weights; none where absent."""
     reward_model: str | None = None
     """Hugging Face directory of a reward model whose calls are measured too; none where absent."""
     ray: RayPlace | None = None
     """Where to measure what Ray takes; nowhere where absent."""
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether the replica computes with adapters beside its weights, as runs of its engine do that say nothing of it."""
+        return self.lora_rank is not None and self.backend == "vllm"
 
     @property
     def training(self) -> dict[str, object]:

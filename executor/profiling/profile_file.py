@@ -77,7 +77,8 @@ def make_setup(
         raise ValueError(
             f"--recompute must be none on a CPU, where runs keep all, got {recompute!r}"
         )
-    if lora_rank is not None and not any(model.glob("model*.safetensors")):
+    merges = lora_rank is not None and backend != "vllm"
+    if merges and not any(model.glob("model*.safetensors")):
         raise ValueError(
             f"--lora-rank merges adapters with weights, and {model} has no model*.safetensors"
         )
@@ -150,6 +151,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         packing=setup.packing,
         recompute=setup.recompute,
         lora_rank=setup.lora_rank,
+        serves_adapters=setup.serves_adapters,
         pads_context=readings.pads_context,
         prefill_tokens=readings.prefill_tokens,
         refill_passes=round(float(np.median(readings.refill_passes))),

@@ -73,7 +73,8 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
             readings.pads_context = await replica.pads_context()
             readings.prefill_tokens = await replica.prefill_tokens()
             await bench.warm_up(replica, trainer)
-            async with RelayBench.open(bench.role, str(endless), setup.dtype) as relays:
+            merges = not setup.serves_adapters
+            async with RelayBench.open(bench.role, str(endless), setup.dtype, merges) as relays:
                 for _ in range(setup.plan.repeats):
                     await bench.time_replica(replica)
                     await bench.time_sync(replica, trainer, relays)
@@ -103,6 +104,7 @@ class _Bench:
         self._limits, self._plan = setup.limits, setup.plan
         self._training = setup.training
         self._has_adapters = setup.lora_rank is not None
+        self._served_rank = setup.lora_rank if setup.serves_adapters else None
         self._backend = setup.backend
         self._readings = readings
         self._watch = watch
@@ -128,6 +130,7 @@ class _Bench:
             "temperature": 1.0,
             "seed": 0,
             "backend": self._backend,
+            "adapter_rank": self._served_rank,
             "shares_prefixes": False,
             "memory_utilization": HALF,
             "tokenizer": self._common["model"] if self._has_tokenizer else None,

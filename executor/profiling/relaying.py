@@ -30,14 +30,15 @@ class RelayBench:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, start: Start, model: str, dtype: str) -> AsyncIterator[RelayBench]:
+    async def open(
+        cls, start: Start, model: str, dtype: str, merges_adapters: bool
+    ) -> AsyncIterator[RelayBench]:
         """Start relays, and leave nothing of them behind."""
         async with contextlib.AsyncExitStack() as ends:
+            config = {"model": model, "dtype": dtype, "merges_adapters": merges_adapters}
             relays = []
             for _ in range(3):
-                handle = await ends.enter_async_context(
-                    start(RELAY, {"model": model, "dtype": dtype})
-                )
+                handle = await ends.enter_async_context(start(RELAY, config))
                 relays.append(remote(RelayRole, handle))
                 await relays[-1].start()
                 ends.push_async_callback(relays[-1].stop)
@@ -64,7 +65,7 @@ class RelayBench:
         await self._delta.keep([arrived.manifest.checksum])
 
     async def time_adapters(self, manifest: Manifest, readings: Readings) -> Manifest:
-        """Bring adapters to a place, which merges them; enter the seconds, and return the weights as they lie there."""
+        """Bring adapters to a place; enter the seconds, and return what replicas load there, merged or as it came."""
         parcel = await self._near.pack(manifest, "lora", None)
         arrived = await _bring(self._whole, parcel)
         readings.pack["lora"].append(parcel.seconds)

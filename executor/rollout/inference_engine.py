@@ -55,6 +55,11 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether what starts under the same weights shares the keys and values of a prompt, where an engine can."""
     deterministic: bool = False
     """Whether its passes depend on nothing but weights and tokens, down to how weights lie in memory."""
+    adapter_rank: int | None = None
+    """Rank of the LoRA adapters that the engine computes with beside the model's weights, and loads instead of them; None:
+    it loads whole weights."""
+    adapters: str | None = None
+    """Directory of the adapters that it begins with, as PEFT has them; None: of such as change nothing."""
     save_time: float = 5.0
     """Seconds between two times that what runs is put on disk; see `execute.save_tokens_every`."""
     tokenizer: str | None = None

@@ -20,6 +20,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,9 +36,11 @@ from executor.rollout.inference_engine import (
     TimedPass,
 )
 from executor.rollout.torch_model import empty_model, end_tokens, read_pairs
+from executor.rollout.vllm_adapters import Adapters
 from executor.rollout.vllm_settings import environment, make_arguments, make_sampling
 from executor.rollout.vllm_stats import CacheWatch
 from executor.samples import CacheState, Manifest
+from executor.transfer.shared_memory import read_buckets
 
 QUIET_TURNS = 10
 """Turns of the event loop without a token after which none is on its way: it takes a token three, from the socket
@@ -113,12 +117,16 @@ class VllmEngine:
         self._llm: Any = None
         self._model: Any = None
         """The model as Hugging Face has it, without weights."""
+        self._adapters: Adapters | None = None
+        """Where these are loaded, not weights."""
         self._num_embeddings = 0
 
     async def start(self, manifest: Manifest | None) -> None:
         """Start vLLM's processes, which load the model and allocate the cache."""
         self._model = await asyncio.to_thread(empty_model, self._settings.model)
         self._num_embeddings = self._model.get_input_embeddings().num_embeddings
+        if self._settings.adapter_rank is not None:
+            self._adapters = Adapters(self._model, self._settings)
         self._guard = ChildGuard()
         try:
             self._llm = await asyncio.to_thread(self._start)
@@ -126,6 +134,9 @@ class VllmEngine:
             reason = " ".join(str(error).split())  # some go over several lines
             raise RuntimeError(f"{FAILED}: {reason}") from error
         self._guard.tell()
+        if self._adapters is not None:
+            first = await asyncio.to_thread(self._adapters.first, self._settings.adapters)
+            await self._adapters.load(self._llm, first)
         await self._name_weights()
         await self._warm_up()
         if manifest is not None:
@@ -175,7 +186,10 @@ class VllmEngine:
         run = self._runs[name] = _Run(on_end, starts=[(self._weights, 0)])
         prompt = {"prompt_token_ids": tokens, "cache_salt": self._weights}
         sampling = make_sampling(self._settings, max_new_tokens, self.end_tokens, seed)
-        outputs = self._llm.generate(prompt, sampling, name, priority=priority)
+        adapters = None if self._adapters is None else self._adapters.request()
+        outputs = self._llm.generate(
+            prompt, sampling, name, priority=priority, lora_request=adapters
+        )
         run.task = asyncio.create_task(self._follow(name, run, outputs))
         return name
 
@@ -203,13 +217,11 @@ class VllmEngine:
 
     async def read_weights(self, manifest: Manifest) -> Copy:
         """Check that weights are this model's, and return what lets vLLM's workers read them."""
-        await asyncio.to_thread(read_pairs, manifest, self._model)
+        load = await self._reader(manifest)
 
         async def copy() -> None:
             try:
-                await self._llm.collective_rpc(
-                    "load_pushed_weights", args=(msgspec.msgpack.encode(manifest),)
-                )
+                await load()
             except Exception as error:  # some of them are new, some old
                 await self._end(RuntimeError(f"vLLM failed to take weights: {error}"))
                 raise
@@ -220,6 +232,16 @@ class VllmEngine:
                 run.starts.append((self._weights, len(run.tokens)))
 
         return copy
+
+    async def _reader(self, manifest: Manifest) -> Copy:
+        """Check weights, or adapters, and return what lets vLLM's workers read them."""
+        if self._adapters is None:
+            await asyncio.to_thread(read_pairs, manifest, self._model)
+            told = msgspec.msgpack.encode(manifest)
+            return partial(self._llm.collective_rpc, "load_pushed_weights", args=(told,))
+        beside, what = Path(manifest.buckets[0].path).parent, f"version {manifest.version}"
+        write = partial(self._adapters.write, read_buckets(manifest), beside, what)
+        return partial(self._adapters.load, self._llm, await asyncio.to_thread(write))
 
     async def sleep(self) -> None:
         """Let vLLM drop its cache and keep its weights in host memory; on CPUs it keeps both where they are."""

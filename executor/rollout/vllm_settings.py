@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from executor.rollout.inference_engine import ReplicaSettings
+from executor.rollout.vllm_adapters import adapter_arguments
 from streamrl.hardware.config_json import read_config_json
 
 PAGE_TOKENS = 128
@@ -63,6 +64,7 @@ def make_arguments(settings: ReplicaSettings) -> Any:
         enable_sleep_mode=settings.takes_turns and settings.device != "cpu",  # refused on CPUs
         worker_extension_cls="executor.rollout.vllm_worker.ReplicaExtension",
         enable_log_requests=False,
+        **adapter_arguments(settings),
         **place_of(settings),
     )
 

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from executor.transfer.merge import A, B, merged
+from executor.adapter_directory import read_adapters, write_adapters
+from executor.adapter_layers import ADAPTERS, A, B, adapted_layers
+from executor.transfer.merge import merged
 
 ALPHA_PER_RANK = 2.0
 """LoRA's alpha for each rank, as is usual: what adapters say counts twice."""
 NAMES = {".lora_A.default.weight": A, ".lora_B.default.weight": B}
 """How PEFT ends the names of its matrices, and how they are pushed."""
-ADAPTERS = "adapters.safetensors"
-"""In a checkpoint: the matrices as they are pushed, beside the weights that they are merged in."""
 BASE = ".base_layer."
 """What PEFT puts into the names of weights that it has wrapped."""
 
@@ -34,12 +33,7 @@ def add_adapters(model: Any, rank: int) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    head = model.get_output_embeddings()
-    targets = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    ]
+    targets = list(adapted_layers(model))
     if not targets:
         raise ValueError("the model has no linear layers for adapters")
     config = LoraConfig(r=rank, lora_alpha=round(ALPHA_PER_RANK * rank), target_modules=targets)
@@ -83,12 +77,12 @@ def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torc
 
 
 def save_model(model: Any, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Write a model as a Hugging Face directory has it, and beside it the adapters that are merged in it."""
+    """Write a model as a Hugging Face directory has it, and below it the adapters that are merged in it."""
     state = dict(weights)
     model.save_pretrained(path, state_dict=whole_weights(state.items()))
-    adapters = {name: tensor.contiguous() for name, tensor in adapters_of(state.items())}
-    if adapters:
-        save_file(adapters, path / ADAPTERS)
+    if adapters := dict(adapters_of(state.items())):
+        (path / ADAPTERS).mkdir()
+        write_adapters(adapters, model.name_or_path, path / ADAPTERS)
 
 
 def load_adapters(model: Any, checkpoint: Path, rank: int) -> None:
@@ -97,9 +91,9 @@ def load_adapters(model: Any, checkpoint: Path, rank: int) -> None:
     Raises:
         ValueError: the checkpoint has none, or others.
     """
-    if not (checkpoint / ADAPTERS).is_file():
-        raise ValueError(f"{checkpoint}: no checkpoint of adapters: no {ADAPTERS}")
-    adapters = load_file(checkpoint / ADAPTERS)
+    if not (checkpoint / ADAPTERS).is_dir():
+        raise ValueError(f"{checkpoint}: no checkpoint of adapters: no directory {ADAPTERS}")
+    adapters = read_adapters(checkpoint / ADAPTERS)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             stem, end = _split(name)

@@ -10,11 +10,10 @@ from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from executor.adapter_layers import A, B
 from executor.samples import Manifest
 from executor.transfer.shared_memory import write_version
 
-A, B = ".lora_A", ".lora_B"
-"""Ends of the names of the two matrices of a layer: `A` is rank x inputs, `B` outputs x rank and scaled."""
 WEIGHT = ".weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

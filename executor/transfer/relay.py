@@ -42,6 +42,8 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Hugging Face directory of the weights that adapters are merged with."""
     dtype: str
     """That replicas serve."""
+    merges_adapters: bool = True
+    """Whether replicas here load whole weights, with adapters merged in, or adapters alone."""
     num_threads: int = 1
 
     def __post_init__(self) -> None:
@@ -198,13 +200,13 @@ class RelayWorker(RelayRole):
             return here
         target = _fresh(version_directory(self._path, version))
         try:
-            if parcel.kind == "lora":
+            if parcel.kind == "lora" and self.config.merges_adapters:
                 from executor.transfer.merge import merge  # takes torch
 
                 config = self.config
                 return merge(config.model, config.dtype, parcel.result, pieces, target)
             make: list[Callable[[Path], None]]
-            if parcel.kind == "full":
+            if parcel.kind != "delta":
                 make = [partial(_place, piece) for piece in pieces]
             else:
                 base = self._versions.get(parcel.base)

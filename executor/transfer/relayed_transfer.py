@@ -25,7 +25,7 @@ from executor.samples import Manifest, Parcel
 from executor.transfer.fan_out import FanOut, Hearer
 from executor.transfer.wanted_versions import WantedVersions
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.runfile.sides_config import SyncConfig
+from streamrl.runfile.sync_config import SyncConfig
 
 CHUNK_BYTES = 8 * 2**20
 """Of a piece that is sent at once: a second of a slow link, far more than a round trip of a fast one."""

@@ -105,7 +105,7 @@ def replaced_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    for file in (*partial.iterdir(), partial):
+    for file in (*partial.rglob("*"), partial):
         _flush(file)
     if path.exists():
         path.rename(old)

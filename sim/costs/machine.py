@@ -219,6 +219,9 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         measured = "of all weights" if profile.lora_rank is None else f"of rank {profile.lora_rank}"
         ours = f"adapters of rank {run.sync.lora_rank}"
         notes.append(f"training and pushes measured {measured}, not with {ours}")
+    if profile.lora_rank is not None and run.serves_adapters != profile.serves_adapters:
+        how = "beside weights" if profile.serves_adapters else "merged"
+        notes.append(f"replicas measured with adapters {how}, here they are not")
     if profile.lora_rank is not None and run.algorithm.has_reference:
         notes.append("passes of the reference measured with adapters, which it has not")
     if profile.pace is None:

@@ -18,7 +18,7 @@ from streamrl.runfile.policies_config import (
     SyncMode,
     SystemName,
 )
-from streamrl.runfile.sides_config import SyncConfig
+from streamrl.runfile.sync_config import SyncConfig
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
     *("colocated", "stream-sync", "one-step-async", "stream-async"),

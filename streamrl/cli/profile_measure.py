@@ -47,7 +47,7 @@ def measure(
         int | None,
         typer.Option(
             min=1,
-            help="Train, push and merge adapters of this rank, as runs with `sync.mode` lora do; all weights where absent.",
+            help="Train and push adapters of this rank, which vllm computes with beside its weights and others merge, as runs with `sync.mode` lora do; all weights where absent.",
         ),
     ] = None,
     threads: Annotated[

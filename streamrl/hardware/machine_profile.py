@@ -20,7 +20,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | push_over_ray | a push by relays that are actors on the trainer's machine, in a run |
 | relay | what relays took to make what is sent of a push, and weights of what arrived |
 
-With `lora_rank` it is adapters that were trained, pushed and merged.
+With `lora_rank` it is adapters that were trained and pushed, and merged where the replica did not compute with them.
 """
 
 from __future__ import annotations
@@ -201,6 +201,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """What the trainer's passes computed again."""
     lora_rank: int | None = None
     """Of the adapters that were trained and pushed; None where all weights were."""
+    serves_adapters: bool = False
+    """Whether the replica computed with these beside its weights, not with weights that they were merged in."""
     model: MeasuredModel
     host: Host
     versions: dict[str, str]

@@ -132,7 +132,7 @@ def _num_reserved(run: Run) -> int:
     capacity, longest = kv_capacity(run), run.rollout.max_tokens
     lengths = run.workload.lengths
     prompt = lengths.prompt_tokens if lengths is not None and lengths.kind != "trace" else 0
-    sharing = run.algorithm.group_size if run.rollout.shares_prefixes else 1
+    sharing = run.algorithm.group_size if run.shares_prefixes else 1
     groups, rest = divmod(capacity, prompt + sharing * longest)
     return groups * sharing + max(0, rest - prompt) // longest
 

@@ -16,6 +16,8 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
     shape = load_model(run.model)
     model_key = "model.name" if run.model.path is None else "model.path"
     pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
+    # vLLM's prefixes were measured one by one, and one for a whole group is one of those
+    shares = run.shares_prefixes if profile.backend == "vllm" else profile.shares_prefixes
     ours = (
         (pool_key(rollout.pool, "gpu"), pools[rollout.pool].gpu, profile.gpu),
         (pool_key(trainer.pool, "gpu"), pools[trainer.pool].gpu, profile.gpu),
@@ -26,7 +28,7 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
         ("rollout.backend", rollout.backend, profile.backend),
         ("rollout.tensor_parallel", rollout.tensor_parallel, profile.tensor_parallel),
         ("rollout.speculative", rollout.drafts, None),
-        ("rollout.shares_prefixes", rollout.shares_prefixes, profile.shares_prefixes),
+        ("rollout.shares_prefixes", run.shares_prefixes, shares),
         ("trainer GPUs", trainer.num_gpus, 1),
     )
     if shape_digest(shape) != profile.model.digest:

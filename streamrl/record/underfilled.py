@@ -107,7 +107,7 @@ def _lost(decoding: Decoding, share: Floats) -> Lost:
 
 def _share_by(curve: DecodeYield, decoding: Decoding, run: Run) -> Floats:
     """Return the share lost by a decode curve; a prompt that a group shares is held once."""
-    siblings = run.algorithm.group_size if run.rollout.shares_prefixes else 1
+    siblings = run.algorithm.group_size if run.shares_prefixes else 1
     own = decoding.context - decoding.prompt * (1 - 1 / siblings)
     running = np.minimum(decoding.num_running, curve.most_running)
     return share_lost(curve, running, decoding.context, own)

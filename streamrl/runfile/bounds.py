@@ -24,11 +24,11 @@ from streamrl.runfile.sides_config import (
     ReplicasConfig,
     RolloutConfig,
     SpeculativeConfig,
-    SyncConfig,
     TrainerConfig,
     VerifierConfig,
 )
 from streamrl.runfile.simulate_config import SimulateConfig
+from streamrl.runfile.sync_config import SyncConfig
 from streamrl.runfile.trainers import FOLLOWERS, trainer_key
 from streamrl.runfile.workload_config import (
     TAIL_SHARE,

@@ -22,11 +22,11 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.sides_config import (
     FollowerConfig,
     RolloutConfig,
-    SyncConfig,
     TrainerConfig,
     VerifierConfig,
 )
 from streamrl.runfile.simulate_config import SimulateConfig
+from streamrl.runfile.sync_config import SyncConfig
 from streamrl.runfile.units import Duration
 from streamrl.runfile.workload_config import WorkloadConfig
 
@@ -220,6 +220,22 @@ class Run(Section, frozen=True, kw_only=True):
     def shares_gpus(self) -> bool:
         """Whether generation and training take turns on the same GPUs."""
         return self.policies.system == "colocated"
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the prompt of a group is prefilled and kept once for all of it."""
+        given = self.rollout.shares_prefixes
+        if given is None:
+            return self.costs.profile is None or self.rollout.backend == "vllm"
+        return given
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether replicas compute with adapters beside the weights that the run began with, and load nothing else."""
+        merges = self.sync.merge_adapters
+        if merges is None:  # one that cannot is enough: a version lies in one form at each place
+            merges = any(kind.backend != "vllm" for kind in self.rollout.kinds)
+        return self.sync.mode == "lora" and not merges
 
     @property
     def num_gpus(self) -> int:

@@ -20,7 +20,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.framework_config import FrameworkName
 from streamrl.runfile.keys import place_of
 from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
-from streamrl.runfile.sides_config import SyncConfig
+from streamrl.runfile.sync_config import SyncConfig
 from streamrl.runfile.trainers import full_key
 from streamrl.runfile.units import Duration, read_quantity
 

@@ -6,7 +6,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.sides import Claim, claims_of, gpus_used, kind_key, kind_name, sides_of
-from streamrl.runfile.sides_config import RolloutConfig, SyncConfig, TrainerConfig
+from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.sync_config import SyncConfig
 from streamrl.runfile.trainers import trainer_key
 
 MOST_GPUS = 10**5

@@ -1,4 +1,4 @@
-"""The sections of a run file that say how the sides work: `[rollout]`, `[trainer]`, `[verifier]`, `[sync]`."""
+"""The sections of a run file that say how the sides work: `[rollout]`, `[trainer]`, `[verifier]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from streamrl.runfile.algorithm_config import (
     LossMean,
 )
 from streamrl.runfile.dtypes import CacheDtype, TrainingDtype, WeightDtype
-from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.reward_config import REWARD_MODEL, RewardConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
@@ -104,9 +103,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     backend: RolloutBackend = "transformers"
     """Who generates: transformers' continuous batching; vllm; or static: one batch to its end, then the next, a
     reference that is executed and never simulated."""
-    shares_prefixes: bool = True
+    shares_prefixes: bool | None = None
     """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do; `execute` does so
-    with `backend` vllm, among rollouts that begin under the same weights."""
+    with `backend` vllm, among rollouts that begin under the same weights. By default yes, but where `costs.profile` was
+    measured on transformers, which computes the prompt of each."""
     migration_transfer: Literal["recompute", "kv"] = "recompute"
     """How a rollout that `policies.migration` moves gets its KV cache: computed again, or (simulated) sent
     over the network, within a node over NVLink."""
@@ -371,30 +371,3 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
     def num_gpus(self) -> int:
         """GPUs of all workers."""
         return self.workers * self.gpus_per_worker
-
-
-class SyncConfig(Section, frozen=True, kw_only=True):
-    """What a weight synchronisation sends, and how."""
-
-    mode: SyncMode = "full"
-    """full: all weights; lora: adapters alone; delta: indices and values of what the step changed."""
-    backend: Literal[
-        "broadcast-tree", "nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"
-    ] = "broadcast-tree"
-    """Simulated: who moves it, as measured in profiles/sync; broadcast-tree adds nothing to what the wires need. A `framework.name`
-    whose own way was measured fills it in."""
-    bucket_size: Size = Size(1e9)
-    """Simulated: most bytes that are sent in one piece; pieces follow each other through gather, link and broadcast."""
-    lora_rank: int = 32
-    """Rank of the adapters on every linear layer of attention and MLP."""
-    changed_share: float = 0.02
-    """Simulated: share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
-    arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B (github.com/verl-project/verl issue 7060)."""
-    wire: Literal["chunks", "gloo"] = "chunks"
-    """Executed, where weights go over relays. chunks: pieces go from relay to relay by way of the process that decides;
-    gloo: the trainer's relay broadcasts to one far relay, and that one to all others, over torch's gloo."""
-    quantise_at: Literal["trainer", "replica"] = "trainer"
-    """Simulated: who brings weights to a narrow `rollout.dtype`: the trainer before each push, so that fewer bytes are
-    sent, or each replica while it loads them."""
-    anchor_every: int = 20
-    """Executed, mode delta: every so many synchronisations a place is sent all weights; 1: always."""
