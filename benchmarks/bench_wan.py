@@ -3,10 +3,11 @@
     build/engines/bin/python -m benchmarks.bench_wan --rate 200e6 --delay 0.02
 
 examples/two-datacenters.toml is executed on a Ray cluster of two nodes, each in a network namespace of its own, between
-which `benchmarks.wan_link` carries packets late; it needs root. This machine is profiled first. Each run is simulated with
-its recorded lengths and the share of values that it changed, at the pace that the cores had during it
-(`benchmarks.core_watch`). One JSON object per figure: step times, their errors, the parts of synchronous steps, and what
-deltas and adapters gain on whole weights, measured and simulated; then the medians of the rounds.
+which `benchmarks.wan_link` carries packets late; it needs root. Each round profiles this machine and executes every run, and
+all profiles together are what runs are simulated from (`benchmarks.pooled_profiles`), each with its recorded lengths and
+the share of values that it changed, at the pace that the cores had during it (`benchmarks.core_watch`). One JSON object
+per figure: step times, their errors, the parts of synchronous steps, and what deltas and adapters gain on whole weights,
+measured and simulated; then the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.core_watch import CoreWatch, watched_cores
+from benchmarks.pooled_profiles import Profiled, pooled
 from benchmarks.quickstart import limits_of
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
 from sim.world import simulate
 from streamrl.engine.messages import Generated, Stepped, WeightsLoaded, WeightsPushed
-from streamrl.hardware.machine_profile import read_measured, write_measured
+from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
 from streamrl.hardware.profiles import load_model
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
@@ -78,7 +80,7 @@ class Figure(NamedTuple):
     parts: Parts | None
     simulated_parts: Parts | None
     pace: float
-    """Of the cores during the run: seconds over those that work took while they were profiled."""
+    """Of the cores during the run: seconds over those that work took in a usual one."""
     work_time: float
     """Seconds that their own piece of work took during the run."""
 
@@ -106,22 +108,37 @@ def main() -> None:
     ):
         scratch = options.output or Path(name)
         bench = Bench(scratch, cores, options, settings=options.settings)
-        profiles = {mode: bench.profile(mode) for mode in ("full", "lora") if mode in options.modes}
-        if "delta" in options.modes:
-            profiles["delta"] = profiles.get("full") or bench.profile("full")
-        figures = [
-            bench.compare(profiles[mode], mode, system, str(number))
-            for number, system, mode in product(
-                range(options.rounds), options.systems, options.modes
-            )
-        ]
-    tell_medians(figures)
+        kinds = sorted({learned(mode) for mode in options.modes})
+        profiles: dict[str, list[Profiled]] = {kind: [] for kind in kinds}
+        runs: list[Executed] = []
+        for number in range(options.rounds):
+            for kind in kinds:
+                profiles[kind].append(bench.profile(kind, str(number)))
+            for system, mode in product(options.systems, options.modes):
+                runs.append(bench.execute(mode, system, str(number)))
+                print(f"round {number}: {mode}, {system}", file=sys.stderr, flush=True)
+    usual = median(run.work_time for run in runs)
+    every = [each for own in profiles.values() for each in own]
+    figures = []
+    for run in runs:
+        own = profiles[learned(run.mode)]
+        others = [each for each in every if each not in own]
+        figures.append(compare(run, pooled(own, others, usual), usual))
+        tell(figures[-1])
+    tell_medians(figures, usual)
 
 
-class Profiled(NamedTuple):
-    """What this machine takes, and at what pace it took it."""
+def learned(mode: str) -> str:
+    """Return the kind of profile that runs of a mode are simulated from, by what the trainer learns."""
+    return "lora" if mode == "lora" else "full"
 
-    path: Path
+
+class Executed(NamedTuple):
+    """A run, and at what pace it ran."""
+
+    mode: str
+    system: str
+    output: Path
     work_time: float
     """Seconds that the cores' own piece of work took meanwhile."""
 
@@ -136,13 +153,13 @@ class Bench(NamedTuple):
     settings: Sequence[str] = ()
     """KEY=VALUE of the run file."""
 
-    def profile(self, mode: str, *, is_quick: bool = False) -> Profiled:
+    def profile(self, mode: str, name: str, *, is_quick: bool = False) -> Profiled:
         """Measure the machine within the limits of the run file, and what Ray takes on the trainer's side.
 
         Adapters are measured where `mode` is lora, whole weights and deltas of them else.
         """
         run = load_run(self.run_file, [*self.settings, f"sync.mode={mode}"])
-        path = self.scratch / f"profile-{mode}.toml"
+        path = self.scratch / f"{name}-profile-{mode}.toml"
         most = limits_of(run)
         options = {
             "max-running": most.max_running,
@@ -159,8 +176,8 @@ class Bench(NamedTuple):
         own = [*settings, *(["--quick"] if is_quick else [])]
         return Profiled(path, self._timed("profile", str(run.model.path), *own))
 
-    def compare(self, profile: Profiled, mode: str, system: str, name: str) -> Figure:
-        """Execute a run over the link, and simulate it with the lengths that it had."""
+    def execute(self, mode: str, system: str, name: str) -> Executed:
+        """Execute a run over the link."""
         options = self.options
         output = self.scratch / f"{name}-{mode}-{system}"
         keys = {
@@ -176,23 +193,26 @@ class Bench(NamedTuple):
         changes = [*self.settings, *(f"{key}={value}" for key, value in keys.items())]
         settings = [part for change in changes for part in ("--set", change)]
         work_time = self._timed("execute", str(self.run_file), *settings)
-        pace = work_time / profile.work_time
-        trace = read_trace(output / "trace.jsonl")
-        pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
-        again = simulation_of(trace, output / "trace.jsonl", profile.path, pushes, pace)
-        simulated, measured = simulate(again), measure(trace)
-        predicted = measure(simulated, measured.counted_steps)
-        times = push_time(trace), push_time(simulated)
-        parts = (parts_of(trace), parts_of(simulated)) if system == "stream-sync" else (None, None)
-        figure = Figure(mode, system, measured, predicted, pushes, *times, *parts, pace, work_time)
-        tell(figure)
-        return figure
+        return Executed(mode, system, output, work_time)
 
     def _timed(self, *arguments: str) -> float:
         """Run a command of streamrl, and return the seconds that the cores' own piece of work took meanwhile."""
         began_at = time.monotonic()
         streamrl(*arguments)
         return self.cores.mean_time(began_at, time.monotonic())
+
+
+def compare(run: Executed, profile: MeasuredProfile, usual: float) -> Figure:
+    """Simulate a run with the lengths that it had, from what this machine takes where the cores' work takes `usual`."""
+    trace, pace = read_trace(run.output / "trace.jsonl"), run.work_time / usual
+    pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
+    again = simulation_of(trace, run.output / "trace.jsonl", profile, pushes, pace)
+    simulated, measured = simulate(again), measure(trace)
+    predicted = measure(simulated, measured.counted_steps)
+    times = push_time(trace), push_time(simulated)
+    parts = (parts_of(trace), parts_of(simulated)) if run.system == "stream-sync" else (None, None)
+    own = run.mode, run.system, measured, predicted, pushes
+    return Figure(*own, *times, *parts, pace, run.work_time)
 
 
 def near_command(*arguments: str) -> list[str]:
@@ -283,13 +303,12 @@ def wait_for(name: str) -> None:
 
 
 def simulation_of(
-    trace: Trace, file: Path, path: Path, pushes: list[WeightsPushed], pace: float
+    trace: Trace, file: Path, profile: MeasuredProfile, pushes: list[WeightsPushed], pace: float
 ) -> Run:
     """Return the run as it is simulated: its own lengths, this machine's seconds, as many values changed as were.
 
     A profile at the pace of the run is written beside its trace.
     """
-    profile = read_measured(path)
     profile = msgspec.structs.replace(profile, pace=pace * (profile.pace or 1.0))
     write_measured(profile, file.with_name("profile.toml"))
     run: Run = msgspec.structs.replace(trace.run, workload=recorded_workload(trace, file))
@@ -343,9 +362,8 @@ def tell(figure: Figure) -> None:
     print(json.dumps(line), flush=True)
 
 
-def tell_medians(figures: list[Figure]) -> None:
+def tell_medians(figures: list[Figure], usual: float) -> None:
     """Print what steps take in the middle of the rounds, and what a mode saves of that with whole weights, in percent."""
-    usual = median(figure.work_time for figure in figures)
     steps: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         steps.setdefault((figure.system, figure.mode), []).append(figure)

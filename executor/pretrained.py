@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.initialization import no_init_weights
 
 _LOADING = threading.Lock()
 """While it loads, transformers takes `tie_weights` out of its base class: two loads that overlap in threads put
@@ -63,6 +65,20 @@ def load_pretrained(
     if is_aligned:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    return model
+
+
+def blank_model(
+    directory: str, *, has_values: bool = False, dtype: torch.dtype, **options: Any
+) -> Any:
+    """Return such a model on the CPU whose weights are what memory held, and take none until they are written to."""
+    kind = AutoModelForTokenClassification if has_values else AutoModelForCausalLM
+    make: Any = kind.from_config
+    configs: Any = AutoConfig
+    config = configs.from_pretrained(directory, local_files_only=True, **options)
+    with _loading(), no_init_weights():
+        model = make(config, dtype=dtype)
+    model.tie_weights()
     return model
 
 

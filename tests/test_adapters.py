@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from executor.adapter_layers import ADAPTERS
 from executor.carriers.handles import InProcess
@@ -139,6 +140,19 @@ def test_adapters_of_another_model_are_refused(directory: Path, tmp_path: Path) 
     manifest = write_buckets(renamed, tmp_path / "pushed", 1)
     with pytest.raises(ValueError, match=r"no weights for the adapters of x\.model"):
         asyncio.run(arrived(directory, manifest, merges=True))
+
+
+def test_weights_beside_adapters_are_in_the_format_of_passes_and_adapters_learn_in_float32(
+    directory: Path, tmp_path: Path
+) -> None:
+    settings = make_config(str(directory), adapter_rank=RANK, dtype="bfloat16")
+    model = load_learner(settings, None).backend.model
+    formats = {each.requires_grad: each.dtype for each in model.parameters()}
+    assert formats == {True: torch.float32, False: torch.bfloat16}
+    save_model(model, model.state_dict().items(), tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {each.dtype for each in saved.values()} == {torch.float32}
+    assert saved.keys() == load_file(directory / "model.safetensors").keys(), "tied ones once"
 
 
 def test_the_reference_is_the_model_without_its_adapters(directory: Path) -> None:

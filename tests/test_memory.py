@@ -17,6 +17,7 @@ from streamrl.hardware.host_memory import (
     host_memory,
     offloaded_bytes,
 )
+from streamrl.hardware.linear_layers import lora_parameters
 from streamrl.hardware.memory import (
     check_memory,
     check_trainer_memory,
@@ -169,6 +170,24 @@ def test_actor_critic_and_reference_are_all_there_unless_they_take_turns() -> No
     assert taking_turns["weights"] == pytest.approx(actor["weights"])
     assert "optimizer" in taking_turns
     assert "activations" not in taking_turns
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer_and_a_critic_has_all() -> None:
+    lora = {"sync.mode": "lora", "sync.lora_rank": 16}
+    share = lora_parameters(SEVEN, 16) / SEVEN.num_parameters
+    plain, adapted = trainer_memory(small_run()), trainer_memory(small_run(lora))
+    assert adapted["weights"] == plain["weights"]
+    critic = trainer_memory(small_run({**PPO, **lora}))
+    assert critic["weights"] == pytest.approx(2 * plain["weights"])  # no reference of its own
+    waiting = {**PPO, **lora, "trainer.offload": True}
+    turns = trainer_memory(small_run(waiting))
+    for name in ("gradients", "optimizer"):
+        assert adapted[name] == pytest.approx(share * plain[name])
+        assert critic[name] == pytest.approx((1 + share) * plain[name])
+        assert turns[name] == pytest.approx(plain[name]), "while the critic steps"
+    run, optimizers = small_run(waiting), (1 + share) * plain["optimizer"]
+    each = offloaded_bytes(run) / run.trainer.num_gpus
+    assert each == pytest.approx(plain["weights"] + optimizers)
 
 
 def test_where_passes_are_what_fills_an_offloaded_gpu_they_are_what_counts() -> None:

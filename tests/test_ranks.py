@@ -61,9 +61,14 @@ SHAPES = [
 
 @asynccontextmanager
 async def trainer(
-    model: str, directory: Path, shape: Shape, role: str = SGD, **changes: Any
+    model: str,
+    directory: Path,
+    shape: Shape,
+    role: str = SGD,
+    others: str | None = None,
+    **changes: Any,
 ) -> AsyncIterator[tuple[TrainerRole, RankHandles]]:
-    """Start the ranks of a trainer, and end them."""
+    """Start the ranks of a trainer, and end them; all but the first may have another model directory."""
     rendezvous = directory / f"rendezvous-{os.urandom(4).hex()}"
     config = make_config(
         model,
@@ -76,7 +81,11 @@ async def trainer(
     ranks = [
         await LocalProcess.start(
             role,
-            msgspec.to_builtins(msgspec.structs.replace(config, rank=rank)),
+            msgspec.to_builtins(
+                msgspec.structs.replace(
+                    config, rank=rank, model=others if others and rank else model
+                )
+            ),
             directory / f"rank-{rank}.log",
             {**worker_environment(1), "GLOO_SOCKET_IFNAME": LOOPBACK},
             begin=begin_for("cpu", shape.backend),
@@ -241,6 +250,30 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(
             await role.step(2)
             resumed = await weights_of(role, 2, tmp_path / "second")
         assert gap(straight, resumed) == 0
+
+    run(go())
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_weights_are_split_the_first_rank_alone_reads_them(
+    model_path: str, tmp_path: Path, dtype: str
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes(Path(model_path, "config.json").read_bytes())
+    shape, own = Shape("deepspeed", 2, 3), {"kl_coefficient": 0.1, "dtype": dtype}
+
+    async def go() -> None:
+        async with trainer(model_path, tmp_path, shape, others=str(bare), **own) as (role, _):
+            await role.start(None)
+            pushed = await weights_of(role, 0, tmp_path)
+            read: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+            assert gap(pushed, dict(read.state_dict())) == 0
+            _, (step,) = await train(role, [make_samples(1), []])
+            assert step["reference_kl"] == pytest.approx(0.0, abs=1e-6), (
+                "the reference has the same weights"
+            )
 
     run(go())
 

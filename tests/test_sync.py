@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_sync
-from sim.costs.payload import Payload, linear_layers, lora_parameters, num_tensors
+from sim.costs.payload import Payload, num_tensors
 from sim.costs.sync import Leg, Passage, SyncCosts
 from sim.costs.sync_profiles import load_backend, load_delta, load_transport
+from streamrl.hardware.linear_layers import linear_layers, lora_parameters
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model

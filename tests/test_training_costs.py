@@ -13,11 +13,13 @@ import pytest
 
 from sim.costs.costs import Costs
 from sim.costs.kernels import Kernels
-from sim.costs.training.layer import Layer, Pass
+from sim.costs.training.layer import Layer
+from sim.costs.training.pass_time import Pass
 from sim.costs.training.profile import PATH, load_training_profile
 from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from sim.costs.training.training import TrainingCosts
+from streamrl.hardware.linear_layers import lora_parameters
 from streamrl.hardware.memory import stage_parameters
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
@@ -393,6 +395,57 @@ def test_expert_ranks_sum_no_gradients_of_experts_that_no_other_has() -> None:
     experts = 48 * 128 * 3 * 2048 * 768
     summed = CONSTANTS.collective * 7 / 8 * (4 + 2) * experts / H800.nvlink
     assert alone.optimizer_time - shared.optimizer_time == pytest.approx(summed)
+
+
+# Adapters -----------------------------------------------------------------------------------------
+
+LORA = {"sync.mode": "lora", "sync.lora_rank": 32}
+
+
+def test_beside_adapters_no_gradient_of_weights_is_computed() -> None:
+    quiet, frozen = {"attention": NOTHING}, {"algorithm.kl_coefficient": 0.0, **LORA}
+    layer = a_layer(frozen, quiet, recompute="none")
+    ends = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584)]  # queries, keys, values, output
+    ends += [(3584, 18944), (3584, 18944), (18944, 3584)]
+    theirs = sum(product(32, inner) + product(outer, 32) for inner, outer in ends)
+    added = 3 * 2 * MICRO[0] * sum(outer for _, outer in ends) / H800.memory_bandwidth
+    forward = products(1) + activations() + theirs + added
+    assert seconds(layer.forward()) == pytest.approx(forward)
+    assert seconds(layer.backward()) == pytest.approx(2 * forward - products(1))
+    head = seconds(layer.head_backward()), seconds(layer.head())
+    assert head[0] == pytest.approx(2 * head[1] - product(152064, 3584))
+
+
+def test_a_critic_beside_an_actor_with_adapters_learns_all_of_its_weights() -> None:
+    quiet, ppo = {"attention": NOTHING}, {"algorithm.name": "ppo"}
+    both, actor, whole = (
+        seconds(a_layer(changes, quiet, recompute="none").backward())
+        for changes in ({**ppo, **LORA}, LORA, ppo)
+    )
+    assert both == pytest.approx((actor + whole) / 2)
+
+
+def test_a_step_sums_and_updates_what_adapters_have() -> None:
+    shape = load_model(train_run().model)
+    share = lora_parameters(shape, 32) / shape.num_parameters
+    assert share < 0.02
+    for zero in (0, 1, 2):
+        full, lora = (train_costs(each, data_parallel=8, zero=zero) for each in ({}, LORA))
+        steps = [costs.optimizer_time - CONSTANTS.step_time for costs in (full, lora)]
+        assert steps[1] == pytest.approx(share * steps[0])
+    stages = [train_costs(each, data_parallel=8, zero=3).stages for each in ({}, LORA)]
+    assert stages[0].gather_time == stages[1].gather_time
+    scattered = [each.scatter_time - each.gather_time for each in stages]
+    assert scattered[1] == pytest.approx(share * scattered[0])
+
+
+def test_no_training_with_adapters_was_measured_and_every_rate_says_so() -> None:
+    assert train_costs(LORA).provenance.tier == "roofline"
+    assert "no training with them was measured" in str(train_costs(LORA).provenance.sources)
+    assumed = [train_costs(each, efficiency=0.4) for each in ({}, LORA)]
+    whole, frozen = (each.stages.backward[0] for each in assumed)
+    assert frozen.per_token == pytest.approx(whole.per_token / 2)
+    assert frozen.per_pair == whole.per_pair
 
 
 # Commands -----------------------------------------------------------------------------------------

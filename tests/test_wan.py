@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import bench_wan
 from benchmarks.core_watch import watched_cores
+from benchmarks.pooled_profiles import pooled
 from benchmarks.wan_link import missing, wan_link
 from streamrl.hardware.machine_profile import read_measured
 from tests.test_ray import prepare
@@ -42,11 +43,12 @@ def test_deltas_cross_a_slow_link(tmp_path: Path) -> None:
         bench_wan.cluster("local", "far"),
     ):
         bench = bench_wan.Bench(tmp_path, cores, options, run_file)
-        profile = bench.profile("full", is_quick=True)
+        profile = bench.profile("full", "0", is_quick=True)
         measured = read_measured(profile.path)
         assert measured.handling is not None and measured.handling_over_ray is not None
         assert measured.handling.seconds < measured.handling_over_ray.seconds
-        figure = bench.compare(profile, "delta", "stream-async", "run")
+        run = bench.execute("delta", "stream-async", "run")
+    figure = bench_wan.compare(run, pooled([profile], [], run.work_time), run.work_time)
     first, *others = figure.pushes
     assert others and all(push.num_bytes < first.num_bytes / 2 for push in others)
     assert min(push.wire_time for push in figure.pushes) > 2 * options.delay

@@ -16,6 +16,7 @@ import torch
 from executor.adapter_directory import read_adapters, write_adapters
 from executor.adapter_layers import ADAPTERS, A, B, adapted_layers
 from executor.transfer.merge import merged
+from executor.transfer.shared_memory import cast_tensors
 
 ALPHA_PER_RANK = 2.0
 """LoRA's alpha for each rank, as is usual: what adapters say counts twice."""
@@ -38,6 +39,9 @@ def add_adapters(model: Any, rank: int) -> None:
         raise ValueError("the model has no linear layers for adapters")
     config = LoraConfig(r=rank, lora_alpha=round(ALPHA_PER_RANK * rank), target_modules=targets)
     inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # it learns by less than 16 bits tell apart
+            parameter.data = parameter.data.float()
 
 
 @contextlib.contextmanager
@@ -73,7 +77,10 @@ def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torc
     plain = {
         name.replace(BASE, "."): tensor for name, tensor in state.items() if _split(name)[1] is None
     }
-    return {name: merged(name, tensor, adapters) for name, tensor in plain.items()}
+    if not adapters:
+        return plain
+    whole = {name: merged(name, tensor, adapters) for name, tensor in plain.items()}
+    return dict(cast_tensors(whole, torch.float32))
 
 
 def save_model(model: Any, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:

@@ -22,3 +22,12 @@ def make_backend(settings: TrainerSettings, model: Any, ranks: RankGroup) -> Tra
             return DeepSpeedBackend(settings, model, ranks)
         case _:
             assert_never(settings.backend)
+
+
+def make_frozen(settings: TrainerSettings, model: Any) -> Any:
+    """Return a model that ranks only compute with, held as the backend holds the one that it trains."""
+    if not settings.splits_weights:
+        return model
+    from executor.trainer.deepspeed_backend import make_split
+
+    return make_split(settings, model)

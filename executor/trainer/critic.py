@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from executor.pretrained import load_pretrained
 from executor.trainer.backends import make_backend
-from executor.trainer.half_experts import follow_autocast
+from executor.trainer.model_loading import load_model
 from executor.trainer.outputs import output_logits
-from executor.trainer.passes import attend_apart
 from executor.trainer.rank_group import RankGroup
 from executor.trainer.recomputation import recompute
 from executor.trainer.sequences import TokenSequence
@@ -29,25 +27,14 @@ class Critic:
         """Begin with the model that the run began with, whose values are all 0, or with a checkpoint's."""
         assert settings.critic_learning_rate is not None, "only an actor with a critic has one"
         self._settings = replace(settings, learning_rate=settings.critic_learning_rate)
-        self.backend = make_backend(self._settings, self._load_model(checkpoint), ranks)
+        self.backend = make_backend(self._settings, self._load_model(checkpoint, ranks), ranks)
         if checkpoint is not None:
             self.backend.load(Path(checkpoint, DIRECTORY))
 
-    def _load_model(self, checkpoint: str | None) -> Any:
+    def _load_model(self, checkpoint: str | None, ranks: RankGroup) -> Any:
         settings = self._settings
         directory = settings.model if checkpoint is None else str(Path(checkpoint, DIRECTORY))
-        model = load_pretrained(
-            directory,
-            has_values=True,
-            is_aligned=settings.deterministic,
-            dtype=torch.float32,
-            local_files_only=True,
-            num_labels=1,
-        )
-        model = model.to(settings.device).eval()
-        follow_autocast(model)
-        if settings.packing == "packed":
-            attend_apart(model)
+        model = load_model(directory, settings, ranks, has_values=True, num_labels=1)
         recompute(model, settings.recompute)
         if checkpoint is None:
             for parameter in model.score.parameters():

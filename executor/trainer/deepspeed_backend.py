@@ -21,7 +21,7 @@ from executor.trainer.adapters import save_model
 from executor.trainer.losses import average_gradients
 from executor.trainer.optimizer import make_optimizer
 from executor.trainer.rank_group import RankGroup
-from executor.trainer.trainer_settings import TrainerSettings
+from executor.trainer.trainer_settings import DTYPES, TrainerSettings
 
 GATHER_BYTES = 512 * 2**20
 """Of weights that are whole at once while they are written: one by one they would take twenty times as long."""
@@ -109,8 +109,40 @@ class DeepSpeedBackend:
         return f"zero-{self._settings.zero}-ranks-{self._ranks.size}"
 
 
+def make_split(settings: TrainerSettings, model: Any) -> Any:
+    """Return DeepSpeed's engine around a model that is not trained, of whose weights each rank has a share."""
+    deepspeed = _join(settings)
+    model.requires_grad_(False)
+    _split(settings, model)
+    engine, *_ = deepspeed.initialize(model=model, config=make_config(settings))
+    engine.eval()
+    return engine
+
+
 def _start(settings: TrainerSettings, model: Any) -> Any:
     """Return DeepSpeed's engine around a model."""
+    deepspeed = _join(settings)
+    if settings.zero == 3:
+        _split(settings, model)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=make_optimizer(settings, model), config=make_config(settings)
+    )
+    engine.enable_backward_allreduce = settings.zero > 0  # stage 0: `step` has done it
+    return engine
+
+
+def _split(settings: TrainerSettings, model: Any) -> None:
+    """Leave each rank its share of a model's weights, which the first one has: tensor by tensor, so that no GPU has all."""
+    from deepspeed.runtime.zero import Init
+
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[settings.dtype])
+    Init(module=model, config_dict_or_path=make_config(settings))
+    model.to(settings.device)  # what is no weight: positions, masks
+
+
+def _join(settings: TrainerSettings) -> Any:
+    """Let DeepSpeed find the other ranks, and return its module."""
     on_cpu = settings.device == "cpu"
     os.environ.setdefault("LOCAL_RANK", "0")  # every rank sees its own GPU alone
     if on_cpu:
@@ -125,11 +157,7 @@ def _start(settings: TrainerSettings, model: Any) -> Any:
     deepspeed.init_distributed(
         "gloo" if on_cpu else "nccl", auto_mpi_discovery=False, verbose=False
     )
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=make_optimizer(settings, model), config=make_config(settings)
-    )
-    engine.enable_backward_allreduce = settings.zero > 0  # stage 0: `step` has done it
-    return engine
+    return deepspeed
 
 
 def make_config(settings: TrainerSettings) -> dict[str, Any]:

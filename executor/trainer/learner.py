@@ -296,7 +296,7 @@ class Learner:
 
     def _of_reference(self, sequences: list[TokenSequence]) -> torch.Tensor:
         """Return log-probabilities, [n], under the weights that the run began with."""
-        if self.reference is not None:
+        if self.config.adapter_rank is None:
             return self._logprobs(self.reference, sequences)
         with without_adapters(self.backend.model):
             return self._logprobs(self.backend.model, sequences)

@@ -86,21 +86,29 @@ def flat(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def attend_apart(model: Any) -> None:
+def attend_apart(model: Any, *, is_blank: bool = False) -> None:
     """Let rollouts of a packed pass attend to themselves alone from now on.
 
-    Raises ValueError for a model in which something but such attention mixes tokens.
+    Raises ValueError for a model in which something but such attention mixes tokens; of one without weights another
+    process finds out.
     """
     rollouts = [np.arange(1, 1 + length) % model.config.vocab_size for length in (5, 3)]
     way_out = "trainer.packing must be 'padded' for this model"
     if model.config._attn_implementation != "sdpa":
         raise ValueError(f"{way_out}: its attention cannot be exchanged")
+    if is_blank:
+        _exchange_attention(model)
+        return
     alone = torch.cat([_logits(model, *_padded([tokens], model.device)) for tokens in rollouts])
-    AttentionInterface.register(PACKED, attend_packed)
-    model.set_attn_implementation(PACKED)
+    _exchange_attention(model)
     difference = float((_logits(model, *_packed(rollouts, model.device)) - alone).abs().max())
     if not difference <= PACKED_ERROR * float(alone.abs().max()):
         raise ValueError(f"{way_out}: packed rollouts change each other's logits by {difference:g}")
+
+
+def _exchange_attention(model: Any) -> None:
+    AttentionInterface.register(PACKED, attend_packed)
+    model.set_attn_implementation(PACKED)
 
 
 def attend_packed(

@@ -108,6 +108,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 return self.correction_cap
 
     @property
+    def splits_weights(self) -> bool:
+        """Whether each rank holds a share of the weights alone."""
+        return self.backend == "deepspeed" and self.zero == 3
+
+    @property
     def has_reference(self) -> bool:
         """Whether rollouts are held against the initial weights."""
         return self.kl_coefficient > 0 or self.algorithm == "dpo"

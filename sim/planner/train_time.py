@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.costs.training.layer import Pass
+from sim.costs.training.pass_time import Pass
 from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import PASSES_PER_COMMAND, most_per_command, rollouts_that_fill
 from streamrl.runfile.config import Run

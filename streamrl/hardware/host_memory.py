@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from streamrl.hardware.memory import model_states, num_models, num_trained_models, weight_bytes
+from streamrl.hardware.memory import model_states, num_models, trained_models, weight_bytes
 from streamrl.hardware.precision import trained_dtype
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
@@ -44,7 +44,7 @@ def offloaded_bytes(run: Run) -> float:
         return 0.0
     model = load_model(run.model)
     states = model_states(model, run.trainer, trained_dtype(run))
-    others, trained = num_models(run) - 1, num_trained_models(run)
+    others, trained = num_models(run) - 1, trained_models(run)
     a_gpu = max(others * state.weights + trained * state.optimizer for state in states)
     num_gpus = min(run.cluster.pools[run.trainer.pool].gpus_per_node, run.trainer.num_gpus)
     return num_gpus * a_gpu

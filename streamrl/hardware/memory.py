@@ -6,6 +6,8 @@
 | gradients               | of actor and critic             | of one model                        |
 | optimizer               | of actor and critic             | of one model, while it steps        |
 | activations, logits     | of one pass                     | of one pass, while no optimizer is there |
+
+Of an actor that learns adapters, gradients and optimizer are of these alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import assert_never
 
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
 from streamrl.hardware.formats import shard_weight_bytes
+from streamrl.hardware.linear_layers import lora_parameters
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.precision import (
     rollout_precision,
@@ -183,6 +186,19 @@ def num_trained_models(run: Run) -> int:
     return 1 + run.algorithm.has_critic
 
 
+def trained_share(run: Run) -> float:
+    """Return the parameters of the actor that learn over those of the model: all, or adapters beside them."""
+    if run.sync.mode != "lora":
+        return 1.0
+    model = load_model(run.model)
+    return lora_parameters(model, run.sync.lora_rank) / model.num_parameters
+
+
+def trained_models(run: Run) -> float:
+    """Return the parameters that the trainer updates over those of one model; a critic learns all of its own."""
+    return trained_share(run) + run.algorithm.has_critic
+
+
 def num_models(run: Run) -> int:
     """Models that the trainer holds; of a policy with adapters the reference is what is beside them."""
     return num_trained_models(run) + (run.algorithm.has_reference and run.sync.mode != "lora")
@@ -282,15 +298,16 @@ def trainer_memory(run: Run) -> dict[str, float]:
 def _moments(run: Run, state: ModelState, passes: dict[str, float]) -> list[dict[str, float]]:
     """Return what a GPU of one stage holds, at each moment that may be its fullest."""
     if not run.trainer.offload:
-        trained = num_trained_models(run)
+        trained = trained_models(run)
         held = {
             "weights": state.weights * num_models(run),
             "gradients": state.gradients * trained,
             "optimizer": state.optimizer * trained,
         }
         return [{**held, **passes}]
-    alone = {"weights": state.weights, "gradients": state.gradients}
-    return [{**alone, **passes}, {**alone, "optimizer": state.optimizer}]
+    most = max(trained_share(run), float(run.algorithm.has_critic))
+    alone = {"weights": state.weights, "gradients": state.gradients * most}
+    return [{**alone, **passes}, {**alone, "optimizer": state.optimizer * most}]
 
 
 def check_memory(run: Run) -> None:

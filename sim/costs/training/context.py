@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from sim.costs.training.layer import ATTENTION_BACKWARD, Layer, Pass
+from sim.costs.training.layer import ATTENTION_BACKWARD, Layer
+from sim.costs.training.pass_time import Pass
 from sim.costs.training.ranks import Ranks
 from streamrl.hardware.activations import context_channels
 

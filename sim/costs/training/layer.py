@@ -2,7 +2,8 @@
 
 | term        | forward                                                                | backward |
 |-------------|------------------------------------------------------------------------|----------|
-| products    | FLOPs at the rate that kernel tables give for their size               | twice    |
+| products    | FLOPs at the rate that kernel tables give for their size               | twice, once beside adapters |
+| adapters    | theirs at the same rate, and what they add through memory              | twice    |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
 | linear      | of layers with linear attention that of a chunked prefill, by tokens   | 2.55 x   |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
@@ -28,11 +29,12 @@ from typing import assert_never
 import numpy as np
 
 from sim.costs.kernels import Kernels
+from sim.costs.training.adapter_pass import adapters
+from sim.costs.training.pass_time import Pass, product
 from sim.costs.training.profile import Constants, ExpertRate, GemmRate
 from sim.costs.training.ranks import Ranks
 from streamrl.hardware.activations import layer_activations
 from streamrl.hardware.operators import HEAD_DIM
-from streamrl.hardware.tables import Floats
 
 BACKWARD = 2.0
 """Forward passes that a backward pass costs: one for the gradient of inputs, one for that of weights."""
@@ -62,42 +64,6 @@ LENGTHS = np.geomspace(512, 65536, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
-    """Seconds of a pass over one micro-batch."""
-
-    fixed: float = 0.0
-    per_token: float = 0.0
-    per_pair: float = 0.0
-    """For each pair of a token and one before it."""
-
-    def __add__(self, other: Pass) -> Pass:
-        """One after the other."""
-        return Pass(
-            fixed=self.fixed + other.fixed,
-            per_token=self.per_token + other.per_token,
-            per_pair=self.per_pair + other.per_pair,
-        )
-
-    def __mul__(self, times: float) -> Pass:
-        """The same `times` over."""
-        return Pass(
-            fixed=self.fixed * times,
-            per_token=self.per_token * times,
-            per_pair=self.per_pair * times,
-        )
-
-    def shared(self, ranks: int) -> Pass:
-        """Return the seconds of one of `ranks` that share the micro-batch; a product of few tokens is slow as before."""
-        return Pass(
-            fixed=self.fixed, per_token=self.per_token / ranks, per_pair=self.per_pair / ranks
-        )
-
-    def time(self, tokens: Floats, pairs: Floats) -> Floats:
-        """Return the seconds of micro-batches of so many tokens and pairs."""
-        return self.fixed + self.per_token * tokens + self.per_pair * pairs
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One layer of a model on a GPU of the trainer, averaged over layers with experts and without."""
 
@@ -119,6 +85,7 @@ class Layer:
         """Return the backward pass, with what it computes again."""
         backward = (
             self._computed() * BACKWARD
+            + (self._projections() + self._mlps()) * -self.ranks.frozen
             + self.attention() * ATTENTION_BACKWARD
             + self._linear() * LINEAR_BACKWARD
             + self._reduced() * REDUCE_BACKWARD
@@ -139,17 +106,30 @@ class Layer:
 
     def head(self) -> Pass:
         """Return the forward pass of the output head and its softmax, on the stage that has them."""
-        ranks = self.ranks
-        logits = ranks.model.vocab_size / ranks.trainer.tensor_parallel
-        moved = self._unfused() * self.constants.logit_traffic * logits
-        softmax = Pass(per_token=moved / ranks.gpu.memory_bandwidth)
-        return _product(self.gemm, logits, ranks.model.hidden_size) + softmax
+        moved = self._unfused() * self.constants.logit_traffic * self._logits
+        return self._unembedded() + Pass(per_token=moved / self.ranks.gpu.memory_bandwidth)
+
+    def head_backward(self) -> Pass:
+        """Return the backward pass of both; the head has no adapters."""
+        return self.head() * BACKWARD + self._unembedded() * -self.ranks.frozen
 
     # Terms ----------------------------------------------------------------------------------------
 
     def _computed(self) -> Pass:
-        """Return what a backward pass does twice."""
-        return self._projections() + self._activations() + self._mlps()
+        """Return what a backward pass does twice where all weights learn."""
+        return (
+            self._projections()
+            + self._activations()
+            + self._mlps()
+            + adapters(self.ranks, self.gemm)
+        )
+
+    @property
+    def _logits(self) -> float:
+        return self.ranks.model.vocab_size / self.ranks.trainer.tensor_parallel
+
+    def _unembedded(self) -> Pass:
+        return product(self.gemm, self._logits, self.ranks.model.hidden_size)
 
     def _mlps(self) -> Pass:
         model = self.ranks.model
@@ -163,8 +143,8 @@ class Layer:
     def _product(self, columns: float, rows: float) -> Pass:
         """(tokens, rows) times (rows, columns), of a linear layer."""
         if self.narrow is None:
-            return _product(self.gemm, columns, rows)
-        return _product(self.narrow, columns, rows) + self._quantised(rows)
+            return product(self.gemm, columns, rows)
+        return product(self.narrow, columns, rows) + self._quantised(rows)
 
     def _quantised(self, values: float) -> Pass:
         """Bring a token's inputs to fp8; fused kernels write them so, in two layouts, instead of in 16 bits."""
@@ -352,12 +332,6 @@ class Layer:
             case _:
                 assert_never(trainer.dispatch)
         return num_bytes * (outside / ranks.gpu.network + inside / ranks.gpu.nvlink)
-
-
-def _product(rate: GemmRate, columns: float, rows: float) -> Pass:
-    seconds = 2 * columns * rows / rate.flops
-    slower = 1 + rate.columns / columns + rate.rows / rows
-    return Pass(fixed=seconds * rate.tokens, per_token=seconds * slower)
 
 
 @lru_cache(maxsize=1024)

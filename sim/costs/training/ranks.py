@@ -8,8 +8,10 @@ from streamrl.hardware.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
     longest_sequence,
+    num_trained_models,
     shared_out_parameters,
     stage_parameters,
+    trained_models,
 )
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.precision import trained_dtype, training_dtype
@@ -33,6 +35,11 @@ class Ranks:
     """Of weights, activations and what GPUs send each other."""
     computes_in: str
     """Format of the products of linear layers."""
+    frozen: float = 0.0
+    """Share of the trained models that learn adapters beside weights that stay."""
+    adapter_rank: int = 0
+    trained: float = 1.0
+    """Share of a model's parameters that learn, on average over trained models."""
     collective: float = 1.0
     """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
 
@@ -40,6 +47,7 @@ class Ranks:
     def of(cls, run: Run) -> Ranks:
         """Return the ranks of a run's trainer."""
         pool = run.cluster.pools[run.trainer.pool]
+        num_trained, has_adapters = num_trained_models(run), run.sync.mode == "lora"
         return cls(
             model=load_model(run.model).seen_by(longest_sequence(run)),
             gpu=gpu_of(pool),
@@ -48,6 +56,9 @@ class Ranks:
             nvlink_domain=pool.domain,
             dtype=trained_dtype(run),
             computes_in=training_dtype(run),
+            frozen=has_adapters / num_trained,
+            adapter_rank=run.sync.lora_rank if has_adapters else 0,
+            trained=trained_models(run) / num_trained,
         )
 
     @property
@@ -77,7 +88,7 @@ class Ranks:
 
     def scatter_time(self) -> float:
         """Seconds in which ZeRO 2 and 3 reduce and scatter the gradients of a stage once, after every micro-batch."""
-        return self._data_time(GRADIENT_BYTES) if self.trainer.zero >= 2 else 0.0
+        return self._data_time(GRADIENT_BYTES * self.trained) if self.trainer.zero >= 2 else 0.0
 
     def reduce_time(self) -> float:
         """Seconds in which a step sums gradients over ranks, as far as micro-batches have not, and gathers new weights.
@@ -85,7 +96,7 @@ class Ranks:
         ZeRO 0 reduces gradients and gathers their sums, 1 reduces them and gathers weights, 2 gathers weights.
         """
         width = {0: 2 * GRADIENT_BYTES, 1: GRADIENT_BYTES + self.width, 2: self.width, 3: 0}
-        return self._data_time(width[self.trainer.zero])
+        return self._data_time(width[self.trainer.zero] * self.trained)
 
     def _data_time(self, num_bytes: float) -> float:
         """Seconds of a ring over all copies of each parameter on the fullest stage, `num_bytes` of each.
@@ -123,7 +134,8 @@ class Ranks:
 
     def update_time(self) -> float:
         """Seconds in which one model's optimizer reads gradients, and reads and writes its state."""
-        num_bytes = self.model.num_parameters * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
+        learning = self.model.num_parameters * self.trained
+        num_bytes = learning * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         copies = self.trainer.copies if self.trainer.zero == 0 else 1
         return num_bytes * copies / self.trainer.num_gpus / achieved

@@ -10,8 +10,9 @@ from typing import TypeAlias
 import numpy as np
 
 from sim.costs.training.context import late_backward, late_forward
-from sim.costs.training.layer import BACKWARD, Layer, Pass
+from sim.costs.training.layer import BACKWARD, Layer
 from sim.costs.training.packing import MicroBatch
+from sim.costs.training.pass_time import Pass
 from sim.costs.training.ranks import Ranks
 from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.tables import Floats
@@ -54,7 +55,7 @@ class StageTimes:
         lates = [tuple(tuple(one * count for count in layers) for one in some) for some in late]
         return cls(
             forward=_with_head(forward, layers, head),
-            backward=_with_head(backward, layers, head * BACKWARD),
+            backward=_with_head(backward, layers, layer.head_backward().shared(shared)),
             scored=_with_head(forward, layers, head),
             gather_time=gather / slices,
             scatter_time=(gather + scatter) / slices,
@@ -73,14 +74,17 @@ class StageTimes:
         narrow, achieved = (
             ranks.gpu.flops[dtype] * efficiency * ways for dtype in (ranks.computes_in, ranks.dtype)
         )
-        head = 2.0 * model.num_embedding_parameters
+        head, learning = 2.0 * model.num_embedding_parameters, BACKWARD - ranks.frozen
         layer = Pass(
             per_token=(model.forward_flops(1, 0) - head) / narrow / model.num_layers,
             per_pair=model.forward_flops(0, 1) / achieved / model.num_layers,
         )
         layers = stage_layers(model.num_layers, trainer.num_slices)
         forward = _with_head(layer, layers, Pass(per_token=head / achieved))
-        backward = tuple(one * BACKWARD for one in forward)
+        backward = tuple(
+            Pass(per_token=one.per_token * learning, per_pair=one.per_pair * BACKWARD)
+            for one in forward
+        )
         return cls(forward=forward, backward=backward, scored=forward)
 
     def at(self, score: float, train: float) -> StageTimes:

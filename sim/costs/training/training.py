@@ -108,6 +108,11 @@ class TrainingCosts:
         switches = Switches()
         if run.trainer.offload:
             state = model_state(ranks.model, run.trainer, ranks.dtype)
+            state = replace(
+                state,
+                gradients=state.gradients * ranks.trained,
+                optimizer=state.optimizer * ranks.trained,
+            )
             switches = Switches.of(state, ranks.gpu.host_link, is_alone=num_models(run) == 1)
         num_trained = num_trained_models(run)
         framework = run.framework
@@ -195,8 +200,10 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
 
 
 def _unseen(run: Run) -> str | None:
-    """Say what of a model's attention no published step had; None where it is as theirs."""
+    """Say what of a model, or of what learns, no published step had; None where it is as theirs."""
     model = load_model(run.model).seen_by(longest_sequence(run))
+    if run.sync.mode == "lora":
+        return "adapters: products for gradients of weights left out, theirs added; no training with them was measured"
     if model.linear is not None:
         return "linear attention: measured kernels where the trainer's GPU has these, else roofline; no training was measured"
     if model.num_windowed_layers:

@@ -1,0 +1,76 @@
+"""Several profiles of one machine as one: the middle of what they measured, at one pace of its cores.
+
+A host whose other guests come and go has kernels that take up to twice as long from one quarter of an hour to the next, more
+than its cores' own piece of work tells. What replicas take is the same whatever the trainer learns, so that profiles of
+whole weights and of adapters measure it twice, and what a run gains by the one or the other is not what happened meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from msgspec.structs import asdict, replace
+
+from streamrl.hardware.machine_profile import MeasuredProfile, read_measured
+from streamrl.hardware.profile_pace import TIMED, at_its_pace, scaled
+from streamrl.hardware.profile_table import ProfileTable
+
+OF_REPLICAS = (
+    *("decode", "mixed", "prefill", "join", "turnover"),
+    *("sharing", "handling", "handling_over_ray"),
+)
+"""Tables that say nothing of what the trainer learns."""
+
+
+class Profiled(NamedTuple):
+    """What this machine takes, and at what pace it took it."""
+
+    path: Path
+    work_time: float
+    """Seconds that the cores' own piece of work took meanwhile."""
+
+
+def pooled(
+    own: Sequence[Profiled], others: Sequence[Profiled], work_time: float
+) -> MeasuredProfile:
+    """Return the middle of profiles of one kind, and for what replicas take of those of other kinds too.
+
+    Args:
+        own: of the kind that is asked for.
+        others: of runs whose trainer learns something else.
+        work_time: the pace that seconds are brought to, in what the cores' piece of work takes there.
+    """
+    kind = [_at(one, work_time) for one in own]
+    every = [*kind, *(_at(one, work_time) for one in others)]
+    tables = {
+        name: _middle([getattr(one, name) for one in (every if name in OF_REPLICAS else kind)])
+        for name in (*TIMED, "sharing")
+    }
+    found: MeasuredProfile = replace(kind[0], **tables)
+    return found
+
+
+def _at(profiled: Profiled, work_time: float) -> MeasuredProfile:
+    profile = at_its_pace(read_measured(profiled.path))
+    pace = work_time / profiled.work_time
+    tables = {name: scaled(getattr(profile, name), pace) for name in TIMED}
+    found: MeasuredProfile = replace(profile, **tables)
+    return found
+
+
+def _middle(tables: Sequence[Any]) -> Any:
+    """Return the row, or rows, whose seconds or shares are the medians of those of tables that are alike otherwise."""
+    first = tables[0]
+    if first is None:
+        return None
+    if not isinstance(first, ProfileTable):
+        return type(first)(map(_middle, zip(*tables, strict=True)))
+    measured = {key: value for key, value in asdict(first).items() if isinstance(value, tuple)}
+    medians = {
+        key: tuple(map(median, zip(*(getattr(row, key) for row in tables), strict=True)))
+        for key in measured
+    }
+    return replace(first, **medians)
