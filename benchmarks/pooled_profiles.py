@@ -18,11 +18,11 @@ from streamrl.hardware.machine_profile import MeasuredProfile, read_measured
 from streamrl.hardware.profile_pace import TIMED, at_its_pace, scaled
 from streamrl.hardware.profile_table import ProfileTable
 
-OF_REPLICAS = (
-    *("decode", "mixed", "prefill", "join", "turnover"),
-    *("sharing", "handling", "handling_over_ray"),
-)
+OF_REPLICAS = ("decode", "mixed", "prefill", "join", "turnover", "handling", "handling_over_ray")
 """Tables that say nothing of what the trainer learns."""
+ALIKE = ("gpu", "model", "dtype", "backend", "serves_adapters", "host")
+POINTS = ("running", "rollouts", "tokens", "joining", "generating", "training", "mode")
+"""What rows are of; contexts are means of what was seen, which differ by fractions of a token."""
 
 
 class Profiled(NamedTuple):
@@ -42,14 +42,24 @@ def pooled(
         own: of the kind that is asked for.
         others: of runs whose trainer learns something else.
         work_time: the pace that seconds are brought to, in what the cores' piece of work takes there.
+
+    Raises:
+        ValueError: they are not of one machine, model and engine, or measured other points.
     """
     kind = [_at(one, work_time) for one in own]
     every = [*kind, *(_at(one, work_time) for one in others)]
+    for key in ALIKE:
+        if len({str(getattr(one, key)) for one in every}) > 1:
+            raise ValueError(f"profiles with one {key} alone are pooled")
     tables = {
         name: _middle([getattr(one, name) for one in (every if name in OF_REPLICAS else kind)])
-        for name in (*TIMED, "sharing")
+        for name in TIMED
     }
-    found: MeasuredProfile = replace(kind[0], **tables)
+    shared = [  # those of a trainer with what it learns
+        _middle(rows if rows[0].training == 0 else rows[: len(kind)])
+        for rows in zip(*(one.sharing for one in every), strict=True)
+    ]
+    found: MeasuredProfile = replace(kind[0], **tables, sharing=tuple(shared))
     return found
 
 
@@ -69,6 +79,9 @@ def _middle(tables: Sequence[Any]) -> Any:
     if not isinstance(first, ProfileTable):
         return type(first)(map(_middle, zip(*tables, strict=True)))
     measured = {key: value for key, value in asdict(first).items() if isinstance(value, tuple)}
+    points = [{k: v for k, v in asdict(row).items() if k in POINTS} for row in tables]
+    if any(point != points[0] for point in points):
+        raise ValueError(f"rows of other points are not pooled: {points}")
     medians = {
         key: tuple(map(median, zip(*(getattr(row, key) for row in tables), strict=True)))
         for key in measured

@@ -39,7 +39,9 @@ def test_replicas_have_the_middle_of_all_profiles_and_a_trainer_of_its_own(
     own = [written(1.0), written(1.1), written(1.2)]
     others = [written(3.0), written(4.0)]
     found = pooled(own, others, 2.0)
-    assert found.decode[0].seconds[1] == pytest.approx(2 * 1.2 * plain.decode[0].seconds[1], rel=1e-4)
+    assert found.decode[0].seconds[1] == pytest.approx(
+        2 * 1.2 * plain.decode[0].seconds[1], rel=1e-4
+    )
     assert found.train[0].seconds[1] == pytest.approx(2 * 1.1 * plain.train[0].seconds[1], rel=1e-4)
     assert found.sharing == plain.sharing
     slow = pooled([written(1.5, 3.0, pace=2.0)], [], 3.0)

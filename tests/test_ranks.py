@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.carriers.handles import LocalProcess, WorkerLostError
 from executor.carriers.launch import TRAINER, worker_environment
@@ -32,6 +33,13 @@ __all__ = ["model_path"]  # a fixture
 GAP = 2e-4
 """Largest difference of weights after steps by their gradients."""
 RATE = 1.0
+DEEPSEEK = {
+    **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "num_hidden_layers": 2, "intermediate_size": 64, "n_routed_experts": 8},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "initializer_range": 0.2},
+}
 CHUNK = 5
 """Tokens whose logits exist at once: a pass has several chunks, and ranks have other numbers of them."""
 
@@ -250,6 +258,37 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(
             await role.step(2)
             resumed = await weights_of(role, 2, tmp_path / "second")
         assert gap(straight, resumed) == 0
+
+    run(go())
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_balances_experts_is_on_every_rank_though_it_is_no_weight(
+    tmp_path: Path, dtype: str
+) -> None:
+    config = AutoConfig.for_model("deepseek_v3", **DEEPSEEK)
+    models: Any = AutoModelForCausalLM
+    model = models.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-1, 1, len(buffer)))
+    model.save_pretrained(tmp_path / "model")
+    sample = make_sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, 1.0)
+    samples = [msgspec.structs.replace(sample, rollout=number) for number in range(2)]
+    shape, own = Shape("deepspeed", 2, 3), {"kl_coefficient": 0.1, "dtype": dtype}
+
+    async def go() -> None:
+        async with trainer(str(tmp_path / "model"), tmp_path, shape, **own) as (role, _):
+            await role.start(None)
+            await role.score(samples)
+            both = await role.train(samples)  # one on each rank
+        async with trainer(str(tmp_path / "model"), tmp_path, ALONE, **own) as (role, _):
+            await role.start(None)
+            await role.score(samples[:1])
+            alone = await role.train(samples[:1])
+        exact = 1e-5 if dtype == "float32" else 0.02
+        assert both["kl_k1"] == pytest.approx(alone["kl_k1"], rel=exact)
 
     run(go())
 

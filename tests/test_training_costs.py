@@ -402,18 +402,41 @@ def test_expert_ranks_sum_no_gradients_of_experts_that_no_other_has() -> None:
 LORA = {"sync.mode": "lora", "sync.lora_rank": 32}
 
 
-def test_beside_adapters_no_gradient_of_weights_is_computed() -> None:
-    quiet, frozen = {"attention": NOTHING}, {"algorithm.kl_coefficient": 0.0, **LORA}
-    layer = a_layer(frozen, quiet, recompute="none")
-    ends = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584)]  # queries, keys, values, output
-    ends += [(3584, 18944), (3584, 18944), (18944, 3584)]
-    theirs = sum(product(32, inner) + product(outer, 32) for inner, outer in ends)
-    added = 3 * 2 * MICRO[0] * sum(outer for _, outer in ends) / H800.memory_bandwidth
-    forward = products(1) + activations() + theirs + added
+ENDS = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584)]  # queries, keys, values, output
+ENDS += [(3584, 18944), (3584, 18944), (18944, 3584)]
+
+
+def of_adapters(inputs: float, outputs: float, products: float, rate: float = GEMM.flops) -> float:
+    """Return the seconds of their products, and of so many times the inputs and outputs of layers through memory."""
+    moved = 2 * sum(inputs * inner + outputs * outer for inner, outer in ENDS)
+    flops = products * 2 * 32 * sum(inner + outer for inner, outer in ENDS)
+    achieved = H800.memory_bandwidth * H800.roofline.bandwidth_efficiency
+    return MICRO[0] * (moved / achieved + flops / rate)
+
+
+@pytest.mark.parametrize(("kernels", "added", "back"), [("fused", 2, 3), ("uncompiled", 4, 5)])
+def test_beside_adapters_no_gradient_of_weights_is_computed(
+    kernels: str, added: float, back: float
+) -> None:
+    quiet = {"attention": NOTHING, "activation_traffic": NOTHING}
+    layer = a_layer(LORA, quiet, recompute="none", kernels=kernels)
+    forward = products(1) + of_adapters(1, added, 1)
     assert seconds(layer.forward()) == pytest.approx(forward)
-    assert seconds(layer.backward()) == pytest.approx(2 * forward - products(1))
+    assert seconds(layer.backward()) == pytest.approx(products(1) + of_adapters(back, 2, 2))
     head = seconds(layer.head_backward()), seconds(layer.head())
     assert head[0] == pytest.approx(2 * head[1] - product(152064, 3584))
+
+
+def test_a_mixture_beside_adapters_brings_gradients_to_experts_and_back_all_the_same() -> None:
+    still, moved = (
+        [
+            seconds(a_layer({**MIXTURE, **mode}, traffic, recompute="none").backward())
+            for mode in ({}, LORA)
+        ]
+        for traffic in ({"permutation_traffic": NOTHING}, {})
+    )
+    assert moved[0] - still[0] == pytest.approx(moved[1] - still[1])
+    assert still[1] < still[0]
 
 
 def test_a_critic_beside_an_actor_with_adapters_learns_all_of_its_weights() -> None:
@@ -444,7 +467,8 @@ def test_no_training_with_adapters_was_measured_and_every_rate_says_so() -> None
     assert "no training with them was measured" in str(train_costs(LORA).provenance.sources)
     assumed = [train_costs(each, efficiency=0.4) for each in ({}, LORA)]
     whole, frozen = (each.stages.backward[0] for each in assumed)
-    assert frozen.per_token == pytest.approx(whole.per_token / 2)
+    theirs = 28 * of_adapters(3, 2, 2, 0.4 * H800.flops["bfloat16"]) / MICRO[0]
+    assert frozen.per_token == pytest.approx(whole.per_token / 2 + theirs)
     assert frozen.per_pair == whole.per_pair
 
 

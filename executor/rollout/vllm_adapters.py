@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from executor.adapter_directory import read_adapters, write_adapters
@@ -23,13 +24,18 @@ NAME, NUMBER = "policy", 1
 Tensors = dict[str, torch.Tensor]
 
 
-def adapter_arguments(settings: ReplicaSettings) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine that keep a place for adapters, where there are any."""
+def adapter_arguments(model: Any, settings: ReplicaSettings) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine that keep a place for adapters of a model, where there are any."""
     rank = settings.adapter_rank
     if rank is None:
         return {}
-    place = min(place for place in VLLM_PLACES if place >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": place}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": min(place for place in VLLM_PLACES if place >= rank),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted_layers(model)}),
+    }
 
 
 class Adapters:
@@ -71,12 +77,19 @@ class Adapters:
         """Let vLLM put what a directory has in place of the adapters before, and remove the directory.
 
         Raises:
+            ValueError: vLLM's model has not all of the layers, which it says nothing of itself.
             Exception: whatever vLLM says; its adapters are as they were then, or none.
         """
         try:
             await llm.add_lora(_request(str(path), load_inplace=True))
         finally:
             shutil.rmtree(path, ignore_errors=True)
+        first, *_ = await llm.collective_rpc("unused_adapters", args=(NUMBER,))
+        if unused := msgspec.msgpack.decode(first, type=list[str]):
+            raise ValueError(
+                f"vLLM has no place for the adapters of {unused[0]}, one of {len(unused)} layers: "
+                "set sync.merge_adapters=true"
+            )
         self._path = str(path)
 
     def request(self) -> Any:

@@ -271,7 +271,7 @@ class VllmEngine:
         os.environ.update(environment(self._settings))
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = make_arguments(self._settings)
+        arguments = make_arguments(self._settings, self._model)
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._watch])
 
     async def _warm_up(self) -> None:

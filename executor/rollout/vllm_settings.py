@@ -44,8 +44,8 @@ def environment(settings: ReplicaSettings) -> dict[str, str]:
     return found
 
 
-def make_arguments(settings: ReplicaSettings) -> Any:
-    """Return the arguments of vLLM's engine."""
+def make_arguments(settings: ReplicaSettings, model: Any) -> Any:
+    """Return the arguments of vLLM's engine for a model, as Hugging Face has it, without weights."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return AsyncEngineArgs(
@@ -64,7 +64,7 @@ def make_arguments(settings: ReplicaSettings) -> Any:
         enable_sleep_mode=settings.takes_turns and settings.device != "cpu",  # refused on CPUs
         worker_extension_cls="executor.rollout.vllm_worker.ReplicaExtension",
         enable_log_requests=False,
-        **adapter_arguments(settings),
+        **adapter_arguments(model, settings),
         **place_of(settings),
     )
 

@@ -41,6 +41,12 @@ class ReplicaExtension:
         weights = named_as_in_files(directory, read_buckets(pushed))
         self.reload_weights(weights_iterator=weights)
 
+    def unused_adapters(self, number: int) -> bytes:
+        """Return the layers of adapters that the model does not have, or packs under other names: they would add nothing."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        loaded = manager.get_adapter(number).loras
+        return msgspec.msgpack.encode([name for name in loaded if name not in manager.modules])
+
     def time_passes(self, device: str) -> None:
         """Time every forward pass from now on."""
         self._passes = PassLog(device)

@@ -42,14 +42,16 @@ def add_adapters(model: Any, rank: int) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:  # it learns by less than 16 bits tell apart
             parameter.data = parameter.data.float()
+    for layer in _adapted(
+        model
+    ):  # passes have a format, and would take inputs back from float32, one copy a layer
+        layer.cast_input_dtype_enabled = False
 
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Let a model compute as it did before it had adapters, until the block ends."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted(model)
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -57,6 +59,12 @@ def without_adapters(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def _adapted(model: Any) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def adapters_of(

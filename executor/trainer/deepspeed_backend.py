@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from executor.roles import RoleLostError
 from executor.trainer.adapters import save_model
@@ -22,6 +23,7 @@ from executor.trainer.losses import average_gradients
 from executor.trainer.optimizer import make_optimizer
 from executor.trainer.rank_group import RankGroup
 from executor.trainer.trainer_settings import DTYPES, TrainerSettings
+from executor.trainer.weights_in_place import state_of
 
 GATHER_BYTES = 512 * 2**20
 """Of weights that are whole at once while they are written: one by one they would take twenty times as long."""
@@ -65,9 +67,9 @@ class DeepSpeedBackend:
             raise RoleLostError(f"the gradient's norm was {norm}, and the weights have it")
         return norm
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, *, learned: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's tensors, on the first rank; those that ZeRO 3 has split are gathered some at a time."""
-        state = self._engine.module.state_dict(keep_vars=True)
+        state = state_of(self._engine.module, learned=learned)
         if self._settings.zero < 3:
             yield from ((name, tensor.detach()) for name, tensor in state.items())
             return
@@ -135,10 +137,19 @@ def _split(settings: TrainerSettings, model: Any) -> None:
     """Leave each rank its share of a model's weights, which the first one has: tensor by tensor, so that no GPU has all."""
     from deepspeed.runtime.zero import Init
 
+    dtype, config = DTYPES[settings.dtype], make_config(settings)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[settings.dtype])
-    Init(module=model, config_dict_or_path=make_config(settings))
+        parameter.data = parameter.data.to(
+            dtype
+        )  # on other ranks they are in it, and stay untouched
+    Init(module=model, config_dict_or_path=config)
     model.to(settings.device)  # what is no weight: positions, masks
+    kept = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in kept:  # read from files, such as what balances experts; the others are computed
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+            dist.broadcast(buffer.data, 0)
 
 
 def _join(settings: TrainerSettings) -> Any:

@@ -9,7 +9,7 @@ import shutil
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ class Learner:
         if portion is not None and self.batch.portion[0] >= portion:
             with self.changing:
                 if self.pushable is None:
-                    self.pushable = {n: w.detach().clone() for n, w in self.backend.weights()}
+                    self.pushable = {n: w.detach().clone() for n, w in self._weights()}
                 self._update()
         return self._accumulate(sequences)
 
@@ -229,7 +229,7 @@ class Learner:
             raise ValueError(f"push must write the current version {self.version}, got {version}")
         with self.changing if self.config.rollouts_per_update else contextlib.nullcontext():
             weights, dtype = (
-                self.pushable or dict(self.backend.weights()),
+                self.pushable or dict(self._weights()),
                 DTYPES[self.config.dtype],
             )
             if not self.ranks.is_first:
@@ -242,6 +242,10 @@ class Learner:
             )
             with stream_of_its_own(torch.device(self.config.device)):
                 return write_buckets(tensors, directory, version)
+
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return what is pushed, by the names that the model has for it."""
+        return self.backend.weights(learned=self.config.adapter_rank is not None)
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and version, the model's other files beside them, and checksums of all."""

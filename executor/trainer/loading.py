@@ -33,10 +33,13 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
         add_adapters(model, config.adapter_rank)
         if checkpoint is not None:
             load_adapters(model, Path(checkpoint), config.adapter_rank)
-    reference = None
-    if config.has_reference and not has_adapters:
-        reference = make_frozen(config, load_model(config.model, config, ranks))
-    critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)
     backend = make_backend(config, model, ranks)
+    reference = None
+    if (
+        config.has_reference and not has_adapters
+    ):  # where weights are split the actor's are, so that one model is whole
+        own = load_model(config.model, config, ranks, learns=not config.splits_weights)
+        reference = make_frozen(config, own)
+    critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)
     version = 0 if checkpoint is None else backend.load(Path(checkpoint))
     return Learner(config, ranks, backend, reference, critic, version)

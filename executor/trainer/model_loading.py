@@ -36,7 +36,7 @@ def load_model(
 
     def load() -> Any:
         if is_blank:
-            model = blank_model(directory, dtype=dtype, **options)
+            model = blank_model(directory, dtype=DTYPES[settings.dtype], **options)
         else:
             own = {"is_aligned": settings.deterministic, "local_files_only": True, **options}
             model = load_pretrained(directory, dtype=dtype, **own)

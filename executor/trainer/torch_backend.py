@@ -13,6 +13,7 @@ from executor.trainer.losses import average_gradients
 from executor.trainer.optimizer import make_optimizer
 from executor.trainer.rank_group import RankGroup
 from executor.trainer.trainer_settings import TrainerSettings
+from executor.trainer.weights_in_place import state_of
 
 STATE_FILE = "trainer.pt"
 
@@ -43,10 +44,10 @@ class TorchBackend:
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the model's tensors."""
-        state: dict[str, torch.Tensor] = self.model.state_dict()
-        return state.items()
+        state = state_of(self.model, learned=learned)
+        return [(name, tensor.detach()) for name, tensor in state.items()]
 
     def save(self, path: Path, version: int) -> None:
         """Write the weights and the optimizer, which are the same on every rank."""

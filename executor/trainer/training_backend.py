@@ -35,8 +35,8 @@ class TrainingBackend(Protocol):
             FloatingPointError: the norm is not finite; the weights are as they were.
         """
 
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return every weight by its name, whole: on the first rank, while the others only help."""
+    def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return every weight by its name, or those that learn alone, whole: on the first rank, while the others help."""
 
     def save(self, path: Path, version: int) -> None:
         """Write weights as a Hugging Face directory has them, and beside them what `load` needs."""

@@ -25,8 +25,8 @@ from streamrl.hardware.memory import (
     fullest_stage,
     model_state,
     num_models,
+    num_trained_models,
     shard_parameters,
-    trained_models,
 )
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.precision import (
@@ -136,8 +136,8 @@ def count_moved(run: Run) -> PhaseBytes:
         optimizer = 0.0
         if not run.trainer.offload:
             optimizer = model_state(model, run.trainer, trained_dtype(run)).optimizer
-        changed = trained_models(run) * (trained + optimizer)
-        unchanged = (num_models(run) - trained_models(run)) * trained
+        changed = num_trained_models(run) * (trained + optimizer)
+        unchanged = (num_models(run) - num_trained_models(run)) * trained
         room = _room_beside_generator(run)
         offloaded = max(0.0, changed - room)
         onloaded = max(0.0, changed + unchanged - room)

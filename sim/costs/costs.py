@@ -116,8 +116,8 @@ class Costs(TrainerCosts):
             followers=tuple(FollowerCosts.load(run, n) for n in range(1, run.num_trainers)),
             rewards=rewards,
             provenance={
-                "prefill": _checked(prefill.provenance, run),
-                "decode": _checked(decode.provenance, run),
+                "prefill": _beside_adapters(_checked(prefill.provenance, run), run),
+                "decode": _beside_adapters(_checked(decode.provenance, run), run),
                 "score": trained,
                 "train": trained,
                 "sync": Provenance.of(sync.tier, sync.sources),
@@ -292,6 +292,15 @@ def _checked(provenance: Provenance, run: Run) -> Provenance:
     if found is None:
         return provenance
     return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)
+
+
+def _beside_adapters(provenance: Provenance, run: Run) -> Provenance:
+    """Return where seconds of a replica come from with a word on what nobody measured of it."""
+    if not run.serves_adapters:
+        return provenance
+    word = "adapters beside weights as if their products took a replica nothing, which was not measured"
+    sources = (*provenance.sources, word)
+    return msgspec.structs.replace(provenance, sources=sources, error=None, p90=None)
 
 
 def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:

@@ -109,6 +109,8 @@ def replica_workspace(run: Run) -> float:
     most, degree = -(-rollout.max_running // rollout.data_parallel), rollout.tensor_parallel
     states = most * model.shard_state_bytes(wide, degree)
     work = workspace_bytes(model, wide, most, degree, min(rollout.expert_parallel, degree))
+    if run.serves_adapters:  # their place, beside weights
+        work += lora_parameters(model, run.sync.lora_rank) * BYTES[run.model.dtype] / degree
     return work + states / rollout.pipeline_parallel
 
 

@@ -1,23 +1,49 @@
-"""Seconds that LoRA adapters add to a layer: their products, and what brings their outputs to those of the layer."""
+"""Seconds that LoRA adapters add to a layer: bytes through memory, beside which their products are few.
+
+| bytes through memory, times a value       | fused                      | otherwise                  |
+|-------------------------------------------|----------------------------|----------------------------|
+| forward: of a layer's inputs, its outputs | 1, 2: added as it is made  | 1, 4: written, then added  |
+| backward: the same of their gradients     | 3, 2                       | 5, 2                       |
+
+A reads the inputs, B's product comes to the outputs; backward, the outputs' gradient is read for that of B and for what goes on
+to A, the inputs are read again for that of A, and what comes out is added to the inputs' gradient. A roofline: nothing
+published says what adapters alone take.
+"""
 
 from __future__ import annotations
 
-from sim.costs.training.pass_time import Pass, product
-from sim.costs.training.profile import GemmRate
+from typing import NamedTuple
+
+from sim.costs.training.pass_time import Pass
 from sim.costs.training.ranks import Ranks
 from streamrl.hardware.linear_layers import passed_layers
 
-ADDED = 3
-"""Times that the output of a layer passes memory to have its adapter's added: read twice, written once."""
+
+class AdapterPasses(NamedTuple):
+    """What adapters add to a mean layer, where the actor learns them."""
+
+    forward: Pass
+    backward: Pass
 
 
-def adapters(ranks: Ranks, rate: GemmRate) -> Pass:
-    """Return what they add to the forward pass of a mean layer, where the actor learns adapters."""
-    found = Pass()
-    if not ranks.frozen:
-        return found
-    for inner, outer, count in passed_layers(ranks.model):
-        added = Pass(per_token=ADDED * outer * ranks.width / ranks.gpu.memory_bandwidth)
-        one = product(rate, ranks.adapter_rank, inner) + product(rate, outer, ranks.adapter_rank)
-        found += (one + added) * (count / ranks.model.num_layers)
-    return found * (ranks.frozen / ranks.trainer.tensor_parallel)
+def adapters_of(ranks: Ranks, flops: float) -> AdapterPasses:
+    """Return what they add on one GPU.
+
+    Args:
+        ranks: the trainer's.
+        flops: FLOP/s of its products.
+    """
+    inputs, outputs, weights = (
+        sum(size(inner, outer) * count for inner, outer, count in passed_layers(ranks.model))
+        for size in (lambda i, _: i, lambda _, o: o, lambda i, o: (i + o) * ranks.adapter_rank)
+    )
+    once, added = (2, 3) if ranks.trainer.kernels == "fused" else (4, 5)
+    bandwidth = ranks.gpu.memory_bandwidth * ranks.gpu.roofline.bandwidth_efficiency
+    share = ranks.frozen / ranks.model.num_layers / ranks.trainer.tensor_parallel
+
+    def a_pass(values: float, products: float) -> Pass:
+        seconds = values * ranks.width / bandwidth + products * 2 * weights / flops
+        return Pass(per_token=share * seconds)
+
+    forward = a_pass(inputs + once * outputs, 1)
+    return AdapterPasses(forward, a_pass(added * inputs + 2 * outputs, 2))

@@ -3,7 +3,7 @@
 | term        | forward                                                                | backward |
 |-------------|------------------------------------------------------------------------|----------|
 | products    | FLOPs at the rate that kernel tables give for their size               | twice, once beside adapters |
-| adapters    | theirs at the same rate, and what they add through memory              | twice    |
+| adapters    | bytes through memory, `sim.costs.training.adapter_pass`                | its own  |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
 | linear      | of layers with linear attention that of a chunked prefill, by tokens   | 2.55 x   |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
@@ -29,7 +29,7 @@ from typing import assert_never
 import numpy as np
 
 from sim.costs.kernels import Kernels
-from sim.costs.training.adapter_pass import adapters
+from sim.costs.training.adapter_pass import adapters_of
 from sim.costs.training.pass_time import Pass, product
 from sim.costs.training.profile import Constants, ExpertRate, GemmRate
 from sim.costs.training.ranks import Ranks
@@ -79,13 +79,15 @@ class Layer:
     def forward(self) -> Pass:
         """Return the forward pass."""
         attention = self.attention() + self._linear()
-        return self._computed() + attention + self._reduced() + self._routed()
+        added = adapters_of(self.ranks, self.gemm.flops).forward
+        return self._computed() + added + attention + self._reduced() + self._routed()
 
     def backward(self) -> Pass:
         """Return the backward pass, with what it computes again."""
         backward = (
             self._computed() * BACKWARD
-            + (self._projections() + self._mlps()) * -self.ranks.frozen
+            + (self._projections() + self._mlps(is_moved=False)) * -self.ranks.frozen
+            + adapters_of(self.ranks, self.gemm.flops).backward
             + self.attention() * ATTENTION_BACKWARD
             + self._linear() * LINEAR_BACKWARD
             + self._reduced() * REDUCE_BACKWARD
@@ -117,12 +119,7 @@ class Layer:
 
     def _computed(self) -> Pass:
         """Return what a backward pass does twice where all weights learn."""
-        return (
-            self._projections()
-            + self._activations()
-            + self._mlps()
-            + adapters(self.ranks, self.gemm)
-        )
+        return self._projections() + self._activations() + self._mlps()
 
     @property
     def _logits(self) -> float:
@@ -131,13 +128,14 @@ class Layer:
     def _unembedded(self) -> Pass:
         return product(self.gemm, self._logits, self.ranks.model.hidden_size)
 
-    def _mlps(self) -> Pass:
+    def _mlps(self, *, is_moved: bool = True) -> Pass:
+        """Return a mean layer's, with what brings tokens to experts and back or without."""
         model = self.ranks.model
         dense, found = model.num_dense_layers / model.num_layers, Pass()
         if dense:
             found += self._mlp(model.intermediate_size) * dense
         if model.experts is not None:
-            found += self._mixture() * (1 - dense)
+            found += self._mixture(is_moved=is_moved) * (1 - dense)
         return found
 
     def _product(self, columns: float, rows: float) -> Pass:
@@ -262,7 +260,7 @@ class Layer:
         deviation = self.constants.imbalance * sqrt(ranks / experts.num_experts)
         return 1 + deviation * sqrt(2 * log(ranks))
 
-    def _mixture(self) -> Pass:
+    def _mixture(self, *, is_moved: bool) -> Pass:
         """Return grouped products, permutation, and the experts that all tokens pass through."""
         ranks, constants, rate = self.ranks, self.constants, self.experts
         experts, trainer = ranks.model.experts, ranks.trainer
@@ -277,7 +275,7 @@ class Layer:
         moved = traffic * 2 * copies * hidden * ranks.width / ranks.gpu.memory_bandwidth
         found = Pass(
             fixed=seconds * rate.tokens / share,
-            per_token=seconds * (1 + rate.width / width) + moved,
+            per_token=seconds * (1 + rate.width / width) + moved * is_moved,
         )
         found += self._quantised(copies * (hidden + width))
         found *= self._imbalance()

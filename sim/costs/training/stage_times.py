@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from sim.costs.training.adapter_pass import adapters_of
 from sim.costs.training.context import late_backward, late_forward
 from sim.costs.training.layer import BACKWARD, Layer
 from sim.costs.training.packing import MicroBatch
@@ -79,12 +80,11 @@ class StageTimes:
             per_token=(model.forward_flops(1, 0) - head) / narrow / model.num_layers,
             per_pair=model.forward_flops(0, 1) / achieved / model.num_layers,
         )
+        added, last = adapters_of(ranks, narrow), Pass(per_token=head / achieved)
+        back = Pass(per_token=layer.per_token * learning, per_pair=layer.per_pair * BACKWARD)
         layers = stage_layers(model.num_layers, trainer.num_slices)
-        forward = _with_head(layer, layers, Pass(per_token=head / achieved))
-        backward = tuple(
-            Pass(per_token=one.per_token * learning, per_pair=one.per_pair * BACKWARD)
-            for one in forward
-        )
+        forward = _with_head(layer + added.forward, layers, last)
+        backward = _with_head(back + added.backward, layers, last * learning)
         return cls(forward=forward, backward=backward, scored=forward)
 
     def at(self, score: float, train: float) -> StageTimes:
