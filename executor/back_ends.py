@@ -116,6 +116,14 @@ def _limits(run: Run) -> Iterator[Limit]:
         for name in ("pipeline_parallel", "data_parallel"):
             degree = getattr(own, name)
             yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
+    if load_model(run.model).latent is not None:
+        for kind, own in enumerate(rollout.kinds):
+            yield Limit(
+                f"{kind_key(kind)}.backend",
+                own.backend,
+                own.backend != "transformers",
+                "'vllm' or 'static' for a model with latent attention, whose keys transformers' paged cache has no room for",
+            )
     for own in rollout.kinds:
         if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
             heads = load_model(run.model).head_dim

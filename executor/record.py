@@ -249,6 +249,12 @@ class RunDirectory(TrainerRecord):
                 its, now, then = first_difference(key, value, was)
                 text = f"{its} is {now}, but the run in {str(self.path)!r} was begun with {then}: --resume needs the same"
                 raise RunError(its, value, text=text)
+        learns, learned = (_what_learns(each) for each in (run, begun))
+        if learns != learned:
+            key = "sync.mode" if None in (learns, learned) else "sync.lora_rank"
+            value, was = (attrgetter(key)(each) for each in (run, begun))
+            text = f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: its checkpoints have no other weights"
+            raise RunError(key, value, text=text)
         self.changes = changes(begun, run)
 
     def _mark_resume(self, checkpoint: Checkpoint | None) -> None:
@@ -281,3 +287,8 @@ class RunDirectory(TrainerRecord):
 def _has_first_line(path: Path) -> bool:
     with path.open("rb") as file:
         return file.readline().endswith(b"\n")
+
+
+def _what_learns(run: Run) -> int | None:
+    """Return the rank of the adapters that a run's trainer learns; None where it learns all weights."""
+    return run.sync.lora_rank if run.sync.mode == "lora" else None

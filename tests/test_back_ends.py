@@ -38,6 +38,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+LATENT = {
+    **{"model_type": "deepseek_v3", "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    **{"n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+}
+
+
 @pytest.mark.parametrize(("changes", "fix"), REFUSED)
 def test_what_would_be_executed_as_less_than_it_says_is_refused_before_anything_is_written(
     changes: dict[str, Any], fix: str, tmp_path: Path
@@ -68,6 +76,18 @@ def test_adapters_are_refused_beside_experts(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"^sync\.mode must be 'full' or 'delta' .*, got 'lora'"):
         check_back_ends(make_run(table))
+
+
+def test_latent_attention_is_refused_to_the_paged_cache_of_transformers(tmp_path: Path) -> None:
+    table = local_table(tmp_path, {})
+    path = Path(table["model"]["path"], "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **LATENT}))
+    with pytest.raises(
+        ValueError, match=r"^rollout\.backend must be 'vllm' or 'static' for .*latent"
+    ):
+        check_back_ends(make_run(table))
+    table["rollout"]["backend"] = "static"
+    check_back_ends(make_run(table))
 
 
 def test_adapters_are_merged_where_an_engine_computes_with_none_beside_weights(

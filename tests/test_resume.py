@@ -32,12 +32,12 @@ from streamrl.record.entries import Entry
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
-from streamrl.record.run_lines import read_metrics, read_rollouts
+from streamrl.record.run_lines import RUN, read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.reading import encode_run, make_run
 from tests.patients import bad, local_table
 from tests.scripted import make_world
 from tests.test_execute import execute, real_run
@@ -314,6 +314,19 @@ def test_a_run_is_resumed_with_the_settings_that_say_which_prompts_are_done(
     with pytest.raises(RunError, match=f"{key.replace('__', '.')} is {value}, but .* begun with"):
         RunDirectory(tmp_path / "run").find_checkpoint(other, resume=True)
     assert digests(tmp_path) == before
+
+
+def test_a_run_is_resumed_with_what_learned(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"algorithm__steps": 6, "execute__checkpoint_every": 2}
+    die_after_step(real_run(tmp_path, **keys), 3)
+    adapters = real_run(tmp_path, **keys, sync__mode="lora")
+    with pytest.raises(RunError, match=r"sync\.mode is 'lora', but .* begun with 'full'"):
+        RunDirectory(tmp_path / "run").find_checkpoint(adapters, resume=True)
+    recorded = tmp_path / "run" / RUN
+    recorded.write_bytes(encode_run(adapters))
+    wider = real_run(tmp_path, **keys, sync__mode="lora", sync__lora_rank=8)
+    with pytest.raises(RunError, match=r"sync\.lora_rank is 8, but .* begun with 32"):
+        RunDirectory(tmp_path / "run").find_checkpoint(wider, resume=True)
 
 
 def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) -> None:

@@ -294,7 +294,13 @@ def test_a_pool_that_speaks_tcp_loads_through_its_hosts() -> None:
 def test_a_delta_is_applied_to_the_whole_shard_and_adapters_only_to_themselves() -> None:
     full = sync(transport="rdma").load_time
     assert sync({"sync.mode": "delta"}, transport="rdma").load_time == full
-    assert sync({"sync.mode": "lora"}, transport="rdma").load_time < full / 50
+    lora = {"sync.mode": "lora", "rollout.backend": "vllm"}
+    assert sync(lora, transport="rdma").load_time < full / 50
+    merged = sync({**lora, "sync.merge_adapters": True}, transport="rdma")
+    by_host = weight_bytes(small_run()) / H20.host_link
+    assert merged.load_time == pytest.approx(full + by_host)
+    assert sync({"sync.mode": "lora"}, transport="rdma").load_time == merged.load_time
+    assert "merging adapters" in " ".join(merged.sources)
 
 
 # What is known ------------------------------------------------------------------------------------
@@ -305,7 +311,10 @@ def test_a_delta_is_applied_to_the_whole_shard_and_adapters_only_to_themselves()
     [
         ({}, "roofline"),
         ({"sync.backend": "nccl-reshard"}, "composed"),
-        ({"sync.backend": "nccl-broadcast", "sync.mode": "lora"}, "roofline"),
+        (
+            {"sync.backend": "nccl-broadcast", "sync.mode": "lora", "rollout.backend": "vllm"},
+            "roofline",
+        ),
         ({"sync.backend": "nccl-reshard", "cluster.pools.near.transport": "tcp"}, "roofline"),
     ],
 )

@@ -21,6 +21,7 @@ LIMITS: tuple[Changes, ...] = (
         "rollout.data_parallel": 1,
         "rollout.expert_parallel": 1,
     },
+    {"rollout.backend": "static"},
     {"rollout.admission": "on-demand"},
     {"rollout.migration_transfer": "recompute"},
     {"policies.concurrency": "fixed"},

@@ -193,6 +193,11 @@ class _Route:
         return self.run.sync.mode == "delta"
 
     @property
+    def _is_merged(self) -> bool:
+        """Whether replicas load whole weights that adapters were merged with."""
+        return self.run.sync.mode == "lora" and not self.run.serves_adapters
+
+    @property
     def _is_one_node(self) -> bool:
         """Whether trainer and replicas share one node, so that nothing crosses a network."""
         num_gpus = self.trainer.num_gpus + self.rollout.num_gpus
@@ -269,14 +274,17 @@ class _Route:
     def _load_time(self) -> float:
         """Copy the shard within the GPU; first from host memory where the network ends there.
 
-        A delta passes over the whole shard (vLLM stages a sparse update at the size of the weights). Measured
-        backends have the copy from the host in their constants.
+        A delta passes over the whole shard (vLLM stages a sparse update at the size of the weights). Adapters that are
+        merged become whole weights in host memory. Measured backends have the copy from the host in their constants.
         """
         gpu, ways = self.rollout.gpu, replica_ways(self.run)
-        copied = weight_bytes(self.run) if self._is_delta else self.payload.num_bytes
+        is_whole = self._is_delta or self._is_merged
+        copied = weight_bytes(self.run) if is_whole else self.payload.num_bytes
         memory_bandwidth = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
         load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
-        if self._is_through_host and not self.backend.fitted_to:
+        if self._is_merged:
+            load_time += weight_bytes(self.run) / ways / gpu.host_link
+        elif self._is_through_host and not self.backend.fitted_to:
             load_time += self.payload.num_bytes / ways / gpu.host_link
         return load_time + self._quantise_time("replica")
 
@@ -297,7 +305,8 @@ class _Route:
         files = [f"sync/{self.run.sync.backend}"]
         files += [f"transports/{name}" for name in dict.fromkeys(names)]
         files += ["sync/delta"] if self._is_delta else []
-        return tuple(f"profiles/{file}.toml" for file in files)
+        merging = ["merging adapters as if it took nothing"] if self._is_merged else []
+        return (*(f"profiles/{file}.toml" for file in files), *merging)
 
 
 def _side_by_side(run: Run, kinds: Sequence[SyncCosts]) -> SyncCosts:

@@ -24,8 +24,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     lora_rank: int = 32
     """Rank of the adapters on every linear layer of attention and MLP."""
     merge_adapters: bool | None = None
-    """Executed, mode lora: whether replicas load whole weights that adapters were merged with, or compute with the adapters
-    beside the weights that the run began with, as vLLM can and does by default."""
+    """Mode lora: whether replicas load whole weights that adapters were merged with, or compute with the adapters beside the
+    weights that the run began with, as vLLM can and does by default."""
     changed_share: float = 0.02
     """Simulated: share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
     arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B (github.com/verl-project/verl issue 7060)."""
