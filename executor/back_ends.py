@@ -116,14 +116,6 @@ def _limits(run: Run) -> Iterator[Limit]:
         for name in ("pipeline_parallel", "data_parallel"):
             degree = getattr(own, name)
             yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
-    if load_model(run.model).latent is not None:
-        for kind, own in enumerate(rollout.kinds):
-            yield Limit(
-                f"{kind_key(kind)}.backend",
-                own.backend,
-                own.backend != "transformers",
-                "'vllm' or 'static' for a model with latent attention, whose keys transformers' paged cache has no room for",
-            )
     for own in rollout.kinds:
         if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
             heads = load_model(run.model).head_dim
@@ -204,19 +196,21 @@ def _limits(run: Run) -> Iterator[Limit]:
 
 
 def _limits_of_attention(run: Run) -> Iterator[Limit]:
-    """Yield what torch's attention (`sdpa`) does not compute: a learned sink of each head, as gpt_oss has.
+    """Yield what engines have no attention for: keys that latent attention makes, and a learned sink of each head.
 
-    transformers says so only as it loads the model (5.23, models/gpt_oss: `_supports_sdpa = False`).
+    transformers says of sinks (gpt_oss) only as it loads the model that torch's attention (`sdpa`) computes none (5.23,
+    models/gpt_oss: `_supports_sdpa = False`), and of keys as it writes the first to its paged cache.
     """
-    if run.model.path is None or not load_model(run.model).has_sinks:
-        return
-    whose = "whose attention has sinks (gpt_oss), which torch's (sdpa) does not compute"
+    shape = load_model(run.model)
+    sinks = f"for {run.model.path}, whose attention has sinks (gpt_oss), which torch's (sdpa) does not compute"
+    latent = "'vllm' or 'static' for latent attention, whose keys have no room in the paged cache of transformers"
     for kind, own in enumerate(run.rollout.kinds):
-        key, is_met = f"{kind_key(kind)}.backend", own.backend == "vllm"
-        yield Limit(key, own.backend, is_met, f"'vllm' for {run.model.path}, {whose}")
+        key, backend = f"{kind_key(kind)}.backend", own.backend
+        yield Limit(key, backend, shape.latent is None or backend != "transformers", latent)
+        yield Limit(key, backend, not shape.has_sinks or backend == "vllm", f"'vllm' {sinks}")
     for number, trainer in enumerate(run.trainers):
         key, is_met = f"{trainer_key(number)}.packing", trainer.packing == "padded"
-        yield Limit(key, trainer.packing, is_met, f"'padded' for {run.model.path}, {whose}")
+        yield Limit(key, trainer.packing, not shape.has_sinks or is_met, f"'padded' {sinks}")
 
 
 def _limits_of_vllm(run: Run) -> Iterator[Limit]:

@@ -83,7 +83,7 @@ def test_latent_attention_is_refused_to_the_paged_cache_of_transformers(tmp_path
     path = Path(table["model"]["path"], "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **LATENT}))
     with pytest.raises(
-        ValueError, match=r"^rollout\.backend must be 'vllm' or 'static' for .*latent"
+        ValueError, match=r"^rollout\.backend must be 'vllm' or 'static' for latent"
     ):
         check_back_ends(make_run(table))
     table["rollout"]["backend"] = "static"

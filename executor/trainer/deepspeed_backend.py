@@ -138,10 +138,8 @@ def _split(settings: TrainerSettings, model: Any) -> None:
     from deepspeed.runtime.zero import Init
 
     dtype, config = DTYPES[settings.dtype], make_config(settings)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(
-            dtype
-        )  # on other ranks they are in it, and stay untouched
+    for parameter in model.parameters():  # those of other ranks are in it, and stay untouched
+        parameter.data = parameter.data.to(dtype)
     Init(module=model, config_dict_or_path=config)
     model.to(settings.device)  # what is no weight: positions, masks
     kept = model.state_dict(keep_vars=True)
