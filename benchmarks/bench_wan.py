@@ -119,11 +119,13 @@ def main() -> None:
                 print(f"round {number}: {mode}, {system}", file=sys.stderr, flush=True)
     usual = median(run.work_time for run in runs)
     every = [each for own in profiles.values() for each in own]
+    machine = {
+        kind: pooled(own, [each for each in every if each not in own], usual)
+        for kind, own in profiles.items()
+    }
     figures = []
     for run in runs:
-        own = profiles[learned(run.mode)]
-        others = [each for each in every if each not in own]
-        figures.append(compare(run, pooled(own, others, usual), usual))
+        figures.append(compare(run, machine[learned(run.mode)], usual))
         tell(figures[-1])
     tell_medians(figures, usual)
 

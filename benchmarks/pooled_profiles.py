@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict, replace
 
 from streamrl.hardware.machine_profile import MeasuredProfile, read_measured
-from streamrl.hardware.profile_pace import TIMED, at_its_pace, scaled
+from streamrl.hardware.profile_pace import TIMED, at_its_pace
 from streamrl.hardware.profile_table import ProfileTable
 
 OF_REPLICAS = ("decode", "mixed", "prefill", "join", "turnover", "handling", "handling_over_ray")
@@ -64,11 +64,9 @@ def pooled(
 
 
 def _at(profiled: Profiled, work_time: float) -> MeasuredProfile:
-    profile = at_its_pace(read_measured(profiled.path))
-    pace = work_time / profiled.work_time
-    tables = {name: scaled(getattr(profile, name), pace) for name in TIMED}
-    found: MeasuredProfile = replace(profile, **tables)
-    return found
+    profile = read_measured(profiled.path)
+    pace = (profile.pace or 1.0) * work_time / profiled.work_time
+    return at_its_pace(replace(profile, pace=pace))
 
 
 def _middle(tables: Sequence[Any]) -> Any:

@@ -70,8 +70,7 @@ def check_executable(run: Run) -> None:
             "(--set model.path=DIRECTORY)"
         )
     load_model(run.model)
-    merges = run.sync.mode == "lora" and not run.serves_adapters
-    if merges and not any(Path(run.model.path).glob("model*.safetensors")):
+    if run.merges_adapters and not any(Path(run.model.path).glob("model*.safetensors")):
         raise ValueError(
             f"sync.mode 'lora' merges adapters with weights, and {run.model.path} has no model*.safetensors"
         )

@@ -55,8 +55,7 @@ def load_pretrained(
     Raises:
         ValueError: the directory lacks weights of the model, has some of other shapes, or some that are no numbers.
     """
-    kind = AutoModelForTokenClassification if has_values else AutoModelForCausalLM
-    load: Any = kind.from_pretrained
+    load = _kind(has_values).from_pretrained
     with _loading():
         model, report = load(
             directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -72,14 +71,16 @@ def blank_model(
     directory: str, *, has_values: bool = False, dtype: torch.dtype, **options: Any
 ) -> Any:
     """Return such a model on the CPU whose weights are what memory held, and take none until they are written to."""
-    kind = AutoModelForTokenClassification if has_values else AutoModelForCausalLM
-    make: Any = kind.from_config
     configs: Any = AutoConfig
     config = configs.from_pretrained(directory, local_files_only=True, **options)
     with _loading(), no_init_weights():
-        model = make(config, dtype=dtype)
+        model = _kind(has_values).from_config(config, dtype=dtype)
     model.tie_weights()
     return model
+
+
+def _kind(has_values: bool) -> Any:
+    return AutoModelForTokenClassification if has_values else AutoModelForCausalLM
 
 
 def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:

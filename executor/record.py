@@ -249,9 +249,9 @@ class RunDirectory(TrainerRecord):
                 its, now, then = first_difference(key, value, was)
                 text = f"{its} is {now}, but the run in {str(self.path)!r} was begun with {then}: --resume needs the same"
                 raise RunError(its, value, text=text)
-        learns, learned = (_what_learns(each) for each in (run, begun))
-        if learns != learned:
-            key = "sync.mode" if None in (learns, learned) else "sync.lora_rank"
+        ranks = run.adapter_rank, begun.adapter_rank
+        if ranks[0] != ranks[1]:
+            key = "sync.mode" if None in ranks else "sync.lora_rank"
             value, was = (attrgetter(key)(each) for each in (run, begun))
             text = f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: its checkpoints have no other weights"
             raise RunError(key, value, text=text)
@@ -287,8 +287,3 @@ class RunDirectory(TrainerRecord):
 def _has_first_line(path: Path) -> bool:
     with path.open("rb") as file:
         return file.readline().endswith(b"\n")
-
-
-def _what_learns(run: Run) -> int | None:
-    """Return the rank of the adapters that a run's trainer learns; None where it learns all weights."""
-    return run.sync.lora_rank if run.sync.mode == "lora" else None

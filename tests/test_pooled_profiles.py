@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from benchmarks.pooled_profiles import Profiled, pooled
 from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
-from streamrl.hardware.profile_pace import TIMED, scaled
+from streamrl.hardware.profile_pace import at_its_pace
 from tests.measured_profile import make_profile
 from tests.tiny_model import tiny_model
 
@@ -22,8 +21,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def times(profile: MeasuredProfile, factor: float) -> MeasuredProfile:
-    tables: dict[str, Any] = {name: scaled(getattr(profile, name), factor) for name in TIMED}
-    return replace(profile, **tables)
+    return at_its_pace(replace(profile, pace=factor))
 
 
 def test_replicas_have_the_middle_of_all_profiles_and_a_trainer_of_its_own(

@@ -72,7 +72,7 @@ class Launcher(ABC):
             is_first = model == run.model.path
             config["model"] = run.model.path
             config["adapters"] = None if is_first else str(Path(model) / ADAPTERS)
-            config["adapter_rank"] = run.sync.lora_rank
+            config["adapter_rank"] = run.adapter_rank
         return await self._start_replica(replica_id, kind, config)
 
     async def trainer(self, number: int) -> Handle:
@@ -105,7 +105,7 @@ class Launcher(ABC):
             "logits_chunk": LOGITS_CHUNK if run.trainer.logits in ("chunked", "fused") else None,
             "seed": run.seed,
             "backend": run.trainer.backend,
-            "adapter_rank": run.sync.lora_rank if run.sync.mode == "lora" else None,
+            "adapter_rank": run.adapter_rank,
             **common,
         }
         num_ranks = run.trainer.num_gpus

@@ -108,7 +108,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def serves_adapters(self) -> bool:
         """Whether the replica computes with adapters beside its weights, as runs of its engine do that say nothing of it."""
-        return self.lora_rank is not None and self.backend == "vllm"
+        return self.lora_rank is not None and serves_adapters(self.backend)
 
     @property
     def training(self) -> dict[str, object]:
@@ -125,6 +125,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
         points += plan.repeats * len(plan.rewards) if self.reward_model is not None else 0
         return points + bool(plan.companies) + (self.ray is not None)
+
+
+def serves_adapters(backend: ProfiledBackend) -> bool:
+    """Return whether an engine computes with adapters beside its weights."""
+    return backend == "vllm"
 
 
 def longest_prefix(backend: ProfiledBackend, gpu: str) -> int:

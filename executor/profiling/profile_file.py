@@ -13,7 +13,14 @@ import numpy as np
 
 from executor.carriers.local_cores import usable_cores
 from executor.execute import facts
-from executor.profiling.measurements import Limits, RayPlace, Setup, full_plan, quick_plan
+from executor.profiling.measurements import (
+    Limits,
+    RayPlace,
+    Setup,
+    full_plan,
+    quick_plan,
+    serves_adapters,
+)
 from executor.profiling.profiler import Watch, measure
 from executor.profiling.readings import Readings, RefillStream
 from streamrl.hardware.host_cores import threads_of_each
@@ -77,8 +84,11 @@ def make_setup(
         raise ValueError(
             f"--recompute must be none on a CPU, where runs keep all, got {recompute!r}"
         )
-    merges = lora_rank is not None and backend != "vllm"
-    if merges and not any(model.glob("model*.safetensors")):
+    if (
+        lora_rank is not None
+        and not serves_adapters(backend)
+        and not any(model.glob("model*.safetensors"))
+    ):
         raise ValueError(
             f"--lora-rank merges adapters with weights, and {model} has no model*.safetensors"
         )

@@ -77,20 +77,22 @@ class Adapters:
         """Let vLLM put what a directory has in place of the adapters before, and remove the directory.
 
         Raises:
-            ValueError: vLLM's model has not all of the layers, which it says nothing of itself.
             Exception: whatever vLLM says; its adapters are as they were then, or none.
         """
         try:
             await llm.add_lora(_request(str(path), load_inplace=True))
         finally:
             shutil.rmtree(path, ignore_errors=True)
+        self._path = str(path)
+
+    async def check_used(self, llm: Any) -> None:
+        """Raise `ValueError` where vLLM's model has not all of the layers whose adapters it loaded, as it says nothing of it."""
         first, *_ = await llm.collective_rpc("unused_adapters", args=(NUMBER,))
         if unused := msgspec.msgpack.decode(first, type=list[str]):
             raise ValueError(
                 f"vLLM has no place for the adapters of {unused[0]}, one of {len(unused)} layers: "
                 "set sync.merge_adapters=true"
             )
-        self._path = str(path)
 
     def request(self) -> Any:
         """Return what lets a request use them."""

@@ -137,6 +137,7 @@ class VllmEngine:
         if self._adapters is not None:
             first = await asyncio.to_thread(self._adapters.first, self._settings.adapters)
             await self._adapters.load(self._llm, first)
+            await self._adapters.check_used(self._llm)  # later ones have the same names
         await self._name_weights()
         await self._warm_up()
         if manifest is not None:

@@ -42,9 +42,7 @@ def add_adapters(model: Any, rank: int) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:  # it learns by less than 16 bits tell apart
             parameter.data = parameter.data.float()
-    for layer in _adapted(
-        model
-    ):  # passes have a format, and would take inputs back from float32, one copy a layer
+    for layer in _adapted(model):  # passes would take inputs back from float32, one copy a layer
         layer.cast_input_dtype_enabled = False
 
 

@@ -37,7 +37,7 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     reference = None
     if (
         config.has_reference and not has_adapters
-    ):  # where weights are split the actor's are, so that one model is whole
+    ):  # the actor's weights are split by now, if any are
         own = load_model(config.model, config, ranks, learns=not config.splits_weights)
         reference = make_frozen(config, own)
     critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)

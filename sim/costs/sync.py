@@ -193,11 +193,6 @@ class _Route:
         return self.run.sync.mode == "delta"
 
     @property
-    def _is_merged(self) -> bool:
-        """Whether replicas load whole weights that adapters were merged with."""
-        return self.run.sync.mode == "lora" and not self.run.serves_adapters
-
-    @property
     def _is_one_node(self) -> bool:
         """Whether trainer and replicas share one node, so that nothing crosses a network."""
         num_gpus = self.trainer.num_gpus + self.rollout.num_gpus
@@ -278,11 +273,11 @@ class _Route:
         merged become whole weights in host memory. Measured backends have the copy from the host in their constants.
         """
         gpu, ways = self.rollout.gpu, replica_ways(self.run)
-        is_whole = self._is_delta or self._is_merged
+        is_whole = self._is_delta or self.run.merges_adapters
         copied = weight_bytes(self.run) if is_whole else self.payload.num_bytes
         memory_bandwidth = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
         load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
-        if self._is_merged:
+        if self.run.merges_adapters:
             load_time += weight_bytes(self.run) / ways / gpu.host_link
         elif self._is_through_host and not self.backend.fitted_to:
             load_time += self.payload.num_bytes / ways / gpu.host_link
@@ -305,7 +300,7 @@ class _Route:
         files = [f"sync/{self.run.sync.backend}"]
         files += [f"transports/{name}" for name in dict.fromkeys(names)]
         files += ["sync/delta"] if self._is_delta else []
-        merging = ["merging adapters as if it took nothing"] if self._is_merged else []
+        merging = ["merging adapters as if it took nothing"] if self.run.merges_adapters else []
         return (*(f"profiles/{file}.toml" for file in files), *merging)
 
 

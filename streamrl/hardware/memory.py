@@ -190,10 +190,10 @@ def num_trained_models(run: Run) -> int:
 
 def trained_share(run: Run) -> float:
     """Return the parameters of the actor that learn over those of the model: all, or adapters beside them."""
-    if run.sync.mode != "lora":
+    if run.adapter_rank is None:
         return 1.0
     model = load_model(run.model)
-    return lora_parameters(model, run.sync.lora_rank) / model.num_parameters
+    return lora_parameters(model, run.adapter_rank) / model.num_parameters
 
 
 def trained_models(run: Run) -> float:

@@ -50,17 +50,17 @@ def at_its_pace(profile: MeasuredProfile) -> MeasuredProfile:
     """Return a profile whose seconds are those of the machine's mean pace; as it is where that was not measured."""
     if profile.pace is None:
         return profile
-    tables = {name: scaled(getattr(profile, name), profile.pace) for name in TIMED}
+    tables = {name: _scaled(getattr(profile, name), profile.pace) for name in TIMED}
     found: MeasuredProfile = replace(profile, pace=1.0, **tables)
     return found
 
 
-def scaled(table: Any, pace: float) -> Any:
+def _scaled(table: Any, pace: float) -> Any:
     """Return a row, or rows, with all that is in seconds so many times as long; None of what was not measured."""
     if table is None:
         return None
     if not isinstance(table, ProfileTable):
-        return type(table)(scaled(row, pace) for row in table)
+        return type(table)(_scaled(row, pace) for row in table)
     seconds = {key: value for key, value in asdict(table).items() if isinstance(value, tuple)}
     longer = {key: tuple(pace * one for one in value) for key, value in seconds.items()}
     return replace(table, **longer)

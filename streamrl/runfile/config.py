@@ -230,12 +230,22 @@ class Run(Section, frozen=True, kw_only=True):
         return given
 
     @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the adapters that the leading trainer learns; None where it learns all weights."""
+        return self.sync.lora_rank if self.sync.mode == "lora" else None
+
+    @property
     def serves_adapters(self) -> bool:
         """Whether replicas compute with adapters beside the weights that the run began with, and load nothing else."""
         merges = self.sync.merge_adapters
         if merges is None:  # one that cannot is enough: a version lies in one form at each place
             merges = any(kind.backend != "vllm" for kind in self.rollout.kinds)
-        return self.sync.mode == "lora" and not merges
+        return self.adapter_rank is not None and not merges
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether replicas load whole weights that adapters were merged with."""
+        return self.adapter_rank is not None and not self.serves_adapters
 
     @property
     def num_gpus(self) -> int:

@@ -33,10 +33,12 @@ def adapters_of(ranks: Ranks, flops: float) -> AdapterPasses:
         ranks: the trainer's.
         flops: FLOP/s of its products.
     """
-    inputs, outputs, weights = (
-        sum(size(inner, outer) * count for inner, outer, count in passed_layers(ranks.model))
-        for size in (lambda i, _: i, lambda _, o: o, lambda i, o: (i + o) * ranks.adapter_rank)
-    )
+    if not ranks.frozen:
+        return AdapterPasses(Pass(), Pass())
+    layers = list(passed_layers(ranks.model))
+    inputs = sum(inner * count for inner, _, count in layers)
+    outputs = sum(outer * count for _, outer, count in layers)
+    weights = ranks.adapter_rank * (inputs + outputs)
     once, added = (2, 3) if ranks.trainer.kernels == "fused" else (4, 5)
     bandwidth = ranks.gpu.memory_bandwidth * ranks.gpu.roofline.bandwidth_efficiency
     share = ranks.frozen / ranks.model.num_layers / ranks.trainer.tensor_parallel

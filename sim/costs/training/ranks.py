@@ -47,7 +47,7 @@ class Ranks:
     def of(cls, run: Run) -> Ranks:
         """Return the ranks of a run's trainer."""
         pool = run.cluster.pools[run.trainer.pool]
-        num_trained, has_adapters = num_trained_models(run), run.sync.mode == "lora"
+        num_trained, adapter_rank = num_trained_models(run), run.adapter_rank or 0
         return cls(
             model=load_model(run.model).seen_by(longest_sequence(run)),
             gpu=gpu_of(pool),
@@ -56,8 +56,8 @@ class Ranks:
             nvlink_domain=pool.domain,
             dtype=trained_dtype(run),
             computes_in=training_dtype(run),
-            frozen=has_adapters / num_trained,
-            adapter_rank=run.sync.lora_rank if has_adapters else 0,
+            frozen=bool(adapter_rank) / num_trained,
+            adapter_rank=adapter_rank,
             trained=trained_models(run) / num_trained,
         )
 
