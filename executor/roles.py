@@ -36,6 +36,15 @@ class RoleLostError(RuntimeError):
     """A role can do nothing any more, though its process lives: whoever called ends it as one that died."""
 
 
+class AnswerError(RuntimeError):
+    """A role in another process answered with an error: its type and words, as `reason_of` has them there."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return the type and words of an error, those of another process's as it told them."""
+    return str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"
+
+
 class ReplicaRole(Protocol):
     """Generates rollouts and takes new weights while it does; calls take effect in order."""
 

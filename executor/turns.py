@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal, NamedTuple, Protocol
 
+from executor.roles import reason_of
 from streamrl.engine.messages import (
     Command,
     Generate,
@@ -111,6 +112,6 @@ class DeviceTurns:
             async with asyncio.timeout(self._limit):
                 await (member.role.wake() if is_awake else member.role.sleep())
         except Exception as error:
-            reason = f"did not {'wake' if is_awake else 'sleep'}: {type(error).__name__}: {error}"
+            reason = f"did not {'wake' if is_awake else 'sleep'}: {reason_of(error)}"
             member.role.kill(reason)
             member.lose(reason)

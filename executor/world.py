@@ -20,7 +20,7 @@ from executor.checkpoints import Checkpoint
 from executor.faults import TRAINER, RealFaults
 from executor.members import Members
 from executor.record import RunDirectory
-from executor.roles import TransferRole, VerifierRole, Write
+from executor.roles import TransferRole, VerifierRole, Write, reason_of
 from executor.rollout.replica import Replica
 from executor.stream import GroupStream
 from executor.trainer.all_trainers import Trainers
@@ -345,7 +345,7 @@ class RealWorld(World[Trace]):
                 pass  # is done at once
 
     def _emit_failure(self, command: Command, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         if isinstance(error, WorkerLostError):
             match command:
                 case Generate() | LoadWeights():

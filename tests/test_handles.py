@@ -18,7 +18,7 @@ import pytest
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.carriers.processes import Begin, fork, spawn
 from executor.carriers.remote import remote
-from executor.roles import RoleLostError
+from executor.roles import AnswerError, RoleLostError, reason_of
 from tests.verifying import wait_until_gone
 
 ROLE = "tests.test_handles:Counter"
@@ -143,8 +143,10 @@ def test_an_error_reaches_the_caller_and_the_role_lives_on(start: Start, tmp_pat
     async def go() -> int:
         handle = await start(tmp_path / "log")
         try:
-            with pytest.raises(Exception, match="no such thing"):
+            with pytest.raises(Exception, match="no such thing") as it:
                 await handle.call("fail", returns=type(None))
+            assert isinstance(it.value, KeyError | AnswerError)
+            assert reason_of(it.value) == "KeyError: 'no such thing'"  # wherever it happened
             return await handle.call("count", returns=int)
         finally:
             await handle.close()

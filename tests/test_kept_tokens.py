@@ -287,8 +287,7 @@ def test_a_rollout_goes_on_at_its_token_when_its_replica_dies(tmp_path: Path, sy
             os.kill(handle.pid, signal.SIGKILL)
 
     run = real_run(tmp_path, policies__system=system, algorithm__steps=1)
-    slower = SLOW | {"fastest": 1.0, "slowest": 1.5}  # still running when killed, whatever else runs here
-    trace = execute(run, tokens, watch, is_local=True, **slower)
+    trace = execute(run, tokens, watch, is_local=True, **SLOW)
     events = [entry.event for entry in trace.entries]
     lost = next(n for n, event in enumerate(events) if isinstance(event, ReplicaLost))
     left = {

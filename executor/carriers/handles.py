@@ -21,7 +21,7 @@ from executor.carriers import processes
 from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.wire import PING, Answer, Call, decode, read_frame, write_frame
 from executor.carriers.worker import make_role
-from executor.roles import RoleLostError
+from executor.roles import AnswerError, RoleLostError
 
 CLOSE_TIME = 5.0  # seconds that a worker gets to leave before it is killed
 
@@ -172,7 +172,7 @@ class LocalProcess(Handle):
             return decode(answer.value, returns)
         error = decode(answer.value, str)
         if answer.kind == "error":
-            raise RuntimeError(error)
+            raise AnswerError(error)
         self.kill(f"can do nothing any more: {error}")
         assert self._lost is not None
         raise self._lost

@@ -17,6 +17,7 @@ from executor.carriers.handles import Config, Handle, WorkerLostError
 from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.ray_role import Whereabouts
 from executor.carriers.wire import Answer, Call, decode, encode
+from executor.roles import AnswerError
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class RayActor(Handle):
             return decode(answer.value, returns)
         error = decode(answer.value, str)
         if answer.kind == "error":
-            raise RuntimeError(error)
+            raise AnswerError(error)
         self.kill(f"can do nothing any more: {error}")
         assert self._lost is not None
         raise self._lost

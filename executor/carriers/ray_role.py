@@ -20,7 +20,7 @@ import msgspec
 
 from executor.carriers.wire import Answer, Call, Kind, encode
 from executor.carriers.worker import make_role, typed_arguments
-from executor.roles import RoleLostError
+from executor.roles import RoleLostError, reason_of
 
 GATHER_TIME = 0.01
 """Seconds from one sending of answers to the next: Ray takes a millisecond of two processes for each thing that it
@@ -114,7 +114,7 @@ class RayRole:
         except Exception as error:
             traceback.print_exc()
             kind = "lost" if isinstance(error, RoleLostError) else "error"
-            value = encode(f"{type(error).__name__}: {error}")
+            value = encode(reason_of(error))
         self._answers.append(Answer(call.id, kind, value))
         self._is_answered.set()
 

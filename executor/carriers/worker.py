@@ -18,7 +18,7 @@ import msgspec
 
 from executor.carriers.wire import PING, Answer, Call, Kind, encode, read_frame, write_frame
 from executor.libc import die_with_parent
-from executor.roles import RoleLostError
+from executor.roles import RoleLostError, reason_of
 
 MODULE = "executor.carriers.worker"
 """Of this file, by which a worker's process is known."""
@@ -59,7 +59,7 @@ async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):  # its log's disk is full
             traceback.print_exc()
         kind: Kind = "lost" if isinstance(error, RoleLostError) else "error"
-        write_frame(writer, Answer(call.id, kind, encode(f"{type(error).__name__}: {error}")))
+        write_frame(writer, Answer(call.id, kind, encode(reason_of(error))))
     await writer.drain()
 
 
