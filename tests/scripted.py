@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle, InProcess, LocalProcess
+from executor.carriers.processes import begin_for, fork_from, spawn
 from executor.execute import find_kept
 from executor.prompts import PromptWorkload
 from executor.record import RunDirectory
@@ -27,6 +29,8 @@ from tests.verifying import score
 REPLICA = "tests.scripted_roles:ScriptedReplica"
 REWARD_MODEL = "tests.scripted_roles:ScriptedRewardModel"
 TRAINER = "tests.scripted_roles:ScriptedTrainer"
+BEGIN = spawn if begin_for("cpu") is spawn else partial(fork_from, ("tests.scripted_roles",))
+"""How a role without a model begins: where it can, forked in no time from what has imported no torch."""
 
 
 class ScriptedTokenizer:
@@ -145,7 +149,7 @@ class ScriptedLauncher:
         }
         if self._is_local:
             log = self._directory.logs / f"{number}.log"
-            return await LocalProcess.start(role, config, log, {}, self._patience)
+            return await LocalProcess.start(role, config, log, {}, self._patience, BEGIN)
         return InProcess(role, config)
 
 

@@ -48,6 +48,8 @@ class ScriptedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 1_000_000
     max_prompt_tokens: int = 1_000_000
     save_time: float = 5.0
+    generation_time: float | None = None
+    """Seconds that a replica takes for each output; None where chance says, as of all that it does."""
     cache_tokens: int | None = None
     """That the cache of a replica is said to hold; None where it has none that it tells of."""
 
@@ -141,7 +143,8 @@ class ScriptedEngine:
         run, (rollout, *prefix) = next(self._names), tokens
         fails = self._random.random() < self._config.failure_rate
         rest = tokens_of(rollout)[len(prefix) :][:max_new_tokens]
-        duration = self._some_time()
+        own = self._config.generation_time
+        duration = self._some_time() if own is None else own
         work = asyncio.create_task(self._work(run, duration, fails))
         self._runs[run] = ScriptedRun(rest, time.perf_counter(), duration, work, on_end)
         return run

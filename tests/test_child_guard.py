@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -54,7 +56,10 @@ def test_memory_that_an_engine_s_processes_share_goes_with_them(is_dead: bool) -
         assert child.stdout is not None and child.stdout.readline()
         guard = ChildGuard()
         assert child.pid in guard.tell()
-        time.sleep(0.5)  # it has looked at what it was told of
+        assert guard._process.stdin is not None
+        while any(fcntl.ioctl(guard._process.stdin, termios.FIONREAD, bytes(4))):
+            time.sleep(0.01)
+        time.sleep(0.5)  # it has read what it was told, and looked at it
         if is_dead:
             child.kill()
             child.wait()

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, Process, WorkerLostError
-from executor.carriers.launch import COUNTER, RELAY, REPLICA, REWARD_MODEL, TRAINER
+from executor.carriers.launch import (
+    COUNTER,
+    RELAY,
+    REPLICA,
+    REWARD_MODEL,
+    TRAINER,
+    worker_environment,
+)
 from executor.carriers.processes import begin_for, spawn
 from executor.carriers.remote import remote
 from executor.checksums import combine
@@ -68,8 +75,8 @@ async def start(carrier: str, path: str, config: dict[str, Any], log: Path) -> H
         return InProcess(path, config)
     if carrier == "ray":
         return await start_actor(path, config, log)
-    begin = begin_for("cpu", config["backend"]) if "backend" in config else spawn  # as on GPUs
-    return await LocalProcess.start(path, config, log, {"OMP_NUM_THREADS": "1"}, begin=begin)
+    begin = begin_for("cpu", config.get("backend")) if "model" in config else spawn  # as on GPUs
+    return await LocalProcess.start(path, config, log, worker_environment(1), begin=begin)
 
 
 # Replicas -----------------------------------------------------------------------------------------

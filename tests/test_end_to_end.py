@@ -8,15 +8,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import psutil
 import pytest
 
+from executor.carriers import nursery
 from executor.directory_lock import LOCK
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
@@ -128,11 +131,14 @@ from streamrl.runfile.reading import load_run
 
 interruption.LAST_TIME = 2.0
 
+run = load_run(Path(sys.argv[1]), sys.argv[2:])
+
 def watch(event, state, now):
     if isinstance(event, Stepped) and event.version == 3:
+        (Path(run.execute.output) / "hangs").touch()
         time.sleep(3600)
 
-execute(load_run(Path(sys.argv[1]), sys.argv[2:]), watch=watch)
+execute(run, watch=watch)
 """
 """A program whose event loop hangs in the third step."""
 
@@ -140,19 +146,25 @@ execute(load_run(Path(sys.argv[1]), sys.argv[2:]), watch=watch)
 Begin: TypeAlias = Callable[..., tuple[subprocess.Popen[str], list[int]]]
 
 
+def has_two_steps(output: Path) -> bool:
+    """Return whether a run has made that many."""
+    metrics = output / "metrics.jsonl"
+    return metrics.exists() and metrics.read_bytes().count(b"\n") >= 2
+
+
 @pytest.fixture
 def begin() -> Iterator[Begin]:
-    """Give what starts a run, and returns it with its workers once its directory holds a step or more."""
+    """Give what starts a run, and returns it with its workers once it is time."""
     begun: list[subprocess.Popen[str]] = []
 
     def start(
-        program: str, *arguments: object, until: Path
+        program: str, *arguments: object, until: Callable[[], bool]
     ) -> tuple[subprocess.Popen[str], list[int]]:
         command = [sys.executable, "-c", program, *map(str, arguments)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         begun.append(process)
-        metrics, deadline = until / "metrics.jsonl", time.monotonic() + 90
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+        deadline = time.monotonic() + 90
+        while not until():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         workers = children_of(process.pid)
@@ -165,7 +177,7 @@ def begin() -> Iterator[Begin]:
             process.kill()  # a run of a test that failed would go on beside all others
 
 
-def check_is_gone(driver: int, workers: list[int]) -> None:
+def check_is_gone(driver: int, workers: Iterable[int]) -> None:
     """Raise `AssertionError` where a worker, or what a driver shared with others, is still there."""
     deadline = time.monotonic() + 2
     while any(map(is_running, workers)):
@@ -192,11 +204,12 @@ def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
     output = project / who.replace(" ", "-")
     settings = [f"execute.output={output}", "algorithm.steps=10000", "execute.checkpoint_every=1"]
     if who == "the loop":
-        process, workers = begin(HANGING, project / "run.toml", *settings, until=output)
-        time.sleep(2.0)
+        until = (output / "hangs").exists
+        process, workers = begin(HANGING, project / "run.toml", *settings, until=until)
     else:
         words = [word for setting in settings for word in ("--set", setting)]
-        process, workers = begin(MAIN, "execute", project / "run.toml", *words, until=output)
+        until = partial(has_two_steps, output)
+        process, workers = begin(MAIN, "execute", project / "run.toml", *words, until=until)
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
@@ -210,22 +223,45 @@ def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
     check_is_gone(process.pid, workers)
 
 
-def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path, begin: Begin) -> None:
-    output = project / "interrupted"
+def workers_of(driver: int) -> set[int]:
+    """Return the processes that a driver has started, but for those that workers are forked from: they end with it."""
+    return {pid for pid in children_of(driver) if nursery.__name__ not in cmdline_of(pid)}
+
+
+def cmdline_of(pid: int) -> list[str]:
+    with suppress(psutil.Error):  # it has ended meanwhile
+        return psutil.Process(pid).cmdline()
+    return []
+
+
+def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
+    output, driver = project / "interrupted", os.getpid()
     settings = ["--set", "algorithm.steps=10000", "--set", f"execute.output={output}"]
-    process, workers = begin(MAIN, "execute", project / "run.toml", *settings, until=output)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=IN_TIME)
-    *progress, ledger, look, told = errors.splitlines()
+    others, workers, is_over = workers_of(driver), set[int](), threading.Event()
+
+    def interrupt() -> None:
+        while not has_two_steps(output):
+            if is_over.wait(0.1):
+                return  # it has failed
+        workers.update(workers_of(driver) - others)
+        os.kill(driver, signal.SIGINT)
+
+    beside = threading.Thread(target=interrupt)
+    beside.start()
+    done = streamrl("execute", project / "run.toml", *settings)
+    is_over.set()
+    beside.join()
+    *progress, ledger, look, told = done.stderr.splitlines()
     assert ledger.startswith("ledger: ") and "not balance" not in ledger
     assert look == f"what it did and learned: streamrl report {output}"
     assert (output / "chrome_trace.json").stat().st_size > 0
-    assert process.returncode == 130 and told.startswith("streamrl: Ctrl-C after step ")
+    assert done.returncode == 130 and told.startswith("streamrl: Ctrl-C after step ")
     assert told.endswith(
         f" saved; go on with: streamrl execute {project / 'run.toml'} {' '.join(settings)} --resume"
     )
     assert all(line.startswith("step") for line in progress)
-    check_is_gone(process.pid, workers)
+    assert len(workers) >= 4, "a verifier, two replicas and a trainer"
+    check_is_gone(driver, workers)
     trace = read_trace(output / "trace.jsonl")
     check_every_rollout_is_accounted_for(trace)
     assert replay(trace) is None

@@ -36,7 +36,7 @@ from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from tests.patients import local_table
-from tests.scripted import make_world
+from tests.scripted import BEGIN, make_world
 from tests.test_execute import real_run
 from tests.test_faults import fault
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -159,7 +159,7 @@ SPEAKER = "tests.test_faults_executed:Speaker"
 
 def test_a_process_that_sends_what_is_no_message_is_lost_at_once(tmp_path: Path) -> None:
     async def go() -> None:
-        handle = await LocalProcess.start(SPEAKER, {}, tmp_path / "log", {})
+        handle = await LocalProcess.start(SPEAKER, {}, tmp_path / "log", {}, begin=BEGIN)
         with pytest.raises(WorkerLostError, match="sent what is no answer and was killed"):
             await asyncio.wait_for(handle.call("babble", returns=type(None)), timeout=20)
         await handle.close()
@@ -169,7 +169,7 @@ def test_a_process_that_sends_what_is_no_message_is_lost_at_once(tmp_path: Path)
 
 def test_a_worker_whose_log_is_full_still_says_what_went_wrong() -> None:
     async def go() -> None:
-        handle = await LocalProcess.start(SPEAKER, {}, Path("/dev/full"), {})
+        handle = await LocalProcess.start(SPEAKER, {}, Path("/dev/full"), {}, begin=BEGIN)
         with pytest.raises(RuntimeError, match="nothing there"):
             await asyncio.wait_for(handle.call("fail", returns=type(None)), timeout=20)
         await handle.close()

@@ -141,7 +141,7 @@ def test_rollouts_stay_until_the_last_trainer_is_done_with_them(tmp_path: Path) 
 # Losses -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("system", ["stream-async", "colocated"])
 def test_a_follower_that_dies_costs_itself_alone(tmp_path: Path, system: str, seed: int) -> None:
     run = run_of(tmp_path, seed=seed, policies__system=system)
@@ -179,7 +179,7 @@ def test_a_follower_that_dies_costs_itself_alone(tmp_path: Path, system: str, se
 # Resuming -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("system", ["stream-sync", "fully-async", "colocated"])
 def test_every_trainer_goes_on_from_its_own_checkpoint_and_the_books_balance(
     tmp_path: Path, system: str, seed: int
@@ -311,8 +311,9 @@ def test_trainers_that_follow_learn_as_one_that_leads_and_the_leader_as_without_
     three: Path,
 ) -> None:
     """A follower with the leader's algorithm and batches is led to the leader's weights; others to their own."""
-    alone = what_it_made(execute_alone(three, "alone", *IN_PROCESS))
-    output = execute_three(three, "led", *IN_PROCESS)
+    few = (*IN_PROCESS, "--set", "algorithm.steps=3")
+    alone = what_it_made(execute_alone(three, "alone", *few))
+    output = execute_three(three, "led", *few)
     assert what_it_made(output) == alone
     twin, loo = (
         sorted((output / "followers" / name / "checkpoints").glob("v*"))[-1]
@@ -334,11 +335,11 @@ def test_trainers_that_follow_learn_as_one_that_leads_and_the_leader_as_without_
 
 def test_a_run_of_three_trainers_resumes_and_its_report_names_each(three: Path) -> None:
     few = ("--set", "rollout.replicas=1")
-    output = execute_three(three, "resumed", *few, *IN_PROCESS, "--set", "algorithm.steps=3")
-    execute_three(three, "resumed", *few, "--resume")
+    output = execute_three(three, "resumed", *few, *IN_PROCESS, "--set", "algorithm.steps=2")
+    execute_three(three, "resumed", *few, "--set", "algorithm.steps=3", "--resume")
     balance = balance_books(read_trace(output / "trace.jsonl"), output)
     assert balance.is_balanced and balance.legs == 2
-    assert balance.trainers[LEADER].trained == 5 * 32
+    assert balance.trainers[LEADER].trained == 3 * 32
     assert (output / "logs" / "follower-1.log").exists()
     report = streamrl("report", output, "--json")
     assert report.returncode == 0, report.stderr

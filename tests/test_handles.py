@@ -15,13 +15,21 @@ from typing import Protocol
 import msgspec
 import pytest
 
+from executor.carriers import handles, processes
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.carriers.processes import Begin, fork, spawn
 from executor.carriers.remote import remote
 from executor.roles import AnswerError, RoleLostError, reason_of
 from tests.verifying import wait_until_gone
 
-ROLE = "tests.test_handles:Counter"
+MODULE = "tests.test_handles"
+ROLE = f"{MODULE}:Counter"
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nurseries import nothing that takes seconds."""
+    monkeypatch.setattr(processes, "COMMON", (MODULE,))
 
 
 class CounterConfig(msgspec.Struct, frozen=True):
@@ -217,8 +225,11 @@ def test_closing_leaves_no_process_even_in_the_middle_of_a_call(
 @begins
 @pytest.mark.parametrize(("method", "status"), [("compute", 0), ("block", -signal.SIGKILL)])
 def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
-    method: str, status: int, begin: Begin, tmp_path: Path
+    method: str, status: int, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if method == "block":
+        monkeypatch.setattr(handles, "CLOSE_TIME", 0.5)  # it never leaves by itself
+
     async def go() -> int | None:
         handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {}, begin=begin)
         await handle.call("count", returns=int)
@@ -247,6 +258,7 @@ async def go():
     os.kill(os.getpid(), signal.SIGKILL)
 
 ROLE = sys.argv[1]
+processes.COMMON = (ROLE.partition(":")[0],)
 asyncio.run(go())
 """
 

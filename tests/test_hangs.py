@@ -43,7 +43,7 @@ from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
 from tests.ray_actors import start_actor
-from tests.scripted import REPLICA, ScriptedLauncher, ScriptedVerifier, make_world
+from tests.scripted import BEGIN, REPLICA, ScriptedLauncher, ScriptedVerifier, make_world
 from tests.test_execute import real_run
 from tests.test_handles import Counter, CounterConfig
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -57,7 +57,7 @@ def test_a_stopped_process_is_killed_once_it_gave_no_sign_of_life_for_too_long(
     tmp_path: Path,
 ) -> None:
     async def go() -> LocalProcess:
-        handle = await LocalProcess.start(COUNTER, {"first": 0}, tmp_path / "log", {}, 2.0)
+        handle = await LocalProcess.start(COUNTER, {"first": 0}, tmp_path / "log", {}, 2.0, BEGIN)
         await handle.call("count", returns=int)
         await asyncio.sleep(1.5)  # it answers a ping
         os.kill(handle.pid, signal.SIGSTOP)
@@ -75,10 +75,10 @@ def test_a_stopped_process_is_killed_once_it_gave_no_sign_of_life_for_too_long(
 
 def test_a_process_that_computes_lives_though_it_answers_nobody(tmp_path: Path) -> None:
     async def go() -> None:
-        handle = await LocalProcess.start(COUNTER, {"first": 7}, tmp_path / "log", {}, 1.0)
+        handle = await LocalProcess.start(COUNTER, {"first": 7}, tmp_path / "log", {}, 1.0, BEGIN)
         assert await handle.call("count", returns=int) == 7
         await asyncio.sleep(1.5)
-        await handle.call("compute_alone", 5.0, returns=type(None))
+        await handle.call("compute_alone", 3.5, returns=type(None))
         assert await handle.call("count", returns=int) == 8
         await handle.close()
 
@@ -101,7 +101,7 @@ class SlowStarter(Counter):
 def test_a_start_may_take_longer_than_a_silence_later(start: Any, tmp_path: Path) -> None:
     async def go() -> None:
         path, log = "tests.test_hangs:SlowStarter", tmp_path / "log"
-        more = {"environment": {}} if start == LocalProcess.start else {}
+        more = {"environment": {}, "begin": BEGIN} if start == LocalProcess.start else {}
         handle = await start(path, {"first": 7}, log, patience=1.0, **more)
         assert await handle.call("count", returns=int) == 7
         await asyncio.sleep(1.5)

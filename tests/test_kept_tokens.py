@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from executor.carriers.handles import Handle
 from executor.execute import token_directory
 from executor.kept_tokens import KeptTokens
 from executor.samples import FinishReason, Request
@@ -51,15 +52,15 @@ from streamrl.engine.state import State
 from streamrl.record.legs import balance_books
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
-from tests.scripted import make_world
+from tests.scripted import ScriptedLauncher, make_world
 from tests.scripted_roles import ScriptedConfig, ScriptedReplica, tokens_of
 from tests.test_execute import real_run
 from tests.test_resume import DeathError
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
 SAVE_TIME = 0.02
-SLOW: dict[str, Any] = {"fastest": 0.3, "slowest": 0.5, "save_time": SAVE_TIME}
-"""Of rollouts that are still running when their replica is killed."""
+SLOW: dict[str, Any] = {"fastest": 0.1, "slowest": 0.2, "save_time": SAVE_TIME}
+"""Of rollouts that are on disk several times before they end."""
 
 
 def record(
@@ -221,7 +222,7 @@ def test_a_replica_puts_on_disk_what_runs_and_takes_it_away_once_that_has_ended(
     path = str(tmp_path / "9.0")
 
     async def go() -> None:
-        replica = ScriptedReplica(ScriptedConfig(seed=0, **SLOW))
+        replica = ScriptedReplica(ScriptedConfig(seed=0, save_time=SAVE_TIME, generation_time=1.5))
         await replica.start(None, 0)
         work = asyncio.create_task(
             replica.generate(
@@ -234,10 +235,10 @@ def test_a_replica_puts_on_disk_what_runs_and_takes_it_away_once_that_has_ended(
                 )
             )
         )
-        while not Path(part_of(path)).exists():
+        while not (saved := read_records(path)):
             await asyncio.sleep(SAVE_TIME)
-        so_far = [token for each in read_records(path) for token in each.ids.tolist()]
-        assert so_far == tokens_of(9)[: len(so_far)] and so_far
+        so_far = [token for each in saved for token in each.ids.tolist()]
+        assert so_far == tokens_of(9)[: len(so_far)] and not work.done()
         done = await work
         assert read_block(done.output)[0].tolist() == tokens_of(9)
         (whole,) = read_records(path)
@@ -251,12 +252,20 @@ def test_a_replica_puts_on_disk_what_runs_and_takes_it_away_once_that_has_ended(
 # Whole runs, whose scripted trainer checks every token that it reads ------------------------------
 
 
-def execute(run: Run, tokens: Path, watch: Any, *, resume: bool = False, **options: Any) -> Trace:
+def execute(
+    run: Run,
+    tokens: Path,
+    watch: Any,
+    *,
+    resume: bool = False,
+    launcher: type[ScriptedLauncher] = ScriptedLauncher,
+    **options: Any,
+) -> Trace:
     async def go() -> Trace:
         def tell(event: Event, state: State, now: float) -> None:
             watch(world, event, now)
 
-        world = make_world(run, options, resume, tokens=tokens, watch=tell)
+        world = make_world(run, options, resume, launcher, tokens=tokens, watch=tell)
         with contextlib.closing(world._directory):
             return await world.run()
 
@@ -266,6 +275,14 @@ def execute(run: Run, tokens: Path, watch: Any, *, resume: bool = False, **optio
     check_every_command_ends_once(trace)
     assert replay(trace) is None
     return trace
+
+
+class SlowAtFirst(ScriptedLauncher):
+    """Starts first replicas whose rollouts still run when they are killed, however busy this machine is."""
+
+    async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
+        self._options["generation_time"] = 3.0 if replica_id < 2 else None
+        return await super().replica(replica_id, kind, model)
 
 
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
@@ -287,7 +304,8 @@ def test_a_rollout_goes_on_at_its_token_when_its_replica_dies(tmp_path: Path, sy
             os.kill(handle.pid, signal.SIGKILL)
 
     run = real_run(tmp_path, policies__system=system, algorithm__steps=1)
-    trace = execute(run, tokens, watch, is_local=True, **SLOW)
+    quick = {"is_local": True, "slowest": 0.02, "save_time": SAVE_TIME}
+    trace = execute(run, tokens, watch, launcher=SlowAtFirst, **quick)
     events = [entry.event for entry in trace.entries]
     lost = next(n for n, event in enumerate(events) if isinstance(event, ReplicaLost))
     left = {

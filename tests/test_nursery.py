@@ -18,6 +18,7 @@ import pytest
 
 from executor.carriers import nursery, processes, worker
 from executor.carriers.handles import LocalProcess, WorkerLostError
+from executor.carriers.launch import worker_environment
 from executor.carriers.processes import Forked, begin_for, fork, spawn
 from tests.verifying import wait_until_gone
 
@@ -113,8 +114,9 @@ def test_a_worker_has_its_own_environment_directory_log_and_nothing_of_others(
         assert seen.variable == "after"
         await check(handle, seen)
 
-    with_worker(tmp_path / "log", before)
-    with_worker(tmp_path / "log", after, **{NAME: "after"})
+    common = worker_environment(1)  # as other tests have: they share the nursery, which has torch
+    with_worker(tmp_path / "log", before, **common)
+    with_worker(tmp_path / "log", after, **common, **{NAME: "after"})
 
 
 @pytest.mark.usefixtures("bare")

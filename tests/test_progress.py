@@ -15,19 +15,22 @@ from tests.test_plan import SMALL, few
 def test_a_pipe_has_a_line_every_few_seconds_with_what_is_done(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    told: list[str] = []
+
+    def wait_for(line: str) -> None:
+        while line not in told:
+            time.sleep(0.01)
+            told.extend(re.sub(r"\d+ s$", "", each) for each in capfd.readouterr().err.splitlines())
+
     with PlainProgress(every=0.2) as progress:
         step = progress.add_task("step", total=400, facts="")
         progress.update(step, completed=12)
-        time.sleep(0.3)
+        wait_for("step: 12/400 done, ")
         progress.update(step, completed=400)
         plan = progress.add_task("plan", total=None, facts="screening")
         progress.update(plan, completed=7, facts="finalists")
-        time.sleep(0.2)
-    lines = capfd.readouterr().err.splitlines()
-    assert [re.sub(r"\d+ s$", "", line) for line in lines] == [
-        "step: 12/400 done, ",
-        "plan: finalists, 7 done, ",
-    ]
+        wait_for("plan: finalists, 7 done, ")
+    assert {*told} == {"step: 12/400 done, ", "plan: finalists, 7 done, "}
 
 
 def test_what_is_done_before_the_first_line_is_silent(capfd: pytest.CaptureFixture[str]) -> None:

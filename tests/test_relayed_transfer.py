@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from executor.carriers.launch import RELAY
+from executor.carriers.launch import RELAY, worker_environment
+from executor.carriers.processes import begin_for
 from executor.samples import Manifest
 from executor.transfer import relayed_transfer
 from executor.transfer.manifest_check import verify_buckets
@@ -50,7 +51,9 @@ class Bench:
         config = {"model": "", "dtype": "bfloat16"}
         handle: Handle = InProcess(RELAY, config)
         if self.log is not None:
-            handle = await LocalProcess.start(RELAY, config, self.log, {})
+            handle = await LocalProcess.start(
+                RELAY, config, self.log, worker_environment(1), begin=begin_for("cpu")
+            )
         self.relays.setdefault(place or "near", []).append(handle)
         return handle
 

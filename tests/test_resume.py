@@ -141,7 +141,7 @@ def steps_of(entries: list[Entry], most: int) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("consumption", ["greedy", "strict-fifo"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_group_is_trained_on_twice_in_a_run_that_dies_and_resumes(
     tmp_path: Path, consumption: str, seed: int
 ) -> None:

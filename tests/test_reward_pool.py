@@ -20,7 +20,7 @@ from streamrl.record.metrics import measure
 from streamrl.record.trace import replay
 from streamrl.runfile.config import Run
 from tests.engines import HANG
-from tests.scripted import REWARD_MODEL, make_world
+from tests.scripted import BEGIN, REWARD_MODEL, make_world
 from tests.test_execute import real_run
 from tests.test_faults import fault
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -37,7 +37,7 @@ def run(go: Go, log: Path | None = None, replicas: int = 1, **config: Any) -> An
     async def start(number: int) -> Handle:
         if log is None:
             return InProcess(REWARD_MODEL, settings)
-        return await LocalProcess.start(REWARD_MODEL, settings, log, {}, 1.0)
+        return await LocalProcess.start(REWARD_MODEL, settings, log, {}, 1.0, BEGIN)
 
     async def whole() -> Any:
         pool = RewardPool(start, replicas, 4)
@@ -147,7 +147,7 @@ def test_a_run_loses_no_rollout_to_reward_models_that_die_and_hang(tmp_path: Pat
 
     async def start(number: int) -> Handle:
         config: dict[str, object] = {"seed": 0, "slowest": 0.005}
-        return await LocalProcess.start(REWARD_MODEL, config, tmp_path / "log", {}, 1.0)
+        return await LocalProcess.start(REWARD_MODEL, config, tmp_path / "log", {}, 1.0, BEGIN)
 
     async def go() -> Any:
         world = make_world(

@@ -13,12 +13,8 @@ from msgspec.structs import replace
 
 from executor.carriers.launch import REPLICA, TRAINER
 from executor.carriers.worker import MODULE
-from executor.profiling.handling import (
-    STEPS,
-    HandlingWatch,
-    has_tokenizer,
-    measure_handling,
-)
+from executor.profiling import handling
+from executor.profiling.handling import HandlingWatch, has_tokenizer, measure_handling
 from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, turnover_times
 from executor.profiling.readings import RefillStream
@@ -89,7 +85,11 @@ def test_each_rollout_takes_its_turnover_of_its_replica(tmp_path: Path) -> None:
     assert longer >= 0.5 * EXCESS * run.algorithm.rollouts_per_step
 
 
-def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
+def test_handling_is_timed_by_executing_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handling, "STEPS", 4)
+    monkeypatch.setattr(handling, "PROMPTS", 4)
     save_tiny_model(tmp_path / "model", SYMBOLS)
     assert has_tokenizer(tmp_path / "model")
     assert not has_tokenizer(model_directory(tmp_path / "bare"))
@@ -98,8 +98,8 @@ def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
         tmp_path / "model", gpu="cpu", dtype="float32", threads=1, limits=limits, is_quick=True
     )
     taken = measure_handling(setup)
-    assert len(taken.handling) == STEPS - 1 and all(0 < each < 1 for each in taken.handling)
-    assert len(taken.pushes) == STEPS - 2 and all(0 < each < 1 for each in taken.pushes)
+    assert len(taken.handling) == 4 - 1 and all(0 < each < 1 for each in taken.handling)
+    assert len(taken.pushes) == 4 - 2 and all(0 < each < 1 for each in taken.pushes)
 
 
 ON_ITS_FIRST_THREAD = "while True: pass"

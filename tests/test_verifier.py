@@ -20,9 +20,9 @@ from executor.verifier.records import check_prompts
 from executor.verifier.scorers import can_act, final_answer
 from executor.verifier.scoring_worker import read_verdict
 from executor.verifier.verifier import Scoring, Verifier
+from streamrl.runfile.reward_config import RewardConfig
 from tests.runs import small_run
 from tests.verifying import (
-    EASY,
     children,
     config,
     score,
@@ -35,6 +35,9 @@ from tests.verifying import (
 ROOT = Path(__file__).parent.parent
 TOWERS = ("$9^{9^{9^{9}}}$", 10, {"answer": "0.5"})
 """What math-verify compares for five seconds."""
+REGEX = RewardConfig(scorer="regex", pattern="(?:a+)+b")
+"""Loads in no time, and looks at 2**n ways to take n letters where no b follows."""
+ENDLESS, AT_ONCE = ("a" * 60, 60, {}), ("ab", 2, {})
 
 
 @pytest.mark.parametrize(
@@ -69,27 +72,18 @@ def test_reasoning_gym_scores_with_the_task_of_the_record() -> None:
         score("reasoning-gym", "#### 15", {"task": "no_such_task", "answer": "15"})
 
 
-def test_math_verify_knows_equal_values_in_other_forms() -> None:
-    texts = ["so it is $\\boxed{\\frac{1}{2}}$", "it is $\\boxed{2}$"]
-    found = verdicts("math-verify", [(text, {"answer": "0.5"}) for text in texts], time_limit=30)
-    assert found == [Scoring(1.0, None), Scoring(0.0, None)]
-
-
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
+def test_math_verify_knows_equal_values_in_the_forms_that_answers_and_completions_have() -> None:
+    forms = [
+        ("0.5", r"so it is $\boxed{\frac{1}{2}}$", r"it is $\boxed{2}$"),
         (r"\sqrt{3}", r"\boxed{\sqrt{3}}", r"\boxed{3}"),
         (r"3\pi", r"so it is \boxed{3\pi}", r"\boxed{3}"),
         ("C", r"\boxed{C}", r"\boxed{A}"),
         (r"$\frac{1}{2}$", r"\boxed{0.5}", r"\boxed{2}"),
         ("(1,2)", r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
-    ],
-)
-def test_math_verify_reads_answers_as_data_sets_have_them(
-    answer: str, right: str, wrong: str
-) -> None:
-    asked = [(text, {"answer": answer}) for text in (right, wrong)]
-    assert verdicts("math-verify", asked, time_limit=30) == [Scoring(1.0, None), Scoring(0.0, None)]
+    ]
+    asked = [(text, {"answer": answer}) for answer, *texts in forms for text in texts]
+    found = verdicts("math-verify", asked, time_limit=30)
+    assert found == [Scoring(1.0, None), Scoring(0.0, None)] * len(forms)
 
 
 @pytest.mark.parametrize(
@@ -232,10 +226,12 @@ def test_a_scorer_that_cannot_be_loaded_is_an_error_with_its_reason(
     assert isinstance(error, RuntimeError) and "No module named 'math_verify'" in str(error)
 
 
-async def begin_to_hang(verifier: Verifier) -> tuple[asyncio.Task[Scoring], int, int]:
+async def begin_to_hang(
+    verifier: Verifier, answer: tuple[str, int, dict[str, Any]] = ENDLESS
+) -> tuple[asyncio.Task[Scoring], int, int]:
     """Return a verification that takes long, with the ids of the fork server and of the worker."""
     server = (await verifier.start()).pid
-    task = asyncio.create_task(verifier.verify(*TOWERS))
+    task = asyncio.create_task(verifier.verify(*answer))
     async with asyncio.timeout(30):
         while not ((workers := children(server)) and work_time(workers[0]) > 0.1):
             await asyncio.sleep(0.01)
@@ -244,24 +240,24 @@ async def begin_to_hang(verifier: Verifier) -> tuple[asyncio.Task[Scoring], int,
 
 def test_the_process_with_the_scorer_inherits_no_environment_and_no_ctrl_c() -> None:
     async def do(verifier: Verifier) -> None:
-        assert (await verifier.verify(*EASY)).reward == 1.0
+        assert (await verifier.verify(*AT_ONCE)).reward == 1.0
         pid = (await verifier.start()).pid
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")[:-1]
         names = {os.fsdecode(variable).partition("=")[0] for variable in variables}
         assert names == set(ENVIRONMENT)
         assert os.getsid(pid) == pid  # signals of a terminal go to its session
 
-    use(do)
+    use(do, reward=REGEX)
 
 
 def test_a_worker_that_is_killed_is_replaced() -> None:
     async def do(verifier: Verifier) -> None:
         task, _, worker = await begin_to_hang(verifier)
         os.kill(worker, signal.SIGKILL)
-        assert await task == Scoring(0.0, "process ended")
-        assert (await verifier.verify(*EASY)).reward == 1.0
+        assert (await task)[:2] == (0.0, "regex: process ended")
+        assert (await verifier.verify(*AT_ONCE)).reward == 1.0
 
-    use(do)
+    use(do, reward=REGEX)
 
 
 def test_a_fork_server_that_is_killed_is_replaced_and_its_verifications_fail() -> None:
@@ -270,10 +266,10 @@ def test_a_fork_server_that_is_killed_is_replaced_and_its_verifications_fail() -
         os.kill(server, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="status -9"):
             await task
-        wait_until_gone([worker], 2)  # by itself it would work on for five
-        assert (await verifier.verify(*EASY)).reward == 1.0
+        wait_until_gone([worker], 2)
+        assert (await verifier.verify(*AT_ONCE)).reward == 1.0
 
-    use(do)
+    use(do, reward=REGEX)
 
 
 def test_a_fork_server_that_stands_still_is_given_up_long_before_one_that_loads(
@@ -282,13 +278,13 @@ def test_a_fork_server_that_stands_still_is_given_up_long_before_one_that_loads(
     monkeypatch.setattr("executor.verifier.verifier.ANSWER_TIME", 0.1)
 
     async def do(verifier: Verifier) -> None:
-        assert (await verifier.verify(*EASY)).reward == 1.0
+        assert (await verifier.verify(*AT_ONCE)).reward == 1.0
         os.kill((await verifier.start()).pid, signal.SIGSTOP)
         with pytest.raises(RuntimeError, match="status -9"):
-            await verifier.verify(*EASY)
-        assert (await verifier.verify(*EASY)).reward == 1.0
+            await verifier.verify(*AT_ONCE)
+        assert (await verifier.verify(*AT_ONCE)).reward == 1.0
 
-    use(do, time_limit=1.0)
+    use(do, time_limit=1.0, reward=REGEX)
 
 
 def test_closing_does_not_wait_for_a_scorer_that_hangs_and_leaves_no_process() -> None:
@@ -299,17 +295,17 @@ def test_closing_does_not_wait_for_a_scorer_that_hangs_and_leaves_no_process() -
         with pytest.raises(RuntimeError, match="ended"):
             await task
 
-    use(do)
+    use(do, reward=REGEX)
 
 
 CONTROLLER = """
 import asyncio, os, sys
 from executor.verifier.verifier import Verifier
-from tests.test_verifier import begin_to_hang
+from tests.test_verifier import TOWERS, begin_to_hang
 from tests.verifying import config
 
 async def main():
-    task, *processes = await begin_to_hang(Verifier(config("math-verify", time_limit=600)))
+    task, *processes = await begin_to_hang(Verifier(config("math-verify", time_limit=600)), TOWERS)
     print(*processes, os.readlink(f"/proc/{processes[0]}/cwd"), "math_verify" in sys.modules, flush=True)
     await task
 

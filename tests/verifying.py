@@ -81,11 +81,11 @@ EASY = ("0.5", 3, {"answer": "0.5"})
 Use = Callable[[Verifier], Awaitable[None]]
 
 
-def use(do: Use, time_limit: float = 600) -> None:
+def use(do: Use, time_limit: float = 600, reward: str | RewardConfig = "math-verify") -> None:
     """Let a test have a verifier, and end it afterwards."""
 
     async def go() -> None:
-        verifier = Verifier(config("math-verify", time_limit=time_limit))
+        verifier = Verifier(config(reward, time_limit=time_limit))
         try:
             await do(verifier)
         finally:

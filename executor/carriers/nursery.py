@@ -29,8 +29,8 @@ import msgspec
 from executor.carriers.worker import MODULE, serve
 from executor.libc import die_with_parent, show_command_line
 
-IDLE_TIME = 60.0
-"""Seconds that it waits for somebody to ask for a worker while it has none."""
+IDLE_TIME = 300.0
+"""Seconds that it waits for somebody to ask for a worker while it has none: as who looks at a run and begins another."""
 NUM_DESCRIPTORS = 3
 HEADER = 8
 """Bytes that tell how long a request is; the descriptors come with them."""

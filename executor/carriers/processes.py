@@ -62,7 +62,7 @@ def begin_for(device: str, backend: object = None) -> Begin:
     if sys.platform != "linux" or device != "cpu":
         return spawn
     imports = IMPORTS.get(str(backend), ())
-    return partial(fork, imports=imports) if imports else fork
+    return partial(fork_from, (*COMMON, *imports)) if imports else fork
 
 
 async def spawn(
@@ -88,13 +88,20 @@ def _start(
 
 
 async def fork(
+    role: str, connection: socket.socket, log: BinaryIO, environment: Environment
+) -> WorkerProcess:
+    """Let a nursery that has imported what most workers need fork one; see `fork_from`."""
+    return await fork_from(COMMON, role, connection, log, environment)
+
+
+async def fork_from(
+    modules: Sequence[str],
     role: str,
     connection: socket.socket,
     log: BinaryIO,
     environment: Environment,
-    imports: Sequence[str] = (),
 ) -> WorkerProcess:
-    """Let a nursery fork a worker; the first one of an environment and of further imports waits until there is one.
+    """Let a nursery that has imported modules fork a worker; the first one of an environment waits until there is one.
 
     Raises:
         ChildProcessError: the nursery has died, and so has another; its words are in `log`.
@@ -104,7 +111,7 @@ async def fork(
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            control = _nursery_for(environment, imports, log)
+            control = _nursery_for(environment, modules, log)
             descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
             with suppress(BrokenPipeError, ConnectionResetError):
                 nursery.send(control, request, descriptors)
@@ -146,11 +153,14 @@ _nurseries: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], soc
 """Those of this process, by the thread with which they end, what they import, and what their libraries have read."""
 
 
-def _nursery_for(environment: Environment, imports: Sequence[str], log: BinaryIO) -> socket.socket:
+def _nursery_for(environment: Environment, modules: Sequence[str], log: BinaryIO) -> socket.socket:
     """Return the connection to a nursery that lives."""
     read = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
-    thread, modules = str(threading.get_native_id()), (*COMMON, *imports)
-    key = (("thread", thread), ("imports", " ".join(modules)), *sorted(read.items()))
+    key = (
+        ("thread", str(threading.get_native_id())),
+        ("imports", " ".join(modules)),
+        *sorted(read.items()),
+    )
     process, control = _nurseries.get(key, (None, None))
     if process is not None and control is not None:
         if process.poll() is None and control.fileno() != CLOSED:
