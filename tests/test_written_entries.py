@@ -18,7 +18,6 @@ from streamrl.record.run_reader import read_run
 from streamrl.record.trace import Trace, read_trace, replay
 from tests.runs import small_run
 
-
 BLOCK = 512
 """Entries of a block here, so that a short trace has a few."""
 
