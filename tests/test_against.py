@@ -120,8 +120,8 @@ def test_where_too_many_steps_come_first_that_is_said() -> None:
 
 def test_the_length_of_the_training_changes_nothing_but_the_whole() -> None:
     answers = []
-    for steps in (6, 30, 500):
-        length = {"algorithm.steps": steps}
+    for steps in (6, 500):
+        length = {"algorithm.steps": steps, "simulate.interval": 0.06}
         against = compare_runs(disaggregated(length), some_run({**COLOCATED, **length}))
         fields = {name: getattr(against, name) for name in against.__struct_fields__}
         for name in "ab":
@@ -129,11 +129,11 @@ def test_the_length_of_the_training_changes_nothing_but_the_whole() -> None:
         answers.append({name: fields[name] for name in fields if name not in TRAINING})
         assert against.training_steps == steps
         answers[-1]["verdict"] = verdict(against)
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
 
 
 def test_what_lags_behind_is_charged_to_who_lags() -> None:
-    ahead = {**FAR, "policies.system": "stream-async"}
+    ahead = {**FAR, "policies.system": "stream-async", "simulate.max_steps": 30}
     found = compare_runs(disaggregated(ahead), colocated())
     charged = compare_runs(disaggregated({**ahead, "plan": {"staleness_cost": 40.0}}), colocated())
     ratio = (1 + 0.4 * charged.a.staleness) / (1 + 0.4 * charged.b.staleness)

@@ -268,11 +268,12 @@ def printed(plan: Plan) -> str:
 def test_two_clusters_compare_alike_as_plans_and_against_each_other_however_long_the_training() -> (
     None
 ):
-    many = {"simulate.max_steps": 60, "simulate.interval": 0.02}
+    many = {**SMALL, "simulate.max_steps": 40, "simulate.interval": 0.02}
+    degrees: dict[str, Any] = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
     answers = []
-    for steps in (6, 30, 500):
+    for steps in (6, 500):
         plans = [
-            planned(few({**many, "algorithm.steps": steps}, rollout_pools=[pool]))
+            planned(few({**many, "algorithm.steps": steps}, rollout_pools=[pool], **degrees))
             for pool in ("h20", "h800")
         ]
         near, far = (each.plan.objective for each in plans)
@@ -281,4 +282,4 @@ def test_two_clusters_compare_alike_as_plans_and_against_each_other_however_long
         assert against.cost_ratio.interval is not None
         least, most = against.cost_ratio.interval
         assert least - (most - least) < near.value / far.value < most + (most - least)
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -57,8 +58,13 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the full name of every module, or name in one, that `path` imports anywhere."""
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Return the full name of every module, or name in one, that `path` imports anywhere."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

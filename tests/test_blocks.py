@@ -233,14 +233,16 @@ def test_the_command_takes_a_few_numbers_a_step() -> None:
 
 
 def _bytes_a_step(work: Callable[[int], None]) -> float:
-    """Return by how much the most bytes that a work of so many steps takes grow with each."""
-    work(20)  # what is loaded once
+    """Return by how much the most bytes that a work of so many steps takes grow with each, in small blocks."""
     peaks = []
-    for most in (100, 300):
-        tracemalloc.start()
-        try:
-            work(most)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-    return (peaks[1] - peaks[0]) / 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sim.step_trace.BLOCK", 512)
+        work(20)  # what is loaded once
+        for most in (30, 110):
+            tracemalloc.start()
+            try:
+                work(most)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+            finally:
+                tracemalloc.stop()
+    return (peaks[1] - peaks[0]) / 80

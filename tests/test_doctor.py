@@ -157,7 +157,13 @@ def test_a_fix_that_names_keys_mends_its_finding_and_breaks_nothing(
     assert errors <= set(bad(diagnose(run)))
 
 
-def test_memory_is_told_by_part_and_adds_up_also_where_it_does_not_fit() -> None:
+@pytest.fixture
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try few fixes of what none of them mends."""
+    monkeypatch.setattr("streamrl.doctor.fix.MOST_TRIALS", 20)
+
+
+def test_memory_is_told_by_part_and_adds_up_also_where_it_does_not_fit(few_trials: None) -> None:
     rollout, trainer = doctor({"model.name": "qwen2.5-72b"}).memory
     assert rollout.parts["weights"] == pytest.approx(145.4e9, rel=1e-3)
     assert rollout.need > rollout.usable == pytest.approx(0.9 * rollout.capacity)

@@ -48,9 +48,10 @@ FIGURE = PaperFigure(
 
 @pytest.fixture
 def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate every case on one seed: the page has more, and its verdicts do not hang on which."""
+    """Simulate every case on one seed and count one step: the page has more, and its verdicts do not hang on which."""
     for seeds in ("sim.fidelity.cases.SEEDS", "sim.fidelity.makespan.SEEDS"):
         monkeypatch.setattr(seeds, (0,))
+    monkeypatch.setattr("sim.fidelity.cases.STEPS", 3)
     monkeypatch.setattr("sim.fidelity.makespan.TRIED", (20,))
     monkeypatch.setattr("sim.fidelity.cases._TAKEN", {})
 

@@ -196,7 +196,7 @@ def test_wherever_a_full_disk_cuts_the_file_what_stands_before_is_read(
     write_live(trace, tmp_path).close()
     data = (tmp_path / CHROME_TRACE).read_bytes()
     whole = opened(data)
-    for end in range(len(data) // 2, len(data) // 2 + 300):
+    for end in range(10_000, 10_300):
         found = opened(data[:end])
         assert found == whole[: len(found)] and len(found) > 10
 

@@ -27,6 +27,13 @@ POOLS = {
 }
 TRAINER = Degrees("h800", 2, 2, 1, 1, 8, 1, "full", None, False)
 LOCAL = Replicas("h20", 8, 1, 1, 4)
+ONE_TRAINER: dict[str, Any] = {
+    "trainer_tensor_parallel": [4],
+    "pipeline_parallel": [1],
+    "micro_batch": [8],
+    "sync_modes": ["full"],
+}
+"""Of which kinds replicas are does not hang on who trains."""
 
 
 def offer(plan: dict[str, Any] | None = None, **changes: Any) -> Run:
@@ -44,7 +51,7 @@ def offer(plan: dict[str, Any] | None = None, **changes: Any) -> Run:
             "algorithm.prompts_per_step": 32,
             "algorithm.steps": 200,
             "workload.lengths.scale": 0.1,
-            "simulate.max_steps": 40,
+            "simulate.max_steps": 16,
             **keys,
         }
     )
@@ -119,8 +126,8 @@ def test_two_kinds_are_bounded_by_what_both_do_a_second() -> None:
 def test_a_plan_takes_the_gpus_that_training_leaves_to_generate_and_is_what_is_simulated(
     tmp_path: Path,
 ) -> None:
-    run = offer()
-    planned, alike = make_plan(run), make_plan(offer({"mixes_replicas": False}))
+    run = offer(ONE_TRAINER)
+    planned, alike = make_plan(run), make_plan(offer({**ONE_TRAINER, "mixes_replicas": False}))
     fleet = planned.run.rollout
     assert [kind.pool for kind in fleet.kinds] in (["h20", "h800"], ["h800", "h20"])
     assert planned.plan.allocation.rollout.beside is not None
@@ -159,5 +166,6 @@ def test_the_best_of_two_kinds_is_simulated_once_all_of_one_kind_are_ranked() ->
 
 def test_where_all_finalists_lose_their_gpus_a_plan_that_finishes_is_chosen() -> None:
     spot = {**POOLS["h20"], "spot_failures_per_gpu_day": 3000.0}
-    chosen = make_plan(offer(cluster__pools={**POOLS, "h20": spot})).plan.allocation
+    pools = {**POOLS, "h20": spot}
+    chosen = make_plan(offer(ONE_TRAINER, cluster__pools=pools)).plan.allocation
     assert (chosen.rollout.pool, chosen.rollout.beside) == ("h800", None)

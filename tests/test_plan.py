@@ -196,7 +196,9 @@ def test_a_plan_says_what_was_not_looked_at() -> None:
 
 def test_what_binds_is_the_stage_that_is_made_slow() -> None:
     for section, stage in (("training_factor", "training"), ("generation_factor", "generation")):
-        run = few({"costs": {section: 0.005}}, systems=["stream-async"], objective="step-time")
+        degrees = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
+        slow = {"costs": {section: 0.005}}
+        run = few(slow, systems=["stream-async"], objective="step-time", **degrees)
         found = planned(run).plan.binding
         assert found.stage == stage
         error = (

@@ -30,6 +30,7 @@ HUGE = {
     "algorithm.prompts_per_step": 512,
     "algorithm.group_size": 16,
     "algorithm.steps": 100,
+    "simulate.max_steps": 4,
 }
 
 

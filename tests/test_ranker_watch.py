@@ -78,7 +78,7 @@ def test_a_thousand_windows_without_drift_raise_as_many_alarms_as_was_asked_for(
         watch = RankerWatch(rate, seed)
         seed += 1
         for number in range(12):  # a watch whose reference is not for ever: refits begin it anew
-            judgement = watch.judge(window(rng))
+            judgement = watch.judge(window(rng, num=12))
             judged += number > 1
             alarms += judgement.shift is not None
     sigma = sqrt(1000 * rate * (1 - rate))

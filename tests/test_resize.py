@@ -277,7 +277,7 @@ def resized_runs(draw: st.DrawFn) -> Run:
     return small_run(changes)
 
 
-many_seeds = settings(max_examples=60, deadline=None)
+many_seeds = settings(max_examples=30, deadline=None)
 
 
 @many_seeds

@@ -20,6 +20,13 @@ pytest.importorskip("sklearn", reason="the text ranker is an extra: pip install 
 NUM = 120
 
 
+@pytest.fixture
+def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit a tenth of the trees, and resample a quarter as often: what is said of figures does not hang on either."""
+    monkeypatch.setattr("streamrl.ranker.trees.NUM_TREES", 20)
+    monkeypatch.setattr("streamrl.ranker.evaluation.RESAMPLES", 50)
+
+
 def prompts(num: int = NUM, seed: int = 0, family: str = "maths") -> list[KnownPrompt]:
     """Return prompts whose words and numbers tell how long outputs are, up to a factor."""
     rng = np.random.default_rng(seed)
@@ -58,7 +65,7 @@ def test_a_fitted_ranker_tells_prompts_that_it_has_not_seen() -> None:
     assert np.corrcoef(np.log(ranker.score(unseen)), later)[0, 1] > 0.9
 
 
-def test_held_out_scores_know_nothing_of_their_own_prompt() -> None:
+def test_held_out_scores_know_nothing_of_their_own_prompt(few_trees: None) -> None:
     rng = np.random.default_rng(2)
     texts = [f"word{index} other{index}" for index in range(NUM)]
     lengths = rng.normal(size=NUM)
@@ -111,7 +118,7 @@ def test_what_is_no_ranker_is_refused_in_a_line(tmp_path: Path, content: bytes) 
 # Evaluation ---------------------------------------------------------------------------------------
 
 
-def test_prior_and_past_together_are_no_worse_than_either() -> None:
+def test_prior_and_past_together_are_no_worse_than_either(few_trees: None) -> None:
     found = {e.ranker: e for e in rank_all(prompts(200), [1, 3])}
     assert [*found] == [
         *("prompt length", "text", "1 past", "text + 1 past", "3 past", "text + 3 past"),
@@ -128,7 +135,7 @@ def test_prior_and_past_together_are_no_worse_than_either() -> None:
     assert found["prompt length"].calibration["maths"] is None
 
 
-def test_families_are_apart_and_their_mixture_is_called_one() -> None:
+def test_families_are_apart_and_their_mixture_is_called_one(few_trees: None) -> None:
     short = prompts(60, family="maths")
     long = [
         KnownPrompt(f"c{p.id}", "code", p.text, [50 * n for n in p.lengths])
@@ -141,7 +148,7 @@ def test_families_are_apart_and_their_mixture_is_called_one() -> None:
     assert flattered > 0.3  # by telling families apart alone
 
 
-def test_past_outputs_may_be_another_models() -> None:
+def test_past_outputs_may_be_another_models(few_trees: None) -> None:
     known = prompts(200)
     past = {p.id: [2 * p.lengths[0]] for p in known}
     alone = [KnownPrompt(p.id, p.family, None, p.lengths[1:2]) for p in known]
@@ -178,7 +185,7 @@ def test_fit_then_score_then_a_run_file_that_names_the_ranker(tmp_path: Path) ->
     assert np.corrcoef(expected, targets(unseen)[1])[0, 1] > 0.9
 
 
-def test_eval_prints_every_ranker_with_its_error(tmp_path: Path) -> None:
+def test_eval_prints_every_ranker_with_its_error(few_trees: None, tmp_path: Path) -> None:
     lengths = write_csv(tmp_path / "lengths.csv", prompts())
     done = streamrl("ranker", "eval", lengths, "--history", "1")
     assert done.returncode == 0, done.stderr

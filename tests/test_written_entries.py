@@ -11,18 +11,21 @@ from pytest import approx
 
 from sim.world import simulate
 from streamrl.record import trace as trace_module
-from streamrl.record.entries import BLOCK, WrittenEntries
+from streamrl.record.entries import WrittenEntries
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure, measure_speed
 from streamrl.record.run_reader import read_run
 from streamrl.record.trace import Trace, read_trace, replay
 from tests.runs import small_run
 
+BLOCK = 512
+"""Entries of a block here, so that a short trace has a few."""
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace of a few blocks."""
-    run = small_run({"algorithm.steps": 1200, "rollout.max_tokens": 64})
+    run = small_run({"algorithm.steps": 500, "rollout.max_tokens": 64})
     found = tmp_path_factory.mktemp("traces") / "trace.jsonl"
     found.write_bytes(simulate(run).encode())
     return found
@@ -38,6 +41,7 @@ def whole(path: Path) -> Trace:
 @pytest.fixture
 def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     monkeypatch.setattr(trace_module, "LARGE", 1)
+    monkeypatch.setattr("streamrl.record.entries.BLOCK", BLOCK)
     trace = read_trace(path)
     assert isinstance(trace.entries, WrittenEntries) and len(trace.entries) > 3 * BLOCK
     return trace
