@@ -7,7 +7,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from executor.tokens import (
 )
 from executor.transfer.shared_memory import write_buckets
 from tests.engines import HANG, params
+from tests.kept_replica import Kept, started
 from tests.tiny_model import WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
 VOCABULARY = 120
@@ -81,33 +81,7 @@ def new_weights(model_path: Path) -> Weights:
     return changed_weights(model_path)
 
 
-Served = tuple[asyncio.Runner, ReplicaWorker]
-"""A replica, and the event loop that it is called on."""
-
-
-class Kept:
-    """A replica that waits for a next scenario of the same settings: vLLM takes ten seconds of a core to start."""
-
-    def __init__(self) -> None:
-        self._settings: ReplicaSettings | None = None
-        self._served: Served | None = None
-        self._ends = ExitStack()
-
-    def of(self, settings: ReplicaSettings) -> Served:
-        """Return the replica of some settings; one of others is ended."""
-        if self._served is None or settings != self._settings:
-            self.close()
-            self._served = self._ends.enter_context(started(settings, None))
-            self._settings = settings
-        return self._served
-
-    def close(self) -> None:
-        """End it."""
-        self._served = None
-        self._ends.close()
-
-
-_kept = Kept()
+_kept = Kept(VERSION)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,7 +114,8 @@ def serve(
     settings = make_settings(path, backend, **changes)
     if backend != "vllm" or manifest is not None:
         _kept.close()  # vLLM's processes in one are each other's
-        with started(settings, manifest) as (runner, replica):
+        version = manifest.version if manifest else VERSION
+        with started(settings, manifest, version) as (runner, replica):
             runner.run(asyncio.wait_for(scenario(replica), HANG))
         return
     runner, replica = _kept.of(settings)
@@ -158,17 +133,6 @@ def make_settings(path: Path, backend: str, **changes: Any) -> ReplicaSettings:
     limits = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
     own = {"model": str(path), "tokenizer": str(path / TOKENIZER), "backend": backend}
     return ReplicaSettings(**{**own, **limits, "temperature": 1.0, "seed": 0, **changes})
-
-
-@contextmanager
-def started(settings: ReplicaSettings, manifest: Manifest | None) -> Iterator[Served]:
-    with asyncio.Runner() as runner:
-        replica = ReplicaWorker(settings)
-        runner.run(replica.start(manifest, version=manifest.version if manifest else VERSION))
-        try:
-            yield runner, replica
-        finally:
-            runner.run(replica.stop())
 
 
 def request(rollout: int, max_tokens: int, priority: int = 0, **fields: Any) -> Request:
