@@ -121,7 +121,7 @@ def test_where_too_many_steps_come_first_that_is_said() -> None:
 def test_the_length_of_the_training_changes_nothing_but_the_whole() -> None:
     answers = []
     for steps in (6, 500):
-        length = {"algorithm.steps": steps, "simulate.interval": 0.06}
+        length = {"algorithm.steps": steps, "simulate.interval": 0.03}
         against = compare_runs(disaggregated(length), some_run({**COLOCATED, **length}))
         fields = {name: getattr(against, name) for name in against.__struct_fields__}
         for name in "ab":

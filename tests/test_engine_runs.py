@@ -48,16 +48,17 @@ def execute(directory: Path, backend: str, *settings: str, faults: str = "") -> 
     return trace
 
 
-FEW = {"static": ("colocated", "fully-async")}
-"""Systems that have least in common, on an engine that all others treat as they do another."""
+ALL, UNLIKE = get_args(SystemName), ("colocated", "fully-async")
+"""Systems, and those that ask most of an engine: to sleep, and to load under what runs. On vLLM `stream-sync` and `stream-async` are
+those of the tests below, and `disaggregated` that of `test_end_to_end`."""
 
 
 @pytest.mark.parametrize(
     ("backend", "system"),
     [
-        pytest.param(*param.values, system, marks=param.marks)
-        for param in params()
-        for system in FEW.get(str(param.values[0]), get_args(SystemName))
+        pytest.param(*engine.values, system, marks=engine.marks)
+        for engine in params()
+        for system in (ALL if engine.values == ("transformers",) else UNLIKE)
     ],
 )
 def test_every_system_executes(backend: str, system: str, tmp_path: Path) -> None:
@@ -78,8 +79,16 @@ def of_trainer(backend: str, num_ranks: int, zero: int) -> tuple[str, ...]:
     return ("cluster.pools.local.gpus_per_node=4", *(f"trainer.{key}" for key in keys))
 
 
-@pytest.mark.parametrize("system", ["stream-async", "colocated"])
-@pytest.mark.parametrize(("backend", "num_ranks", "zero"), TRAINERS)
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "zero", "system"),
+    [  # what trains several ranks with DeepSpeed as rollouts arrive is below, in every mode
+        pytest.param(*trainer.values, system, id=f"{trainer.id}-{system}", marks=trainer.marks)
+        for trainer in TRAINERS
+        for system in ("stream-async", "colocated")
+        if (trainer.id, system)
+        not in (("deepspeed-1", "colocated"), ("deepspeed-2", "stream-async"))
+    ],
+)
 def test_every_trainer_trains(
     backend: str, num_ranks: int, zero: int, system: str, tmp_path: Path
 ) -> None:
@@ -90,9 +99,16 @@ def test_every_trainer_trains(
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_ranks", "zero"), [pytest.param("torch", 1, 0, id="torch-1"), TRAINERS[2]]
+    ("name", "backend", "num_ranks", "zero"),
+    [
+        *(
+            pytest.param(name, "torch", 1, 0, id=f"{name}-torch-1")
+            for name in ("raft", "dpo", "ppo")
+        ),
+        # A critic is a model of its own; of the others DeepSpeed sees a loss, whose gradient `test_ranks` looks at.
+        pytest.param("ppo", *TRAINERS[2].values, id="ppo-deepspeed-2", marks=TRAINERS[2].marks),
+    ],
 )
-@pytest.mark.parametrize("name", ["raft", "dpo", "ppo"])
 def test_every_algorithm_trains(
     name: str, backend: str, num_ranks: int, zero: int, tmp_path: Path
 ) -> None:
@@ -184,16 +200,6 @@ def test_adapters_reach_vllm_beside_the_weights_and_a_resumed_run_goes_on_with_t
     assert done.returncode == 0, done.stderr
     steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
     assert len(steps) == 6 and all(line["logprob_gap"] < 1e-3 for line in steps)
-
-
-@pytest.mark.vllm
-def test_a_replica_on_two_devices_takes_its_shards_of_every_version(tmp_path: Path) -> None:
-    own = ("rollout.tensor_parallel=2", "cluster.pools.local.gpus_per_node=4")
-    trace = execute(tmp_path, "vllm", "policies.system=stream-sync", *own)
-    loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
-    assert len({*loaded}) >= 2
-    steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
-    assert len(steps) >= 3 and all(line["logprob_gap"] < 1e-4 for line in steps)
 
 
 @pytest.mark.vllm

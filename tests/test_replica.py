@@ -7,7 +7,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from executor.tokens import (
 )
 from executor.transfer.shared_memory import write_buckets
 from tests.engines import HANG, params
+from tests.kept_replica import Kept, started
 from tests.tiny_model import WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
 VOCABULARY = 120
@@ -58,7 +58,22 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model.generation_config.update(top_k=5, repetition_penalty=1.5, do_sample=True)
     model.save_pretrained(path)
+    save_tokenizer(path / TOKENIZER)
     return path
+
+
+TOKENIZER = "tokenizer"
+"""Its directory in the model's; beside its config, it would be one of the model's kind."""
+
+
+def save_tokenizer(path: Path) -> None:
+    """Write one with a word for every token, of which every fifth is special."""
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    model = Tokenizer(WordLevel(words, unk_token="w0"))
+    special = [f"w{token}" for token in range(0, VOCABULARY, 5)]
+    tokenizer: Any = PreTrainedTokenizerFast
+    made = tokenizer(tokenizer_object=model, additional_special_tokens=special)
+    made.save_pretrained(path)
 
 
 @pytest.fixture(scope="session")
@@ -66,37 +81,17 @@ def new_weights(model_path: Path) -> Weights:
     return changed_weights(model_path)
 
 
-Served = tuple[asyncio.Runner, ReplicaWorker]
-"""A replica, and the event loop that it is called on."""
-
-
-class Kept:
-    """A replica that waits for its next scenario: vLLM takes ten seconds of a core to start."""
-
-    def __init__(self) -> None:
-        self._served: dict[Path, Served] = {}
-        self._ends = ExitStack()
-
-    def of(self, path: Path) -> Served:
-        """Return the replica of a model; one of another is ended."""
-        if path not in self._served:
-            self.close()
-            self._served[path] = self._ends.enter_context(started(path, "vllm", None, {}))
-        return self._served[path]
-
-    def close(self) -> None:
-        """End it."""
-        self._served.clear()
-        self._ends.close()
-
-
-_kept = Kept()
+_kept = Kept(VERSION)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _end_what_was_kept() -> Iterator[None]:
     yield
     _kept.close()
+
+
+OURS = ("transformers", "static")
+"""For what the contract of replicas holds vLLM to as well (`test_contracts`): another one would have to start."""
 
 
 @pytest.fixture(params=params())
@@ -110,18 +105,20 @@ def serve(
     backend: str,
     scenario: Callable[[ReplicaWorker], Coroutine[Any, Any, None]],
     manifest: Manifest | None = None,
-    **settings: Any,
+    **changes: Any,
 ) -> None:
     """Run `scenario` with a started replica, and stop it whatever happens.
 
-    One of vLLM's without settings of its own goes on to the next scenario that wants none either: such tests stand together.
+    One of vLLM's goes on to the next scenario if that wants the same settings: such tests stand together.
     """
-    if backend != "vllm" or manifest is not None or settings:
+    settings = make_settings(path, backend, **changes)
+    if backend != "vllm" or manifest is not None:
         _kept.close()  # vLLM's processes in one are each other's
-        with started(path, backend, manifest, settings) as (runner, replica):
+        version = manifest.version if manifest else VERSION
+        with started(settings, manifest, version) as (runner, replica):
             runner.run(asyncio.wait_for(scenario(replica), HANG))
         return
-    runner, replica = _kept.of(path)
+    runner, replica = _kept.of(settings)
     try:
         runner.run(asyncio.wait_for(scenario(replica), HANG))
         with tempfile.TemporaryDirectory() as directory:
@@ -132,19 +129,10 @@ def serve(
         raise
 
 
-@contextmanager
-def started(
-    path: Path, backend: str, manifest: Manifest | None, settings: dict[str, Any]
-) -> Iterator[Served]:
-    defaults = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
-    limits = defaults | {"temperature": 1.0, "seed": 0, "backend": backend} | settings
-    with asyncio.Runner() as runner:
-        replica = ReplicaWorker(ReplicaSettings(model=str(path), **limits))
-        runner.run(replica.start(manifest, version=manifest.version if manifest else VERSION))
-        try:
-            yield runner, replica
-        finally:
-            runner.run(replica.stop())
+def make_settings(path: Path, backend: str, **changes: Any) -> ReplicaSettings:
+    limits = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
+    own = {"model": str(path), "tokenizer": str(path / TOKENIZER), "backend": backend}
+    return ReplicaSettings(**{**own, **limits, "temperature": 1.0, "seed": 0, **changes})
 
 
 def request(rollout: int, max_tokens: int, priority: int = 0, **fields: Any) -> Request:
@@ -186,6 +174,18 @@ def assert_close(done: Completion, expected: torch.Tensor, atol: float = 3e-5) -
     torch.testing.assert_close(logprobs, expected, atol=atol, rtol=2e-6)
 
 
+def test_the_same_seed_gives_the_same_tokens(model_path: Path, backend: str) -> None:
+    tokens: list[list[int]] = []
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        tokens.append(tokens_of(await replica.generate(request(0, 40))))
+
+    _kept.close()  # the first of them is as new as the last, which goes on to what follows
+    for seed in (0, 5, 0):
+        serve(model_path, backend, scenario, seed=seed)
+    assert tokens[0] == tokens[2] != tokens[1]
+
+
 def test_weights_that_were_pushed_are_there_after_a_sleep(
     model_path: Path, new_weights: Weights, backend: str, tmp_path: Path
 ) -> None:
@@ -206,28 +206,8 @@ def test_weights_that_were_pushed_are_there_after_a_sleep(
             weights = reference(model_path) if rollout == 0 else model
             assert_close(done, full_forward(weights, asked, done, 1.0))
 
-    serve(model_path, backend, scenario, takes_turns=True)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_a_full_forward_pass(
-    model_path: Path, backend: str, temperature: float
-) -> None:
-    asked = [request(rollout, 20 + 5 * rollout) for rollout in range(7)]
-    asked.append(request(7, 30, prefix=(write_block([4, 5, 6], [-1.0] * 3, None),)))
-    model = reference(model_path)
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        completions = await asyncio.gather(*map(replica.generate, asked))
-        for ask, done in zip(asked, completions, strict=True):
-            assert done.rollout == ask.rollout
-            assert done.output.num_tokens == ask.max_tokens - count_tokens(ask.prefix)
-            assert done.segments == (TokenSegment(done.output.num_tokens, is_policy=True),)
-            assert (done.finish, done.versions) == ("length", [(3, 0)])
-            assert 0 < done.prefill_time < done.run_time
-            assert_close(done, full_forward(model, ask, done, temperature))
-
-    serve(model_path, backend, scenario, temperature=temperature)
+    turns = {} if backend == "vllm" else {"takes_turns": True}  # which vLLM on CPUs has no look at
+    serve(model_path, backend, scenario, **turns)
 
 
 def test_tokens_go_to_the_file_that_a_request_names(
@@ -357,20 +337,8 @@ def test_a_request_without_room_is_refused(model_path: Path, backend: str) -> No
     serve(model_path, backend, scenario)
 
 
-@pytest.fixture
-def tokenizer_path(tmp_path: Path) -> str:
-    """A word for every token; every fifth is special."""
-    words = {f"w{token}": token for token in range(VOCABULARY)}
-    model = Tokenizer(WordLevel(words, unk_token="w0"))
-    special = [f"w{token}" for token in range(0, VOCABULARY, 5)]
-    tokenizer: Any = PreTrainedTokenizerFast
-    made = tokenizer(tokenizer_object=model, additional_special_tokens=special)
-    made.save_pretrained(tmp_path / "tokenizer")
-    return str(tmp_path / "tokenizer")
-
-
 def test_the_text_is_that_of_the_whole_output_without_special_tokens(
-    model_path: Path, backend: str, tokenizer_path: str
+    model_path: Path, backend: str
 ) -> None:
     prefix = write_block([5, 6, 7], [-1.0] * 3, None)
 
@@ -383,7 +351,31 @@ def test_the_text_is_that_of_the_whole_output_without_special_tokens(
         await replica.abort(1)
         assert (await running).text is None
 
-    serve(model_path, backend, scenario, tokenizer=tokenizer_path)
+    serve(model_path, backend, scenario)
+
+
+WARM = {"temperature": 2.0, "max_running": 64}
+
+
+@pytest.mark.parametrize("changes", [{}, WARM], ids=["1.0", "2.0"])
+def test_logprobs_are_those_of_a_full_forward_pass(
+    model_path: Path, backend: str, changes: dict[str, Any]
+) -> None:
+    asked = [request(rollout, 20 + 5 * rollout) for rollout in range(7)]
+    asked.append(request(7, 30, prefix=(write_block([4, 5, 6], [-1.0] * 3, None),)))
+    model = reference(model_path)
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        completions = await asyncio.gather(*map(replica.generate, asked))
+        for ask, done in zip(asked, completions, strict=True):
+            assert done.rollout == ask.rollout
+            assert done.output.num_tokens == ask.max_tokens - count_tokens(ask.prefix)
+            assert done.segments == (TokenSegment(done.output.num_tokens, is_policy=True),)
+            assert (done.finish, done.versions) == ("length", [(3, 0)])
+            assert 0 < done.prefill_time < done.run_time
+            assert_close(done, full_forward(model, ask, done, changes.get("temperature", 1.0)))
+
+    serve(model_path, backend, scenario, **changes)
 
 
 def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path, backend: str) -> None:
@@ -402,7 +394,11 @@ def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path, backend:
         distance = (shares - probabilities).abs().sum() / 2
         assert distance < 0.15, "a top-k of 50 or less, or temperature 1, is further away"
 
-    serve(model_path, backend, scenario, temperature=2.0, max_running=128, max_tokens=1)
+    serve(model_path, backend, scenario, **WARM)
+
+
+PAIR = {"max_running": 2, "max_tokens": ENDLESS}
+"""Two places, which what never ends can keep."""
 
 
 def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path, backend: str) -> None:
@@ -413,40 +409,7 @@ def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path, backe
         await replica.abort(0)
         assert (await long).finish == "aborted"
 
-    serve(model_path, backend, scenario, max_tokens=ENDLESS)
-
-
-def test_a_static_batch_takes_nothing_in_until_all_of_it_is_over(model_path: Path) -> None:
-    ended: list[int] = []
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        async def generate(rollout: int, max_tokens: int) -> None:
-            await replica.generate(request(rollout, max_tokens, priority=rollout))
-            ended.append(rollout)
-
-        await asyncio.gather(*(generate(*pair) for pair in [(0, 5), (1, 60), (2, 5), (3, 60)]))
-
-    serve(model_path, "static", scenario, max_running=2)
-    assert ended == [0, 1, 2, 3]
-    ended.clear()
-    serve(model_path, "transformers", scenario, max_running=2)
-    assert ended == [0, 2, 1, 3]
-
-
-def test_the_smallest_priority_starts_first_and_ties_by_rollout(
-    model_path: Path, backend: str
-) -> None:
-    order, ended = [(4, 2), (3, 1), (2, 1), (1, 7), (5, 0)], []
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        async def generate(rollout: int, priority: int) -> None:
-            await replica.generate(request(rollout, 5, priority))
-            ended.append(rollout)
-
-        await asyncio.gather(*(generate(*pair) for pair in order))
-
-    serve(model_path, backend, scenario, max_running=1)
-    assert ended == [5, 2, 3, 4, 1]
+    serve(model_path, backend, scenario, **PAIR)
 
 
 def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(
@@ -473,20 +436,22 @@ def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(
         assert part.output.num_tokens + rest.output.num_tokens == 400
         assert_close(rest, full_forward(model, again, rest, 1.0))
 
-    serve(model_path, backend, scenario, max_running=2)
+    serve(model_path, backend, scenario, **PAIR)
 
 
 def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path, backend: str) -> None:
     async def scenario(replica: ReplicaWorker) -> None:
-        first = asyncio.create_task(replica.generate(request(0, ENDLESS)))
-        second = asyncio.create_task(replica.generate(request(1, 5)))
+        first = [asyncio.create_task(replica.generate(request(n, ENDLESS))) for n in range(2)]
+        next_one = asyncio.create_task(replica.generate(request(2, 5)))
         await asyncio.sleep(0.05)
-        first.cancel()
-        assert (await second).output.num_tokens == 5
-        with pytest.raises(asyncio.CancelledError):
-            await first
+        for each in first:  # of a static batch both, or nobody is let in
+            each.cancel()
+        assert (await next_one).output.num_tokens == 5
+        for each in first:
+            with pytest.raises(asyncio.CancelledError):
+                await each
 
-    serve(model_path, backend, scenario, max_running=1, max_tokens=ENDLESS)
+    serve(model_path, backend, scenario, **PAIR)
 
 
 def test_a_drained_load_gives_every_rollout_one_version(
@@ -506,7 +471,7 @@ def test_a_drained_load_gives_every_rollout_one_version(
             model = models[completion.versions[0][0]]
             assert_close(completion, full_forward(model, ask, completion, 1.0))
 
-    serve(model_path, backend, scenario, max_running=2)
+    serve(model_path, backend, scenario, **PAIR)
 
 
 def test_a_replica_starts_with_the_weights_of_its_manifest(
@@ -545,6 +510,40 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
     serve(path, backend, scenario)
 
 
+def test_a_static_batch_takes_nothing_in_until_all_of_it_is_over(model_path: Path) -> None:
+    ended: list[int] = []
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        async def generate(rollout: int, max_tokens: int) -> None:
+            await replica.generate(request(rollout, max_tokens, priority=rollout))
+            ended.append(rollout)
+
+        await asyncio.gather(*(generate(*pair) for pair in [(0, 5), (1, 60), (2, 5), (3, 60)]))
+
+    serve(model_path, "static", scenario, max_running=2)
+    assert ended == [0, 1, 2, 3]
+    ended.clear()
+    serve(model_path, "transformers", scenario, max_running=2)
+    assert ended == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_the_smallest_priority_starts_first_and_ties_by_rollout(
+    model_path: Path, backend: str
+) -> None:
+    order, ended = [(4, 2), (3, 1), (2, 1), (1, 7), (5, 0)], []
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        async def generate(rollout: int, priority: int) -> None:
+            await replica.generate(request(rollout, 5, priority))
+            ended.append(rollout)
+
+        await asyncio.gather(*(generate(*pair) for pair in order))
+
+    serve(model_path, backend, scenario, max_running=1)
+    assert ended == [5, 2, 3, 4, 1]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("backend", "error"),
@@ -571,6 +570,7 @@ def test_when_generation_dies_every_pending_rollout_raises(
     serve(model_path, backend, scenario, max_running=2)
 
 
+@pytest.mark.parametrize("backend", OURS)
 def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path, backend: str) -> None:
     async def scenario(replica: ReplicaWorker) -> None:
         tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
@@ -581,14 +581,3 @@ def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path, backe
         assert "stopped" in str(outcomes[0])
 
     serve(model_path, backend, scenario, max_running=2)
-
-
-def test_the_same_seed_gives_the_same_tokens(model_path: Path, backend: str) -> None:
-    tokens: list[list[int]] = []
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        tokens.append(tokens_of(await replica.generate(request(0, 40))))
-
-    for seed in (5, 5, 6):
-        serve(model_path, backend, scenario, seed=seed)
-    assert tokens[0] == tokens[1] != tokens[2]

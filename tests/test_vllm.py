@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from executor.carriers.launch import REPLICA
 from executor.carriers.remote import remote
 from executor.roles import ReplicaRole, RoleLostError
 from executor.rollout.inference_engine import ReplicaSettings
-from executor.rollout.replica_worker import ReplicaWorker
 from executor.samples import Completion, Request
 from executor.tokens import encode_ids, read_block
 from executor.transfer.merge import merged
 from executor.transfer.shared_memory import write_buckets
+from tests.kept_replica import Kept, Served, started
 from tests.tiny_model import SHAPE, WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -49,6 +50,29 @@ def settings(model: Path) -> dict[str, Any]:
     return {"model": str(model), "temperature": 1.0, "seed": 0, "backend": "vllm", **limits}
 
 
+_kept = Kept(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_what_was_kept() -> Iterator[None]:
+    yield
+    _kept.close()
+
+
+@pytest.fixture
+def served(model: Path) -> Served:
+    """Return the one for tests that load versions of their own; who kills it closes it."""
+    return _kept.of(ReplicaSettings(**settings(model)))
+
+
+@contextmanager
+def alone(settings: ReplicaSettings) -> Iterator[Served]:
+    """Have a replica of other settings, in whose stead none is kept."""
+    _kept.close()
+    with started(settings, None, 0) as served:
+        yield served
+
+
 def ask(rollout: int, max_tokens: int, priority: int = 0) -> Request:
     prompt = encode_ids(PROMPT)
     return Request(rollout=rollout, prompt=prompt, priority=priority, max_tokens=max_tokens)
@@ -63,32 +87,6 @@ def gap(model: Any, done: Completion) -> float:
     return float((expected - torch.tensor(logprobs.tolist())).abs().max())
 
 
-def test_a_prompt_is_computed_once_under_one_version_and_again_under_the_next(
-    model: Path, tmp_path: Path
-) -> None:
-    new = changed_weights(model)
-
-    async def go() -> None:
-        replica = ReplicaWorker(ReplicaSettings(**settings(model)))
-        await replica.start(None, 0)
-        try:
-            await replica._engine.time_passes()
-            before = [await replica.generate(ask(rollout, 20)) for rollout in range(2)]
-            checksums = [await replica._engine._llm.compute_weight_checksums()]  # type: ignore[attr-defined]
-            await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
-            checksums.append(await replica._engine._llm.compute_weight_checksums())  # type: ignore[attr-defined]
-            after = await replica.generate(ask(2, 20))
-            prefixes = [sum(one.prefixes) for one in await replica._engine.passes() if one.prefixes]
-        finally:
-            await replica.stop()
-        assert max(gap(reference(model), done) for done in before) < 1e-4
-        assert gap(reference(model, new), after) < 1e-4 < gap(reference(model), after)
-        assert prefixes == [len(PROMPT), len(PROMPT) % 128, len(PROMPT)]
-        assert checksums[0] != checksums[1]
-
-    asyncio.run(go())
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_experts_reach_vllm_under_the_names_that_it_has(kind: str, tmp_path: Path) -> None:
     experts = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
@@ -100,18 +98,14 @@ def test_experts_reach_vllm_under_the_names_that_it_has(kind: str, tmp_path: Pat
     models.from_config(config).save_pretrained(tmp_path / "model")
     new = changed_weights(tmp_path / "model")
 
-    async def go() -> None:
-        replica = ReplicaWorker(ReplicaSettings(**settings(tmp_path / "model")))
-        await replica.start(None, 0)
-        try:
-            await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
-            after = await replica.generate(ask(0, 20))
-        finally:
-            await replica.stop()
+    async def go(replica: ReplicaRole) -> None:
+        await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
+        after = await replica.generate(ask(0, 20))
         model = tmp_path / "model"
         assert gap(reference(model, new), after) < 1e-3 < gap(reference(model), after)
 
-    asyncio.run(go())
+    with alone(ReplicaSettings(**settings(tmp_path / "model"))) as (runner, replica):
+        runner.run(go(replica))
 
 
 RANK = 4
@@ -140,59 +134,25 @@ def test_adapters_are_computed_with_beside_the_weights_and_replaced_under_what_r
     narrow = {name: each[:1] if name.endswith(A) else each[:, :1] for name, each in new.items()}
     whole = changed_weights(model)
 
-    async def go() -> list[Completion]:
-        replica = ReplicaWorker(ReplicaSettings(**settings(model), adapter_rank=RANK))
-        await replica.start(None, 0)
-        try:
-            done = [await replica.generate(ask(0, 20))]
-            await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
-            done.append(await replica.generate(ask(1, 20)))
-            running = asyncio.ensure_future(replica.generate(ask(2, 400)))
-            await asyncio.sleep(0.2)
-            for number, wrong in enumerate((narrow, whole), 3):
-                with pytest.raises(ValueError, match=f"version {number}: .*(rank 4|is missing)"):
-                    await replica.load(write_buckets(wrong.items(), tmp_path, number), drain=False)
-            await replica.load(write_buckets(newer.items(), tmp_path, 2), drain=False)
-            return [*done, await replica.generate(ask(3, 20)), await running]
-        finally:
-            await replica.stop()
+    async def go(replica: ReplicaRole) -> list[Completion]:
+        done = [await replica.generate(ask(0, 20))]
+        await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
+        done.append(await replica.generate(ask(1, 20)))
+        running = asyncio.ensure_future(replica.generate(ask(2, 400)))
+        await asyncio.sleep(0.2)
+        for number, wrong in enumerate((narrow, whole), 3):
+            with pytest.raises(ValueError, match=f"version {number}: .*(rank 4|is missing)"):
+                await replica.load(write_buckets(wrong.items(), tmp_path, number), drain=False)
+        await replica.load(write_buckets(newer.items(), tmp_path, 2), drain=False)
+        return [*done, await replica.generate(ask(3, 20)), await running]
 
-    *done, both = asyncio.run(go())
+    with alone(ReplicaSettings(**settings(model), adapter_rank=RANK)) as (runner, replica):
+        *done, both = runner.run(go(replica))
     models = [reference(model), with_adapters(model, new), with_adapters(model, newer)]
     for number, each in enumerate(done):
         assert gap(models[number], each) < 1e-3 < gap(models[number - 1], each)
     assert [version for version, _ in both.versions] == [1, 2]
     assert not list(tmp_path.glob("v*/adapters-*")), "what vLLM has read stays nowhere"
-
-
-def test_weights_that_replace_others_of_their_version_share_no_prompt_with_them(
-    model: Path, tmp_path: Path
-) -> None:
-    """A trainer that was lost makes other weights of a version that was served before."""
-    lost, new = changed_weights(model, 1), changed_weights(model, 2)
-    outside = Request(rollout=9, prompt=encode_ids([VOCABULARY]), priority=0, max_tokens=4)
-
-    async def go() -> None:
-        replica = ReplicaWorker(ReplicaSettings(**settings(model)))
-        await replica.start(None, 0)
-        try:
-            await replica.load(write_buckets(lost.items(), tmp_path / "lost", 1), drain=True)
-            await replica.generate(ask(0, 20))
-            running = asyncio.ensure_future(replica.generate(ask(1, 400)))
-            await asyncio.sleep(0.2)
-            await replica.load(write_buckets(new.items(), tmp_path / "new", 1), drain=False)
-            after = await replica.generate(ask(2, 20))
-            await running  # whose spans are of both
-            with pytest.raises(ValueError, match="token 64 is none of the model's 64"):
-                await replica.generate(outside)
-            await replica.generate(ask(3, 2))
-        finally:
-            await replica.stop()
-        assert gap(reference(model, new), after) < 1e-4 < gap(reference(model, lost), after)
-
-    for name in ("lost", "new"):
-        (tmp_path / name).mkdir()
-    asyncio.run(go())
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -234,9 +194,10 @@ def shared_by(process: psutil.Process) -> set[Path]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_nothing_outlives_a_replica_that_is_killed(
+def test_a_replica_takes_its_shards_of_every_version_and_nothing_outlives_it_where_it_is_killed(
     num_devices: int, model: Path, tmp_path: Path
 ) -> None:
+    versions = [reference(model).state_dict(), changed_weights(model, 1), changed_weights(model, 2)]
     families: list[psutil.Process] = []
     shared: set[Path] = set()
 
@@ -247,6 +208,12 @@ def test_nothing_outlives_a_replica_that_is_killed(
         await replica.start(None, 0)
         families.extend(family(handle.pid))
         shared.update(path for process in families for path in shared_by(process))
+        for number in (1, 2):
+            manifest = write_buckets(versions[number].items(), tmp_path, number)
+            assert (await replica.load(manifest, True)).checksum == manifest.checksum
+            done = await replica.generate(ask(number, 20))
+            assert gap(reference(model, versions[number]), done) < 1e-4
+            assert gap(reference(model, versions[number - 1]), done) > 1e-3
         pending = await in_the_midst(replica)
         os.kill(handle.pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
@@ -254,6 +221,8 @@ def test_nothing_outlives_a_replica_that_is_killed(
         assert all(
             isinstance(each, Completion | WorkerLostError) for each in await outcomes(pending)
         )
+        with pytest.raises(WorkerLostError):
+            await replica.generate(ask(98, 2))
         await handle.close()
 
     asyncio.run(go())
@@ -263,27 +232,73 @@ def test_nothing_outlives_a_replica_that_is_killed(
     wait_until(lambda: not any(path.exists() for path in shared), 10)
 
 
-def test_when_the_core_dies_every_pending_rollout_raises_and_later_ones_are_lost(
-    model: Path,
+def test_a_prompt_is_computed_once_under_one_version_and_again_under_the_next(
+    served: Served, model: Path, tmp_path: Path
 ) -> None:
-    async def go() -> None:
-        others = {process.pid for process in psutil.Process().children()}
-        replica = ReplicaWorker(ReplicaSettings(**settings(model)))
-        await replica.start(None, 0)
-        try:
-            pending = await in_the_midst(replica)
-            for process in psutil.Process().children():
-                if process.pid not in others and "EngineCore" in called(process):
-                    process.kill()
-            ended = await outcomes(pending)
-            assert isinstance(ended[-1], RuntimeError)
-            assert all(isinstance(each, Completion | RuntimeError) for each in ended)
-            with pytest.raises(RoleLostError, match="not running"):
-                await replica.generate(ask(1, 5))
-            with pytest.raises(RuntimeError, match="not running"):
-                async with replica._engine.paused():
-                    pass
-        finally:
-            await replica.stop()
+    runner, replica = served
+    plain, new = reference(model).state_dict(), changed_weights(model)
 
-    asyncio.run(go())
+    async def go() -> None:
+        await replica.load(write_buckets(plain.items(), tmp_path, 0), drain=True)
+        await replica._engine.time_passes()
+        before = [await replica.generate(ask(rollout, 20)) for rollout in range(2)]
+        checksums = [await replica._engine._llm.compute_weight_checksums()]  # type: ignore[attr-defined]
+        await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
+        checksums.append(await replica._engine._llm.compute_weight_checksums())  # type: ignore[attr-defined]
+        after = await replica.generate(ask(2, 20))
+        prefixes = [sum(one.prefixes) for one in await replica._engine.passes() if one.prefixes]
+        assert max(gap(reference(model), done) for done in before) < 1e-4
+        assert gap(reference(model, new), after) < 1e-4 < gap(reference(model), after)
+        assert prefixes == [len(PROMPT), len(PROMPT) % 128, len(PROMPT)]
+        assert checksums[0] != checksums[1]
+
+    runner.run(go())
+
+
+def test_weights_that_replace_others_of_their_version_share_no_prompt_with_them(
+    served: Served, model: Path, tmp_path: Path
+) -> None:
+    """A trainer that was lost makes other weights of a version that was served before."""
+    runner, replica = served
+    lost, new = changed_weights(model, 2), changed_weights(model, 3)
+    outside = Request(rollout=9, prompt=encode_ids([VOCABULARY]), priority=0, max_tokens=4)
+
+    async def go() -> None:
+        await replica.load(write_buckets(lost.items(), tmp_path / "lost", 2), drain=True)
+        await replica.generate(ask(0, 20))
+        running = asyncio.ensure_future(replica.generate(ask(1, 400)))
+        await asyncio.sleep(0.2)
+        await replica.load(write_buckets(new.items(), tmp_path / "new", 2), drain=False)
+        after = await replica.generate(ask(2, 20))
+        await running  # whose spans are of both
+        with pytest.raises(ValueError, match="token 64 is none of the model's 64"):
+            await replica.generate(outside)
+        await replica.generate(ask(3, 2))
+        assert gap(reference(model, new), after) < 1e-4 < gap(reference(model, lost), after)
+
+    for name in ("lost", "new"):
+        (tmp_path / name).mkdir()
+    runner.run(go())
+
+
+def test_when_the_core_dies_every_pending_rollout_raises_and_later_ones_are_lost(
+    served: Served,
+) -> None:
+    runner, replica = served
+
+    async def go() -> None:
+        pending = await in_the_midst(replica)
+        for process in psutil.Process().children():
+            if "EngineCore" in called(process):
+                process.kill()
+        ended = await outcomes(pending)
+        assert isinstance(ended[-1], RuntimeError)
+        assert all(isinstance(each, Completion | RuntimeError) for each in ended)
+        with pytest.raises(RoleLostError, match="not running"):
+            await replica.generate(ask(1, 5))
+        with pytest.raises(RuntimeError, match="not running"):
+            async with replica._engine.paused():
+                pass
+
+    runner.run(go())
+    _kept.close()
