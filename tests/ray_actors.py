@@ -19,7 +19,7 @@ async def start_actor(
     from executor.carriers.ray_role import RayRole
 
     if not ray.is_initialized():
-        ray.init("local", num_cpus=8, log_to_driver=False, include_dashboard=False)
+        ray.init("local", num_cpus=1, log_to_driver=False, include_dashboard=False)
     options = {"num_cpus": 0, "max_concurrency": 1000}
     actor = RayActor(ray.remote(RayRole).options(**options).remote(), role_path, patience)
     await actor.locate()

@@ -62,10 +62,10 @@ SHAPES = [
             id=f"deepspeed-{num_ranks}-zero-{zero}",
             marks=pytest.mark.deepspeed,
         )
-        for num_ranks in (1, 2)
-        for zero in (0, 1, 2, 3)
+        for num_ranks, zero in ((1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3))
     ),
 ]
+"""With one rank nothing is split, and ZeRO 1 is what ZeRO 2 is."""
 
 
 @asynccontextmanager
@@ -199,11 +199,23 @@ VARIANTS: dict[str, tuple[dict[str, Any], Recompute, int | None]] = {
     "dpo": ({"algorithm": "dpo", "correction": None, "beta": 0.5}, "none", None),
     "adapters": ({"adapter_rank": 4, "kl_coefficient": 0.1}, "none", None),
 }
-IN_EVERY_SHAPE = ("clipped", "scored")
-SPLIT = [
-    param for param in SHAPES if param.id in ("torch-2", "deepspeed-1-zero-2", "deepspeed-2-zero-3")
-]
+IN_EVERY_SHAPE = "clipped"
+MOST_UNLIKE = ("torch-2", "deepspeed-1-zero-2", "deepspeed-2-zero-3")
 """Those that have least in common, for what goes through the same passes and steps as the others."""
+
+
+def shapes(*names: str) -> list[Any]:
+    return [param for param in SHAPES if param.id in names]
+
+
+Outcome = tuple[Weights, list[Any]]
+"""Weights in the end, and what each step said."""
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    """What one rank makes of each variant, once it was asked."""
+    return {}
 
 
 @pytest.mark.parametrize(
@@ -211,11 +223,11 @@ SPLIT = [
     [
         pytest.param(name, *param.values, id=f"{name}-{param.id}", marks=param.marks)
         for name in VARIANTS
-        for param in (SHAPES if name in IN_EVERY_SHAPE else SPLIT)
+        for param in (SHAPES if name == IN_EVERY_SHAPE else shapes(*MOST_UNLIKE))
     ],
 )
 def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
-    model_path: str, tmp_path: Path, name: str, shape: Shape
+    model_path: str, tmp_path: Path, alone: dict[str, Outcome], name: str, shape: Shape
 ) -> None:
     changes, recompute, chunk = VARIANTS[name]
     if shape.zero == 3 and shape.num_ranks > 1:
@@ -223,7 +235,7 @@ def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
     calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
 
-    async def go(split: Shape) -> tuple[Weights, list[Any]]:
+    async def go(split: Shape) -> Outcome:
         place = tmp_path / str(split.num_ranks + 10 * (split is shape))
         place.mkdir()
         own = {"recompute": recompute, "logits_chunk": chunk} if split is shape else {}
@@ -235,13 +247,18 @@ def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
             assert gap(before, after) > 20 * GAP
             return after, figures
 
-    alone, split = (run(go(each)) for each in (ALONE, shape))
-    assert gap(alone[0], split[0]) < GAP
-    for ours, theirs in zip(alone[1], split[1], strict=True):
+    if name not in alone:
+        alone[name] = run(go(ALONE))
+    weights, figures = run(go(shape))
+    assert gap(alone[name][0], weights) < GAP
+    for ours, theirs in zip(alone[name][1], figures, strict=True):
         assert theirs == pytest.approx(ours, rel=2e-3, abs=2e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",  # ZeRO 2 writes the files that ZeRO 1 does
+    shapes(*MOST_UNLIKE, "deepspeed-2-zero-0", "deepspeed-2-zero-1"),
+)
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(
     model_path: str, tmp_path: Path, shape: Shape
 ) -> None:
@@ -330,16 +347,20 @@ def test_the_gradient_of_many_passes_in_bfloat16_is_as_long_as_that_of_one(
     model_path: str, tmp_path: Path, zero: int
 ) -> None:
     sample = next(sample for sample in make_samples(1) if sample.advantage)
+    shape, own = Shape("deepspeed", 1, zero), {"dtype": "bfloat16", "learning_rate": 1e-9}
 
-    async def norm_of(copies: int) -> float:
-        shape = Shape("deepspeed", 1, zero)
-        async with trainer(model_path, tmp_path, shape, TRAINER, dtype="bfloat16") as (role, _):
+    async def norms_of(*copies: int) -> list[float]:
+        found = []
+        async with trainer(model_path, tmp_path, shape, TRAINER, **own) as (role, _):
             await role.start(None)
-            for number in range(copies):
-                await role.train([msgspec.structs.replace(sample, rollout=number)])
-            return float((await role.step(1))["grad_norm"])
+            for version, count in enumerate(copies, 1):
+                for number in range(count):
+                    await role.train([msgspec.structs.replace(sample, rollout=number)])
+                found.append(float((await role.step(version))["grad_norm"]))
+        return found
 
-    assert run(norm_of(600)) == pytest.approx(run(norm_of(1)), rel=0.02)
+    one, many = run(norms_of(1, 450))  # of so many added up in bfloat16 a sixth is missing; of 300, nothing
+    assert many == pytest.approx(one, rel=0.02)
 
 
 @pytest.mark.deepspeed
@@ -362,7 +383,7 @@ def test_a_checkpoint_of_another_split_is_refused(model_path: str, tmp_path: Pat
     run(go(ALONE, "no checkpoint of trainer.backend torch"))
 
 
-TWO = [SHAPES[0], SHAPES[-1]]
+TWO = shapes("torch-2", "deepspeed-2-zero-3")
 
 
 @pytest.mark.parametrize("shape", TWO)
@@ -388,8 +409,13 @@ def test_what_one_rank_refuses_all_refuse_and_go_on(
     run(go())
 
 
-@pytest.mark.parametrize("shape", TWO)
-@pytest.mark.parametrize("how", [signal.SIGKILL, "raises"])
+@pytest.mark.parametrize(
+    ("how", "shape"),
+    [
+        ("raises", TWO[0].values[0]),  # which no back end has a part in
+        *(pytest.param(signal.SIGKILL, *two.values, id=two.id, marks=two.marks) for two in TWO),
+    ],
+)
 def test_a_lost_rank_is_a_lost_trainer(
     model_path: str, tmp_path: Path, shape: Shape, how: Any
 ) -> None:
