@@ -359,7 +359,9 @@ def test_the_gradient_of_many_passes_in_bfloat16_is_as_long_as_that_of_one(
                 found.append(float((await role.step(version))["grad_norm"]))
         return found
 
-    one, many = run(norms_of(1, 450))  # of so many added up in bfloat16 a sixth is missing; of 300, nothing
+    one, many = run(
+        norms_of(1, 450)
+    )  # of so many added up in bfloat16 a sixth is missing; of 300, nothing
     assert many == pytest.approx(one, rel=0.02)
 
 
