@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,9 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
 
 
 def called(process: psutil.Process) -> str:
-    return " ".join([process.name(), *process.cmdline()])
+    with suppress(psutil.Error):  # it has ended, as those of an earlier engine have
+        return " ".join([process.name(), *process.cmdline()])
+    return ""
 
 
 async def in_the_midst(replica: ReplicaRole) -> list[asyncio.Future[Completion]]:
