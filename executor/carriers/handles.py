@@ -58,6 +58,9 @@ class Process(Protocol):
 class Handle(ABC):
     """A role that can be called."""
 
+    _lost: WorkerLostError | None = None
+    """Why nothing more comes from it; None while something may."""
+
     @abstractmethod
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Run a method of the role and return its result, as `returns`."""
@@ -70,6 +73,22 @@ class Handle(ABC):
     async def close(self) -> None:
         """End the role; nothing of it is left behind."""
 
+    def _result_of(self, answer: Answer, returns: type[T]) -> T:
+        """Return what another process has answered.
+
+        Raises:
+            AnswerError: the call failed there.
+            WorkerLostError: the role can do nothing any more; it is killed.
+        """
+        if answer.kind == "result":
+            return decode(answer.value, returns)
+        error = decode(answer.value, str)
+        if answer.kind == "error":
+            raise AnswerError(error)
+        self.kill(f"can do nothing any more: {error}")
+        assert self._lost is not None
+        raise self._lost
+
 
 class InProcess(Handle):
     """A role in this process and this event loop."""
@@ -77,7 +96,6 @@ class InProcess(Handle):
     def __init__(self, role_path: str, config: Config) -> None:
         self._role: Any = make_role(role_path, config)
         self._calls: set[asyncio.Task[Any]] = set()
-        self._lost: WorkerLostError | None = None
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Await the role's own method."""
@@ -123,7 +141,6 @@ class LocalProcess(Handle):
         self._writer = writer
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._num_calls = 0
-        self._lost: WorkerLostError | None = None
         self._listener = asyncio.create_task(self._listen())
         self._heartbeat = Heartbeat(process.pid, patience)
         self._beating = asyncio.create_task(self._beat())
@@ -167,15 +184,7 @@ class LocalProcess(Handle):
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Send the call now, wait for its result."""
-        answer = await self._send(method, arguments)
-        if answer.kind == "result":
-            return decode(answer.value, returns)
-        error = decode(answer.value, str)
-        if answer.kind == "error":
-            raise AnswerError(error)
-        self.kill(f"can do nothing any more: {error}")
-        assert self._lost is not None
-        raise self._lost
+        return self._result_of(await self._send(method, arguments), returns)
 
     def kill(self, reason: str) -> None:
         """Kill the process, also one that is stopped, and say why it is lost."""

@@ -17,7 +17,6 @@ from executor.carriers.handles import Config, Handle, WorkerLostError
 from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.ray_role import Whereabouts
 from executor.carriers.wire import Answer, Call, decode, encode
-from executor.roles import AnswerError
 
 T = TypeVar("T")
 
@@ -49,7 +48,6 @@ class RayActor(Handle):
         self._outbox: list[Call] = []
         """Calls of this moment, which are sent together."""
         self._num_calls = self._num_sent = 0
-        self._lost: WorkerLostError | None = None
         self._heartbeat = Heartbeat(None, patience)
         self._beating: asyncio.Task[None] | None = None
         self._has_begun = False
@@ -81,15 +79,7 @@ class RayActor(Handle):
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._send)
         self._outbox.append(Call(self._num_calls, method, list(arguments)))
-        answer = await answered
-        if answer.kind == "result":
-            return decode(answer.value, returns)
-        error = decode(answer.value, str)
-        if answer.kind == "error":
-            raise AnswerError(error)
-        self.kill(f"can do nothing any more: {error}")
-        assert self._lost is not None
-        raise self._lost
+        return self._result_of(await answered, returns)
 
     @property
     def is_lost(self) -> bool:

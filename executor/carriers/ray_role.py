@@ -18,9 +18,8 @@ from typing import Any
 
 import msgspec
 
-from executor.carriers.wire import Answer, Call, Kind, encode
-from executor.carriers.worker import make_role, typed_arguments
-from executor.roles import RoleLostError, reason_of
+from executor.carriers.wire import Answer, Call, encode
+from executor.carriers.worker import failure, make_role, typed_arguments
 
 GATHER_TIME = 0.01
 """Seconds from one sending of answers to the next: Ray takes a millisecond of two processes for each thing that it
@@ -107,15 +106,14 @@ class RayRole:
         os.kill(os.getpid(), signal.Signals(number))
 
     async def _run(self, call: Call) -> None:
-        kind: Kind = "result"
         try:
             method: Callable[..., Any] = getattr(self._role, call.method)
-            value = encode(await method(*typed_arguments(method, call.arguments)))
+            result = await method(*typed_arguments(method, call.arguments))
+            answer = Answer(call.id, "result", encode(result))
         except Exception as error:
             traceback.print_exc()
-            kind = "lost" if isinstance(error, RoleLostError) else "error"
-            value = encode(reason_of(error))
-        self._answers.append(Answer(call.id, kind, value))
+            answer = failure(call, error)
+        self._answers.append(answer)
         self._is_answered.set()
 
 

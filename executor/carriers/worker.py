@@ -58,9 +58,14 @@ async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
     except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
         with suppress(OSError):  # its log's disk is full
             traceback.print_exc()
-        kind: Kind = "lost" if isinstance(error, RoleLostError) else "error"
-        write_frame(writer, Answer(call.id, kind, encode(reason_of(error))))
+        write_frame(writer, failure(call, error))
     await writer.drain()
+
+
+def failure(call: Call, error: Exception) -> Answer:
+    """Return the answer to a call that has raised."""
+    kind: Kind = "lost" if isinstance(error, RoleLostError) else "error"
+    return Answer(call.id, kind, encode(reason_of(error)))
 
 
 def typed_arguments(method: Any, arguments: list[Any]) -> list[Any]:
