@@ -23,9 +23,9 @@ from rich.table import Table
 from benchmarks.in_turns import execute_in_turns
 from benchmarks.reality_cells import asynchrony_pair, make_run
 from benchmarks.reality_runs import as_recorded, make_models, profile, with_profile
-from sim.fidelity.scorecard import stamp
 from streamrl.record.metrics import measure
 from streamrl.report.fidelity import ASYNCHRONY, with_section
+from streamrl.sim.fidelity.scorecard import stamp
 
 ROUNDS = 6
 REPLICAS = 1, 2, 3

@@ -23,9 +23,6 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from sim.calibration.calibrate import calibrate_steps
-from sim.calibration.stepwise import simulate_steps
-from sim.fidelity.rl_steps import EIGHT, SEVENTY, SMALL
 from streamrl.hardware.calibration_file import write_calibration
 from streamrl.hardware.profiles import load_model
 from streamrl.logs.imported import scale_to_mean
@@ -34,6 +31,9 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.keys import place_of
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.sim.calibration.calibrate import calibrate_steps
+from streamrl.sim.calibration.stepwise import simulate_steps
+from streamrl.sim.fidelity.rl_steps import EIGHT, SEVENTY, SMALL
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "rl_steps" / "stages.csv"
 STAGES = ("generation", "score", "train", "sync", "step_time")

@@ -14,11 +14,11 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from sim.fidelity.cases import BATCH, RESERVING
-from sim.world import simulate
 from streamrl.engine.messages import Generated, PromptsDrawn
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
+from streamrl.sim.fidelity.cases import BATCH, RESERVING
+from streamrl.sim.world import simulate
 
 SWEPT = (8, 10, 12, 14, 15, 16, 20, 24, 32, 64, 256)
 TOLERANCE = 0.05

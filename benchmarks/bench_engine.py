@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.costs.costs import Costs
-from sim.world import SimWorld
 from streamrl.engine.messages import Generated
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 RUN_FILE = Path(__file__).parent / "engine.toml"

@@ -32,10 +32,6 @@ from msgspec.structs import replace
 from benchmarks.fault_books import EXECUTED, KINDS, RAY, SIMULATED, Cell, Key, balance, read_legs
 from benchmarks.fault_model import make_model
 from benchmarks.fault_page import page
-from executor.faults import StruckFault, read_struck
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.world import SimWorld
 from streamrl.cli.progress import make_progress
 from streamrl.engine.messages import (
     Event,
@@ -48,6 +44,7 @@ from streamrl.engine.messages import (
     Stepped,
     TrainerLost,
 )
+from streamrl.executor.faults import StruckFault, read_struck
 from streamrl.record.legs import balance_legs
 from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace
@@ -55,6 +52,9 @@ from streamrl.report.ledger_line import tell_faults
 from streamrl.runfile.faults_config import FaultConfig, FaultKind
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.units import Duration
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ LARGEST_GAP = 1e-3
 hundredth of it, a step of this model's a hundred times it."""
 COMMAND = """
 import sys
-from executor.execute import execute
+from streamrl.executor.execute import execute
 from streamrl.runfile.reading import load_run
 path, what, *changes = sys.argv[1:]
 execute(load_run(path, changes), what == "resume")

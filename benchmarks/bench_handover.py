@@ -29,21 +29,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Config, Handle, LocalProcess
-from executor.carriers.wire import Call, decode, encode, encode_frame
-from executor.execute import token_directory
-from executor.prompts import PromptWorkload
-from executor.record import RunDirectory
-from executor.roles import Scoring
-from executor.rollout.replica import Replica
-from executor.samples import Completion, Loaded, Manifest, Request, Sample
-from executor.tokens import TokenBlock, TokenSegment, write_block
-from executor.trainer.estimator import AdvantageEstimator
-from executor.trainer.trainer import Trainer
-from executor.transfer.transfer import Transfer
-from executor.verifier.verifier import Verifier
-from executor.world import RealWorld
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -69,6 +54,21 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import Config, Handle, LocalProcess
+from streamrl.executor.carriers.wire import Call, decode, encode, encode_frame
+from streamrl.executor.execute import token_directory
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.roles import Scoring
+from streamrl.executor.rollout.replica import Replica
+from streamrl.executor.samples import Completion, Loaded, Manifest, Request, Sample
+from streamrl.executor.tokens import TokenBlock, TokenSegment, write_block
+from streamrl.executor.trainer.estimator import AdvantageEstimator
+from streamrl.executor.trainer.trainer import Trainer
+from streamrl.executor.transfer.transfer import Transfer
+from streamrl.executor.verifier.verifier import Verifier
+from streamrl.executor.world import RealWorld
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run, read_table

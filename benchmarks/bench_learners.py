@@ -26,9 +26,9 @@ from rich.table import Table
 
 from benchmarks.bench_profile import Outcome, middle, predict, report
 from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart, settings_of
-from executor.execute import execute
-from executor.profiling.profile_file import make_setup, profile_model
 from streamrl.cli.progress import make_progress
+from streamrl.executor.execute import execute
+from streamrl.executor.profiling.profile_file import make_setup, profile_model
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace

@@ -24,14 +24,6 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from sim.checkup.checkup import check_up
-from sim.planner.layouts import Degrees, Replicas
-from sim.planner.modes import USUAL_SYSTEMS, Mode
-from sim.planner.planner import make_plan
-from sim.planner.race import FINAL_STEPS, Race
-from sim.planner.search import ROUND, Search
-from sim.planner.space import Candidate
-from sim.planner.trial import Trial, run_all, short_speed_of, shortened
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.finding import Finding
 from streamrl.doctor.memory import memory_of
@@ -40,6 +32,14 @@ from streamrl.report.plan import Plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.section import Section
+from streamrl.sim.checkup.checkup import check_up
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.modes import USUAL_SYSTEMS, Mode
+from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.race import FINAL_STEPS, Race
+from streamrl.sim.planner.search import ROUND, Search
+from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.trial import Trial, run_all, short_speed_of, shortened
 
 OFFERS = Path(__file__).parent / "offers"
 RESULTS, PAGE = OFFERS / "results.jsonl", Path(__file__).parent.parent / "docs" / "plans.md"

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from sim.fidelity.cases import Case, make_case
-from sim.fidelity.paper import load_paper
-from sim.planner.planner import make_plan
-from sim.planner.search import Search
-from sim.planner.trial import Trial, run_all, short_speed_of
 from streamrl.report.plan import Plan
 from streamrl.runfile.config import Run
+from streamrl.sim.fidelity.cases import Case, make_case
+from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.trial import Trial, run_all, short_speed_of
 
 SIZES = ("7B", "32B", "72B")
 H20_NODES = {"7B": 4, "32B": 6, "72B": 8}

@@ -30,16 +30,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart
-from executor.execute import execute
-from executor.profiling.profile_file import make_setup, profile_model
-from sim.world import simulate
 from streamrl.cli.progress import make_progress
+from streamrl.executor.execute import execute
+from streamrl.executor.profiling.profile_file import make_setup, profile_model
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.world import simulate
 
 ROUNDS = 5
 STEPS = {"decode": 10, "train": 8, "mixed": 8}

@@ -15,11 +15,19 @@ from math import log, sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
-from sim.fidelity.cases import BATCH, LENGTHS, MODELS, WARM_UP, Case, make_case, on_wider_replicas
-from sim.fidelity.paper import load_paper
-from sim.fidelity.throughput import CELLS, COST, paper_throughput
-from sim.world import simulate
 from streamrl.record.metrics import measure_speed
+from streamrl.sim.fidelity.cases import (
+    BATCH,
+    LENGTHS,
+    MODELS,
+    WARM_UP,
+    Case,
+    make_case,
+    on_wider_replicas,
+)
+from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.fidelity.throughput import CELLS, COST, paper_throughput
+from streamrl.sim.world import simulate
 
 SEEDS = (0, 1)
 READINGS: dict[str, dict[str, Any]] = {

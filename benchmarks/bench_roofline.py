@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.costs.kernels import peak_of, table_path
 from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import PROFILES, load_gpu
 from streamrl.hardware.tables import Floats, Table, read_table
 from streamrl.report.page.band import ROOFLINE
+from streamrl.sim.costs.kernels import peak_of, table_path
 
 DTYPES = ("bfloat16", "fp8")
 LEAST, MOST = ROOFLINE

@@ -29,11 +29,9 @@ import msgspec
 
 from benchmarks.quickstart import make_quickstart
 from benchmarks.reality_runs import profile
-from executor.execute import execute
-from sim.costs.costs import Costs
-from sim.world import SimWorld, simulate
 from streamrl.engine.messages import Generated, Stepped
 from streamrl.engine.systems import build_engine
+from streamrl.executor.execute import execute
 from streamrl.record.informative import recorded_workload
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
@@ -41,6 +39,8 @@ from streamrl.record.run_lines import follower_directory
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.reading import make_run, read_table
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.world import SimWorld, simulate
 from streamrl.workload.workload import SimulatedWorkload
 
 HERE = Path(__file__).parent
@@ -308,7 +308,7 @@ def solved(model: Path, tokenizer: Path, records: list[dict[str, Any]]) -> list[
     from transformers import AutoTokenizer, Qwen2ForCausalLM
 
     from examples.make_quickstart import sample
-    from executor.verifier.rewards import make_scorer
+    from streamrl.executor.verifier.rewards import make_scorer
     from streamrl.runfile.reward_config import RewardConfig
 
     torch.set_num_threads(1)

@@ -15,8 +15,8 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from sim.costs.sync_profiles import load_backend, load_delta, load_transport
 from streamrl.hardware.profiles import PROFILES, load_gpu
+from streamrl.sim.costs.sync_profiles import load_backend, load_delta, load_transport
 
 ROWS = PROFILES / "measured" / "weight_sync.csv"
 TOLERANCE = 0.25

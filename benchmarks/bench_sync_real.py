@@ -24,15 +24,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from executor.checksums import file_checksum
-from executor.pretrained import load_pretrained
-from executor.prompts import load_tokenizer
-from executor.samples import Manifest
-from executor.trainer.adapters import adapters_of, add_adapters
-from executor.transfer.delta import decode_delta, encode_delta
-from executor.transfer.manifest_check import verify_buckets
-from executor.transfer.shared_directory import SharedDirectory
-from executor.transfer.shared_memory import cast_tensors, read_buckets, write_buckets
+from streamrl.executor.checksums import file_checksum
+from streamrl.executor.pretrained import load_pretrained
+from streamrl.executor.prompts import load_tokenizer
+from streamrl.executor.samples import Manifest
+from streamrl.executor.trainer.adapters import adapters_of, add_adapters
+from streamrl.executor.transfer.delta import decode_delta, encode_delta
+from streamrl.executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.transfer.shared_directory import SharedDirectory
+from streamrl.executor.transfer.shared_memory import cast_tensors, read_buckets, write_buckets
 
 SIZES = (25, 100, 400, 1000)
 ROUNDS = 5

@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trl_training import CORES, HERE, MODEL, ROLLOUTS, SETTINGS
-from executor.libc import prctl
+from streamrl.executor.libc import prctl
 
 STILL, LEARNING = 1e-6, 4e-4
 """Learning rates: lengths stay what they are; the quickstart's."""

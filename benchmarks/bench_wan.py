@@ -35,7 +35,6 @@ from benchmarks.pooled_profiles import Profiled, pooled
 from benchmarks.quickstart import limits_of
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
-from sim.world import simulate
 from streamrl.engine.messages import Generated, Stepped, WeightsLoaded, WeightsPushed
 from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
 from streamrl.hardware.profiles import load_model
@@ -44,6 +43,7 @@ from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.world import simulate
 
 HERE = Path(__file__).parent.parent
 RUN_FILE = HERE / "examples" / "two-datacenters.toml"

@@ -121,9 +121,9 @@ def draw_length(draw: random.Random) -> int:
 
 async def generate(shape: Shape, model: str) -> float:
     """Generate every rollout through a replica's worker."""
-    from executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
-    from executor.samples import Request
-    from executor.tokens import encode_ids
+    from streamrl.executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
+    from streamrl.executor.samples import Request
+    from streamrl.executor.tokens import encode_ids
 
     worker = ReplicaWorker(
         ReplicaSettings(
@@ -161,10 +161,10 @@ async def generate(shape: Shape, model: str) -> float:
 
 async def train(shape: Shape, model: str) -> float:
     """Train on every rollout through a trainer's worker, chunk by chunk."""
-    from executor.samples import Sample
-    from executor.tokens import TokenSegment, encode_ids, write_block
-    from executor.trainer.trainer_settings import TrainerSettings
-    from executor.trainer.trainer_worker import TrainerWorker
+    from streamrl.executor.samples import Sample
+    from streamrl.executor.tokens import TokenSegment, encode_ids, write_block
+    from streamrl.executor.trainer.trainer_settings import TrainerSettings
+    from streamrl.executor.trainer.trainer_worker import TrainerWorker
 
     settings: Any = {"learning_rate": 1e-6, "temperature": 1.0, "correction": "token-tis"}
     worker = TrainerWorker(TrainerSettings(model=model, max_tokens_per_pass=2048, **settings))

@@ -28,8 +28,8 @@ from typing import Any
 
 import pandas as pd
 
-from sim.fidelity.serving_table import COLUMNS, ServingRow
 from streamrl.hardware.profiles import PROFILES
+from streamrl.sim.fidelity.serving_table import COLUMNS, ServingRow
 
 OUT = PROFILES / "published"
 MODELS = {

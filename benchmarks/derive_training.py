@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from sim.fidelity.published_training import PATH, PublishedStep, Recompute, shape_of
 from streamrl.hardware.profiles import load_gpu
+from streamrl.sim.fidelity.published_training import PATH, PublishedStep, Recompute, shape_of
 
 LICENCES = "Apache-2.0 (llm-foundry, Megatron-Bridge, Automodel, prime-rl), MIT (ModelZoo, KempnerForge), BSD-style (Megatron-LM)"
 MPT_DEVICES = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100-40"}

@@ -24,12 +24,12 @@ from functools import cache
 import numpy as np
 from msgspec.structs import replace
 
-from sim.costs.overheads import Overheads, load_engine
-from sim.fidelity.serving_prediction import predict
-from sim.fidelity.serving_table import ServingRow, read_serving
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tables import Floats
 from streamrl.runfile.units import Duration
+from streamrl.sim.costs.overheads import Overheads, load_engine
+from streamrl.sim.fidelity.serving_prediction import predict
+from streamrl.sim.fidelity.serving_table import ServingRow, read_serving
 
 DATE = datetime.date(2026, 11, 21)
 HUBER = 0.1

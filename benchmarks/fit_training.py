@@ -1,4 +1,4 @@
-"""Fit the constants of `sim.costs.training` to published training steps, and write the profile.
+"""Fit the constants of `streamrl.sim.costs.training` to published training steps, and write the profile.
 
     python benchmarks/fit_training.py
 
@@ -18,13 +18,13 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.costs.padded_experts import BLOCK
-from sim.costs.training.profile import PATH, Constants, ExpertRate, GemmRate
-from sim.costs.training.training import Rates
-from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
-from sim.fidelity.training_rows import even_step_time
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tables import read_table
+from streamrl.sim.costs.padded_experts import BLOCK
+from streamrl.sim.costs.training.profile import PATH, Constants, ExpertRate, GemmRate
+from streamrl.sim.costs.training.training import Rates
+from streamrl.sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
+from streamrl.sim.fidelity.training_rows import even_step_time
 
 Floats = NDArray[np.float64]
 

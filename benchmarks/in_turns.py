@@ -18,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import needs_costs
@@ -27,6 +25,8 @@ from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
 
 TURN = 1.0
 """Seconds; spells of a host's pace last several."""
@@ -132,7 +132,7 @@ def main() -> None:
             started.write_text(repr(time.monotonic() - now), encoding="utf-8")
             seen.append(event)
 
-    from executor.execute import execute
+    from streamrl.executor.execute import execute
 
     execute(fill_policies(run, Costs.load(run)) if needs_costs(run) else run, watch=see)
 

@@ -10,12 +10,12 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.world import SimWorld
 from streamrl.engine.messages import Stepped
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "h20-h800.toml"

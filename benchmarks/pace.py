@@ -9,9 +9,9 @@ from statistics import mean
 
 import msgspec
 
-from executor.profiling.measurements import Limits, full_plan
-from executor.profiling.profile_file import make_setup
-from executor.profiling.profiler import measure
+from streamrl.executor.profiling.measurements import Limits, full_plan
+from streamrl.executor.profiling.profile_file import make_setup
+from streamrl.executor.profiling.profiler import measure
 from streamrl.hardware.machine_fit import MEDIAN
 from streamrl.hardware.machine_profile import MeasuredProfile
 from streamrl.hardware.profile_pace import at_its_pace

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from executor.profiling.measurements import Limits
+from streamrl.executor.profiling.measurements import Limits
 from streamrl.runfile.config import Run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from rich.table import Table
 
-from sim.fidelity.scorecard import stamp
 from streamrl.record.metrics import Metrics
+from streamrl.sim.fidelity.scorecard import stamp
 
 LEAST_SHARE = 5e-4
 """Of GPU-seconds, below which a cause of idle time is not worth a row."""

@@ -134,7 +134,7 @@ def train(setting: Setting, steps: int, rate: float, seed: int, *, skips: bool) 
 
 def _reward(records: list[dict[str, Any]]) -> Any:
     """Return a reward function out of the scorer that streamrl's run file names."""
-    from executor.verifier.scorers import REASONING_GYM
+    from streamrl.executor.verifier.scorers import REASONING_GYM
 
     grade = REASONING_GYM.load()
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from executor.verifier.scorers import final_answer
+from streamrl.executor.verifier.scorers import final_answer
 
 HELD_OUT = 0.2
 """Share of the examples that it is tried on and does not learn from."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor.adapter_layers import A, B
+from streamrl.executor.adapter_layers import A, B
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX, END = "base_model.model.", ".weight"

@@ -2,7 +2,7 @@
 
 On GPUs (torch 2.11 to 2.13, `sdp_utils.cpp`): flash attention takes neither a mask nor float32, and the memory-efficient kernel,
 which takes both, no groups of queries. cuDNN's, which takes masks of groups in half precision, is left out
-(`executor.pretrained`). What no kernel takes is computed with a matrix of all scores, which training keeps.
+(`streamrl.executor.pretrained`). What no kernel takes is computed with a matrix of all scores, which training keeps.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from executor.adapter_layers import VLLM_PLACES
-from executor.carriers.local_gpus import device_of
 from streamrl.engine.presets import choose_system
 from streamrl.engine.stream_share import check_reach
+from streamrl.executor.adapter_layers import VLLM_PLACES
+from streamrl.executor.carriers.local_gpus import device_of
 from streamrl.hardware.config_json import read_positions
 from streamrl.hardware.memory import longest_sequence
 from streamrl.hardware.profiles import load_model

@@ -12,16 +12,16 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.random import SeedSequence
 
-from executor.kept_tokens import KeptTokens
-from executor.prompts import PromptWorkload
-from executor.roles import Scoring
-from executor.samples import Completion, FinishReason, Request, Sample
-from executor.token_files import attempt_of, remove_ended, remove_files, take_over
-from executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
-from executor.turnout import Turnout
 from streamrl.engine.done_with import DoneWith
 from streamrl.engine.messages import DrawnGroup, Drop, Generate, Generated, Skip
 from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.kept_tokens import KeptTokens
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.roles import Scoring
+from streamrl.executor.samples import Completion, FinishReason, Request, Sample
+from streamrl.executor.token_files import attempt_of, remove_ended, remove_files, take_over
+from streamrl.executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
+from streamrl.executor.turnout import Turnout
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
 

@@ -12,8 +12,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from executor.checksums import find_damage
 from streamrl.engine.messages import SaveCheckpoint
+from streamrl.executor.checksums import find_damage
 
 KEPT_CHECKPOINTS = 2  # the newest may be the one that a crash left useless
 POSITION = "position.json"

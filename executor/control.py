@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from executor.attached import replace_file
-from executor.directory_lock import LOCK, is_abandoned
+from streamrl.executor.attached import replace_file
+from streamrl.executor.directory_lock import LOCK, is_abandoned
 from streamrl.record.run_lines import RUN
 
 CONTROL = "control"

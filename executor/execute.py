@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from executor.attached import with_attached
-from executor.back_ends import check_back_ends, uses_relays
-from executor.carriers.local_gpus import claim_gpus, device_of
-from executor.interruption import Ending, Interruption
-from executor.live_trace import LiveTrace
-from executor.notices import tell
-from executor.rollout.engines import extra_of, modules_of
-from executor.trackers import MODULES
-from executor.verifier.records import check_prompts
-from executor.verifier.reward_files import check_reward_model
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
+from streamrl.executor.attached import with_attached
+from streamrl.executor.back_ends import check_back_ends, uses_relays
+from streamrl.executor.carriers.local_gpus import claim_gpus, device_of
+from streamrl.executor.interruption import Ending, Interruption
+from streamrl.executor.live_trace import LiveTrace
+from streamrl.executor.notices import tell
+from streamrl.executor.rollout.engines import extra_of, modules_of
+from streamrl.executor.trackers import MODULES
+from streamrl.executor.verifier.records import check_prompts
+from streamrl.executor.verifier.reward_files import check_reward_model
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.weight_files import weight_problems
 from streamrl.record.measured_yield import measured_yield
@@ -37,11 +37,11 @@ from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 
 if TYPE_CHECKING:
-    from executor.carriers.launch import Launcher
-    from executor.checkpoints import Checkpoint
-    from executor.kept_tokens import KeptTokens
-    from executor.record import RunDirectory
-    from executor.roles import TransferRole, Write
+    from streamrl.executor.carriers.launch import Launcher
+    from streamrl.executor.checkpoints import Checkpoint
+    from streamrl.executor.kept_tokens import KeptTokens
+    from streamrl.executor.record import RunDirectory
+    from streamrl.executor.roles import TransferRole, Write
 
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
@@ -126,7 +126,7 @@ def joined(run: Run) -> AbstractContextManager[None]:
     """Return what joins the cluster that a run is executed on, if on any; raises `ValueError` where it cannot be."""
     if run.execute.launcher != "ray":
         return contextlib.nullcontext()
-    from executor.carriers.ray_cluster import joined_cluster
+    from streamrl.executor.carriers.ray_cluster import joined_cluster
 
     return joined_cluster(run)
 
@@ -148,7 +148,7 @@ async def _execute(
     take: Take,
     interruption: Interruption,
 ) -> None:
-    from executor.record import RunDirectory
+    from streamrl.executor.record import RunDirectory
 
     with contextlib.closing(RunDirectory(Path(run.execute.output), take)) as directory:
         directory.find_checkpoint(run, resume)
@@ -163,11 +163,11 @@ async def _execute_in(
     how_to_resume: str,
     interruption: Interruption,
 ) -> None:
-    from executor.buffer import RolloutBuffer
-    from executor.prompts import PromptWorkload, load_tokenizer
-    from executor.tokens import decode_ids
-    from executor.verifier.verifier import Verifier
-    from executor.world import RealWorld
+    from streamrl.executor.buffer import RolloutBuffer
+    from streamrl.executor.prompts import PromptWorkload, load_tokenizer
+    from streamrl.executor.tokens import decode_ids
+    from streamrl.executor.verifier.verifier import Verifier
+    from streamrl.executor.world import RealWorld
 
     assert run.model.path is not None, "check_executable wants weights"
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
@@ -235,18 +235,18 @@ async def _execute_in(
 def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
     """Return what starts the roles of a run: processes of this machine, or actors of the cluster that was joined."""
     if run.execute.launcher == "ray":
-        from executor.carriers.ray_launch import RayLauncher
+        from streamrl.executor.carriers.ray_launch import RayLauncher
 
         return RayLauncher(run, directory)
-    from executor.carriers.local_launch import LocalLauncher
+    from streamrl.executor.carriers.local_launch import LocalLauncher
 
     return LocalLauncher(run, directory, claim_gpus(run))
 
 
 def make_transfer(run: Run, launcher: Launcher, write: Write) -> TransferRole:
     """Return the way of weights to the replicas: a directory that all read, or relays where they lie apart."""
-    from executor.transfer.relayed_transfer import RelayedTransfer
-    from executor.transfer.transfer import Transfer
+    from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
+    from streamrl.executor.transfer.transfer import Transfer
 
     if not uses_relays(run):
         return Transfer(write)
@@ -263,8 +263,8 @@ def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | No
     if run.execute.launcher != "local":
         yield None
         return
-    from executor.kept_tokens import remove_all
-    from executor.record import TOKENS
+    from streamrl.executor.kept_tokens import remove_all
+    from streamrl.executor.record import TOKENS
 
     path = Path(run.execute.output) / TOKENS
     if not is_resumed:
@@ -276,8 +276,8 @@ def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | No
 
 def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
     """Remove what earlier legs sampled from another distribution than this one does."""
-    from executor.changed_settings import SAMPLED_WITH
-    from executor.kept_tokens import remove_all
+    from streamrl.executor.changed_settings import SAMPLED_WITH
+    from streamrl.executor.kept_tokens import remove_all
 
     if others := [key for key in SAMPLED_WITH if key in directory.changes]:
         remove_all(tokens)
@@ -287,8 +287,8 @@ def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
 
 def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptTokens:
     """Return what earlier legs of a run left of rollouts that no checkpoint has in it."""
-    from executor.checkpoints import Position
-    from executor.kept_tokens import KeptTokens
+    from streamrl.executor.checkpoints import Position
+    from streamrl.executor.kept_tokens import KeptTokens
 
     at = Position(version=0, groups_done=0) if checkpoint is None else checkpoint.position
     done, size = frozenset(at.done_ahead), run.algorithm.group_size

@@ -22,13 +22,13 @@ from typing import Any, Literal, TypeVar, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from executor.carriers.handles import Handle, Process, WorkerLostError
-from executor.carriers.rank_handles import RankHandles
-from executor.roles import VerifierRole
-from executor.samples import Completion
-from executor.verifier.process import ForkServerProcess
 from streamrl.engine.fault_plan import Fault, FaultPlan
 from streamrl.engine.messages import Command, Generate, PushWeights
+from streamrl.executor.carriers.handles import Handle, Process, WorkerLostError
+from streamrl.executor.carriers.rank_handles import RankHandles
+from streamrl.executor.roles import VerifierRole
+from streamrl.executor.samples import Completion
+from streamrl.executor.verifier.process import ForkServerProcess
 from streamrl.runfile.config import Run
 from streamrl.runfile.faults_config import FaultConfig, FaultKind
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from executor.samples import Completion
-from executor.token_files import remove_files, take_over
+from streamrl.executor.samples import Completion
+from streamrl.executor.token_files import remove_files, take_over
 
 
 class KeptTokens:
@@ -23,7 +23,7 @@ class KeptTokens:
         """Sort out what is there: what can be gone on with becomes attempts that have ended, the rest is removed.
 
         Args:
-            directory: of the files; see `executor.token_files`.
+            directory: of the files; see `streamrl.executor.token_files`.
             newest: the version that the run resumes at.
             max_tokens: most output tokens of a rollout.
             is_open: whether a rollout is still to be trained on.

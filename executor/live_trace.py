@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from executor.notices import tell
+from streamrl.executor.notices import tell
 from streamrl.record.chrome_events import ChromeReader
 from streamrl.record.chrome_format import TraceEvent
 from streamrl.record.chrome_trace import CHROME_TRACE

@@ -6,17 +6,24 @@ import asyncio
 from pathlib import Path
 from typing import Any, assert_never
 
-from executor.attached import Attached, read_attached, write_attached
-from executor.back_ends import check_back_end_of
-from executor.buffer import RolloutBuffer
-from executor.carriers.launch import Launcher
-from executor.checkpoints import Checkpoint, Position
-from executor.control import TICK, Attach, ControlAnswer, ControlFiles, ControlRequest, Detach
-from executor.record import RunDirectory
-from executor.trainer.all_trainers import Trainers
 from streamrl.engine.messages import Promote, RunStarted, TrainerJoined, TrainerLeaving
 from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.engine.world import World
+from streamrl.executor.attached import Attached, read_attached, write_attached
+from streamrl.executor.back_ends import check_back_end_of
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.launch import Launcher
+from streamrl.executor.checkpoints import Checkpoint, Position
+from streamrl.executor.control import (
+    TICK,
+    Attach,
+    ControlAnswer,
+    ControlFiles,
+    ControlRequest,
+    Detach,
+)
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.trainer.all_trainers import Trainers
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.reading import section_of, with_follower

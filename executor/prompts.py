@@ -9,11 +9,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from executor.notices import tell
-from executor.prompt_probe import read_probe
-from executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.presets import choose_system
+from streamrl.executor.notices import tell
+from streamrl.executor.prompt_probe import read_probe
+from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.runfile.config import Run
 from streamrl.workload.epochs import make_order
 from streamrl.workload.expectations import Expectations
@@ -37,7 +37,7 @@ class PromptWorkload:
         self.prompts = [
             encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer)
         ]
-        """Token ids of each record's prompt; see `executor.tokens`."""
+        """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
         self._tokenizer = tokenizer
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens

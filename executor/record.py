@@ -1,18 +1,18 @@
 """The run directory: what a run leaves on disk, and what a resumed one finds there.
 
 run.json                 the run file as it was read, with trainers that have joined since
-attached.json            see `executor.attached`
-control/                 what the run is asked while it goes on; see `executor.control`
+attached.json            see `streamrl.executor.attached`
+control/                 what the run is asked while it goes on; see `streamrl.executor.control`
 trace.jsonl              every event and command of its last leg; those before a resume: trace.1.jsonl …
 prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step, and for each time that steps were taken back
 rollouts.jsonl           a line for each verified rollout, and for each resume
 samples.jsonl            a line for each step with some of what it was trained on, for people to read
-chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `executor.live_trace`
-faults.jsonl             a line for each planned fault that struck; see `executor.faults`
-checkpoints/             see `executor.checkpoints`
-followers/               what trainers that follow leave; see `executor.trainer_record`
+chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `streamrl.executor.live_trace`
+faults.jsonl             a line for each planned fault that struck; see `streamrl.executor.faults`
+checkpoints/             see `streamrl.executor.checkpoints`
+followers/               what trainers that follow leave; see `streamrl.executor.trainer_record`
 tokens/                  what replicas have made of rollouts that are not trained on, as long as the run is not over
 logs/                    output of the worker processes
 lock                     the process that runs it, as long as it lives
@@ -30,15 +30,15 @@ from typing import Any
 
 import msgspec
 
-from executor.attached import ATTACHED, replace_file
-from executor.buffer import BufferedRollout
-from executor.changed_settings import changes
-from executor.checkpoints import Checkpoint, Checkpoints, Position
-from executor.control import CONTROL
-from executor.directory_lock import LOCK, DirectoryLock
-from executor.notices import tell
-from executor.trackers import Trackers
-from executor.trainer_record import FollowerRecord, TrainerRecord, followers_of
+from streamrl.executor.attached import ATTACHED, replace_file
+from streamrl.executor.buffer import BufferedRollout
+from streamrl.executor.changed_settings import changes
+from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
+from streamrl.executor.control import CONTROL
+from streamrl.executor.directory_lock import LOCK, DirectoryLock
+from streamrl.executor.notices import tell
+from streamrl.executor.trackers import Trackers
+from streamrl.executor.trainer_record import FollowerRecord, TrainerRecord, followers_of
 from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.legs import (

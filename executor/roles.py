@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from executor.samples import (
+from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.samples import (
     Arrived,
     CacheState,
     Completion,
@@ -23,7 +24,6 @@ from executor.samples import (
     Sample,
     Seat,
 )
-from streamrl.engine.messages import PushWeights, WeightsPushed
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record

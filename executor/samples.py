@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from executor.checksums import combine
-from executor.tokens import TokenBlock, TokenSegment
+from streamrl.executor.checksums import combine
+from streamrl.executor.tokens import TokenBlock, TokenSegment
 
 FinishReason = Literal["stop", "length", "aborted"]
 ParcelKind = Literal["full", "delta", "lora"]
@@ -18,7 +18,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: int
     prompt: bytes
-    """Prompt token ids; see `executor.tokens`."""
+    """Prompt token ids; see `streamrl.executor.tokens`."""
     priority: int
     """Smaller starts first; ties start in order of rollout."""
     max_tokens: int

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from executor.buffer import BufferedRollout, RolloutBuffer
-from executor.notices import tell
-from executor.stream_client import HOST, STREAM, StreamAddress
-from executor.token_teller import TokenTeller
 from streamrl.engine.messages import Event
+from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
+from streamrl.executor.notices import tell
+from streamrl.executor.stream_client import HOST, STREAM, StreamAddress
+from streamrl.executor.token_teller import TokenTeller
 from streamrl.runfile.config import Run
 
 MOST_WAITING = 1000

@@ -21,8 +21,8 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from executor.samples import Completion, FinishReason
-from executor.tokens import (
+from streamrl.executor.samples import Completion, FinishReason
+from streamrl.executor.tokens import (
     ID,
     LOGPROB,
     TOKEN_BYTES,

@@ -15,10 +15,10 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any, NamedTuple
 
-from executor.buffer import BufferedRollout, RolloutBuffer
-from executor.token_files import merge, read_records
-from executor.tokens import TokenBlock, read_blocks
 from streamrl.engine.messages import Event, Failed, Generate, Generated
+from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
+from streamrl.executor.token_files import merge, read_records
+from streamrl.executor.tokens import TokenBlock, read_blocks
 
 LEAST_TIME = 0.05
 """Seconds between two looks at what runs, at least."""

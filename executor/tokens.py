@@ -3,7 +3,7 @@
 A block of output tokens is a file in the run's directory, one for each attempt, written by the replica that made it
 and read by whoever trains on it or goes on after it; the controller says which and sees no more than its name. Where a
 worker is told no file, the block carries the bytes itself. What is said of tokens stands before them in their file
-(`executor.token_files`), so that who finds it knows what they are.
+(`streamrl.executor.token_files`), so that who finds it knows what they are.
 """
 
 from __future__ import annotations

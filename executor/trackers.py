@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
-from executor.notices import tell
+from streamrl.executor.notices import tell
 from streamrl.runfile.config import TrackerName
 
 MODULES: dict[TrackerName, tuple[str, ...]] = {"tensorboard": ("tensorboard",), "wandb": ("wandb",)}

@@ -2,7 +2,7 @@
 
 followers/1-NAME/        of the first trainer that follows, and so on
     metrics.jsonl        a line for each of its steps, and for each time that steps were taken back
-    checkpoints/         see `executor.checkpoints`
+    checkpoints/         see `streamrl.executor.checkpoints`
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from executor.checkpoints import Checkpoint, Checkpoints
+from streamrl.executor.checkpoints import Checkpoint, Checkpoints
 from streamrl.record.completions import SampledGroup
 from streamrl.record.line_file import LineFile, open_at_end
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, follower_directory

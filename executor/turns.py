@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal, NamedTuple, Protocol
 
-from executor.roles import reason_of
 from streamrl.engine.messages import (
     Command,
     Generate,
@@ -30,6 +29,7 @@ from streamrl.engine.messages import (
     Step,
     Train,
 )
+from streamrl.executor.roles import reason_of
 
 Side = Literal["generation", "training"]
 

@@ -13,19 +13,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import assert_never
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import WorkerLostError
-from executor.carriers.launch import Launcher
-from executor.checkpoints import Checkpoint
-from executor.faults import TRAINER, RealFaults
-from executor.members import Members
-from executor.record import RunDirectory
-from executor.roles import TransferRole, VerifierRole, Write, reason_of
-from executor.rollout.replica import Replica
-from executor.stream import GroupStream
-from executor.trainer.all_trainers import Trainers
-from executor.turns import DeviceTurns, Member, Side
-from executor.watchdog import FACTOR, TICK, Watchdog
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
@@ -65,6 +52,19 @@ from streamrl.engine.messages import (
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import WorkerLostError
+from streamrl.executor.carriers.launch import Launcher
+from streamrl.executor.checkpoints import Checkpoint
+from streamrl.executor.faults import TRAINER, RealFaults
+from streamrl.executor.members import Members
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.roles import TransferRole, VerifierRole, Write, reason_of
+from streamrl.executor.rollout.replica import Replica
+from streamrl.executor.stream import GroupStream
+from streamrl.executor.trainer.all_trainers import Trainers
+from streamrl.executor.turns import DeviceTurns, Member, Side
+from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
 from streamrl.record.trace import Trace
 
 STOP_TIME = 6.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from sim.attempt import Attempt
 from streamrl.runfile.sides_config import RolloutConfig
+from streamrl.sim.attempt import Attempt
 
 
 @dataclass(slots=True, eq=False)

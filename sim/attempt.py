@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.surroundings import DrawnRollout
 from streamrl.engine.messages import Finish, Generate, Generated
+from streamrl.sim.surroundings import DrawnRollout
 
 
 @dataclass(slots=True, eq=False)

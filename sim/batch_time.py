@@ -16,10 +16,6 @@ from typing import Any, NamedTuple
 import simpy
 from msgspec.structs import replace
 
-from sim.cores import Cores
-from sim.costs.costs import Costs
-from sim.replica import Replica
-from sim.surroundings import DrawnRollout, Hindrances, rollouts_of
 from streamrl.engine.messages import (
     Event,
     Generate,
@@ -32,6 +28,10 @@ from streamrl.engine.messages import (
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
+from streamrl.sim.cores import Cores
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.replica import Replica
+from streamrl.sim.surroundings import DrawnRollout, Hindrances, rollouts_of
 from streamrl.workload.workload import Draw
 
 LAST = 4

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import simpy
 
-from sim.costs.sharing import ALONE, CoreSharing, RoleKind
+from streamrl.sim.costs.sharing import ALONE, CoreSharing, RoleKind
 
 
 class WorkTime(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sim.surroundings import DrawnRollout, rollouts_of
 from streamrl.engine.done_with import DoneWith
 from streamrl.engine.trainer_side import LEADER
+from streamrl.sim.surroundings import DrawnRollout, rollouts_of
 from streamrl.workload.workload import Draw
 
 KEPT_STEPS = 2

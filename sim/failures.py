@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import simpy
 
-from sim.replica import Replica
-from sim.surroundings import Surroundings
-from sim.trainer import Trainer
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
 from streamrl.runfile.units import SECONDS_PER_DAY
+from streamrl.sim.replica import Replica
+from streamrl.sim.surroundings import Surroundings
+from streamrl.sim.trainer import Trainer
 
 STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
 """Keep draws of failures apart from those of lengths and prompts, whatever the seed."""

@@ -7,10 +7,6 @@ from typing import Any, NamedTuple, Protocol, assert_never
 
 import simpy
 
-from sim.replica import Replica
-from sim.surroundings import Surroundings
-from sim.trainer import Trainer
-from sim.verifier import Verifier
 from streamrl.engine.fault_plan import Fault, FaultPlan, Struck
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -26,6 +22,10 @@ from streamrl.engine.messages import (
 from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.faults_config import FaultConfig
+from streamrl.sim.replica import Replica
+from streamrl.sim.surroundings import Surroundings
+from streamrl.sim.trainer import Trainer
+from streamrl.sim.verifier import Verifier
 
 Process = Generator[simpy.Event, Any, None]
 

@@ -15,9 +15,6 @@ from typing import Any, TypeAlias
 
 import simpy
 
-from sim.admission import KvCache, choose_admission
-from sim.attempt import Attempt
-from sim.surroundings import Surroundings
 from streamrl.engine.messages import (
     Command,
     Event,
@@ -27,6 +24,9 @@ from streamrl.engine.messages import (
     LoadWeights,
     WeightsLoaded,
 )
+from streamrl.sim.admission import KvCache, choose_admission
+from streamrl.sim.attempt import Attempt
+from streamrl.sim.surroundings import Surroundings
 
 ROUNDING = 1e-9
 """Share of a decode step by which an instant may miss a step's end in floating point."""

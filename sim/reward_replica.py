@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import simpy
 
-from sim.costs.rewarding import ModelRewards, StatedRewards
-from sim.surroundings import Surroundings
 from streamrl.engine.messages import Failed, Verify
+from streamrl.sim.costs.rewarding import ModelRewards, StatedRewards
+from streamrl.sim.surroundings import Surroundings
 
 Work = Generator[simpy.Event, Any, None]
 

@@ -12,10 +12,6 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.step_trace import MeasuredTrace, StepTrace
-from sim.world import SimWorld
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.metrics import Metrics
@@ -27,6 +23,10 @@ from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import failures_per_gpu_day, replica_failures_per_day
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.step_trace import MeasuredTrace, StepTrace
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 GROWTH = 1.1

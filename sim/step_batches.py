@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from sim.batch_time import Finish, generate_batch
-from sim.costs.costs import Costs
-from sim.simulated_rewards import SimRewards
 from streamrl.runfile.config import Run
+from streamrl.sim.batch_time import Finish, generate_batch
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.simulated_rewards import SimRewards
 from streamrl.workload.workload import Draw, Workload
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import IO
 
-from sim.costs.costs import Costs
 from streamrl.engine.messages import Command, Event
 from streamrl.record.entries import BLOCK
 from streamrl.record.leader_steps import LeaderSteps
@@ -12,6 +11,7 @@ from streamrl.record.metrics import Metrics, measure_read
 from streamrl.record.run_reader import RunReader
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
 
 
 class StepTrace(Trace):

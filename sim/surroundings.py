@@ -9,10 +9,10 @@ from typing import Protocol
 import msgspec
 import simpy
 
-from sim.cores import Cores
-from sim.costs.costs import Costs
 from streamrl.engine.messages import Event
 from streamrl.runfile.config import Run
+from streamrl.sim.cores import Cores
+from streamrl.sim.costs.costs import Costs
 from streamrl.workload.workload import Draw
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import simpy
 
-from sim.costs.trainer_costs import TrainerCosts
-from sim.surroundings import Surroundings
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -24,6 +22,8 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
+from streamrl.sim.costs.trainer_costs import TrainerCosts
+from streamrl.sim.surroundings import Surroundings
 
 Work = Generator[simpy.Event, Any, None]
 

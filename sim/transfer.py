@@ -8,8 +8,8 @@ from typing import Any
 
 import simpy
 
-from sim.surroundings import Surroundings
 from streamrl.engine.messages import Command, PushWeights, WeightsPushed
+from streamrl.sim.surroundings import Surroundings
 
 
 class Link:

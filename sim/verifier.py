@@ -7,10 +7,10 @@ from typing import Any
 
 import simpy
 
-from sim.reward_replica import RewardQueue, RewardReplica, ToScore
-from sim.simulated_rewards import SimRewards
-from sim.surroundings import Surroundings
 from streamrl.engine.messages import Verified, Verify
+from streamrl.sim.reward_replica import RewardQueue, RewardReplica, ToScore
+from streamrl.sim.simulated_rewards import SimRewards
+from streamrl.sim.surroundings import Surroundings
 
 
 class Verifier:

@@ -9,20 +9,6 @@ from typing import Any, assert_never
 
 import simpy
 
-from sim.cores import Cores
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.costs.trainer_costs import TrainerCosts
-from sim.drawn import Drawn
-from sim.failures import Failures
-from sim.faults import SimFaults
-from sim.replica import Replica
-from sim.step_trace import StepTrace
-from sim.surroundings import DrawnRollout, Hindrances
-from sim.trainer import Trainer
-from sim.transfer import Transfer
-from sim.verifier import Verifier
-from sim.way import S, Way
 from streamrl.engine.messages import (
     Abort,
     Command,
@@ -67,6 +53,20 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.sim.cores import Cores
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.trainer_costs import TrainerCosts
+from streamrl.sim.drawn import Drawn
+from streamrl.sim.failures import Failures
+from streamrl.sim.faults import SimFaults
+from streamrl.sim.replica import Replica
+from streamrl.sim.step_trace import StepTrace
+from streamrl.sim.surroundings import DrawnRollout, Hindrances
+from streamrl.sim.trainer import Trainer
+from streamrl.sim.transfer import Transfer
+from streamrl.sim.verifier import Verifier
+from streamrl.sim.way import S, Way
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 COLLECTED_STEPS = 50
@@ -344,7 +344,7 @@ class SimWorld(World[Trace]):
 
 
 def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> Trace:
-    """Simulate a run file from its first prompt to its last step; see `sim.steady_state` for its steady state.
+    """Simulate a run file from its first prompt to its last step; see `streamrl.sim.steady_state` for its steady state.
 
     Raises:
         ValueError: the run file asks for what its profiles or memory do not allow.

@@ -10,13 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from executor.stream_client import read_stream
-    from sim.planner.planner import make_plan as plan
-    from sim.steady_state import simulate_steady as simulate
-    from sim.studies.efficiency import operator_efficiency, training_mfu
-    from sim.studies.pair import compare_runs
-    from sim.studies.replica_speed import study_generation
-    from sim.studies.rerun import rerun
+    from streamrl.executor.stream_client import read_stream
     from streamrl.hardware.profiles import load_model
     from streamrl.record.metrics import measure
     from streamrl.record.trace import read_trace
@@ -30,17 +24,23 @@ if TYPE_CHECKING:
     from streamrl.report.profile_figures import share_figure
     from streamrl.report.run_tables import metrics_table
     from streamrl.runfile.reading import load_run
+    from streamrl.sim.planner.planner import make_plan as plan
+    from streamrl.sim.steady_state import simulate_steady as simulate
+    from streamrl.sim.studies.efficiency import operator_efficiency, training_mfu
+    from streamrl.sim.studies.pair import compare_runs
+    from streamrl.sim.studies.replica_speed import study_generation
+    from streamrl.sim.studies.rerun import rerun
 
 PLACES = {
     "load_run": "streamrl.runfile.reading:load_run",
     "load_model": "streamrl.hardware.profiles:load_model",
-    "plan": "sim.planner.planner:make_plan",
+    "plan": "streamrl.sim.planner.planner:make_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
-    "simulate": "sim.steady_state:simulate_steady",
-    "compare_runs": "sim.studies.pair:compare_runs",
+    "simulate": "streamrl.sim.steady_state:simulate_steady",
+    "compare_runs": "streamrl.sim.studies.pair:compare_runs",
     "against_report": "streamrl.report.against_report:against_report",
-    "rerun": "sim.studies.rerun:rerun",
-    "read_stream": "executor.stream_client:read_stream",
+    "rerun": "streamrl.sim.studies.rerun:rerun",
+    "read_stream": "streamrl.executor.stream_client:read_stream",
     "read_trace": "streamrl.record.trace:read_trace",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
     "measure": "streamrl.record.metrics:measure",
@@ -50,12 +50,12 @@ PLACES = {
     "bubble_notes": "streamrl.report.bubbles:bubble_notes",
     "bubble_figure": "streamrl.report.figures:bubble_figure",
     "report": "streamrl.report.html:report_html",
-    "study_generation": "sim.studies.replica_speed:study_generation",
+    "study_generation": "streamrl.sim.studies.replica_speed:study_generation",
     "generation_comparison": "streamrl.report.generation:comparison_table",
     "generation_notes": "streamrl.report.generation:generation_notes",
     "generation_figure": "streamrl.report.generation:generation_figure",
-    "operator_efficiency": "sim.studies.efficiency:operator_efficiency",
-    "training_mfu": "sim.studies.efficiency:training_mfu",
+    "operator_efficiency": "streamrl.sim.studies.efficiency:operator_efficiency",
+    "training_mfu": "streamrl.sim.studies.efficiency:training_mfu",
     "share_figure": "streamrl.report.profile_figures:share_figure",
 }
 """Where each name is, as module:name."""

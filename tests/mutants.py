@@ -113,7 +113,7 @@ def report(mutants: list[Mutant], outcomes: Iterable[Outcome]) -> Iterable[Mutan
 def try_out(tree: Path, mutant: Mutant) -> Outcome:
     """Apply a mutation to a copy of the tree, and run the tests that are to catch it there."""
     mutated = tree.with_name(mutant.name)
-    shutil.copytree(tree, mutated, ignore=shutil.ignore_patterns(".hypothesis"))
+    shutil.copytree(tree, mutated, symlinks=True, ignore=shutil.ignore_patterns(".hypothesis"))
     file = mutated / mutant.file
     file.write_text(file.read_text().replace(mutant.find, mutant.replace))
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
@@ -149,9 +149,9 @@ def copy_tracked(tree: Path) -> None:
     """Copy what git tracks, as it stands in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tree / name)
+            shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
 
 
 def say(verdict: str, what: str, seconds: float, by: str = "") -> None:

@@ -8,9 +8,6 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.world import SimWorld
 from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.systems import build_policies, build_state
@@ -21,6 +18,9 @@ from streamrl.runfile.failures_config import FailuresConfig
 from streamrl.runfile.policies_config import WeightSyncName
 from streamrl.runfile.sides_config import AlgorithmChanges, FollowerConfig
 from streamrl.runfile.units import Duration
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (
     CheckedEngine,

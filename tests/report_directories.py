@@ -8,11 +8,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sim.steady_state import simulate_steady
 from streamrl.report.plan import PLAN_TOML, write_plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.steady_state import simulate_steady
 from tests.runs import small_run
 from tests.test_plan import few, planned
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import simpy
 
-from sim.costs.costs import Costs
-from sim.world import SimWorld
 from streamrl.engine.engine import Engine
 from streamrl.engine.invariants import check
 from streamrl.engine.messages import (
@@ -46,6 +44,8 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.keys import place_of
 from streamrl.runfile.reading import make_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 TABLE: dict[str, Any] = {

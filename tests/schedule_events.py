@@ -1,6 +1,6 @@
 """A trainer event by event: stages are processes that take passes in order, and wait for what each needs.
 
-The long way to what `sim.costs.training` computes with sums and maxima, without a line of its schedule.
+The long way to what `streamrl.sim.costs.training` computes with sums and maxima, without a line of its schedule.
 """
 
 from __future__ import annotations

@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle, InProcess, LocalProcess
-from executor.carriers.processes import begin_for, fork_from, spawn
-from executor.execute import find_kept
-from executor.prompts import PromptWorkload
-from executor.record import RunDirectory
-from executor.roles import Scoring, TransferRole, VerifierRole, Write
-from executor.samples import Manifest
-from executor.world import RealWorld
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.engine.systems import build_policies, build_state
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess
+from streamrl.executor.carriers.processes import begin_for, fork_from, spawn
+from streamrl.executor.execute import find_kept
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.roles import Scoring, TransferRole, VerifierRole, Write
+from streamrl.executor.samples import Manifest
+from streamrl.executor.world import RealWorld
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record

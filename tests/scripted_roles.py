@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from executor.roles import RewardRole, TrainerRole
-from executor.rollout.inference_engine import (
+from streamrl.executor.roles import RewardRole, TrainerRole
+from streamrl.executor.rollout.inference_engine import (
     STOPPED,
     Copy,
     OnEnd,
@@ -22,8 +22,8 @@ from executor.rollout.inference_engine import (
     RunningSequence,
     TimedPass,
 )
-from executor.rollout.replica_worker import ReplicaWorker
-from executor.samples import (
+from streamrl.executor.rollout.replica_worker import ReplicaWorker
+from streamrl.executor.samples import (
     CacheState,
     Completion,
     Exchange,
@@ -32,7 +32,7 @@ from executor.samples import (
     Request,
     Sample,
 )
-from executor.tokens import TokenSegment, encode_ids, read_blocks
+from streamrl.executor.tokens import TokenSegment, encode_ids, read_blocks
 
 VOCABULARY = 20
 

@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from executor.trainer.trainer_settings import TrainerSettings
-from executor.trainer.trainer_worker import TrainerWorker
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.trainer_worker import TrainerWorker
 
 ROLE = "tests.sgd_trainer:SgdTrainer"
 
@@ -18,7 +18,7 @@ class SgdTrainer(TrainerWorker):
 
     def __init__(self, config: TrainerSettings) -> None:
         super().__init__(config)
-        backend = importlib.import_module(f"executor.trainer.{config.backend}_backend")
+        backend = importlib.import_module(f"streamrl.executor.trainer.{config.backend}_backend")
         vars(sys.modules[backend.__name__])["make_optimizer"] = _make_optimizer
 
 

@@ -1,12 +1,12 @@
-"""A replica stepped token by token, written from its description alone: what `sim.replica` must agree with."""
+"""A replica stepped token by token, written from its description alone: what `streamrl.sim.replica` must agree with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sim.costs.costs import Costs
 from streamrl.engine.messages import LoadWeights
+from streamrl.sim.costs.costs import Costs
 
 
 class Job(NamedTuple):

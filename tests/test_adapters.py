@@ -11,23 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from executor.adapter_layers import ADAPTERS
-from executor.carriers.handles import InProcess
-from executor.carriers.launch import RELAY
-from executor.samples import Arrived, Manifest, Parcel
-from executor.tokens import ID
-from executor.trainer.adapters import (
+from streamrl.executor.adapter_layers import ADAPTERS
+from streamrl.executor.carriers.handles import InProcess
+from streamrl.executor.carriers.launch import RELAY
+from streamrl.executor.samples import Arrived, Manifest, Parcel
+from streamrl.executor.tokens import ID
+from streamrl.executor.trainer.adapters import (
     adapters_of,
     add_adapters,
     load_adapters,
     save_model,
     without_adapters,
 )
-from executor.trainer.loading import load_learner
-from executor.trainer.optimizer import make_optimizer
-from executor.trainer.sequences import NOTHING
-from executor.transfer.manifest_check import verify_buckets
-from executor.transfer.shared_memory import read_buckets, write_buckets
+from streamrl.executor.trainer.loading import load_learner
+from streamrl.executor.trainer.optimizer import make_optimizer
+from streamrl.executor.trainer.sequences import NOTHING
+from streamrl.executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
 from tests.test_end_to_end import SYMBOLS
 from tests.test_trainer import make_config
 from tests.tiny_model import reference, save_tiny_model

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_latency
-from sim.fidelity.cases import Case, make_case
-from sim.world import simulate
 from streamrl.engine.messages import Generated
 from streamrl.hardware.memory import kv_capacity, most_running
 from streamrl.record.trace import replay
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_latency
+from streamrl.sim.fidelity.cases import Case, make_case
+from streamrl.sim.world import simulate
 from tests.runs import checked_world, run_with_capacity, small_run
 from tests.test_sim import Bench, Job
 from tests.traces import check_every_rollout_is_accounted_for

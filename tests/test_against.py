@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict, replace
 
-from sim.steady_state import simulate_steady
-from sim.studies.pair import compare_runs, simulate_pair
 from streamrl.record.against import Against, Known, Outcome
 from streamrl.record.attribution import attribute_sides
 from streamrl.record.batch_means import half_width
@@ -21,6 +19,8 @@ from streamrl.record.set_against import decide, set_against
 from streamrl.report.against_report import verdict
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.simulate_config import SimulateConfig
+from streamrl.sim.steady_state import simulate_steady
+from streamrl.sim.studies.pair import compare_runs, simulate_pair
 from tests.against_pair import COLOCATED, FAR, colocated, disaggregated, render, some_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

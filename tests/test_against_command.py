@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from sim.studies.break_even import LEAST_BANDWIDTH
-from sim.studies.pair import compare_runs
 from streamrl.record.against import Against, BreakEvenBandwidth
 from streamrl.report.against_report import break_even_lines, verdict
 from streamrl.runfile.writing import write_run
+from streamrl.sim.studies.break_even import LEAST_BANDWIDTH
+from streamrl.sim.studies.pair import compare_runs
 from tests.against_pair import FAR, colocated, disaggregated, render
 from tests.command_line import streamrl
 

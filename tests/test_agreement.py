@@ -12,12 +12,6 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from sim.planner.binding import find_binding
-from sim.planner.layouts import TIGHT
-from sim.planner.search import ALIKE, Search
-from sim.planner.sensitivity import is_ahead
-from sim.planner.space import Space, find_trainers
-from sim.studies.pair import compare_runs
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.memory import trainer_side
 from streamrl.doctor.replica_batch import replica_batch
@@ -31,6 +25,12 @@ from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.planner.binding import find_binding
+from streamrl.sim.planner.layouts import TIGHT
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.sensitivity import is_ahead
+from streamrl.sim.planner.space import Space, find_trainers
+from streamrl.sim.studies.pair import compare_runs
 from tests.command_line import streamrl
 from tests.report_directories import write_planned
 from tests.test_plan import SMALL, Here, few, planned

@@ -20,10 +20,10 @@ IMPORTED = """
 import sys
 from streamrl import api
 dir(api)
-print(*sorted(n for n in sys.modules if n.split(".")[0] in ("streamrl", "sim", "executor")))
+print(*sorted(n for n in sys.modules if n.split(".")[0] == "streamrl"))
 print(*sorted({"numpy", "msgspec", "rich", "simpy", "matplotlib", "jinja2"} & set(sys.modules)))
 api.load_run
-print("streamrl.runfile.reading" in sys.modules, "numpy" in sys.modules, "sim" in sys.modules)
+print("streamrl.runfile.reading" in sys.modules, "numpy" in sys.modules, "streamrl.sim" in sys.modules)
 """
 
 
@@ -43,9 +43,7 @@ def test_the_api_imports_a_name_when_it_is_asked_for_and_nothing_before() -> Non
 def typed_places() -> Iterator[tuple[str, str]]:
     """Yield what the api imports for type checkers: its own name, and where it is."""
     for node in ast.walk(ast.parse(Path(api.__file__).read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            ("executor", "sim", "streamrl")
-        ):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("streamrl"):
             yield from ((a.asname or a.name, f"{node.module}:{a.name}") for a in node.names)
 
 

@@ -87,7 +87,11 @@ def is_front(path: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("package", "others"),
-    [("streamrl", {"sim", "executor"}), ("sim", {"executor"}), ("executor", {"sim"})],
+    [
+        ("streamrl", {"streamrl.sim", "streamrl.executor"}),
+        ("sim", {"streamrl.executor"}),
+        ("executor", {"streamrl.sim"}),
+    ],
 )
 def test_only_command_line_and_api_bring_the_worlds_together(
     package: str, others: set[str]
@@ -121,11 +125,11 @@ SIMULATE_WITHOUT = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked}:
+        if name in {blocked} or name.split(".")[0] in {blocked}:
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Block())
 import streamrl
-from sim.world import simulate
+from streamrl.sim.world import simulate
 from tests.runs import small_run
 print(len(simulate(small_run()).entries) > 0)
 """
@@ -133,7 +137,7 @@ print(len(simulate(small_run()).entries) > 0)
 
 def test_a_simulation_runs_where_no_heavy_library_is_installed() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SIMULATE_WITHOUT.format(blocked={*HEAVY, "executor"})],
+        [sys.executable, "-c", SIMULATE_WITHOUT.format(blocked={*HEAVY, "streamrl.executor"})],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -216,13 +220,14 @@ MIRRORED = {"world", "faults", *ROLES}
 
 
 def room_of(name: str) -> tuple[str, str]:
-    """Return package and room of a dotted name: `sim.costs.curves` is in `costs` of `sim`."""
-    package, room, *_ = [*name.split("."), ""]
-    return package, room
+    """Return package and room of a dotted name: `streamrl.sim.costs.curves` is in `costs` of `sim`."""
+    _, package, room, *_ = [*name.split("."), "", ""]
+    return (package, room) if package in ("sim", "executor") else ("streamrl", package)
 
 
 def dotted(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "streamrl" else ("streamrl", *parts))
 
 
 @pytest.mark.parametrize("package", LAYERS)
@@ -269,9 +274,9 @@ def test_the_search_for_circles_finds_them(tmp_path: Path) -> None:
     (tmp_path / "hidden.py").write_text(hidden)
     assert list(imports(tmp_path / "hidden.py")) == ["a.b.C", "d"]
     graph = import_graph()
-    assert graph["sim.world"] > {"sim.replica", "streamrl.engine.messages"}
-    found = circle({**graph, "sim.surroundings": {"sim.world"}})
-    assert {"sim.world", "sim.surroundings"} <= {*found}
+    assert graph["streamrl.sim.world"] > {"streamrl.sim.replica", "streamrl.engine.messages"}
+    found = circle({**graph, "streamrl.sim.surroundings": {"streamrl.sim.world"}})
+    assert {"streamrl.sim.world", "streamrl.sim.surroundings"} <= {*found}
 
 
 def test_every_room_says_in_a_sentence_what_lives_there() -> None:

@@ -13,11 +13,6 @@ from typing import Any
 
 import pytest
 
-from executor.attached import read_attached, with_attached
-from executor.control import Attach, ControlFiles, ask
-from executor.directory_lock import DirectoryLock
-from executor.execute import execute as execute_for_real
-from executor.world import RealWorld
 from streamrl.cli.attach import attach
 from streamrl.cli.detach import detach as detach_by_name
 from streamrl.engine.messages import (
@@ -33,6 +28,11 @@ from streamrl.engine.messages import (
 from streamrl.engine.policies.staleness import AWAY
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import ABSENT, LEADER
+from streamrl.executor.attached import read_attached, with_attached
+from streamrl.executor.control import Attach, ControlFiles, ask
+from streamrl.executor.directory_lock import DirectoryLock
+from streamrl.executor.execute import execute as execute_for_real
+from streamrl.executor.world import RealWorld
 from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure

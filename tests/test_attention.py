@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor import attention
-from executor.attention import attend, repeats
+from streamrl.executor import attention
+from streamrl.executor.attention import attend, repeats
 
 
 @pytest.mark.parametrize("is_masked", [False, True])

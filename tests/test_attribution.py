@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from sim.world import simulate
 from streamrl.engine.messages import (
     CheckpointSaved,
     Failed,
@@ -36,6 +35,7 @@ from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.world import simulate
 from tests.hand_traces import LEARNERS, HandTrace
 from tests.random_runs import FaultyWorld, failures, runs_of_several
 from tests.runs import checked_world, lose_replica_at, small_run

@@ -10,13 +10,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle
-from executor.prompts import PromptWorkload
-from executor.samples import Sample
-from executor.trainer.advantages import advantages, batch_baseline
-from executor.trainer.estimator import AdvantageEstimator
-from executor.trainer.losses import Tokens, policy_losses
 from streamrl.engine.messages import (
     DrawnGroup,
     Drop,
@@ -28,6 +21,13 @@ from streamrl.engine.messages import (
     Train,
     Verified,
 )
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import Handle
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.samples import Sample
+from streamrl.executor.trainer.advantages import advantages, batch_baseline
+from streamrl.executor.trainer.estimator import AdvantageEstimator
+from streamrl.executor.trainer.losses import Tokens, policy_losses
 from streamrl.record.informative import informative_share
 from streamrl.record.run_lines import read_rollouts
 from streamrl.record.trace import Trace, replay

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sim.planner.binding import find_binding
-from sim.planner.found import Found, settings_of
-from sim.planner.race import Race
-from sim.planner.relief import find_gains
-from sim.planner.search import ALIKE, Search
-from sim.planner.trial import Trial, metrics_of, whole
+from streamrl.sim.planner.binding import find_binding
+from streamrl.sim.planner.found import Found, settings_of
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.relief import find_gains
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.trial import Trial, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
 
 

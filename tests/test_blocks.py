@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.steady_state import measure_steady, simulate_steady
 from streamrl.engine.messages import LoadWeights, PushWeights, WeightsLoaded, WeightsPushed
 from streamrl.engine.presets import SYSTEMS
 from streamrl.record.attribution import AttributionReader, attribute_sides
@@ -28,6 +27,7 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.sides import sides_of
+from streamrl.sim.steady_state import measure_steady, simulate_steady
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import FaultyWorld, failures, runs, runs_of_several
@@ -126,7 +126,7 @@ def test_so_they_are_of_several_trainers_whatever_fails(
 def test_so_they_are_of_any_run_that_is_simulated_as_it_is_measured(run: Run, size: int) -> None:
     run = msgspec.structs.replace(run, simulate=msgspec.structs.replace(run.simulate, max_steps=4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sim.step_trace.BLOCK", size)
+        patch.setattr("streamrl.sim.step_trace.BLOCK", size)
         check_same_figures(measure_steady(run), measure(simulate_steady(run)))
 
 
@@ -236,7 +236,7 @@ def _bytes_a_step(work: Callable[[int], None]) -> float:
     """Return by how much the most bytes that a work of so many steps takes grow with each, in small blocks."""
     peaks = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sim.step_trace.BLOCK", 512)
+        patch.setattr("streamrl.sim.step_trace.BLOCK", 512)
         work(20)  # what is loaded once
         for most in (30, 110):
             tracemalloc.start()

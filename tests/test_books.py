@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.checkpoints import KEPT_CHECKPOINTS
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -33,6 +32,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.executor.checkpoints import KEPT_CHECKPOINTS
 from streamrl.record.balance import Balance
 from streamrl.record.books import Books
 from streamrl.record.entries import Entry

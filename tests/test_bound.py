@@ -10,17 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.batch_time import Finish
-from sim.costs.colocation import PhaseChange
-from sim.costs.costs import Costs
-from sim.costs.sync import SyncCosts
-from sim.costs.training.training import TrainingCosts
-from sim.planner.bound import Estimates
-from sim.planner.generation_time import DealtBatch, least_times, summarize
-from sim.planner.search import Search
-from sim.planner.space import Candidate, Space
-from sim.planner.train_time import FallingLengths, train_times
-from sim.planner.trial import (
+from streamrl.hardware.memory import most_running
+from streamrl.runfile.config import Run
+from streamrl.sim.batch_time import Finish
+from streamrl.sim.costs.colocation import PhaseChange
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.sync import SyncCosts
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.bound import Estimates
+from streamrl.sim.planner.generation_time import DealtBatch, least_times, summarize
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Candidate, Space
+from streamrl.sim.planner.train_time import FallingLengths, train_times
+from streamrl.sim.planner.trial import (
     Trial,
     counted_steps,
     generation_of,
@@ -29,9 +31,7 @@ from sim.planner.trial import (
     shortened,
     training_error_of,
 )
-from sim.step_batches import StepBatch, StepEnds
-from streamrl.hardware.memory import most_running
-from streamrl.runfile.config import Run
+from streamrl.sim.step_batches import StepBatch, StepEnds
 from tests.test_search_space import offer
 
 LARGE: dict[str, Any] = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from sim.world import simulate
 from streamrl.engine.messages import (
     Failed,
     Generate,
@@ -19,6 +18,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.record.trace import Trace
+from streamrl.sim.world import simulate
 from tests.runs import Script, of, script, small_run
 
 AT_BOUNDARIES = {

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from sim.studies.break_even import FREE_BANDWIDTH, LEAST_BANDWIDTH
-from sim.studies.pair import compare_runs
 from streamrl.record.against import Against
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.sim.studies.break_even import FREE_BANDWIDTH, LEAST_BANDWIDTH
+from streamrl.sim.studies.pair import compare_runs
 from tests.against_pair import COLOCATED, FAR, SOME, colocated, disaggregated
 from tests.runs import small_run
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from sim.world import simulate
 from streamrl.engine.messages import Stepped
 from streamrl.engine.presets import SYSTEMS
 from streamrl.record.attribution import attribute
@@ -22,6 +21,7 @@ from streamrl.report.figures import bubble_figure
 from streamrl.report.pictures.drawing import Rectangle
 from streamrl.report.pictures.stacks import RIGHT, WIDTH
 from streamrl.report.pictures.waits import bubbles_picture
+from streamrl.sim.world import simulate
 from tests.runs import small_run
 
 

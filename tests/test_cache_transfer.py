@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from executor.execute import check_executable
-from sim.costs.cache_transfer import CacheTransfer
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.surroundings import DrawnRollout
 from streamrl.engine.messages import (
     Abort,
     Generate,
@@ -22,7 +17,12 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.executor.execute import check_executable
 from streamrl.record.trace import replay
+from streamrl.sim.costs.cache_transfer import CacheTransfer
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.surroundings import DrawnRollout
 from tests.runs import checked_world, generated, of, singles, small_run
 from tests.test_execute import real_run
 from tests.test_migration import STEEP, begun

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from sim.costs.costs import Costs
-from sim.planner.sync_time import _sync
 from streamrl.hardware.calibration_file import (
     load_calibration,
     named_calibration,
@@ -18,6 +16,8 @@ from streamrl.hardware.machine_profile import write_measured
 from streamrl.hardware.profiles import load_model
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.planner.sync_time import _sync
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.runs import small_run
 

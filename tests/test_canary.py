@@ -13,7 +13,7 @@ import pytest
 from reasoning_gym import create_dataset
 from reasoning_gym.factory import DATASETS
 
-from executor.verifier.verifier import Scoring
+from streamrl.executor.verifier.verifier import Scoring
 from streamrl.workload.prompt_records import Record
 from tests.verifying import score, verdicts
 

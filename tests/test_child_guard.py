@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.rollout.child_guard import SHARED, ChildGuard
+from streamrl.executor.rollout.child_guard import SHARED, ChildGuard
 
 SHARES = """
 import mmap, sys, time

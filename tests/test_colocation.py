@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from executor.carriers.handles import Handle, InProcess
-from executor.carriers.local_launch import LocalLauncher
-from executor.carriers.placement import Place
-from executor.record import RunDirectory
-from sim.costs.colocation import PhaseChange, count_moved
-from sim.costs.costs import Costs
-from sim.world import simulate
 from streamrl.engine.messages import Stepped
+from streamrl.executor.carriers.handles import Handle, InProcess
+from streamrl.executor.carriers.local_launch import LocalLauncher
+from streamrl.executor.carriers.placement import Place
+from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import model_state
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.tiers import Provenance
@@ -23,6 +20,9 @@ from streamrl.record.metrics import measure
 from streamrl.record.timeline import read_timeline
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
+from streamrl.sim.costs.colocation import PhaseChange, count_moved
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.world import simulate
 from tests.runs import make_table, small_run
 
 H800 = load_gpu("h800")

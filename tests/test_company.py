@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from executor.profiling.company import LEAST_PASSES, Work, side_by_side
+from streamrl.executor.profiling.company import LEAST_PASSES, Work, side_by_side
 
 PASS, IN_COMPANY = 0.5, 2.0
 

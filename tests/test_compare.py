@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.world import simulate
 from streamrl.cli.compare import compare
+from streamrl.sim.world import simulate
 from tests.runs import small_run
 
 

@@ -8,14 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.costs.training.layer import ATTENTION_BACKWARD, Layer
-from sim.costs.training.profile import load_training_profile
-from sim.costs.training.ranks import Ranks
-from sim.costs.training.stage_times import StageTimes
-from sim.costs.training.training import TrainingCosts
-from sim.fidelity.training_rows import training_rows
-from sim.planner.layouts import TrainerRange, fitting_trainers
-from sim.planner.space import find_trainers
 from streamrl.doctor.changes import changed
 from streamrl.doctor.memory import trainer_side
 from streamrl.doctor.room import FIXES
@@ -24,6 +16,14 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.split import check_split
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.sim.costs.training.layer import ATTENTION_BACKWARD, Layer
+from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.stage_times import StageTimes
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.fidelity.training_rows import training_rows
+from streamrl.sim.planner.layouts import TrainerRange, fitting_trainers
+from streamrl.sim.planner.space import find_trainers
 from tests.runs import small_run
 
 FIT = load_training_profile()

@@ -13,8 +13,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from executor.carriers.handles import Handle, InProcess, LocalProcess, Process, WorkerLostError
-from executor.carriers.launch import (
+from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.carriers.handles import (
+    Handle,
+    InProcess,
+    LocalProcess,
+    Process,
+    WorkerLostError,
+)
+from streamrl.executor.carriers.launch import (
     COUNTER,
     RELAY,
     REPLICA,
@@ -22,17 +29,23 @@ from executor.carriers.launch import (
     TRAINER,
     worker_environment,
 )
-from executor.carriers.processes import begin_for, spawn
-from executor.carriers.remote import remote
-from executor.checksums import combine
-from executor.roles import ReplicaRole, RewardRole, TrainerRole, TransferRole, VerifierRole, Write
-from executor.samples import Bucket, Completion, Exchange, Manifest, Request, Sample
-from executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
-from executor.transfer.relayed_transfer import RelayedTransfer
-from executor.transfer.shared_memory import write_buckets
-from executor.transfer.transfer import Transfer
-from executor.verifier.verifier import Verifier
-from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.carriers.processes import begin_for, spawn
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.checksums import combine
+from streamrl.executor.roles import (
+    ReplicaRole,
+    RewardRole,
+    TrainerRole,
+    TransferRole,
+    VerifierRole,
+    Write,
+)
+from streamrl.executor.samples import Bucket, Completion, Exchange, Manifest, Request, Sample
+from streamrl.executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
+from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
+from streamrl.executor.transfer.shared_memory import write_buckets
+from streamrl.executor.transfer.transfer import Transfer
+from streamrl.executor.verifier.verifier import Verifier
 from streamrl.runfile.sync_config import SyncConfig
 from tests import scripted
 from tests.engines import HANG, NAMES, params

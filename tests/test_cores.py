@@ -13,10 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as with_fields
 
-from sim.cores import Cores, OwnTime, RoleKind, WorkTime
-from sim.costs.costs import Costs
-from sim.costs.sharing import ALONE, CoreLosses, CoreSharing
-from sim.world import SimWorld, simulate
 from streamrl.engine.messages import Generated, PushWeights, Verified, WeightsPushed
 from streamrl.hardware.machine_profile import (
     Host,
@@ -27,6 +23,10 @@ from streamrl.hardware.machine_profile import (
 )
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
+from streamrl.sim.cores import Cores, OwnTime, RoleKind, WorkTime
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.sharing import ALONE, CoreLosses, CoreSharing
+from streamrl.sim.world import SimWorld, simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.runs import small_run

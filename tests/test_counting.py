@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from executor.carriers.local_cores import roles_on_cores
-from executor.trainer.counting import COUNTS, Tally
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.messages import Stepped
+from streamrl.executor.carriers.local_cores import roles_on_cores
+from streamrl.executor.trainer.counting import COUNTS, Tally
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import follower_directory, read_metrics

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from executor.prompts import PromptWorkload
-from executor.tokens import decode_ids
-from executor.verifier.records import check_prompts
 from streamrl.cli.doctor import examine
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.tokens import decode_ids
+from streamrl.executor.verifier.records import check_prompts
 from streamrl.ranker.known_lengths import read_known
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.runfile.reading import encode_run, load_run, make_run

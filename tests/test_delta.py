@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.transfer import delta
-from executor.transfer.delta import decode_delta, encode_delta
+from streamrl.executor.transfer import delta
+from streamrl.executor.transfer.delta import decode_delta, encode_delta
 
 
 def write(path: Path, data: bytes) -> Path:

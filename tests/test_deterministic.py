@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from executor.back_ends import check_back_ends
-from executor.execute import execute as execute_for_real
-from executor.pretrained import load_pretrained
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
+from streamrl.executor.back_ends import check_back_ends
+from streamrl.executor.execute import execute as execute_for_real
+from streamrl.executor.pretrained import load_pretrained
 from streamrl.record.legs import balance_books
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace

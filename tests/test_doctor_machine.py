@@ -12,13 +12,13 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from packaging.requirements import Requirement
 
-from executor.checkup import installed, readiness, run_paths
-from executor.rollout.engines import extra_of
-from executor.verifier import landlock, seccomp
-from executor.verifier.rewards import make_scorer
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.doctor.changes import changed
+from streamrl.executor.checkup import installed, readiness, run_paths
+from streamrl.executor.rollout.engines import extra_of
+from streamrl.executor.verifier import landlock, seccomp
+from streamrl.executor.verifier.rewards import make_scorer
 from streamrl.hardware.weight_files import INDEX
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from sim.checkup import rehearsal
-from sim.checkup.checkup import check_up
 from streamrl.doctor.changes import changed
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import Command
@@ -17,6 +15,8 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.report.run_tables import format_duration
 from streamrl.runfile.failure_rates import expected_losses
+from streamrl.sim.checkup import rehearsal
+from streamrl.sim.checkup.checkup import check_up
 from tests.patients import FULL, bad, doctor, full_run
 from tests.runs import small_run
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sim.simulated_rewards import BEST, REWARD, SimRewards
 from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import examine
 from streamrl.engine.messages import DrawPrompts, PromptsDrawn, Skip, Step, Verified
@@ -21,6 +20,7 @@ from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, replay
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.errors import RunError
+from streamrl.sim.simulated_rewards import BEST, REWARD, SimRewards
 from tests.patients import full_run
 from tests.runs import checked_world, of, small_run
 from tests.test_books import balance_of

@@ -19,8 +19,8 @@ from typing import TypeAlias
 import psutil
 import pytest
 
-from executor.carriers import nursery
-from executor.directory_lock import LOCK
+from streamrl.executor.carriers import nursery
+from streamrl.executor.directory_lock import LOCK
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
 from tests.command_line import streamrl
@@ -124,8 +124,8 @@ MAIN = "from streamrl.cli import main; main()"
 HANGING = """
 import sys, time
 from pathlib import Path
-from executor import interruption
-from executor.execute import execute
+from streamrl.executor import interruption
+from streamrl.executor.execute import execute
 from streamrl.engine.messages import Stepped
 from streamrl.runfile.reading import load_run
 

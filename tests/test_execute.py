@@ -13,10 +13,6 @@ from typing import Any, get_args
 
 import pytest
 
-from executor.carriers.handles import LocalProcess
-from executor.roles import Scoring
-from executor.samples import Manifest
-from executor.world import RealWorld
 from streamrl.engine.messages import (
     CheckpointSaved,
     Event,
@@ -34,6 +30,10 @@ from streamrl.engine.policies.left_over import LEFT_OVER
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.executor.carriers.handles import LocalProcess
+from streamrl.executor.roles import Scoring
+from streamrl.executor.samples import Manifest
+from streamrl.executor.world import RealWorld
 from streamrl.record.entries import Entry
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import read_metrics

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.prompts import PromptWorkload
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.siblings import SiblingLengths
+from streamrl.executor.prompts import PromptWorkload
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import small_run
 from tests.scripted import ScriptedTokenizer

@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.costs.training.layer import Layer
-from sim.costs.training.profile import load_training_profile
-from sim.costs.training.ranks import Ranks
-from sim.costs.training.training import TrainingCosts
-from sim.planner.layouts import SLICES
-from sim.planner.space import Space
 from streamrl.hardware.memory import model_state, trainer_memory
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.report.export.launch_file import find_arguments
 from streamrl.report.export.option_table import ExportName
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.sim.costs.training.layer import Layer
+from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.layouts import SLICES
+from streamrl.sim.planner.space import Space
 from tests.runs import small_run
 
 FIT = load_training_profile()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from executor.transfer import circle
+from streamrl.executor.transfer import circle
 from tests.test_relayed_transfer import FAR, OTHER, SIZE, Bench, run
 
 THIRD = "third"

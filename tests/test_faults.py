@@ -10,9 +10,6 @@ from typing import Any, get_args
 import pytest
 import simpy
 
-from sim.checkup.rehearsal import rehearse
-from sim.steady_state import simulate_steady
-from sim.world import SimWorld
 from streamrl.engine.fault_plan import STRUCK, FaultPlan
 from streamrl.engine.messages import (
     Event,
@@ -37,6 +34,9 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.faults_config import OF_REWARD_MODEL, FaultKind
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.checkup.rehearsal import rehearse
+from streamrl.sim.steady_state import simulate_steady
+from streamrl.sim.world import SimWorld
 from tests.command_line import streamrl
 from tests.runs import checked_world, done, of, script, small_run
 from tests.test_plan import SMALL, few, planned

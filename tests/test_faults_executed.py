@@ -13,14 +13,6 @@ from typing import Any
 
 import pytest
 
-from executor.carriers.handles import LocalProcess, WorkerLostError
-from executor.checkpoints import Checkpoints
-from executor.execute import check_executable
-from executor.faults import read_struck
-from executor.rollout.replica import check_completion
-from executor.samples import Completion, Manifest, Request
-from executor.tokens import TokenBlock, TokenSegment, encode_ids, write_block
-from executor.transfer.transfer import Transfer
 from streamrl.engine.messages import (
     Event,
     Failed,
@@ -31,6 +23,14 @@ from streamrl.engine.messages import (
     Stepped,
     TrainerLost,
 )
+from streamrl.executor.carriers.handles import LocalProcess, WorkerLostError
+from streamrl.executor.checkpoints import Checkpoints
+from streamrl.executor.execute import check_executable
+from streamrl.executor.faults import read_struck
+from streamrl.executor.rollout.replica import check_completion
+from streamrl.executor.samples import Completion, Manifest, Request
+from streamrl.executor.tokens import TokenBlock, TokenSegment, encode_ids, write_block
+from streamrl.executor.transfer.transfer import Transfer
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run

@@ -8,10 +8,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sim.batch_time import generate_batch
-from sim.costs.costs import Costs
-from sim.fidelity.calibration import constants
-from sim.fidelity.cases import (
+from streamrl.cli.main import app
+from streamrl.hardware.memory import check_memory, most_running
+from streamrl.report.fidelity import (
+    FigureCell,
+    PaperFigure,
+    fidelity_page,
+    section_of,
+    with_section,
+)
+from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.fidelity.calibration import constants
+from streamrl.sim.fidelity.cases import (
     BATCH,
     GPUS,
     LENGTHS,
@@ -22,17 +31,8 @@ from sim.fidelity.cases import (
     make_case,
     take_times,
 )
-from sim.fidelity.paper import load_paper
-from sim.fidelity.throughput import slower
-from streamrl.cli.main import app
-from streamrl.hardware.memory import check_memory, most_running
-from streamrl.report.fidelity import (
-    FigureCell,
-    PaperFigure,
-    fidelity_page,
-    section_of,
-    with_section,
-)
+from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.fidelity.throughput import slower
 from streamrl.workload.workload import SimulatedWorkload
 
 RUNNER = CliRunner()
@@ -49,11 +49,11 @@ FIGURE = PaperFigure(
 @pytest.fixture
 def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate every case on one seed and count one step: the page has more, and its verdicts do not hang on which."""
-    for seeds in ("sim.fidelity.cases.SEEDS", "sim.fidelity.makespan.SEEDS"):
+    for seeds in ("streamrl.sim.fidelity.cases.SEEDS", "streamrl.sim.fidelity.makespan.SEEDS"):
         monkeypatch.setattr(seeds, (0,))
-    monkeypatch.setattr("sim.fidelity.cases.STEPS", 3)
-    monkeypatch.setattr("sim.fidelity.makespan.TRIED", (20,))
-    monkeypatch.setattr("sim.fidelity.cases._TAKEN", {})
+    monkeypatch.setattr("streamrl.sim.fidelity.cases.STEPS", 3)
+    monkeypatch.setattr("streamrl.sim.fidelity.makespan.TRIED", (20,))
+    monkeypatch.setattr("streamrl.sim.fidelity.cases._TAKEN", {})
 
 
 def test_the_papers_own_ratios_follow_from_its_throughputs() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from executor.rollout.torch_model import named_as_in_files
+from streamrl.executor.rollout.torch_model import named_as_in_files
 from tests.test_passes import make_model
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from executor.checkpoints import Checkpoints
-from executor.pretrained import load_pretrained
-from executor.record import RunDirectory
-from executor.world import RealWorld
 from streamrl.engine.messages import Event, RunStarted, Step, Stepped, TrainerLost
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import DONE_BEFORE, LEADER, ROLLED_BACK
+from streamrl.executor.checkpoints import Checkpoints
+from streamrl.executor.pretrained import load_pretrained
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.world import RealWorld
 from streamrl.record.books import MISSED
 from streamrl.record.flow import read_flow
 from streamrl.record.legs import balance_books

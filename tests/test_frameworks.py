@@ -10,14 +10,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.framework_time import framework_sources, own_step_time, own_switch_time
-from sim.costs.sync import SyncCosts
-from sim.costs.training.training import TrainingCosts
-from sim.planner.framework_scope import keep_to_framework
-from sim.planner.layouts import OF_FRAMEWORK
-from sim.planner.modes import find_modes
-from sim.planner.space import find_trainers
 from streamrl.doctor.diagnosis import examine
 from streamrl.hardware.profiles import known_engines, load_model
 from streamrl.report.page.assumptions import assumptions_of
@@ -27,6 +19,14 @@ from streamrl.runfile.framework_config import FrameworkName
 from streamrl.runfile.frameworks import load_framework, load_usual, value_at
 from streamrl.runfile.reading import change_run, load_run, make_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.framework_time import framework_sources, own_step_time, own_switch_time
+from streamrl.sim.costs.sync import SyncCosts
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.framework_scope import keep_to_framework
+from streamrl.sim.planner.layouts import OF_FRAMEWORK
+from streamrl.sim.planner.modes import find_modes
+from streamrl.sim.planner.space import find_trainers
 from tests.command_line import streamrl
 from tests.runs import make_table, small_run
 

@@ -19,11 +19,9 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.checkpoints import Checkpoints, Position
-from executor.checksums import CHECKSUMS, write_checksums
-from executor.prompts import PromptWorkload
-from sim.costs.costs import Costs
-from sim.world import simulate
+from streamrl.executor.checkpoints import Checkpoints, Position
+from streamrl.executor.checksums import CHECKSUMS, write_checksums
+from streamrl.executor.prompts import PromptWorkload
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.machine_profile import read_measured, write_measured
 from streamrl.ranker.evaluation import evaluate_scores
@@ -36,6 +34,8 @@ from streamrl.record.trace import read_trace, replay
 from streamrl.report.study_file import is_study, load_study
 from streamrl.runfile.reading import decode_recorded_run, encode_run, load_run, make_run
 from streamrl.runfile.workload_config import SourceConfig
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.world import simulate
 from streamrl.workload.prompt_records import read_source
 from streamrl.workload.ranker import read_scores
 from streamrl.workload.workload import SimulatedWorkload, load_source

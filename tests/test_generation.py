@@ -11,8 +11,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sim.costs.sync_profiles import load_transport
-from sim.studies.replica_speed import study_generation
 from streamrl.cli.main import app
 from streamrl.hardware.operators import Peak
 from streamrl.hardware.profiles import PROFILES, load_model
@@ -24,6 +22,8 @@ from streamrl.report.generation import (
     generation_table,
 )
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.sim.costs.sync_profiles import load_transport
+from streamrl.sim.studies.replica_speed import study_generation
 from tests.command_line import streamrl
 from tests.test_tables import make_table
 

@@ -14,12 +14,12 @@ import torch
 from msgspec.structs import replace
 from torch.autograd import gradcheck
 
-from executor.samples import Sample
-from executor.tokens import ID, LOGPROB, decode_ids, read_blocks
-from executor.trainer import losses
-from executor.trainer.objectives import objective_of
-from executor.trainer.sequences import TokenSequence
-from executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.samples import Sample
+from streamrl.executor.tokens import ID, LOGPROB, decode_ids, read_blocks
+from streamrl.executor.trainer import losses
+from streamrl.executor.trainer.objectives import objective_of
+from streamrl.executor.trainer.sequences import TokenSequence
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.runfile.algorithm_config import CorrectionName
 from tests.test_trainer import (
     TEMPERATURE,

@@ -15,11 +15,11 @@ from typing import Protocol
 import msgspec
 import pytest
 
-from executor.carriers import handles, processes
-from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from executor.carriers.processes import Begin, fork, spawn
-from executor.carriers.remote import remote
-from executor.roles import AnswerError, RoleLostError, reason_of
+from streamrl.executor.carriers import handles, processes
+from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from streamrl.executor.carriers.processes import Begin, fork, spawn
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.roles import AnswerError, RoleLostError, reason_of
 from tests.verifying import wait_until_gone
 
 MODULE = "tests.test_handles"
@@ -246,8 +246,8 @@ def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
 PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from executor.carriers import processes
-from executor.carriers.handles import LocalProcess
+from streamrl.executor.carriers import processes
+from streamrl.executor.carriers.handles import LocalProcess
 
 async def go():
     begin = getattr(processes, sys.argv[2])

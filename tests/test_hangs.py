@@ -12,11 +12,6 @@ from typing import Any
 
 import pytest
 
-from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from executor.interruption import Interruption
-from executor.roles import Scoring
-from executor.watchdog import FACTOR, TICK, Watchdog
-from executor.world import RealWorld
 from streamrl.engine.messages import (
     Command,
     Event,
@@ -38,6 +33,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.world import RunInterruptedError
+from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from streamrl.executor.interruption import Interruption
+from streamrl.executor.roles import Scoring
+from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
+from streamrl.executor.world import RealWorld
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run

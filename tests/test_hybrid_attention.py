@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.training.layer import ATTENTION_BACKWARD, LINEAR_BACKWARD, Layer
-from sim.costs.training.profile import load_training_profile
-from sim.costs.training.ranks import Ranks
-from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.memory import kv_capacity, replica_workspace
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.training.layer import ATTENTION_BACKWARD, LINEAR_BACKWARD, Layer
+from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.training import TrainingCosts
 from tests.runs import small_run
 
 GPT_OSS = load_model(ModelConfig(name="gpt-oss-120b"))

@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.costs.costs import Costs
-from sim.costs.curves import PrefillCurve, compose_decode
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.overheads import TERMS, load_engine
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.workspace import CHUNK
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.curves import PrefillCurve, compose_decode
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import TERMS, load_engine
 from tests.runs import small_run
 
 ROLLOUTS = np.array([1.0, 16.0, 256.0])

@@ -12,10 +12,10 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from executor.buffer import BufferedRollout
-from executor.prompts import PromptWorkload, load_tokenizer
-from executor.record import RunDirectory
-from executor.roles import Scoring
+from streamrl.executor.buffer import BufferedRollout
+from streamrl.executor.prompts import PromptWorkload, load_tokenizer
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.roles import Scoring
 from streamrl.runfile.bounds import _bounds_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
@@ -299,7 +299,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
     def full(self: object, position: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("executor.checkpoints.Checkpoints.finish", full)
+    monkeypatch.setattr("streamrl.executor.checkpoints.Checkpoints.finish", full)
 
     async def go() -> None:
         await make_world(run, {}).run()

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.steady_state import simulate_steady
 from streamrl.cli.compare import compare
 from streamrl.cli.plan import plan
 from streamrl.cli.replay import replay
@@ -25,6 +22,9 @@ from streamrl.report.page.sources import read_sources
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.steady_state import simulate_steady
 from tests.command_line import streamrl
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.report_directories import simulate_plan
@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_the_costs_that_it_began_with(
         seen.append(run)
         raise RuntimeError("seen")
 
-    monkeypatch.setattr("executor.execute.execute", see)
+    monkeypatch.setattr("streamrl.executor.execute.execute", see)
     for how in ((), ("--resume",)):
         assert streamrl("execute", "run.toml", *how).returncode == 1
     anew, on = (run.policies.latency for run in seen)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from executor.roles import Scoring
-from executor.verifier import judge
-from executor.verifier.verifier import Verifier
+from streamrl.executor.roles import Scoring
+from streamrl.executor.verifier import judge
+from streamrl.executor.verifier.verifier import Verifier
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.reward_config import RewardConfig

@@ -14,29 +14,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from executor.carriers.handles import Handle
-from executor.execute import token_directory
-from executor.kept_tokens import KeptTokens
-from executor.samples import FinishReason, Request
-from executor.token_files import (
-    Head,
-    TokenRecord,
-    add_record,
-    merge,
-    part_of,
-    read_records,
-    remove_files,
-    take_over,
-    write_record,
-)
-from executor.tokens import (
-    ID,
-    LOGPROB,
-    TokenSegment,
-    encode_ids,
-    read_block,
-)
-from executor.world import RealWorld
 from streamrl.engine.messages import (
     Event,
     Failed,
@@ -49,6 +26,29 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
+from streamrl.executor.carriers.handles import Handle
+from streamrl.executor.execute import token_directory
+from streamrl.executor.kept_tokens import KeptTokens
+from streamrl.executor.samples import FinishReason, Request
+from streamrl.executor.token_files import (
+    Head,
+    TokenRecord,
+    add_record,
+    merge,
+    part_of,
+    read_records,
+    remove_files,
+    take_over,
+    write_record,
+)
+from streamrl.executor.tokens import (
+    ID,
+    LOGPROB,
+    TokenSegment,
+    encode_ids,
+    read_block,
+)
+from streamrl.executor.world import RealWorld
 from streamrl.record.legs import balance_books
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run

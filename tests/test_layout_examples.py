@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sim.costs.costs import Costs
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.sides import sides_of
+from streamrl.sim.costs.costs import Costs
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "examples" / "layouts").glob("*.toml"))

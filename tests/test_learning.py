@@ -17,13 +17,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from executor.execute import own_cores_for_nothing
-from executor.record import RunDirectory
 from streamrl.cli.step_table import line_of
 from streamrl.cli.watch_run import NUM_ROWS, RunWatch
 from streamrl.engine.entities import Group, Replica, Rollout
 from streamrl.engine.messages import Verified
 from streamrl.engine.systems import build_state
+from streamrl.executor.execute import own_cores_for_nothing
+from streamrl.executor.record import RunDirectory
 from streamrl.record.completions import most_telling, read_completions, shortened, spread_over
 from streamrl.record.line_file import LineFile
 from streamrl.record.metrics import measure
@@ -234,8 +234,8 @@ def test_what_the_executor_has_to_say_costs_the_run_nothing_where_nobody_hears_i
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("executor.trackers.open_tracker", fail)
-    monkeypatch.setattr("executor.trainer.trainer.step_samples", fail)
+    monkeypatch.setattr("streamrl.executor.trackers.open_tracker", fail)
+    monkeypatch.setattr("streamrl.executor.trainer.trainer.step_samples", fail)
     assert len(execute(real_run(tmp_path, execute__trackers=["wandb"]))) == 4
 
 
@@ -369,7 +369,7 @@ def test_samples_that_cannot_be_written_cost_the_run_nothing(
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("executor.trainer.trainer.step_samples", fail)
+    monkeypatch.setattr("streamrl.executor.trainer.trainer.step_samples", fail)
     run = real_run(tmp_path)
     assert len(execute(run)) == run.algorithm.steps
     assert capsys.readouterr().err.count("samples.jsonl is no longer written: OSError") == 1

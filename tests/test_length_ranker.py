@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.world import simulate
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.sim.world import simulate
 from streamrl.workload.length_ranker import LengthRanker
 from tests.runs import small_run
 from tests.test_execute import execute, real_run

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.live_trace import LONGEST, LiveTrace
-from sim.steady_state import simulate_steady
 from streamrl.engine.messages import Drop, Failed, StartTrainer, Stepped
+from streamrl.executor.live_trace import LONGEST, LiveTrace
 from streamrl.record.chrome_events import ChromeReader
 from streamrl.record.chrome_trace import CHROME_TRACE, chrome_trace
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.sim.steady_state import simulate_steady
 from tests.hand_traces import HandTrace
 from tests.random_runs import FaultyWorld, failures, runs_of_several
 from tests.runs import small_run

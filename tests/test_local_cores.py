@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from executor.carriers import local_cores
-from executor.carriers.local_cores import roles_on_cores, threads_of, usable_cores
-from executor.carriers.local_launch import LocalLauncher
-from executor.carriers.placement import Place
-from executor.checkup import readiness
-from executor.record import RunDirectory
-from sim.costs.costs import Costs
+from streamrl.executor.carriers import local_cores
+from streamrl.executor.carriers.local_cores import roles_on_cores, threads_of, usable_cores
+from streamrl.executor.carriers.local_launch import LocalLauncher
+from streamrl.executor.carriers.placement import Place
+from streamrl.executor.checkup import readiness
+from streamrl.executor.record import RunDirectory
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_profile import Host, write_measured
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
+from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.patients import bad, local_table
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from executor.carriers import local_gpus
-from executor.carriers.local_cores import roles_on_cores
-from executor.carriers.local_gpus import LocalGpus, claim_gpus, gpus_needed, usable_gpus
-from executor.carriers.local_launch import LocalLauncher
-from executor.carriers.placement import Place, Placement
-from executor.checkup import readiness
-from executor.execute import check_executable, execute
-from executor.record import RunDirectory
+from streamrl.executor.carriers import local_gpus
+from streamrl.executor.carriers.local_cores import roles_on_cores
+from streamrl.executor.carriers.local_gpus import LocalGpus, claim_gpus, gpus_needed, usable_gpus
+from streamrl.executor.carriers.local_launch import LocalLauncher
+from streamrl.executor.carriers.placement import Place, Placement
+from streamrl.executor.checkup import readiness
+from streamrl.executor.execute import check_executable, execute
+from streamrl.executor.record import RunDirectory
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from tests.patients import bad, local_table

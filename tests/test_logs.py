@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs.costs import Costs
-from sim.fidelity.phases import phase_seconds
-from sim.world import simulate
 from streamrl.hardware.profiles import PROFILES
 from streamrl.logs.literals import read_dict, read_number
 from streamrl.logs.log_file import read_measured_file
@@ -21,6 +18,9 @@ from streamrl.logs.measured_steps import MeasuredStep, parse_steps, write_steps
 from streamrl.logs.run_steps import read_run_steps
 from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import read_trace
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.fidelity.phases import phase_seconds
+from streamrl.sim.world import simulate
 from tests.made_logs import MADE, VERL_LINE
 from tests.runs import small_run
 

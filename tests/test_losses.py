@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.trainer import losses
-from executor.trainer.advantages import advantages
+from streamrl.executor.trainer import losses
+from streamrl.executor.trainer.advantages import advantages
 
 CLIP, CAP = 0.2, 2.0
 

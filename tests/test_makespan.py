@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.batch_time import generate_batch
-from sim.costs.costs import Costs
-from sim.costs.curves import DecodeCurve
-from sim.costs.fill import fill_policies
-from sim.world import SimWorld
 from streamrl.engine.messages import DrawnGroup, Generated, PromptsDrawn
+from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.curves import DecodeCurve
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import Draw, SimulatedWorkload
 from tests.runs import SINGLE, small_run
 from tests.test_skew import BATCH

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.machine import passes
-from sim.world import SimWorld, simulate
 from streamrl.engine.messages import DrawnGroup, Generate, Generated, PromptsDrawn, Train, Verified
 from streamrl.hardware.machine_fit import (
     fit_decode,
@@ -31,6 +28,9 @@ from streamrl.record.informative import informative_share
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.machine import passes
+from streamrl.sim.world import SimWorld, simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.measured_profile import (
     ALONE,
@@ -266,8 +266,8 @@ def test_a_profile_of_another_model_is_refused(model: Path, tmp_path: Path) -> N
 
 def replica_times(run: Run, lengths: list[int], prompt: int) -> list[float]:
     """Return the instants at which rollouts of these lengths end that one idle replica is given at once."""
-    from sim.replica import Replica
-    from sim.surroundings import DrawnRollout
+    from streamrl.sim.replica import Replica
+    from streamrl.sim.surroundings import DrawnRollout
 
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     ended: dict[int, float] = {}

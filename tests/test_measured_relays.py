@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.payload import Payload
-from sim.costs.slow_start import INITIAL_WINDOW, sending_time
 from streamrl.hardware.machine_profile import (
     MeasuredProfile,
     Once,
@@ -19,6 +16,9 @@ from streamrl.hardware.machine_profile import (
 )
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.payload import Payload
+from streamrl.sim.costs.slow_start import INITIAL_WINDOW, sending_time
 from tests.measured_profile import around, make_profile, measured_run, model_directory
 
 PUSH, LOAD = 4e-3, 6e-3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from sim.steady_state import simulate_steady
 from streamrl.engine.messages import (
     Abort,
     CheckpointSaved,
@@ -29,6 +28,7 @@ from streamrl.record.metrics import measure
 from streamrl.record.rent import dollars_per_second
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.sim.steady_state import simulate_steady
 from tests.hand_traces import LEARNERS, HandTrace
 from tests.random_runs import FaultyWorld, failures, runs_of_several
 from tests.runs import small_run

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.planner.layouts import Degrees, Replicas
-from sim.planner.mixed_fleets import mixed_fleets
-from sim.planner.pairs import Pairs
-from sim.planner.planner import make_plan
-from sim.planner.search import Search
-from sim.steady_state import measure_steady
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run, make_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.mixed_fleets import mixed_fleets
+from streamrl.sim.planner.pairs import Pairs
+from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.search import Search
+from streamrl.sim.steady_state import measure_steady
 from tests.runs import make_table
 from tests.test_plan import Here
 

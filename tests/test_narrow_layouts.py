@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from sim.costs.training.ranks import Ranks
-from sim.costs.training.training import TrainingCosts
 from streamrl.doctor.memory import replica_side
 from streamrl.hardware.draft import draft_bytes
 from streamrl.hardware.memory import fullest_stage, kv_capacity, replica_memory, replica_model
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.stage_bytes import stage_bytes
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.training import TrainingCosts
 from tests.test_context_parallel import LONG, train_run
 from tests.test_replica_layouts import plan
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from executor.execute import execute as execute_for_real
-from executor.roles import Scoring
 from streamrl.engine.messages import (
     Command,
     Drop,
@@ -23,6 +21,8 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.executor.execute import execute as execute_for_real
+from streamrl.executor.roles import Scoring
 from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.reading import make_run
 from streamrl.workload.prompt_records import Record

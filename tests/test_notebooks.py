@@ -72,7 +72,7 @@ def test_a_notebook_holds_no_logic(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_imports_nothing_of_the_project_but_its_api(path: Path) -> None:
     modules = [name for source in code_cells(path) for name in imported(ast.parse(source))]
-    ours = [name for name in modules if name.split(".")[0] in ("streamrl", "sim", "executor")]
+    ours = [name for name in modules if name.split(".")[0] == "streamrl"]
     assert set(ours) == {"streamrl.api"}
 
 

@@ -16,10 +16,10 @@ import msgspec
 import psutil
 import pytest
 
-from executor.carriers import nursery, processes, worker
-from executor.carriers.handles import LocalProcess, WorkerLostError
-from executor.carriers.launch import worker_environment
-from executor.carriers.processes import Forked, begin_for, fork, spawn
+from streamrl.executor.carriers import nursery, processes, worker
+from streamrl.executor.carriers.handles import LocalProcess, WorkerLostError
+from streamrl.executor.carriers.launch import worker_environment
+from streamrl.executor.carriers.processes import Forked, begin_for, fork, spawn
 from tests.verifying import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")

@@ -12,11 +12,11 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForTokenClassification
 
-from executor.checksums import find_damage
-from executor.samples import Sample
-from executor.tokens import decode_ids, read_blocks
-from executor.trainer.advantages import advantages, pair_of
-from executor.trainer.objectives import gae
+from streamrl.executor.checksums import find_damage
+from streamrl.executor.samples import Sample
+from streamrl.executor.tokens import decode_ids, read_blocks
+from streamrl.executor.trainer.advantages import advantages, pair_of
+from streamrl.executor.trainer.objectives import gae
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from tests.runs import small_run

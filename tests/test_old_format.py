@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.execute import execute
 from streamrl.engine.messages import Abort, Drop, ExpectationsChanged, Generate, Step, Take
+from streamrl.executor.execute import execute
 from streamrl.record.metrics import measure
 from streamrl.record.trace import FORMAT, read_trace, replay
 from streamrl.runfile.reading import make_run

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from executor.carriers.handles import Handle, InProcess
-from executor.carriers.launch import TRAINER
-from executor.transfer.transfer import Transfer
 from streamrl.engine.messages import Train
+from streamrl.executor.carriers.handles import Handle, InProcess
+from streamrl.executor.carriers.launch import TRAINER
+from streamrl.executor.transfer.transfer import Transfer
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedLauncher, make_world

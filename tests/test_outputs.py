@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from executor.trainer import half_experts
-from executor.trainer.half_experts import follow_autocast
-from executor.trainer.outputs import check_chunks, output_logprobs, outputs_with_entropy
-from executor.trainer.passes import attend_apart
+from streamrl.executor.trainer import half_experts
+from streamrl.executor.trainer.half_experts import follow_autocast
+from streamrl.executor.trainer.outputs import check_chunks, output_logprobs, outputs_with_entropy
+from streamrl.executor.trainer.passes import attend_apart
 from streamrl.hardware.config_json import MODEL_TYPES
 from streamrl.runfile.sides_config import Packing
 from tests.test_passes import (

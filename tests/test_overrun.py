@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.world import SimWorld
 from streamrl.engine.messages import (
     Abort,
     DrawnGroup,
@@ -21,6 +18,9 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.runfile.errors import RunError
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import Script, generated, of, singles, small_run
 from tests.test_skew import BATCH

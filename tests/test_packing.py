@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.costs.training.line import SerialLine
-from sim.costs.training.packing import deal, micro_batches
-from sim.costs.training.training import TrainingCosts
 from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.sim.costs.training.line import SerialLine
+from streamrl.sim.costs.training.packing import deal, micro_batches
+from streamrl.sim.costs.training.training import TrainingCosts
 from tests.test_training_costs import train_run
 
 lengths_of_rollouts = st.lists(st.integers(1, 20000), max_size=60)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from executor.pretrained import load_pretrained, load_reward_model
-from executor.tokens import ID, LOGPROB
-from executor.trainer.outputs import output_logprobs
-from executor.trainer.passes import FILLED_TO, attend_apart, passes
-from executor.trainer.sequences import TokenSequence
+from streamrl.executor.pretrained import load_pretrained, load_reward_model
+from streamrl.executor.tokens import ID, LOGPROB
+from streamrl.executor.trainer.outputs import output_logprobs
+from streamrl.executor.trainer.passes import FILLED_TO, attend_apart, passes
+from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.hardware.config_json import MODEL_TYPES
 from tests.tiny_model import save_tiny_model, save_tiny_reward_model
 
@@ -128,7 +128,7 @@ def test_a_pass_in_half_precision_is_filled_up_and_what_fills_it_changes_nothing
         layer.register_forward_hook(lambda *call: computed.append(tuple(call[-1].shape[:2])))
     found = []
     for multiple in (FILLED_TO, 1):
-        monkeypatch.setattr("executor.trainer.passes.FILLED_TO", multiple)
+        monkeypatch.setattr("streamrl.executor.trainer.passes.FILLED_TO", multiple)
         logprobs = output_logprobs(model, sequences, TEMPERATURE, "packed", torch.bfloat16)
         logprobs.sum().backward()
         found.append((logprobs.detach(), gradient(model)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.carriers.placement import Place, Placement
+from streamrl.executor.carriers.placement import Place, Placement
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import most_replicas
 from streamrl.runfile.sides import Side, sides_of

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.rollout.vllm_stats import CacheWatch
-from executor.samples import CacheState
-from sim.world import SimWorld, simulate
 from streamrl.engine.messages import Generate, Generated, ReplicaStarted
 from streamrl.engine.places import BACKOFF, GROWTH, LEAST_OVERCOMMIT, FinalLengths, Places
+from streamrl.executor.rollout.vllm_stats import CacheWatch
+from streamrl.executor.samples import CacheState
 from streamrl.hardware.memory import kv_capacity
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.sim.world import SimWorld, simulate
 from tests.runs import SINGLE, checked_world, of, run_with_capacity, script, small_run
 from tests.scripted import make_world
 from tests.test_execute import real_run

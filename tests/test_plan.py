@@ -12,15 +12,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from sim.fidelity.cases import Case, make_case
-from sim.planner.found import settings_of
-from sim.planner.objective import front, value_of
-from sim.planner.planner import Planned, make_plan
-from sim.planner.race import Race
-from sim.planner.search import ALIKE, Search
-from sim.planner.sensitivity import SHARE, judge, shifts
-from sim.planner.trial import Trial, metrics_of, short_speed_of, shortened, whole
-from sim.steady_state import simulate_steady
 from streamrl.record.metrics import measure
 from streamrl.report.export.launch_file import export
 from streamrl.report.plan import read_plan, write_plan
@@ -32,6 +23,15 @@ from streamrl.runfile.reading import decode_run, encode_run, load_run
 from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.writing import write_run
+from streamrl.sim.fidelity.cases import Case, make_case
+from streamrl.sim.planner.found import settings_of
+from streamrl.sim.planner.objective import front, value_of
+from streamrl.sim.planner.planner import Planned, make_plan
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.sensitivity import SHARE, judge, shifts
+from streamrl.sim.planner.trial import Trial, metrics_of, short_speed_of, shortened, whole
+from streamrl.sim.steady_state import simulate_steady
 from tests.command_line import streamrl
 from tests.test_search_space import offer
 

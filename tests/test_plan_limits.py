@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sim.planner.limits import Spend, excess, keeps_limits, unmet
-from sim.planner.planner import make_plan
-from sim.planner.search import ALIKE, Search
-from sim.planner.space import Space
-from sim.planner.trial import Trial, short_speed_of
 from streamrl.doctor.idle import find
 from streamrl.record.rent import dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.runfile.writing import write_run
+from streamrl.sim.planner.limits import Spend, excess, keeps_limits, unmet
+from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.space import Space
+from streamrl.sim.planner.trial import Trial, short_speed_of
 from tests.command_line import streamrl
 from tests.test_plan import SMALL, Here, few, planned
 from tests.test_search_space import candidates, offer

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sim.planner.drafts import drafts_text
-from sim.planner.found import settings_of
-from sim.planner.mixed_fleets import mixed_fleets
-from sim.planner.search import Search
-from sim.planner.simplicity import complexities
-from sim.planner.space import Candidate, Space
 from streamrl.hardware.draft import draft_bytes
 from streamrl.hardware.memory import replica_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.sides_config import SpeculativeConfig
 from streamrl.runfile.writing import write_run
+from streamrl.sim.planner.drafts import drafts_text
+from streamrl.sim.planner.found import settings_of
+from streamrl.sim.planner.mixed_fleets import mixed_fleets
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.simplicity import complexities
+from streamrl.sim.planner.space import Candidate, Space
 from tests.test_plan import Here, few
 
 NARROW: dict[str, Any] = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sim.costs.costs import Costs
-from sim.planner.layouts import Degrees, Replicas
-from sim.planner.modes import Mode
-from sim.planner.portions import ROLLOUTS, portion_of, portions_of
-from sim.planner.space import Candidate
-from sim.planner.trial import Trial, Unfinished, short_speed_of, shortened
 from streamrl.record.speed import Speed
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.modes import Mode
+from streamrl.sim.planner.portions import ROLLOUTS, portion_of, portions_of
+from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.trial import Trial, Unfinished, short_speed_of, shortened
 from tests.runs import small_run
 
 HUGE = {

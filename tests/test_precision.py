@@ -8,19 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.back_ends import check_back_ends
-from sim.costs.colocation import PhaseChange
-from sim.costs.costs import Costs, kernels_of
-from sim.costs.curves import compose_decode
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.sync import SyncCosts
-from sim.costs.training.profile import load_training_profile
-from sim.costs.training.training import TrainingCosts, rates_of
-from sim.fidelity.published_training import is_plain, read_steps
-from sim.fidelity.training_rows import step_time
 from streamrl.doctor.contradictions import mend_profiles
 from streamrl.doctor.memory import replica_side
+from streamrl.executor.back_ends import check_back_ends
 from streamrl.hardware.formats import FORMATS, shard_weight_bytes, width_of
 from streamrl.hardware.memory import kv_capacity, replica_memory, trainer_memory, weight_bytes
 from streamrl.hardware.precision import (
@@ -34,6 +24,16 @@ from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import make_run
+from streamrl.sim.costs.colocation import PhaseChange
+from streamrl.sim.costs.costs import Costs, kernels_of
+from streamrl.sim.costs.curves import compose_decode
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.sync import SyncCosts
+from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.costs.training.training import TrainingCosts, rates_of
+from streamrl.sim.fidelity.published_training import is_plain, read_steps
+from streamrl.sim.fidelity.training_rows import step_time
 from tests.command_line import streamrl
 from tests.patients import local_table
 from tests.runs import small_run

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor.pretrained import load_pretrained, load_reward_model
+from streamrl.executor.pretrained import load_pretrained, load_reward_model
 from tests.tiny_model import save_tiny_reward_model, tiny_model
 
 

@@ -9,7 +9,6 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
 from streamrl.hardware.machine_profile import (
     MixedRow,
     RelayRow,
@@ -18,6 +17,7 @@ from streamrl.hardware.machine_profile import (
     write_measured,
 )
 from streamrl.hardware.profile_pace import at_its_pace, pace_of
+from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import (
     ALONE,
     TRAIN_FACTOR,

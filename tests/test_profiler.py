@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from executor.profiling.measurements import Limits, full_plan, longest_prefix, quick_plan
-from sim.world import simulate
 from streamrl.cli.main import app
 from streamrl.engine.world import RunInterruptedError
+from streamrl.executor.profiling.measurements import Limits, full_plan, longest_prefix, quick_plan
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.record.metrics import measure
+from streamrl.sim.world import simulate
 from tests.measured_profile import measured_run
 from tests.tiny_model import WIDE_HEADS, save_tiny_reward_model, tiny_model
 
@@ -109,7 +109,7 @@ def test_a_profile_that_is_ended_is_not_written(
     def ended(*_: object) -> None:
         raise RunInterruptedError("terminated: go on with: streamrl execute", signal.SIGTERM)
 
-    monkeypatch.setattr("executor.profiling.profile_file.measure", ended)
+    monkeypatch.setattr("streamrl.executor.profiling.profile_file.measure", ended)
     path = tmp_path / "profile.toml"
     done = CliRunner().invoke(app, ["profile", str(model), *LIMITS, "-o", str(path)])
     assert done.exit_code == 128 + signal.SIGTERM

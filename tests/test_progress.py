@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from sim.planner.planner import make_plan
 from streamrl.cli.progress import EVERY, PlainProgress, make_progress
+from streamrl.sim.planner.planner import make_plan
 from tests.test_plan import SMALL, few
 
 

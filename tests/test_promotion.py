@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.attached import read_attached
-from executor.world import RealWorld
 from streamrl.engine.messages import (
     CheckpointSaved,
     Event,
@@ -35,6 +33,8 @@ from streamrl.engine.policies.staleness import PROMOTED
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.attached import read_attached
+from streamrl.executor.world import RealWorld
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import read_metrics

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.prompts import PromptWorkload
-from executor.verifier.records import check_prompts
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.verifier.records import check_prompts
 from streamrl.record.legs import KEPT_BY_A_RESUME
 from streamrl.runfile.reading import change_run, make_run
 from streamrl.workload.epochs import EpochOrder, MixedOrder, apportion, make_order

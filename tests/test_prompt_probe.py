@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from executor.prompt_probe import (
+from streamrl.executor.prompt_probe import (
     fit_probe,
     read_activations,
     read_probe,
     ridge,
     write_probe,
 )
-from executor.prompts import PromptWorkload
+from streamrl.executor.prompts import PromptWorkload
 from streamrl.ranker.ranker_file import read_ranker
 from tests.command_line import streamrl
 from tests.runs import small_run

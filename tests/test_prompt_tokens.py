@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.prompts import PromptWorkload
-from executor.tokens import decode_ids
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.tokens import decode_ids
 from streamrl.record.prompt_tokens import read_prompt_tokens, write_prompt_tokens
 from tests.scripted import ScriptedTokenizer
 from tests.test_execute import real_run

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from executor.carriers.ray_cluster import check_cluster
-from executor.checkup import readiness
+from streamrl.executor.carriers.ray_cluster import check_cluster
+from streamrl.executor.checkup import readiness
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from tests.patients import full_run, local_table

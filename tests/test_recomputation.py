@@ -10,15 +10,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from executor.carriers.local_launch import LocalLauncher
-from executor.profiling.measurements import Limits
-from executor.profiling.profile_file import make_setup
-from executor.record import RunDirectory
-from executor.trainer.recomputation import recompute
-from sim.costs.costs import Costs
+from streamrl.executor.carriers.local_launch import LocalLauncher
+from streamrl.executor.profiling.measurements import Limits
+from streamrl.executor.profiling.profile_file import make_setup
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.trainer.recomputation import recompute
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.sides_config import Recompute
+from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.patients import local_table
 from tests.tiny_model import tiny_model

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 import torch
 
-from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from executor.carriers.launch import RELAY, worker_environment
-from executor.carriers.processes import begin_for
-from executor.samples import Manifest
-from executor.transfer import relayed_transfer
-from executor.transfer.manifest_check import verify_buckets
-from executor.transfer.relayed_transfer import RelayedTransfer
-from executor.transfer.shared_directory import SHARED_MEMORY
-from executor.transfer.shared_memory import read_buckets, write_buckets
 from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from streamrl.executor.carriers.launch import RELAY, worker_environment
+from streamrl.executor.carriers.processes import begin_for
+from streamrl.executor.samples import Manifest
+from streamrl.executor.transfer import relayed_transfer
+from streamrl.executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
+from streamrl.executor.transfer.shared_directory import SHARED_MEMORY
+from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
 from streamrl.runfile.sync_config import SyncConfig
 
 FAR, OTHER = "far", "other"

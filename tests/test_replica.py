@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from executor.rollout.inference_engine import ReplicaSettings
-from executor.rollout.replica_worker import ReplicaWorker
-from executor.rollout.static_engine import cache_name
-from executor.samples import Completion, Manifest, Request
-from executor.tokens import (
+from streamrl.executor.rollout.inference_engine import ReplicaSettings
+from streamrl.executor.rollout.replica_worker import ReplicaWorker
+from streamrl.executor.rollout.static_engine import cache_name
+from streamrl.executor.samples import Completion, Manifest, Request
+from streamrl.executor.tokens import (
     TokenBlock,
     TokenSegment,
     count_ids,
@@ -32,7 +32,7 @@ from executor.tokens import (
     read_blocks,
     write_block,
 )
-from executor.transfer.shared_memory import write_buckets
+from streamrl.executor.transfer.shared_memory import write_buckets
 from tests.engines import HANG, params
 from tests.kept_replica import Kept, started
 from tests.tiny_model import WIDE_HEADS, Weights, changed_weights, reference, tiny_model

@@ -9,23 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from executor.back_ends import check_back_ends
-from sim.costs.cache_transfer import CacheTransfer
-from sim.costs.costs import Costs
-from sim.costs.curves import DecodeCurve, compose_decode
-from sim.costs.fill import fill_policies
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.sync import SyncSide
-from sim.costs.training.ranks import Ranks
-from sim.costs.wires import Wires
-from sim.planner.layouts import (
-    DIVISIBILITY,
-    EXPERTS,
-    Replicas,
-    check_attention_ranks,
-    fitting_replicas,
-)
+from streamrl.executor.back_ends import check_back_ends
 from streamrl.hardware.memory import kv_capacity, longest_sequence
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.replica_shards import replica_shards
@@ -34,6 +18,22 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.sides import claims_of, sides_of
+from streamrl.sim.costs.cache_transfer import CacheTransfer
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.curves import DecodeCurve, compose_decode
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.sync import SyncSide
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.wires import Wires
+from streamrl.sim.planner.layouts import (
+    DIVISIBILITY,
+    EXPERTS,
+    Replicas,
+    check_attention_ranks,
+    fitting_replicas,
+)
 from tests.runs import checked_world, small_run
 
 LLAMA = load_model(ModelConfig(name="llama-3.1-70b"))

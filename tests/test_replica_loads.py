@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle, WorkerLostError
-from executor.rollout.replica import Replica
-from executor.samples import Loaded, Manifest
 from streamrl.engine.messages import Generate, LoadWeights
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import Handle, WorkerLostError
+from streamrl.executor.rollout.replica import Replica
+from streamrl.executor.samples import Loaded, Manifest
 
 
 class NotingHandle(Handle):

@@ -16,7 +16,6 @@ from matplotlib.image import imread
 from rich.console import Console
 from rich.table import Table
 
-from sim.world import simulate
 from streamrl.engine.messages import Generated, Stepped
 from streamrl.record.balance import Balance, TrainerBalance
 from streamrl.record.chrome_trace import chrome_trace
@@ -37,6 +36,7 @@ from streamrl.report.run_tables import (
 )
 from streamrl.report.words import rent_text, team_of, what_text
 from streamrl.runfile.reading import load_run
+from streamrl.sim.world import simulate
 from tests.hand_traces import LEARNERS, HandTrace
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.training.profile import load_training_profile
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page.band import MEASURED, ROOFLINE, UNCHECKED, Band
@@ -21,6 +20,7 @@ from streamrl.report.pictures.stacks import RIGHT, WIDTH
 from streamrl.report.pictures.steps import typical_step
 from streamrl.report.pictures.tornado import Swing, tornado_picture
 from streamrl.report.plan import read_plan, write_plan
+from streamrl.sim.costs.training.profile import load_training_profile
 from tests.report_directories import write_planned, write_runs
 from tests.test_report import PREDICTED
 

@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import empty_policies, fill_policies
-from sim.steady_state import simulate_steady
-from sim.studies.rerun import rerun
-from sim.world import simulate
 from streamrl.engine.messages import Drop, Generated, PromptsDrawn, Trained
 from streamrl.record.against import Known
 from streamrl.record.entries import Entry
@@ -24,6 +19,11 @@ from streamrl.record.trace import Trace, read_trace
 from streamrl.report.rerun_report import error_line, verdict
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import change_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import empty_policies, fill_policies
+from streamrl.sim.steady_state import simulate_steady
+from streamrl.sim.studies.rerun import rerun
+from streamrl.sim.world import simulate
 from streamrl.workload.recorded import Recorded
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.carriers.handles import Handle
 from streamrl.engine.fleet import Fleet
 from streamrl.engine.messages import (
     Abort,
@@ -29,6 +28,7 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.pace import Pace, StepPace
+from streamrl.executor.carriers.handles import Handle
 from streamrl.record.attribution import attribute
 from streamrl.record.metrics import measure
 from streamrl.record.replicas import read_replicas

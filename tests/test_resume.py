@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from executor.checkpoints import Checkpoint, Checkpoints, Position
-from executor.checksums import CHECKSUMS, find_damage, write_checksums
-from executor.checkup import run_paths
-from executor.execute import execute as execute_for_real
-from executor.execute import forget_other_samples
-from executor.record import RunDirectory
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
+from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
+from streamrl.executor.checkup import run_paths
+from streamrl.executor.execute import execute as execute_for_real
+from streamrl.executor.execute import forget_other_samples
+from streamrl.executor.record import RunDirectory
 from streamrl.record.completions import read_completions
 from streamrl.record.entries import Entry
 from streamrl.record.legs import balance_books
@@ -345,7 +345,7 @@ def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) ->
 HOLD = """
 import sys, time
 from pathlib import Path
-from executor.directory_lock import DirectoryLock
+from streamrl.executor.directory_lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 print(repr(lock.take()), flush=True)
 time.sleep(60)

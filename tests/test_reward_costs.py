@@ -9,9 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.costs.costs import Costs
-from sim.costs.rewarding import reward_costs
-from sim.world import simulate
 from streamrl.doctor.memory import find, memory_of
 from streamrl.engine.messages import Verified, Verify
 from streamrl.hardware.machine_profile import MeasuredModel, read_measured, write_measured
@@ -19,6 +16,9 @@ from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run, make_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.rewarding import reward_costs
+from streamrl.sim.world import simulate
 from tests.measured_profile import (
     ALONE,
     around,

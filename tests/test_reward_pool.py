@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from executor.carriers.handles import Handle, InProcess, LocalProcess
-from executor.faults import read_struck
-from executor.samples import Exchange
-from executor.verifier.reward_pool import RewardPool
-from executor.verifier.verifier import Verifier
 from streamrl.engine.messages import Failed, Verify
+from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess
+from streamrl.executor.faults import read_struck
+from streamrl.executor.samples import Exchange
+from streamrl.executor.verifier.reward_pool import RewardPool
+from streamrl.executor.verifier.verifier import Verifier
 from streamrl.record.metrics import measure
 from streamrl.record.trace import replay
 from streamrl.runfile.config import Run

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from executor.buffer import BufferedRollout
-from executor.roles import Scoring
-from executor.trainer.step_figures import step_figures
-from executor.verifier.records import check_prompts
-from executor.verifier.sandbox import find_gaps
 from streamrl.cli.doctor import examine
+from streamrl.executor.buffer import BufferedRollout
+from streamrl.executor.roles import Scoring
+from streamrl.executor.trainer.step_figures import step_figures
+from streamrl.executor.verifier.records import check_prompts
+from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
 from streamrl.runfile.reward_config import RewardConfig

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sim.costs.overheads import decode_errors, load_engine
-from sim.fidelity.phases import phase_seconds
-from sim.fidelity.published import Row
-from sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated
-from sim.fidelity.scorecard import LIMITS, sections, write_history
-from sim.world import simulate
 from streamrl.record.metrics import measure
 from streamrl.record.uncertainty import tell_unmeasured, uncertainty_of, unshared_error
+from streamrl.sim.costs.overheads import decode_errors, load_engine
+from streamrl.sim.fidelity.phases import phase_seconds
+from streamrl.sim.fidelity.published import Row
+from streamrl.sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated
+from streamrl.sim.fidelity.scorecard import LIMITS, sections, write_history
+from streamrl.sim.world import simulate
 from tests.runs import small_run
 
 ROW = Row(

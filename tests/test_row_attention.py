@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.rollout import row_attention
-from executor.rollout.inference_engine import ReplicaSettings
-from executor.rollout.replica_worker import ReplicaWorker
-from executor.rollout.transformers_engine import PREFILL_TOKENS
-from executor.samples import Completion, Request
-from executor.tokens import encode_ids, read_block
+from streamrl.executor.rollout import row_attention
+from streamrl.executor.rollout.inference_engine import ReplicaSettings
+from streamrl.executor.rollout.replica_worker import ReplicaWorker
+from streamrl.executor.rollout.transformers_engine import PREFILL_TOKENS
+from streamrl.executor.samples import Completion, Request
+from streamrl.executor.tokens import encode_ids, read_block
 from tests.tiny_model import reference, tiny_model
 
 VOCABULARY, MAX_RUNNING = 60, 8

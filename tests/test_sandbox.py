@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.verifier import landlock, seccomp
-from executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
-from executor.verifier.verifier import Scoring
+from streamrl.executor.verifier import landlock, seccomp
+from streamrl.executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
+from streamrl.executor.verifier.verifier import Scoring
 from tests.verifying import EVALUATED, WAS_STOPPED, WENT_THROUGH, attempt, verdicts
 
 sandboxed = pytest.mark.skipif(

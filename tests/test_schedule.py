@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs.trainer_costs import ScaledLine
-from sim.costs.training.interleaved import interleave
-from sim.costs.training.packing import MicroBatch, deal, micro_batches
-from sim.costs.training.pipeline import Pipeline
-from sim.costs.training.training import TrainingCosts
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.trainer_costs import ScaledLine
+from streamrl.sim.costs.training.interleaved import interleave
+from streamrl.sim.costs.training.packing import MicroBatch, deal, micro_batches
+from streamrl.sim.costs.training.pipeline import Pipeline
+from streamrl.sim.costs.training.training import TrainingCosts
 from tests.runs import small_run
 from tests.schedule_events import EventTrainer, InterleavedRun, Micro, PipelineRun
 

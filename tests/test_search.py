@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_latency
-from sim.parallel import answers_in_time
-from sim.planner.generation_time import summarize
-from sim.planner.layouts import FINE, sizes
-from sim.planner.planner import make_plan
-from sim.planner.race import Race
-from sim.planner.search import MARGIN, Search
-from sim.planner.trial import SEARCH_STEPS, Trial, open_trial, short_speed_of, shortened
-from sim.steady_state import measure_steady
-from sim.step_batches import step_batches
 from streamrl.report.plan import read_plan, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_latency
+from streamrl.sim.parallel import answers_in_time
+from streamrl.sim.planner.generation_time import summarize
+from streamrl.sim.planner.layouts import FINE, sizes
+from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.search import MARGIN, Search
+from streamrl.sim.planner.trial import SEARCH_STEPS, Trial, open_trial, short_speed_of, shortened
+from streamrl.sim.steady_state import measure_steady
+from streamrl.sim.step_batches import step_batches
 from tests.test_plan import SMALL, Here, few
 
 
@@ -83,7 +83,7 @@ def test_the_chosen_plan_is_simulated_for_as_many_steps_as_there_is_time_for() -
 def test_a_system_is_not_tried_on_pools_where_all_its_plans_are_known_to_be_worse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sim.planner.search.ROUND", 4)
+    monkeypatch.setattr("streamrl.sim.planner.search.ROUND", 4)
     search = Search.open(few({**SMALL, "cluster.pools.h20.price": 1000.0}))
     search.run(Here(), lambda: None)
     space, best = search.space, search.value(search.ranking()[0])
@@ -116,7 +116,7 @@ def test_finalists_of_as_few_steps_as_the_search_had_are_not_simulated_again(
 ) -> None:
     search = searched()
     simulated: list[Trial] = []
-    monkeypatch.setattr("sim.planner.race.short_speed_of", simulated.append)
+    monkeypatch.setattr("streamrl.sim.planner.race.short_speed_of", simulated.append)
     race = Race(search)
     race.run(Here(), lambda: None)
     assert race.finals and not simulated
@@ -147,12 +147,12 @@ def test_of_plans_that_are_alike_the_simplest_is_chosen(monkeypatch: pytest.Monk
     race.run(Here(), lambda: None)
     by_cost = min(race.finals, key=race.value)
     search.complexity[by_cost] = 99
-    monkeypatch.setattr("sim.planner.race.is_beyond_chance", lambda *_: True)
-    monkeypatch.setattr("sim.planner.race.ALIKE", 1e9)
+    monkeypatch.setattr("streamrl.sim.planner.race.is_beyond_chance", lambda *_: True)
+    monkeypatch.setattr("streamrl.sim.planner.race.ALIKE", 1e9)
     simplest = race.run(Here(), lambda: None)
     least = min(search.complexity[index] for index in race.finals)
     assert search.complexity[simplest] == least < 99
-    monkeypatch.setattr("sim.planner.race.ALIKE", -1e9)
+    monkeypatch.setattr("streamrl.sim.planner.race.ALIKE", -1e9)
     monkeypatch.setattr(Race, "is_alike", lambda self, index, best: index == best)
     assert race.run(Here(), lambda: None) == by_cost
 

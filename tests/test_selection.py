@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sim.world import simulate
 from streamrl.engine.messages import Drop, Generated, PromptsDrawn, Skip, Step, Verified
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK, UNIFORM
 from streamrl.record.metrics import measure
@@ -16,6 +15,7 @@ from streamrl.record.selection import Selection, SelectionMetrics
 from streamrl.record.trace import Trace
 from streamrl.report.page.selected import is_selective, tell_selection
 from streamrl.report.run_tables import metrics_table
+from streamrl.sim.world import simulate
 from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.test_dynamic_sampling import DYNAMIC

@@ -15,22 +15,22 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.fit_decode import FITS, fit, held_out_errors, left_out, rows_of
-from sim.costs.costs import Costs
-from sim.costs.curves import compose_decode
-from sim.costs.experts import num_experts_read
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.overheads import TERMS, Overheads, decode_errors, load_engine
-from sim.fidelity.published import Row, summarise
-from sim.fidelity.serving import serving_rows
-from sim.fidelity.serving_prediction import predict
-from sim.fidelity.serving_table import ServingRow, read_serving
 from streamrl.cli.main import app
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.curves import compose_decode
+from streamrl.sim.costs.experts import num_experts_read
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import TERMS, Overheads, decode_errors, load_engine
+from streamrl.sim.fidelity.published import Row, summarise
+from streamrl.sim.fidelity.serving import serving_rows
+from streamrl.sim.fidelity.serving_prediction import predict
+from streamrl.sim.fidelity.serving_table import ServingRow, read_serving
 from tests.command_line import streamrl
 from tests.runs import small_run
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sim.world import simulate
 from streamrl.engine.messages import (
     Abort,
     Drop,
@@ -34,6 +33,7 @@ from streamrl.report.pictures.steps import trained_on_replicas
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.sides import sides_of
+from streamrl.sim.world import simulate
 from tests.hand_traces import HandTrace
 from tests.runs import small_run
 from tests.test_attribution import gpu_seconds

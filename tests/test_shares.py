@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from executor.back_ends import check_back_ends
-from executor.prompts import PromptWorkload
-from sim.simulated_rewards import SimRewards
 from streamrl.engine.entities import Group
 from streamrl.engine.messages import (
     DrawnGroup,
@@ -26,6 +23,8 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.stream_share import OF_COUNT, OF_FAMILY, OF_REWARD, OF_STALENESS, StreamShare
+from streamrl.executor.back_ends import check_back_ends
+from streamrl.executor.prompts import PromptWorkload
 from streamrl.record.informative import group_rewards
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
@@ -34,6 +33,7 @@ from streamrl.report.words import share_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.policies_config import SystemName
+from streamrl.sim.simulated_rewards import SimRewards
 from tests.command_line import streamrl
 from tests.runs import checked_world, of, script, small_run
 from tests.scripted import ScriptedTokenizer

@@ -11,9 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.world import simulate
 from streamrl.engine.entities import Group
 from streamrl.engine.invariants import check
 from streamrl.engine.messages import (
@@ -30,6 +27,9 @@ from streamrl.engine.policies.dispatch import AHEAD
 from streamrl.engine.presets import SYSTEMS
 from streamrl.record.attribution import attribute
 from streamrl.record.trace import Trace, replay
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import simulate
 from tests.runs import Script, checked_world, generated, lose_replica_at, of, script, small_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 

@@ -11,14 +11,6 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.cores import Cores
-from sim.costs.costs import Costs
-from sim.costs.training.training import TrainingCosts
-from sim.replica import Replica
-from sim.surroundings import DrawnRollout, Hindrances
-from sim.trainer import Trainer
-from sim.transfer import Transfer
-from sim.verifier import Verifier
 from streamrl.engine.messages import (
     Event,
     Generate,
@@ -32,6 +24,14 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.runfile.config import Run
+from streamrl.sim.cores import Cores
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.replica import Replica
+from streamrl.sim.surroundings import DrawnRollout, Hindrances
+from streamrl.sim.trainer import Trainer
+from streamrl.sim.transfer import Transfer
+from streamrl.sim.verifier import Verifier
 from tests.runs import checked_world, run_with_capacity, small_run
 from tests.step_by_step import End, Job, StepByStep
 from tests.traces import check_every_rollout_is_accounted_for

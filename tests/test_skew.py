@@ -8,9 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.world import SimWorld
 from streamrl.engine.latency import Latency
 from streamrl.engine.messages import (
     DrawnGroup,
@@ -24,6 +21,9 @@ from streamrl.engine.messages import (
 from streamrl.engine.policies.skew import drain_time
 from streamrl.engine.recent import RecentLengths, quantile
 from streamrl.engine.systems import build_engine
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (
     SINGLE,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sim.costs.experts import experts_time, num_experts_read
-from sim.costs.kernels import Kernels
-from sim.costs.skipped_experts import skipping_time
-from sim.costs.wide_experts import dealt_experts_time
 from streamrl.hardware.model_shape import Experts
+from streamrl.sim.costs.experts import experts_time, num_experts_read
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.skipped_experts import skipping_time
+from streamrl.sim.costs.wide_experts import dealt_experts_time
 
 KIMI, HIDDEN = Experts(num_experts=384, experts_per_token=8, intermediate_size=2048), 7168
 DEEPSEEK = Experts(num_experts=256, experts_per_token=8, intermediate_size=2048)

@@ -11,11 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.steady_state import Enough, sampled, simulate_steady
-from sim.step_trace import StepTrace
-from sim.world import SimWorld
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.record.leader_steps import LeaderSteps, read_steps
@@ -25,6 +20,11 @@ from streamrl.record.steady import LEAST_STEPS
 from streamrl.record.steady_run import find_steady_so_far
 from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.steady_state import Enough, sampled, simulate_steady
+from streamrl.sim.step_trace import StepTrace
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.random_runs import runs

@@ -7,11 +7,11 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from sim.calibration.stepwise import StepwiseWorkload
-from sim.planner.search import Search
-from sim.planner.trial import Trial, short_speed_of, shortened
-from sim.step_batches import step_batches
 from streamrl.logs.measured_steps import MeasuredStep
+from streamrl.sim.calibration.stepwise import StepwiseWorkload
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.trial import Trial, short_speed_of, shortened
+from streamrl.sim.step_batches import step_batches
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import checked_world, small_run
 from tests.test_dynamic_sampling import DYNAMIC, left_out, steps_of

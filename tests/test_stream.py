@@ -12,9 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from executor.buffer import BufferedRollout, RolloutBuffer
-from executor.prompts import PromptWorkload
-from executor.stream import (
+from streamrl.api import read_stream
+from streamrl.engine.messages import Drop, Event, Failed, Generated, RunStarted, Verified
+from streamrl.engine.state import State
+from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.stream import (
     DROPPED,
     MANY_BYTES,
     MOST_BYTES,
@@ -24,11 +27,8 @@ from executor.stream import (
     Wish,
     encode_event,
 )
-from executor.stream_client import HOST, STREAM, StreamAddress
-from executor.world import RealWorld
-from streamrl.api import read_stream
-from streamrl.engine.messages import Drop, Event, Failed, Generated, RunStarted, Verified
-from streamrl.engine.state import State
+from streamrl.executor.stream_client import HOST, STREAM, StreamAddress
+from streamrl.executor.world import RealWorld
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedTokenizer, make_world

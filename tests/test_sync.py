@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_sync
-from sim.costs.payload import Payload, num_tensors
-from sim.costs.sync import Leg, Passage, SyncCosts
-from sim.costs.sync_profiles import load_backend, load_delta, load_transport
 from streamrl.hardware.linear_layers import linear_layers, lora_parameters
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.sim.costs.payload import Payload, num_tensors
+from streamrl.sim.costs.sync import Leg, Passage, SyncCosts
+from streamrl.sim.costs.sync_profiles import load_backend, load_delta, load_transport
 from tests.runs import small_run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "weight_sync" / "weight_sync_measured.csv"

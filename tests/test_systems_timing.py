@@ -13,10 +13,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sim.costs.costs import Costs
-from sim.costs.sync import SyncCosts
-from sim.costs.training.line import Line, SerialLine
-from sim.world import SimWorld
 from streamrl.engine.messages import (
     DrawnGroup,
     Generate,
@@ -29,6 +25,10 @@ from streamrl.engine.messages import (
 )
 from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import Trace
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.sync import SyncCosts
+from streamrl.sim.costs.training.line import Line, SerialLine
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import Draw
 from tests.runs import of, small_run
 

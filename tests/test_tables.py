@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim.costs.kernels import peak_of
 from streamrl.hardware.longer_contexts import carry_on
 from streamrl.hardware.operators import OPERATORS, Peak
 from streamrl.hardware.profiles import PROFILES, load_gpu
 from streamrl.hardware.surface import Surface
 from streamrl.hardware.tables import Facts, Table, read_table
+from streamrl.sim.costs.kernels import peak_of
 
 HEAD = """# operator: gemm
 # gpu: h100

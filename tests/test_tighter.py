@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sim.planner.found import settings_of
-from sim.planner.planner import make_plan
-from sim.planner.search import ALIKE
-from sim.planner.space import Space
-from sim.planner.trial import SEARCH_STEPS, Trial, short_speed_of, shortened
-from sim.steady_state import measure_steady
 from streamrl.doctor.changes import changed
 from streamrl.doctor.memory import trainer_side
 from streamrl.hardware.memory import ROOMY
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
+from streamrl.sim.planner.found import settings_of
+from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.search import ALIKE
+from streamrl.sim.planner.space import Space
+from streamrl.sim.planner.trial import SEARCH_STEPS, Trial, short_speed_of, shortened
+from streamrl.sim.steady_state import measure_steady
 from tests.test_plan import SMALL, few
 
 FULL: dict[str, Any] = {

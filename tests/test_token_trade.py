@@ -8,21 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.costs.costs import Costs
-from sim.costs.curves import compose_decode
-from sim.costs.experts import experts_time
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.overheads import load_engine
-from sim.costs.token_trade import ACHIEVED, MOST_DIRECT, START_TIME, routed_copies, trade_time
-from sim.costs.wide_experts import dealt_experts_time
-from sim.costs.wires import Wires
 from streamrl.hardware.memory import kv_capacity, longest_sequence
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.replica_shards import replica_shards
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.curves import compose_decode
+from streamrl.sim.costs.experts import experts_time
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import load_engine
+from streamrl.sim.costs.token_trade import (
+    ACHIEVED,
+    MOST_DIRECT,
+    START_TIME,
+    routed_copies,
+    trade_time,
+)
+from streamrl.sim.costs.wide_experts import dealt_experts_time
+from streamrl.sim.costs.wires import Wires
 from tests.runs import small_run
 
 DEEPSEEK = load_model(ModelConfig(name="deepseek-v3"))

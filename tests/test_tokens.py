@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 from benchmarks.bench_handover import STEPS, measure_handover
-from executor.buffer import RolloutBuffer
-from executor.prompts import PromptWorkload
-from executor.samples import Completion
-from executor.tokens import (
+from streamrl.engine.messages import Event, Generate, Generated, ReplicaLost, Stepped, Train
+from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.state import State
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.samples import Completion
+from streamrl.executor.tokens import (
     TokenBlock,
     TokenSegment,
     decode_ids,
@@ -26,10 +29,7 @@ from executor.tokens import (
     read_blocks,
     write_block,
 )
-from executor.world import RealWorld
-from streamrl.engine.messages import Event, Generate, Generated, ReplicaLost, Stepped, Train
-from streamrl.engine.presets import SYSTEMS
-from streamrl.engine.state import State
+from streamrl.executor.world import RealWorld
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedTokenizer, make_world

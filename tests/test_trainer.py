@@ -16,8 +16,8 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from executor.samples import Sample
-from executor.tokens import (
+from streamrl.executor.samples import Sample
+from streamrl.executor.tokens import (
     TokenSegment,
     count_tokens,
     decode_ids,
@@ -25,10 +25,10 @@ from executor.tokens import (
     read_blocks,
     write_block,
 )
-from executor.trainer import losses
-from executor.trainer.trainer_settings import TrainerSettings
-from executor.trainer.trainer_worker import TrainerWorker
-from executor.transfer.shared_memory import read_buckets
+from streamrl.executor.trainer import losses
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.trainer_worker import TrainerWorker
+from streamrl.executor.transfer.shared_memory import read_buckets
 from tests.tiny_model import tiny_model
 
 VOCABULARY = 40

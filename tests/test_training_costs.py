@@ -11,18 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.costs.costs import Costs
-from sim.costs.kernels import Kernels
-from sim.costs.training.layer import Layer
-from sim.costs.training.pass_time import Pass
-from sim.costs.training.profile import PATH, load_training_profile
-from sim.costs.training.ranks import Ranks
-from sim.costs.training.stage_times import StageTimes
-from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.linear_layers import lora_parameters
 from streamrl.hardware.memory import stage_parameters
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.training.layer import Layer
+from streamrl.sim.costs.training.pass_time import Pass
+from streamrl.sim.costs.training.profile import PATH, load_training_profile
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.stage_times import StageTimes
+from streamrl.sim.costs.training.training import TrainingCosts
 from tests.runs import small_run
 
 PPO = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.001}

@@ -11,17 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.costs.training.profile import Constants, load_training_profile
-from sim.costs.training.training import Rates
-from sim.fidelity.published import Row
-from sim.fidelity.published_training import (
+from streamrl.hardware.profiles import load_gpu
+from streamrl.sim.costs.training.profile import Constants, load_training_profile
+from streamrl.sim.costs.training.training import Rates
+from streamrl.sim.fidelity.published import Row
+from streamrl.sim.fidelity.published_training import (
     PublishedStep,
     is_plain,
     read_steps,
     shape_of,
 )
-from sim.fidelity.training_rows import even_step_time, step_time, training_rows
-from streamrl.hardware.profiles import load_gpu
+from streamrl.sim.fidelity.training_rows import even_step_time, step_time, training_rows
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parents[2] / "shared" / "data"

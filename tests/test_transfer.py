@@ -14,19 +14,19 @@ import msgspec
 import pytest
 import torch
 
-from executor.samples import Manifest
-from executor.transfer.manifest_check import verify_buckets
-from executor.transfer.shared_directory import SharedDirectory, remove_abandoned
-from executor.transfer.shared_memory import (
+from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.samples import Manifest
+from streamrl.executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.transfer.shared_directory import SharedDirectory, remove_abandoned
+from streamrl.executor.transfer.shared_memory import (
     cast_tensors,
     read_buckets,
     replaced_directory,
     write_buckets,
 )
-from executor.transfer.side_by_side import num_threads, side_by_side
-from executor.transfer.transfer import Transfer
-from executor.transfer.version_directory import remove_version
-from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.transfer.side_by_side import num_threads, side_by_side
+from streamrl.executor.transfer.transfer import Transfer
+from streamrl.executor.transfer.version_directory import remove_version
 
 
 def make_tensors() -> dict[str, torch.Tensor]:
@@ -189,7 +189,7 @@ def test_a_name_that_is_a_path_is_refused() -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from executor.transfer.shared_directory import SharedDirectory
+from streamrl.executor.transfer.shared_directory import SharedDirectory
 directory = SharedDirectory("owned")
 path = directory.path
 (path / "v000001").mkdir()

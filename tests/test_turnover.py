@@ -11,18 +11,18 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from executor.carriers.launch import REPLICA, TRAINER
-from executor.carriers.worker import MODULE
-from executor.profiling import handling
-from executor.profiling.handling import HandlingWatch, has_tokenizer, measure_handling
-from executor.profiling.measurements import Limits
-from executor.profiling.profile_file import make_setup, turnover_times
-from executor.profiling.readings import RefillStream
-from executor.rollout.inference_engine import TimedPass
-from sim.costs.costs import Costs
-from sim.world import simulate
+from streamrl.executor.carriers.launch import REPLICA, TRAINER
+from streamrl.executor.carriers.worker import MODULE
+from streamrl.executor.profiling import handling
+from streamrl.executor.profiling.handling import HandlingWatch, has_tokenizer, measure_handling
+from streamrl.executor.profiling.measurements import Limits
+from streamrl.executor.profiling.profile_file import make_setup, turnover_times
+from streamrl.executor.profiling.readings import RefillStream
+from streamrl.executor.rollout.inference_engine import TimedPass
 from streamrl.hardware.machine_profile import Once, read_measured, write_measured
 from streamrl.record.metrics import measure
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.world import simulate
 from tests.measured_profile import (
     ALONE,
     base,

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from executor.trainer.torch_backend import TorchBackend
-from executor.trainer.trainer_worker import TrainerWorker
-from executor.turns import DeviceTurns, Member, Side, side_of
 from streamrl.engine.messages import (
     Abort,
     Command,
@@ -21,6 +18,9 @@ from streamrl.engine.messages import (
     Train,
     Verify,
 )
+from streamrl.executor.trainer.torch_backend import TorchBackend
+from streamrl.executor.trainer.trainer_worker import TrainerWorker
+from streamrl.executor.turns import DeviceTurns, Member, Side, side_of
 from tests.scripted_roles import ScriptedEngine, ScriptedTrainer
 from tests.test_execute import execute, real_run
 from tests.test_trainer import Weights, make_config, make_samples, model_path, weights

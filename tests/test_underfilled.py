@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sim.costs.costs import Costs
-from sim.world import SimWorld, simulate
 from streamrl.engine.messages import (
     Generated,
     LoadWeights,
@@ -36,6 +34,8 @@ from streamrl.record.underfilled import share_lost
 from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
 from streamrl.report.run_tables import compare, metrics_table
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.world import SimWorld, simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.hand_traces import HandTrace
 from tests.measured_profile import base, make_profile, measured_run, model_directory, slope

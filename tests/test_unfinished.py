@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sim.steady_state import UnfinishedError, measure_steady, simulate_steady
-from sim.studies.pair import compare_runs
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
+from streamrl.sim.studies.pair import compare_runs
 from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.test_plan import few, planned

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from executor.roles import Scoring
-from executor.verifier.records import check_prompts
-from executor.verifier.sandbox import find_gaps
-from executor.verifier.unit_tests import last_program
+from streamrl.executor.roles import Scoring
+from streamrl.executor.verifier.records import check_prompts
+from streamrl.executor.verifier.sandbox import find_gaps
+from streamrl.executor.verifier.unit_tests import last_program
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.reward_config import RewardConfig
 from tests.patients import local_table

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from executor.verifier.process import ENVIRONMENT
-from executor.verifier.records import check_prompts
-from executor.verifier.scorers import can_act, final_answer
-from executor.verifier.scoring_worker import read_verdict
-from executor.verifier.verifier import Scoring, Verifier
+from streamrl.executor.verifier.process import ENVIRONMENT
+from streamrl.executor.verifier.records import check_prompts
+from streamrl.executor.verifier.scorers import can_act, final_answer
+from streamrl.executor.verifier.scoring_worker import read_verdict
+from streamrl.executor.verifier.verifier import Scoring, Verifier
 from streamrl.runfile.reward_config import RewardConfig
 from tests.runs import small_run
 from tests.verifying import (
@@ -275,7 +275,7 @@ def test_a_fork_server_that_is_killed_is_replaced_and_its_verifications_fail() -
 def test_a_fork_server_that_stands_still_is_given_up_long_before_one_that_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("executor.verifier.verifier.ANSWER_TIME", 0.1)
+    monkeypatch.setattr("streamrl.executor.verifier.verifier.ANSWER_TIME", 0.1)
 
     async def do(verifier: Verifier) -> None:
         assert (await verifier.verify(*AT_ONCE)).reward == 1.0
@@ -300,7 +300,7 @@ def test_closing_does_not_wait_for_a_scorer_that_hangs_and_leaves_no_process() -
 
 CONTROLLER = """
 import asyncio, os, sys
-from executor.verifier.verifier import Verifier
+from streamrl.executor.verifier.verifier import Verifier
 from tests.test_verifier import TOWERS, begin_to_hang
 from tests.verifying import config
 

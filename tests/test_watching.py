@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from executor import trackers
-from executor.buffer import BufferedRollout
-from executor.execute import check_executable
-from executor.trackers import Trackers
-from executor.trainer.step_figures import step_figures
+from streamrl.executor import trackers
+from streamrl.executor.buffer import BufferedRollout
+from streamrl.executor.execute import check_executable
+from streamrl.executor.trackers import Trackers
+from streamrl.executor.trainer.step_figures import step_figures
 from streamrl.record.run_lines import read_metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import simpy
 
-from sim.way import Way
-from sim.world import simulate
 from streamrl.engine.messages import (
     Abort,
     Event,
@@ -23,6 +21,8 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.record.trace import Trace, replay
+from streamrl.sim.way import Way
+from streamrl.sim.world import simulate
 from tests.runs import checked_world, small_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 

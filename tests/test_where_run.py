@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from executor.checkup import where_run
-from executor.checkup.where_run import NEVER, RAN
+from streamrl.executor.checkup import where_run
+from streamrl.executor.checkup.where_run import NEVER, RAN
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.sides_config import RolloutBackend, TrainerConfig

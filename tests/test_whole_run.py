@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sim.costs.sync import SyncCosts
-from sim.failures import TRAINER_STREAM, time_to_failure
-from sim.steady_state import simulate_steady
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.metrics import measure
 from streamrl.record.rent import dollars_per_second, gpus_paid
@@ -29,6 +26,9 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.writing import write_run
+from streamrl.sim.costs.sync import SyncCosts
+from streamrl.sim.failures import TRAINER_STREAM, time_to_failure
+from streamrl.sim.steady_state import simulate_steady
 from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.test_metrics import two_steps

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sim.world import simulate
 from streamrl.engine.messages import Generated
 from streamrl.runfile.config import Run
+from streamrl.sim.world import simulate
 from streamrl.workload.workload import BLOCK, SimulatedWorkload
 from tests.runs import small_run
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from pytest import approx
 
-from sim.world import simulate
 from streamrl.record import trace as trace_module
 from streamrl.record.entries import WrittenEntries
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure, measure_speed
 from streamrl.record.run_reader import read_run
 from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.sim.world import simulate
 from tests.runs import small_run
 
 BLOCK = 512

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from executor.roles import Scoring
-from executor.verifier.rewards import make_scorer
-from executor.verifier.scorers import Grader
-from executor.verifier.verifier import Verifier
+from streamrl.executor.roles import Scoring
+from streamrl.executor.verifier.rewards import make_scorer
+from streamrl.executor.verifier.scorers import Grader
+from streamrl.executor.verifier.verifier import Verifier
 from streamrl.runfile.reward_config import RewardConfig
 from streamrl.runfile.sides_config import VerifierConfig
 from streamrl.runfile.units import Duration, Size

@@ -1,6 +1,6 @@
 """One async handle on a role, wherever it lives: in this process (tests), or in a local process of its own.
 
-`await handle.call("method", ...)` gives its result; `executor.carriers.remote` makes such calls out of a role's
+`await handle.call("method", ...)` gives its result; `streamrl.executor.carriers.remote` makes such calls out of a role's
 contract. Calls on one handle begin in the order they are made. A process that dies, gives no sign of life for too
 long, or has a role that can do nothing any more, and one whose handle is closed, makes every pending and later call
 raise `WorkerLostError`.
@@ -17,11 +17,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from executor.carriers import processes
-from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
-from executor.carriers.wire import PING, Answer, Call, decode, read_frame, write_frame
-from executor.carriers.worker import make_role
-from executor.roles import AnswerError, RoleLostError
+from streamrl.executor.carriers import processes
+from streamrl.executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
+from streamrl.executor.carriers.wire import PING, Answer, Call, decode, read_frame, write_frame
+from streamrl.executor.carriers.worker import make_role
+from streamrl.executor.roles import AnswerError, RoleLostError
 
 CLOSE_TIME = 5.0  # seconds that a worker gets to leave before it is killed
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from executor.adapter_layers import ADAPTERS
-from executor.carriers.handles import Config, Handle
-from executor.carriers.local_gpus import device_of
-from executor.record import RunDirectory
+from streamrl.executor.adapter_layers import ADAPTERS
+from streamrl.executor.carriers.handles import Config, Handle
+from streamrl.executor.carriers.local_gpus import device_of
+from streamrl.executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
-REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
-TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
-REWARD_MODEL = "executor.verifier.reward_worker:RewardWorker"
-COUNTER = "executor.trainer.counting:CountingTrainer"
-RELAY = "executor.transfer.relay:RelayWorker"
+REPLICA = "streamrl.executor.rollout.replica_worker:ReplicaWorker"
+TRAINER = "streamrl.executor.trainer.trainer_worker:TrainerWorker"
+REWARD_MODEL = "streamrl.executor.verifier.reward_worker:RewardWorker"
+COUNTER = "streamrl.executor.trainer.counting:CountingTrainer"
+RELAY = "streamrl.executor.transfer.relay:RelayWorker"
 LOGITS_CHUNK = 1024
 """Tokens whose logits exist at once in chunks: as many as the losses of Liger and prime-rl take."""
 KEPT_BYTES = 2**30

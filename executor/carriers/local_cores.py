@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 
-from executor.carriers.local_gpus import device_of
+from streamrl.executor.carriers.local_gpus import device_of
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.runfile.config import Run
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from executor.carriers.placement import Place, Placement
+from streamrl.executor.carriers.placement import Place, Placement
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.pools import most_replicas
 

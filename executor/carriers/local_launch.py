@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from executor.carriers.handles import Config, Handle, InProcess, LocalProcess
-from executor.carriers.launch import (
+from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.carriers.handles import Config, Handle, InProcess, LocalProcess
+from streamrl.executor.carriers.launch import (
     RELAY,
     REPLICA,
     REWARD_MODEL,
@@ -17,13 +18,12 @@ from executor.carriers.launch import (
     name_of,
     worker_environment,
 )
-from executor.carriers.local_cores import threads_of
-from executor.carriers.local_gpus import LocalGpus, device_of
-from executor.carriers.placement import Place, Placement
-from executor.carriers.processes import begin_for
-from executor.carriers.rank_handles import RankHandles
-from executor.record import RunDirectory
-from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.carriers.local_cores import threads_of
+from streamrl.executor.carriers.local_gpus import LocalGpus, device_of
+from streamrl.executor.carriers.placement import Place, Placement
+from streamrl.executor.carriers.processes import begin_for
+from streamrl.executor.carriers.rank_handles import RankHandles
+from streamrl.executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
 THIS_MACHINE = "this machine"

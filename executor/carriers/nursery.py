@@ -1,6 +1,6 @@
 """The process that workers are forked from: it has imported what they all need, which takes one five seconds of a core.
 
-    python -m executor.carriers.nursery FD MODULE...
+    python -m streamrl.executor.carriers.nursery FD MODULE...
 
 Over FD its controller asks for workers and tells each one's role, environment and directory, with three descriptors: the
 worker's connection, its log, and a socket on which the nursery answers with the worker's process id and, once it has
@@ -26,8 +26,8 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from executor.carriers.worker import MODULE, serve
-from executor.libc import die_with_parent, show_command_line
+from streamrl.executor.carriers.worker import MODULE, serve
+from streamrl.executor.libc import die_with_parent, show_command_line
 
 IDLE_TIME = 300.0
 """Seconds that it waits for somebody to ask for a worker while it has none: as who looks at a run and begins another."""

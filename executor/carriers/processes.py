@@ -1,4 +1,4 @@
-"""How the process of a worker begins: with imports of its own, or forked from one that has them (`executor.carriers.nursery`)."""
+"""How the process of a worker begins: with imports of its own, or forked from one that has them (`streamrl.executor.carriers.nursery`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from executor.carriers import nursery, worker
+from streamrl.executor.carriers import nursery, worker
 
 Environment = dict[str, str]
 READ_AT_IMPORT = (
@@ -24,9 +24,9 @@ READ_AT_IMPORT = (
     *("TORCH", "TRANSFORMERS_", "VLLM_"),
 )
 """Beginnings of variables that libraries look at once: who has others needs another nursery."""
-COMMON = ("executor.rollout.replica_worker", "executor.trainer.trainer_worker")
+COMMON = ("streamrl.executor.rollout.replica_worker", "streamrl.executor.trainer.trainer_worker")
 """Whose imports, torch and transformers among them, most workers need: a nursery has them."""
-IMPORTS = {"vllm": ("executor.rollout.vllm_imports",)}
+IMPORTS = {"vllm": ("streamrl.executor.rollout.vllm_imports",)}
 """What one for workers of a back end has besides, where that takes them seconds."""
 PADDING = " " * 100
 """Of a nursery's command line: its workers show their own in its place."""

@@ -11,16 +11,16 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from executor.carriers.handles import Handle, WorkerLostError
-from executor.samples import Sample
-from executor.tokens import count_ids, count_tokens
+from streamrl.executor.carriers.handles import Handle, WorkerLostError
+from streamrl.executor.samples import Sample
+from streamrl.executor.tokens import count_ids, count_tokens
 
 END_TIME = 30.0
 """Seconds that the others get to end a call that failed on one rank: longer than they take where none waits for it."""
 DEALT = {"score", "train"}
 """Methods whose argument is samples."""
 OTHER_RANK = "another rank"
-"""In what a rank says that refuses nothing itself, as `executor.trainer.rank_group` words it."""
+"""In what a rank says that refuses nothing itself, as `streamrl.executor.trainer.rank_group` words it."""
 
 T = TypeVar("T")
 

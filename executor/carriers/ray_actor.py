@@ -13,10 +13,10 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from executor.carriers.handles import Config, Handle, WorkerLostError
-from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
-from executor.carriers.ray_role import Whereabouts
-from executor.carriers.wire import Answer, Call, decode, encode
+from streamrl.executor.carriers.handles import Config, Handle, WorkerLostError
+from streamrl.executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
+from streamrl.executor.carriers.ray_role import Whereabouts
+from streamrl.executor.carriers.wire import Answer, Call, decode, encode
 
 T = TypeVar("T")
 

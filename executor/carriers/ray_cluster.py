@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from executor.carriers.local_gpus import device_of
-from executor.notices import tell
+from streamrl.executor.carriers.local_gpus import device_of
+from streamrl.executor.notices import tell
 from streamrl.runfile.config import Run
 
 CALLS_AT_ONCE = 100_000

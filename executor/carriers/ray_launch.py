@@ -22,9 +22,10 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from executor.carriers.handles import Config, Handle
-from executor.carriers.heartbeat import FACTOR
-from executor.carriers.launch import (
+from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.carriers.handles import Config, Handle
+from streamrl.executor.carriers.heartbeat import FACTOR
+from streamrl.executor.carriers.launch import (
     RELAY,
     REPLICA,
     REWARD_MODEL,
@@ -33,13 +34,12 @@ from executor.carriers.launch import (
     name_of,
     worker_environment,
 )
-from executor.carriers.local_gpus import device_of
-from executor.carriers.rank_handles import RankHandles
-from executor.carriers.ray_actor import RayActor
-from executor.carriers.ray_cluster import CALLS_AT_ONCE, LEAST, pool_resource
-from executor.carriers.ray_role import RayRole
-from executor.record import RunDirectory
-from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.carriers.local_gpus import device_of
+from streamrl.executor.carriers.rank_handles import RankHandles
+from streamrl.executor.carriers.ray_actor import RayActor
+from streamrl.executor.carriers.ray_cluster import CALLS_AT_ONCE, LEAST, pool_resource
+from streamrl.executor.carriers.ray_role import RayRole
+from streamrl.executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
 Bundle = dict[str, float]

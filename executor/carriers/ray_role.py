@@ -1,4 +1,4 @@
-"""The actor that a role lives in on a Ray cluster: serves calls as `executor.carriers.worker` does, over Ray.
+"""The actor that a role lives in on a Ray cluster: serves calls as `streamrl.executor.carriers.worker` does, over Ray.
 
 Ray pickles what an actor is called with; that is bytes here, always, in which a role's own data is MessagePack. This module
 imports nothing that computes: what a role needs is imported once its environment is set.
@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from executor.carriers.wire import Answer, Call, encode
-from executor.carriers.worker import failure, make_role, typed_arguments
+from streamrl.executor.carriers.wire import Answer, Call, encode
+from streamrl.executor.carriers.worker import failure, make_role, typed_arguments
 
 GATHER_TIME = 0.01
 """Seconds from one sending of answers to the next: Ray takes a millisecond of two processes for each thing that it

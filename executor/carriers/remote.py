@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast, get_type_hints
 
-from executor.carriers.handles import Handle
+from streamrl.executor.carriers.handles import Handle
 
 R = TypeVar("R")
 

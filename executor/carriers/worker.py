@@ -1,4 +1,4 @@
-"""The process that a role lives in: `python -m executor.carriers.worker MODULE:CLASS FD`.
+"""The process that a role lives in: `python -m streamrl.executor.carriers.worker MODULE:CLASS FD`.
 
 It reads the role's configuration, then serves calls, many at a time, until its controller is gone.
 """
@@ -16,11 +16,19 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from executor.carriers.wire import PING, Answer, Call, Kind, encode, read_frame, write_frame
-from executor.libc import die_with_parent
-from executor.roles import RoleLostError, reason_of
+from streamrl.executor.carriers.wire import (
+    PING,
+    Answer,
+    Call,
+    Kind,
+    encode,
+    read_frame,
+    write_frame,
+)
+from streamrl.executor.libc import die_with_parent
+from streamrl.executor.roles import RoleLostError, reason_of
 
-MODULE = "executor.carriers.worker"
+MODULE = "streamrl.executor.carriers.worker"
 """Of this file, by which a worker's process is known."""
 
 

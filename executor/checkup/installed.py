@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-from executor.carriers.local_gpus import device_of
-from executor.rollout.engines import extra_of
 from streamrl.doctor.finding import Finding, Level
+from streamrl.executor.carriers.local_gpus import device_of
+from streamrl.executor.rollout.engines import extra_of
 from streamrl.runfile.config import Run
 
 PACKAGE = "streamrl"

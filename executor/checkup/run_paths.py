@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
-from executor.record import RunDirectory
-from executor.verifier.records import check_prompts, find_lacks
-from executor.verifier.reward_files import check_reward_model
 from streamrl.doctor.changes import say
 from streamrl.doctor.files import TOKENIZERS
 from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.verifier.records import check_prompts, find_lacks
+from streamrl.executor.verifier.reward_files import check_reward_model
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.reward_config import ScorerName

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from executor.carriers.local_gpus import device_of
 from streamrl.doctor.finding import Finding, Level
+from streamrl.executor.carriers.local_gpus import device_of
 from streamrl.runfile.config import Run
 
 NEVER = "never"

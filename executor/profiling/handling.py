@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import psutil
 
-from executor.carriers import worker
-from executor.carriers.launch import REPLICA
-from executor.execute import execute
-from executor.profiling.measurements import SHORT, RayPlace, Setup
-from executor.profiling.readings import Readings
-from executor.prompts import load_tokenizer
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
+from streamrl.executor.carriers import worker
+from streamrl.executor.carriers.launch import REPLICA
+from streamrl.executor.execute import execute
+from streamrl.executor.profiling.measurements import SHORT, RayPlace, Setup
+from streamrl.executor.profiling.readings import Readings
+from streamrl.executor.prompts import load_tokenizer
 from streamrl.record.timeline import read_timeline
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run

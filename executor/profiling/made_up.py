@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from executor.samples import Sample
-from executor.tokens import TokenSegment, encode_ids, write_block
+from streamrl.executor.samples import Sample
+from streamrl.executor.tokens import TokenSegment, encode_ids, write_block
 
 
 class MadeUp:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from executor.rollout.transformers_engine import PREFILL_TOKENS
-from executor.rollout.vllm_settings import GPU_PASS_TOKENS
+from streamrl.executor.rollout.transformers_engine import PREFILL_TOKENS
+from streamrl.executor.rollout.vllm_settings import GPU_PASS_TOKENS
 from streamrl.hardware.machine_profile import ProfiledBackend
 from streamrl.runfile.sides_config import Packing, Recompute
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from executor.carriers.local_cores import usable_cores
-from executor.execute import facts
-from executor.profiling.measurements import (
+from streamrl.executor.carriers.local_cores import usable_cores
+from streamrl.executor.execute import facts
+from streamrl.executor.profiling.measurements import (
     Limits,
     RayPlace,
     Setup,
@@ -21,8 +21,8 @@ from executor.profiling.measurements import (
     quick_plan,
     serves_adapters,
 )
-from executor.profiling.profiler import Watch, measure
-from executor.profiling.readings import Readings, RefillStream
+from streamrl.executor.profiling.profiler import Watch, measure
+from streamrl.executor.profiling.readings import Readings, RefillStream
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_fit import fit_decode, fit_padded_share, fit_prefill
 from streamrl.hardware.machine_profile import (

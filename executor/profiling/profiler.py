@@ -16,25 +16,25 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
-from executor.carriers.handles import Handle, LocalProcess
-from executor.carriers.launch import worker_environment
-from executor.carriers.processes import begin_for
-from executor.carriers.remote import remote
-from executor.profiling.company import side_by_side
-from executor.profiling.endless_model import vocabulary_of, without_end
-from executor.profiling.handling import has_tokenizer, read_handling
-from executor.profiling.made_up import MadeUp
-from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Setup
-from executor.profiling.readings import Readings, RefillStream
-from executor.profiling.relaying import RelayBench
-from executor.profiling.rewarding_bench import time_rewards
-from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
-from executor.samples import Request, Sample
-from executor.tokens import encode_ids
-from executor.transfer.shared_directory import SharedDirectory
+from streamrl.executor.carriers.handles import Handle, LocalProcess
+from streamrl.executor.carriers.launch import worker_environment
+from streamrl.executor.carriers.processes import begin_for
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.profiling.company import side_by_side
+from streamrl.executor.profiling.endless_model import vocabulary_of, without_end
+from streamrl.executor.profiling.handling import has_tokenizer, read_handling
+from streamrl.executor.profiling.made_up import MadeUp
+from streamrl.executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Setup
+from streamrl.executor.profiling.readings import Readings, RefillStream
+from streamrl.executor.profiling.relaying import RelayBench
+from streamrl.executor.profiling.rewarding_bench import time_rewards
+from streamrl.executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
+from streamrl.executor.samples import Request, Sample
+from streamrl.executor.tokens import encode_ids
+from streamrl.executor.transfer.shared_directory import SharedDirectory
 
-REPLICA = "executor.profiling.timed_roles:TimedReplica"
-TRAINER = "executor.profiling.timed_roles:TimedTrainer"
+REPLICA = "streamrl.executor.profiling.timed_roles:TimedReplica"
+TRAINER = "streamrl.executor.profiling.timed_roles:TimedTrainer"
 REFILLS = 4
 """Rollouts of the stream that keeps a replica full, as a multiple of what it runs at once."""
 HALF = 0.5

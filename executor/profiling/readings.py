@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from executor.rollout.inference_engine import TimedPass
+from streamrl.executor.rollout.inference_engine import TimedPass
 from streamrl.runfile.policies_config import SyncMode
 
 

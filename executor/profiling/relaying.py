@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from executor.carriers.handles import Handle
-from executor.carriers.launch import RELAY
-from executor.carriers.remote import remote
-from executor.profiling.readings import Readings
-from executor.roles import RelayRole
-from executor.samples import Arrived, Manifest, Parcel
-from executor.transfer.delta import count_changes
+from streamrl.executor.carriers.handles import Handle
+from streamrl.executor.carriers.launch import RELAY
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.profiling.readings import Readings
+from streamrl.executor.roles import RelayRole
+from streamrl.executor.samples import Arrived, Manifest, Parcel
+from streamrl.executor.transfer.delta import count_changes
 from streamrl.hardware.model_shape import BYTES
 
 Start = Callable[[str, dict[str, object]], contextlib.AbstractAsyncContextManager[Handle]]

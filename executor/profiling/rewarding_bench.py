@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from executor.carriers.handles import LocalProcess
-from executor.carriers.launch import REWARD_MODEL, worker_environment
-from executor.carriers.processes import begin_for
-from executor.carriers.remote import remote
-from executor.profiling.measurements import Setup
-from executor.profiling.readings import Readings
-from executor.prompts import load_tokenizer
-from executor.roles import RewardRole
-from executor.samples import Exchange
+from streamrl.executor.carriers.handles import LocalProcess
+from streamrl.executor.carriers.launch import REWARD_MODEL, worker_environment
+from streamrl.executor.carriers.processes import begin_for
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.profiling.measurements import Setup
+from streamrl.executor.profiling.readings import Readings
+from streamrl.executor.prompts import load_tokenizer
+from streamrl.executor.roles import RewardRole
+from streamrl.executor.samples import Exchange
 
 
 async def time_rewards(

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
-from executor.roles import ReplicaRole, TrainerRole
-from executor.rollout.inference_engine import TimedPass
-from executor.rollout.replica_worker import ReplicaWorker
-from executor.rollout.stopwatch import Stopwatch
-from executor.samples import Manifest
-from executor.trainer.learner import Learner
-from executor.trainer.trainer_settings import TrainerSettings
-from executor.trainer.trainer_worker import TrainerWorker
+from streamrl.executor.roles import ReplicaRole, TrainerRole
+from streamrl.executor.rollout.inference_engine import TimedPass
+from streamrl.executor.rollout.replica_worker import ReplicaWorker
+from streamrl.executor.rollout.stopwatch import Stopwatch
+from streamrl.executor.samples import Manifest
+from streamrl.executor.trainer.learner import Learner
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.trainer_worker import TrainerWorker
 
 R = TypeVar("R")
 

@@ -1,6 +1,6 @@
 """Processes that an engine starts end with the process that started them, whatever kills that, and so does what they share.
 
-`python -m executor.rollout.child_guard SESSION` waits until its standard input ends, which it does when whoever holds
+`python -m streamrl.executor.rollout.child_guard SESSION` waits until its standard input ends, which it does when whoever holds
 the other end is gone, and then kills every process of a session, and those whose ids it was told, one a line. A worker
 leads a session of its own; where an engine lives in somebody else's, its processes are told once they are there. Memory
 by which vLLM's workers on CPUs talk to each other is removed then: who is killed removes none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from executor.rollout.inference_engine import InferenceEngine, ReplicaSettings
+from streamrl.executor.rollout.inference_engine import InferenceEngine, ReplicaSettings
 from streamrl.runfile.sides_config import RolloutBackend
 
 
@@ -12,15 +12,15 @@ def make_engine(settings: ReplicaSettings) -> InferenceEngine:
     """Make the engine of a replica; only its own libraries are imported."""
     match settings.backend:
         case "transformers":
-            from executor.rollout.transformers_engine import TransformersEngine
+            from streamrl.executor.rollout.transformers_engine import TransformersEngine
 
             return TransformersEngine(settings)
         case "static":
-            from executor.rollout.static_engine import StaticEngine
+            from streamrl.executor.rollout.static_engine import StaticEngine
 
             return StaticEngine(settings)
         case "vllm":
-            from executor.rollout.vllm_engine import VllmEngine
+            from streamrl.executor.rollout.vllm_engine import VllmEngine
 
             return VllmEngine(settings)
         case _:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from executor.samples import CacheState, Manifest
+from streamrl.executor.samples import CacheState, Manifest
 from streamrl.runfile.sides_config import RolloutBackend
 
 
@@ -153,7 +153,7 @@ class InferenceEngine(Protocol):
 
         Where the cache is too small for all that run, those of the largest `priority` wait.
         With a `seed` the same sequence is made whatever came before it, by engines that can
-        (`executor.back_ends` refuses it to others).
+        (`streamrl.executor.back_ends` refuses it to others).
         """
 
     def paused(self) -> AbstractAsyncContextManager[None]:

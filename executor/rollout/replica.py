@@ -7,12 +7,6 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle, WorkerLostError
-from executor.carriers.remote import remote
-from executor.roles import ReplicaRole
-from executor.samples import Completion, Manifest, Request
-from executor.tokens import count_tokens, is_whole
 from streamrl.engine.messages import (
     Generate,
     Generated,
@@ -21,6 +15,12 @@ from streamrl.engine.messages import (
     StartReplica,
     WeightsLoaded,
 )
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import Handle, WorkerLostError
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.roles import ReplicaRole
+from streamrl.executor.samples import Completion, Manifest, Request
+from streamrl.executor.tokens import count_tokens, is_whole
 
 
 def check_completion(request: Request, completion: Completion) -> None:

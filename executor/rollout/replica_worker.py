@@ -19,17 +19,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from executor.prompts import load_tokenizer
-from executor.roles import ReplicaRole, RoleLostError
-from executor.rollout.engines import make_engine
-from executor.rollout.inference_engine import (
+from streamrl.executor.prompts import load_tokenizer
+from streamrl.executor.roles import ReplicaRole, RoleLostError
+from streamrl.executor.rollout.engines import make_engine
+from streamrl.executor.rollout.inference_engine import (
     Copy,
     InferenceEngine,
     ReplicaSettings,
     RunningSequence,
 )
-from executor.samples import CacheState, Completion, FinishReason, Loaded, Manifest, Request
-from executor.token_files import (
+from streamrl.executor.samples import (
+    CacheState,
+    Completion,
+    FinishReason,
+    Loaded,
+    Manifest,
+    Request,
+)
+from streamrl.executor.token_files import (
     Head,
     TokenRecord,
     add_record,
@@ -37,7 +44,7 @@ from executor.token_files import (
     part_of,
     write_attempt,
 )
-from executor.tokens import (
+from streamrl.executor.tokens import (
     ID,
     LOGPROB,
     TokenSegment,
@@ -46,7 +53,7 @@ from executor.tokens import (
     decode_ids,
     read_blocks,
 )
-from executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.transfer.manifest_check import verify_buckets
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from executor.attention import attend
+from streamrl.executor.attention import attend
 
 BY_ROW = "streamrl_by_row"
 """Name of our attention in transformers' registry."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from executor.rollout.inference_engine import (
+from streamrl.executor.rollout.inference_engine import (
     STOPPED,
     Copy,
     OnEnd,
@@ -27,9 +27,9 @@ from executor.rollout.inference_engine import (
     RunningSequence,
     TimedPass,
 )
-from executor.rollout.stopwatch import PassContent, PassLog
-from executor.rollout.torch_model import end_tokens, load_model, move, read_weights
-from executor.samples import Manifest
+from streamrl.executor.rollout.stopwatch import PassContent, PassLog
+from streamrl.executor.rollout.torch_model import end_tokens, load_model, move, read_weights
+from streamrl.executor.samples import Manifest
 
 PADDING = 0
 """Any token id: it stands on the left, where the attention mask hides it."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from executor.rollout.inference_engine import TimedPass
+from streamrl.executor.rollout.inference_engine import TimedPass
 
 
 class Stopwatch:

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from executor.pretrained import load_pretrained
-from executor.rollout.inference_engine import Copy, ReplicaSettings
-from executor.samples import Manifest
-from executor.transfer.shared_memory import read_buckets
+from streamrl.executor.pretrained import load_pretrained
+from streamrl.executor.rollout.inference_engine import Copy, ReplicaSettings
+from streamrl.executor.samples import Manifest
+from streamrl.executor.transfer.shared_memory import read_buckets
 
 ATTENTION = "sdpa"
 """Of a model as it is loaded, in transformers' terms."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from executor.rollout.inference_engine import (
+from streamrl.executor.rollout.inference_engine import (
     STOPPED,
     Copy,
     OnEnd,
@@ -29,10 +29,16 @@ from executor.rollout.inference_engine import (
     RunningSequence,
     TimedPass,
 )
-from executor.rollout.row_attention import BY_ROW, attend_by_row
-from executor.rollout.stopwatch import PassContent, PassLog
-from executor.rollout.torch_model import ATTENTION, end_tokens, load_model, move, read_weights
-from executor.samples import CacheState, Manifest
+from streamrl.executor.rollout.row_attention import BY_ROW, attend_by_row
+from streamrl.executor.rollout.stopwatch import PassContent, PassLog
+from streamrl.executor.rollout.torch_model import (
+    ATTENTION,
+    end_tokens,
+    load_model,
+    move,
+    read_weights,
+)
+from streamrl.executor.samples import CacheState, Manifest
 
 PAGE_TOKENS = 256
 """What long pages are a multiple of, as flash attention's kernels ask for; windows have pages of this length."""

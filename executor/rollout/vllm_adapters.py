@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
-from executor.adapter_directory import read_adapters, write_adapters
-from executor.adapter_layers import VLLM_PLACES, A, B, adapted_layers
-from executor.rollout.inference_engine import ReplicaSettings
+from streamrl.executor.adapter_directory import read_adapters, write_adapters
+from streamrl.executor.adapter_layers import VLLM_PLACES, A, B, adapted_layers
+from streamrl.executor.rollout.inference_engine import ReplicaSettings
 
 NAME, NUMBER = "policy", 1
 """Of the place, as requests name it."""

@@ -26,8 +26,8 @@ from typing import Any
 
 import msgspec
 
-from executor.rollout.child_guard import ChildGuard
-from executor.rollout.inference_engine import (
+from streamrl.executor.rollout.child_guard import ChildGuard
+from streamrl.executor.rollout.inference_engine import (
     STOPPED,
     Copy,
     OnEnd,
@@ -35,12 +35,12 @@ from executor.rollout.inference_engine import (
     RunningSequence,
     TimedPass,
 )
-from executor.rollout.torch_model import empty_model, end_tokens, read_pairs
-from executor.rollout.vllm_adapters import Adapters
-from executor.rollout.vllm_settings import environment, make_arguments, make_sampling
-from executor.rollout.vllm_stats import CacheWatch
-from executor.samples import CacheState, Manifest
-from executor.transfer.shared_memory import read_buckets
+from streamrl.executor.rollout.torch_model import empty_model, end_tokens, read_pairs
+from streamrl.executor.rollout.vllm_adapters import Adapters
+from streamrl.executor.rollout.vllm_settings import environment, make_arguments, make_sampling
+from streamrl.executor.rollout.vllm_stats import CacheWatch
+from streamrl.executor.samples import CacheState, Manifest
+from streamrl.executor.transfer.shared_memory import read_buckets
 
 QUIET_TURNS = 10
 """Turns of the event loop without a token after which none is on its way: it takes a token three, from the socket

@@ -2,7 +2,7 @@
 
 import os
 
-from executor.rollout.vllm_settings import ANYWHERE, ON_CPUS
+from streamrl.executor.rollout.vllm_settings import ANYWHERE, ON_CPUS
 
 os.environ.update({**ANYWHERE, **ON_CPUS})
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from executor.rollout.inference_engine import ReplicaSettings
-from executor.rollout.vllm_adapters import adapter_arguments
+from streamrl.executor.rollout.inference_engine import ReplicaSettings
+from streamrl.executor.rollout.vllm_adapters import adapter_arguments
 from streamrl.hardware.config_json import read_config_json
 
 PAGE_TOKENS = 128
@@ -62,7 +62,7 @@ def make_arguments(settings: ReplicaSettings, model: Any) -> Any:
         logprobs_mode="processed_logprobs",  # of logits / temperature
         scheduling_policy="priority",
         enable_sleep_mode=settings.takes_turns and settings.device != "cpu",  # refused on CPUs
-        worker_extension_cls="executor.rollout.vllm_worker.ReplicaExtension",
+        worker_extension_cls="streamrl.executor.rollout.vllm_worker.ReplicaExtension",
         enable_log_requests=False,
         **adapter_arguments(model, settings),
         **place_of(settings),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from executor.samples import CacheState
+from streamrl.executor.samples import CacheState
 
 
 class CacheWatch:

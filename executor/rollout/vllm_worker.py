@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
-from executor.rollout.stopwatch import PassContent, PassLog
-from executor.rollout.torch_model import named_as_in_files
-from executor.samples import Manifest
-from executor.transfer.shared_memory import read_buckets
+from streamrl.executor.rollout.stopwatch import PassContent, PassLog
+from streamrl.executor.rollout.torch_model import named_as_in_files
+from streamrl.executor.samples import Manifest
+from streamrl.executor.transfer.shared_memory import read_buckets
 
 if hasattr(
     torch.cpu, "_init_amx"

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from executor.adapter_directory import read_adapters, write_adapters
-from executor.adapter_layers import ADAPTERS, A, B, adapted_layers
-from executor.transfer.merge import merged
-from executor.transfer.shared_memory import cast_tensors
+from streamrl.executor.adapter_directory import read_adapters, write_adapters
+from streamrl.executor.adapter_layers import ADAPTERS, A, B, adapted_layers
+from streamrl.executor.transfer.merge import merged
+from streamrl.executor.transfer.shared_memory import cast_tensors
 
 ALPHA_PER_RANK = 2.0
 """LoRA's alpha for each rank, as is usual: what adapters say counts twice."""

@@ -6,13 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import assert_never
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle
-from executor.carriers.launch import Launcher
-from executor.record import RunDirectory
-from executor.trainer.estimator import AdvantageEstimator
-from executor.trainer.trainer import Trainer
-from executor.trainer_record import TrainerRecord
 from streamrl.engine.messages import (
     Command,
     Event,
@@ -26,6 +19,13 @@ from streamrl.engine.messages import (
     TrainerStopped,
 )
 from streamrl.engine.trainer_side import LEADER, TrainerCommand
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import Handle
+from streamrl.executor.carriers.launch import Launcher
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.trainer.estimator import AdvantageEstimator
+from streamrl.executor.trainer.trainer import Trainer
+from streamrl.executor.trainer_record import TrainerRecord
 from streamrl.runfile.config import Run
 
 

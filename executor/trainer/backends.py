@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
-from executor.trainer.rank_group import RankGroup
-from executor.trainer.trainer_settings import TrainerSettings
-from executor.trainer.training_backend import TrainingBackend
+from streamrl.executor.trainer.rank_group import RankGroup
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.training_backend import TrainingBackend
 
 
 def make_backend(settings: TrainerSettings, model: Any, ranks: RankGroup) -> TrainingBackend:
     """Return the backend that settings name, with the weights of a model; only its own libraries are imported."""
     match settings.backend:
         case "torch":
-            from executor.trainer.torch_backend import TorchBackend
+            from streamrl.executor.trainer.torch_backend import TorchBackend
 
             return TorchBackend(settings, model, ranks)
         case "deepspeed":
-            from executor.trainer.deepspeed_backend import DeepSpeedBackend
+            from streamrl.executor.trainer.deepspeed_backend import DeepSpeedBackend
 
             return DeepSpeedBackend(settings, model, ranks)
         case _:
@@ -28,6 +28,6 @@ def make_frozen(settings: TrainerSettings, model: Any) -> Any:
     """Return a model that ranks only compute with, held as the backend holds the one that it trains."""
     if not settings.splits_weights:
         return model
-    from executor.trainer.deepspeed_backend import make_split
+    from streamrl.executor.trainer.deepspeed_backend import make_split
 
     return make_split(settings, model)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from executor.checksums import write_checksums
-from executor.roles import Figures, TrainerRole
-from executor.samples import Manifest, Sample
-from executor.tokens import count_tokens
+from streamrl.executor.checksums import write_checksums
+from streamrl.executor.roles import Figures, TrainerRole
+from streamrl.executor.samples import Manifest, Sample
+from streamrl.executor.tokens import count_tokens
 
 COUNTS = "counts.json"
 """In its checkpoints, in place of weights."""

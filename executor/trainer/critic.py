@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from executor.trainer.backends import make_backend
-from executor.trainer.model_loading import load_model
-from executor.trainer.outputs import output_logits
-from executor.trainer.rank_group import RankGroup
-from executor.trainer.recomputation import recompute
-from executor.trainer.sequences import TokenSequence
-from executor.trainer.trainer_settings import DTYPES, TrainerSettings
+from streamrl.executor.trainer.backends import make_backend
+from streamrl.executor.trainer.model_loading import load_model
+from streamrl.executor.trainer.outputs import output_logits
+from streamrl.executor.trainer.rank_group import RankGroup
+from streamrl.executor.trainer.recomputation import recompute
+from streamrl.executor.trainer.sequences import TokenSequence
+from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 
 DIRECTORY = "critic"
 """Of a checkpoint: where the critic lies in it."""

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor.roles import RoleLostError
-from executor.trainer.adapters import save_model
-from executor.trainer.losses import average_gradients
-from executor.trainer.optimizer import make_optimizer
-from executor.trainer.rank_group import RankGroup
-from executor.trainer.trainer_settings import DTYPES, TrainerSettings
-from executor.trainer.weights_in_place import state_of
+from streamrl.executor.roles import RoleLostError
+from streamrl.executor.trainer.adapters import save_model
+from streamrl.executor.trainer.losses import average_gradients
+from streamrl.executor.trainer.optimizer import make_optimizer
+from streamrl.executor.trainer.rank_group import RankGroup
+from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
+from streamrl.executor.trainer.weights_in_place import state_of
 
 GATHER_BYTES = 512 * 2**20
 """Of weights that are whole at once while they are written: one by one they would take twenty times as long."""
@@ -103,7 +103,7 @@ class DeepSpeedBackend:
         return version
 
     def move(self, device: str) -> None:
-        """Stay where it is: on GPUs `executor.back_ends` refuses it to share them."""
+        """Stay where it is: on GPUs `streamrl.executor.back_ends` refuses it to share them."""
 
     @property
     def _tag(self) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from executor.buffer import RolloutBuffer
-from executor.samples import Sample
-from executor.trainer.advantages import NO_BASELINE, advantages, batch_baseline, pair_of
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.samples import Sample
+from streamrl.executor.trainer.advantages import NO_BASELINE, advantages, batch_baseline, pair_of
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 
 
@@ -19,7 +19,7 @@ class AdvantageEstimator:
         self._algorithm = algorithm
         self._buffer = buffer
         self.baseline = baseline
-        """Mean reward of the last step's batch; see `executor.trainer.advantages`."""
+        """Mean reward of the last step's batch; see `streamrl.executor.trainer.advantages`."""
         self._of_groups: dict[int, float] = {}
         """Advantages by rollout, of groups that this step has asked for."""
 

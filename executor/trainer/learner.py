@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from executor.checksums import write_checksums
-from executor.samples import Manifest, Sample
-from executor.trainer import losses
-from executor.trainer.adapters import adapters_of, without_adapters
-from executor.trainer.critic import Critic
-from executor.trainer.objectives import objective_of
-from executor.trainer.outputs import output_logprobs, outputs_with_entropy
-from executor.trainer.own_stream import stream_of_its_own
-from executor.trainer.passes import passes
-from executor.trainer.rank_group import RankGroup
-from executor.trainer.sequences import NOTHING, TokenSequence, read_samples
-from executor.trainer.trainer_settings import DTYPES, TrainerSettings
-from executor.trainer.training_backend import TrainingBackend
-from executor.trainer.weights_in_place import weights_in_place
-from executor.transfer.shared_memory import (
+from streamrl.executor.checksums import write_checksums
+from streamrl.executor.samples import Manifest, Sample
+from streamrl.executor.trainer import losses
+from streamrl.executor.trainer.adapters import adapters_of, without_adapters
+from streamrl.executor.trainer.critic import Critic
+from streamrl.executor.trainer.objectives import objective_of
+from streamrl.executor.trainer.outputs import output_logprobs, outputs_with_entropy
+from streamrl.executor.trainer.own_stream import stream_of_its_own
+from streamrl.executor.trainer.passes import passes
+from streamrl.executor.trainer.rank_group import RankGroup
+from streamrl.executor.trainer.sequences import NOTHING, TokenSequence, read_samples
+from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
+from streamrl.executor.trainer.training_backend import TrainingBackend
+from streamrl.executor.trainer.weights_in_place import weights_in_place
+from streamrl.executor.transfer.shared_memory import (
     cast_tensors,
     partial_of,
     replaced_directory,

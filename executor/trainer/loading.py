@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-from executor.trainer.adapters import add_adapters, load_adapters
-from executor.trainer.backends import make_backend, make_frozen
-from executor.trainer.critic import Critic
-from executor.trainer.learner import Learner
-from executor.trainer.model_loading import load_model
-from executor.trainer.outputs import check_chunks
-from executor.trainer.rank_group import RankGroup
-from executor.trainer.recomputation import recompute
-from executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.adapters import add_adapters, load_adapters
+from streamrl.executor.trainer.backends import make_backend, make_frozen
+from streamrl.executor.trainer.critic import Critic
+from streamrl.executor.trainer.learner import Learner
+from streamrl.executor.trainer.model_loading import load_model
+from streamrl.executor.trainer.outputs import check_chunks
+from streamrl.executor.trainer.rank_group import RankGroup
+from streamrl.executor.trainer.recomputation import recompute
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 
 def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from executor.trainer.sequences import TokenSequence
+from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator
 
 CORRECTIONS: tuple[CorrectionName, ...] = get_args(CorrectionName)

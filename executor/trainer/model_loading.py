@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from executor.pretrained import blank_model, load_pretrained
-from executor.trainer.half_experts import follow_autocast
-from executor.trainer.passes import attend_apart
-from executor.trainer.rank_group import RankGroup
-from executor.trainer.trainer_settings import DTYPES, TrainerSettings
+from streamrl.executor.pretrained import blank_model, load_pretrained
+from streamrl.executor.trainer.half_experts import follow_autocast
+from streamrl.executor.trainer.passes import attend_apart
+from streamrl.executor.trainer.rank_group import RankGroup
+from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 
 
 def load_model(

@@ -21,9 +21,9 @@ from typing import TypeAlias
 import torch
 from torch.nn.functional import softplus
 
-from executor.trainer.losses import kl_losses
-from executor.trainer.sequences import TokenSequence
-from executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.losses import kl_losses
+from streamrl.executor.trainer.sequences import TokenSequence
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 Scores: TypeAlias = Mapping[int, Mapping[str, torch.Tensor]]
 """By rollout: what the score pass gave of the tokens that the policy sampled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 ADAM_BETAS = (0.9, 0.999)
 """AdamW's published values (arXiv 1711.05101)."""

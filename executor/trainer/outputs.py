@@ -20,9 +20,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
-from executor.trainer.losses import token_entropies, token_logprobs
-from executor.trainer.passes import fill_up, flat, inputs_of
-from executor.trainer.sequences import TokenSequence
+from streamrl.executor.trainer.losses import token_entropies, token_logprobs
+from streamrl.executor.trainer.passes import fill_up, flat, inputs_of
+from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.runfile.sides_config import Packing
 
 Taking = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface
 
-from executor.attention import attend
-from executor.tokens import Ids
-from executor.trainer.sequences import TokenSequence
+from streamrl.executor.attention import attend
+from streamrl.executor.tokens import Ids
+from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.runfile.sides_config import Packing
 
 PADDING = 0

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 BUCKET_BYTES = 64 * 2**20
 """Of a gradient that is summed at once: enough to fill a network, little beside a model."""

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from executor.samples import Sample
-from executor.tokens import ID, LOGPROB, Ids, Logprobs, count_tokens, decode_ids, read_blocks
+from streamrl.executor.samples import Sample
+from streamrl.executor.tokens import (
+    ID,
+    LOGPROB,
+    Ids,
+    Logprobs,
+    count_tokens,
+    decode_ids,
+    read_blocks,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from executor.buffer import BufferedRollout
+from streamrl.executor.buffer import BufferedRollout
 from streamrl.record.run_lines import OF_SCORER
 
 

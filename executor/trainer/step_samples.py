@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from executor.buffer import RolloutBuffer
+from streamrl.executor.buffer import RolloutBuffer
 from streamrl.record.completions import (
     SampledGroup,
     SampledRollout,

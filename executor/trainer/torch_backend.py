@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from executor.trainer.adapters import save_model
-from executor.trainer.losses import average_gradients
-from executor.trainer.optimizer import make_optimizer
-from executor.trainer.rank_group import RankGroup
-from executor.trainer.trainer_settings import TrainerSettings
-from executor.trainer.weights_in_place import state_of
+from streamrl.executor.trainer.adapters import save_model
+from streamrl.executor.trainer.losses import average_gradients
+from streamrl.executor.trainer.optimizer import make_optimizer
+from streamrl.executor.trainer.rank_group import RankGroup
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.trainer.weights_in_place import state_of
 
 STATE_FILE = "trainer.pt"
 

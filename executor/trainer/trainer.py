@@ -7,17 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle
-from executor.carriers.remote import remote
-from executor.checkpoints import Checkpoint, Position
-from executor.roles import TrainerRole
-from executor.samples import Manifest
-from executor.trainer.advantages import NO_BASELINE
-from executor.trainer.estimator import AdvantageEstimator
-from executor.trainer.step_figures import step_figures
-from executor.trainer.step_samples import step_samples
-from executor.trainer_record import TrainerRecord
 from streamrl.engine.messages import (
     CheckpointSaved,
     SaveCheckpoint,
@@ -31,6 +20,17 @@ from streamrl.engine.messages import (
     TrainerStarted,
 )
 from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.carriers.handles import Handle
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.checkpoints import Checkpoint, Position
+from streamrl.executor.roles import TrainerRole
+from streamrl.executor.samples import Manifest
+from streamrl.executor.trainer.advantages import NO_BASELINE
+from streamrl.executor.trainer.estimator import AdvantageEstimator
+from streamrl.executor.trainer.step_figures import step_figures
+from streamrl.executor.trainer.step_samples import step_samples
+from streamrl.executor.trainer_record import TrainerRecord
 from streamrl.runfile.config import Run
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import torch
 
-from executor.trainer import losses
+from streamrl.executor.trainer import losses
 from streamrl.runfile.algorithm_config import (
     AlgorithmName,
     CorrectionName,
@@ -41,9 +41,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     """That rollouts are sampled at; log-probabilities are taken at it."""
     algorithm: AlgorithmName = "grpo"
-    """See the table of `executor.trainer.objectives`."""
+    """See the table of `streamrl.executor.trainer.objectives`."""
     correction: CorrectionName | None
-    """See the table of `executor.trainer.losses`."""
+    """See the table of `streamrl.executor.trainer.losses`."""
     correction_cap: float = 2.0
     """Largest importance weight; icepop masks outside [1/correction_cap, correction_cap]."""
     second_moment: float = 0.04
@@ -71,9 +71,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_pass: int = 16384
     """Tokens in one forward and backward, padding included; a longer rollout has a pass of its own."""
     packing: Packing = "packed"
-    """See the table of `executor.trainer.passes`."""
+    """See the table of `streamrl.executor.trainer.passes`."""
     recompute: Recompute = "none"
-    """See the table of `executor.trainer.recomputation`."""
+    """See the table of `streamrl.executor.trainer.recomputation`."""
     logits_chunk: int | None = None
     """Tokens whose logits exist at once; None: those of a pass."""
     weight_decay: float = 0.0
@@ -98,7 +98,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_bound(self) -> float:
-        """The `cap` of `executor.trainer.losses`."""
+        """The `cap` of `streamrl.executor.trainer.losses`."""
         match self.correction:
             case "cispo":
                 return 1 + (self.clip if self.clip_high is None else self.clip_high)

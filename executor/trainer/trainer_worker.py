@@ -22,11 +22,11 @@ from typing import TypeVar
 
 import torch
 
-from executor.roles import TrainerRole
-from executor.samples import Manifest, Sample
-from executor.trainer.learner import Learner
-from executor.trainer.loading import load_learner
-from executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.roles import TrainerRole
+from streamrl.executor.samples import Manifest, Sample
+from streamrl.executor.trainer.learner import Learner
+from streamrl.executor.trainer.loading import load_learner
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 R = TypeVar("R")
 

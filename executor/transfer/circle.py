@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executor.samples import Seat
+from streamrl.executor.samples import Seat
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from executor.roles import RelayRole
-from executor.samples import Parcel, Seat
+from streamrl.executor.roles import RelayRole
+from streamrl.executor.samples import Parcel, Seat
 
 
 class Hearer(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from executor.checksums import combine, file_checksum
-from executor.samples import Manifest
-from executor.transfer.side_by_side import side_by_side
+from streamrl.executor.checksums import combine, file_checksum
+from streamrl.executor.samples import Manifest
+from streamrl.executor.transfer.side_by_side import side_by_side
 
 
 def verify_buckets(manifest: Manifest) -> str:

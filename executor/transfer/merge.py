@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from executor.adapter_layers import A, B
-from executor.samples import Manifest
-from executor.transfer.shared_memory import write_version
+from streamrl.executor.adapter_layers import A, B
+from streamrl.executor.samples import Manifest
+from streamrl.executor.transfer.shared_memory import write_version
 
 WEIGHT = ".weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

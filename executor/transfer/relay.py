@@ -20,13 +20,13 @@ from typing import TypeVar
 
 import msgspec
 
-from executor.checksums import file_checksum
-from executor.roles import RelayRole
-from executor.samples import Arrived, Bucket, Manifest, Parcel, ParcelKind, Seat
-from executor.transfer.circle import Circle, Meeting, new_blocks, passed_on, read_blocks
-from executor.transfer.delta import decode_delta, encode_delta
-from executor.transfer.shared_directory import SharedDirectory
-from executor.transfer.version_directory import remove_version, version_directory
+from streamrl.executor.checksums import file_checksum
+from streamrl.executor.roles import RelayRole
+from streamrl.executor.samples import Arrived, Bucket, Manifest, Parcel, ParcelKind, Seat
+from streamrl.executor.transfer.circle import Circle, Meeting, new_blocks, passed_on, read_blocks
+from streamrl.executor.transfer.delta import decode_delta, encode_delta
+from streamrl.executor.transfer.shared_directory import SharedDirectory
+from streamrl.executor.transfer.version_directory import remove_version, version_directory
 
 INBOX = "inbox"
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -201,7 +201,7 @@ class RelayWorker(RelayRole):
         target = _fresh(version_directory(self._path, version))
         try:
             if parcel.kind == "lora" and self.config.merges_adapters:
-                from executor.transfer.merge import merge  # takes torch
+                from streamrl.executor.transfer.merge import merge  # takes torch
 
                 config = self.config
                 return merge(config.model, config.dtype, parcel.result, pieces, target)

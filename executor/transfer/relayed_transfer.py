@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from executor.carriers.handles import Handle, WorkerLostError
-from executor.carriers.remote import remote
-from executor.notices import tell
-from executor.roles import RelayRole, TransferRole, Write
-from executor.samples import Manifest, Parcel
-from executor.transfer.fan_out import FanOut, Hearer
-from executor.transfer.wanted_versions import WantedVersions
 from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.carriers.handles import Handle, WorkerLostError
+from streamrl.executor.carriers.remote import remote
+from streamrl.executor.notices import tell
+from streamrl.executor.roles import RelayRole, TransferRole, Write
+from streamrl.executor.samples import Manifest, Parcel
+from streamrl.executor.transfer.fan_out import FanOut, Hearer
+from streamrl.executor.transfer.wanted_versions import WantedVersions
 from streamrl.runfile.sync_config import SyncConfig
 
 CHUNK_BYTES = 8 * 2**20

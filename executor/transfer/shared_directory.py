@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from executor.directory_lock import DirectoryLock, is_abandoned
+from streamrl.executor.directory_lock import DirectoryLock, is_abandoned
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "streamrl-"

@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from executor.checksums import file_checksum
-from executor.samples import Bucket, Manifest
-from executor.transfer.side_by_side import side_by_side
-from executor.transfer.version_directory import version_directory
+from streamrl.executor.checksums import file_checksum
+from streamrl.executor.samples import Bucket, Manifest
+from streamrl.executor.transfer.side_by_side import side_by_side
+from streamrl.executor.transfer.version_directory import version_directory
 
 BUCKET_BYTES = 256 * 2**20
 """Large enough that opening a file costs nothing beside its bytes, small enough to stage."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from executor.roles import TransferRole, Write
-from executor.samples import Manifest
-from executor.transfer.shared_directory import SharedDirectory
-from executor.transfer.version_directory import remove_version
-from executor.transfer.wanted_versions import WantedVersions
 from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.roles import TransferRole, Write
+from streamrl.executor.samples import Manifest
+from streamrl.executor.transfer.shared_directory import SharedDirectory
+from streamrl.executor.transfer.version_directory import remove_version
+from streamrl.executor.transfer.wanted_versions import WantedVersions
 
 
 class Transfer(TransferRole):

@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
-from executor.verifier.huge_pages import collapse
-from executor.verifier.rewards import make_scorer
-from executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
-from executor.verifier.scorers import Grade, Grader, Scorer, can_act
-from executor.verifier.scoring_worker import MOST_BYTES, ScoringOutcome, read_verdict, work
+from streamrl.executor.verifier.huge_pages import collapse
+from streamrl.executor.verifier.rewards import make_scorer
+from streamrl.executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
+from streamrl.executor.verifier.scorers import Grade, Grader, Scorer, can_act
+from streamrl.executor.verifier.scoring_worker import MOST_BYTES, ScoringOutcome, read_verdict, work
 from streamrl.runfile.reward_config import RewardConfig
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
 
-OWN = ("__main__", "executor", "streamrl")
+OWN = ("__main__", "streamrl")
 """Packages of which a worker needs no more files."""
 LIBRARIES = ("/usr", "/lib", "/lib64", f"{sys.base_prefix}/lib")
 """Where Python's modules find what they are linked with."""

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from executor.libc import madvise
+from streamrl.executor.libc import madvise
 
 HUGE_PAGE = 1 << 21  # bytes: of x86, and of ARM with pages of 4 KB
 MAPS = Path("/proc/self/maps")

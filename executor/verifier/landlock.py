@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from executor.libc import syscall
+from streamrl.executor.libc import syscall
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on every architecture
 ASK_VERSION, BENEATH = 1, 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from executor.verifier.sandbox import SandboxLimits
+from streamrl.executor.verifier.sandbox import SandboxLimits
 from streamrl.runfile.reward_config import RewardConfig, file_of, with_file
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ BOOT = """
 import json, sys
 options = json.loads(sys.argv[1])
 sys.path[:] = options["path"]
-from executor.verifier.fork_server import main
+from streamrl.executor.verifier.fork_server import main
 main(options)
 """
 """What the process runs; it finds modules where its controller does, and looks at nothing else of it."""

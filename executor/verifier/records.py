@@ -9,9 +9,9 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from executor.verifier.rewards import is_scored, make_scorer
-from executor.verifier.scorers import Scorer
-from executor.verifier.verifier import Verifier
+from streamrl.executor.verifier.rewards import is_scored, make_scorer
+from streamrl.executor.verifier.scorers import Scorer
+from streamrl.executor.verifier.verifier import Verifier
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.runfile.reward_config import RewardConfig

@@ -15,7 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executor.verifier.scorers import Grade, Grader, Scorer, whole
+from streamrl.executor.verifier.scorers import Grade, Grader, Scorer, whole
 from streamrl.runfile.reward_config import RewardFunction
 
 if TYPE_CHECKING:

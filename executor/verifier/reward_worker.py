@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from executor.roles import RewardRole
-from executor.samples import Exchange, ModelScore
-from executor.verifier.scoring_model import RewardSettings, ScoringModel
+from streamrl.executor.roles import RewardRole
+from streamrl.executor.samples import Exchange, ModelScore
+from streamrl.executor.verifier.scoring_model import RewardSettings, ScoringModel
 
 
 class RewardWorker(RewardRole):

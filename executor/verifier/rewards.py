@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never, cast
 
-from executor.verifier.reward_function import function_scorer
-from executor.verifier.scorers import EXACT, MATH_VERIFY, REASONING_GYM, Scorer
-from executor.verifier.text_scorers import (
+from streamrl.executor.verifier.reward_function import function_scorer
+from streamrl.executor.verifier.scorers import EXACT, MATH_VERIFY, REASONING_GYM, Scorer
+from streamrl.executor.verifier.text_scorers import (
     format_scorer,
     judge_scorer,
     length_scorer,
     model_scorer,
     regex_scorer,
 )
-from executor.verifier.unit_tests import unit_tests_scorer
+from streamrl.executor.verifier.unit_tests import unit_tests_scorer
 from streamrl.runfile.reward_config import RewardConfig, ScorerName, function_of
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
-from executor.libc import prctl
-from executor.verifier import landlock, seccomp
+from streamrl.executor.libc import prctl
+from streamrl.executor.verifier import landlock, seccomp
 
 OPEN_FILES = 64  # a scorer that imports a module late has two or three open
 PR_SET_NO_NEW_PRIVS = 38

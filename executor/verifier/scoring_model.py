@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, assert_never
 import msgspec
 import torch
 
-from executor.pretrained import load_reward_model
-from executor.samples import Exchange, ModelScore
-from executor.trainer.trainer_settings import DTYPES
+from streamrl.executor.pretrained import load_reward_model
+from streamrl.executor.samples import Exchange, ModelScore
+from streamrl.executor.trainer.trainer_settings import DTYPES
 from streamrl.runfile.reward_config import OverSteps
 from streamrl.runfile.workload_config import HUB
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple, NoReturn
 
-from executor.libc import die_with_parent
-from executor.verifier.sandbox import Sandbox
-from executor.verifier.scorers import Grader
+from streamrl.executor.libc import die_with_parent
+from streamrl.executor.verifier.sandbox import Sandbox
+from streamrl.executor.verifier.scorers import Grader
 
 REWARD, ERROR, MEMORY = b"R", b"E", b"M"
 """The first byte of a verdict: 8 bytes of a float follow, a text, or nothing."""

@@ -15,7 +15,7 @@ import platform
 import struct
 import sys
 
-from executor.libc import prctl
+from streamrl.executor.libc import prctl
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables below, and the kernel's name of it (linux/audit.h), by machine."""

@@ -6,7 +6,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
-from executor.verifier.scorers import Grade, Grader, Scorer, whole
+from streamrl.executor.verifier.scorers import Grade, Grader, Scorer, whole
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
@@ -84,5 +84,5 @@ def judge_scorer(bounds: tuple[float, float]) -> Scorer:
 
 
 def model_scorer() -> Scorer:
-    """Return the scorer of a reward model, as far as it has one: see `executor.verifier.reward_pool`."""
+    """Return the scorer of a reward model, as far as it has one: see `streamrl.executor.verifier.reward_pool`."""
     return Scorer(whole, lambda record: None, _grades_nothing, False, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from executor.verifier.scorers import Grade, Grader, Scorer
+from streamrl.executor.verifier.scorers import Grade, Grader, Scorer
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record

@@ -8,15 +8,15 @@ from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from executor.carriers.handles import Handle
-from executor.notices import tell
-from executor.roles import Scoring, VerifierRole
-from executor.samples import Exchange
-from executor.verifier.judge import Judge
-from executor.verifier.process import ForkServerProcess, Reply
-from executor.verifier.reward_pool import RewardPool, Start
-from executor.verifier.rewards import is_scored, make_scorer
-from executor.verifier.sandbox import SandboxLimits
+from streamrl.executor.carriers.handles import Handle
+from streamrl.executor.notices import tell
+from streamrl.executor.roles import Scoring, VerifierRole
+from streamrl.executor.samples import Exchange
+from streamrl.executor.verifier.judge import Judge
+from streamrl.executor.verifier.process import ForkServerProcess, Reply
+from streamrl.executor.verifier.reward_pool import RewardPool, Start
+from streamrl.executor.verifier.rewards import is_scored, make_scorer
+from streamrl.executor.verifier.sandbox import SandboxLimits
 from streamrl.runfile.reward_config import REWARD_MODEL
 from streamrl.runfile.sides_config import VerifierConfig
 

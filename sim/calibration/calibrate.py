@@ -16,23 +16,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sim.calibration.disagreement import (
-    Disagreement,
-    check_overhead,
-    find_disagreements,
-    takes_turns,
-)
-from sim.calibration.stepwise import SimulatedSteps, simulate_steps
-from sim.calibration.targets import (
-    StepPairs,
-    Target,
-    find_targets,
-    interval_of_median,
-    no_seconds,
-    overlaps,
-    pair,
-    step_seconds,
-)
 from streamrl.hardware.calibration_file import (
     STAGES,
     Calibration,
@@ -46,6 +29,23 @@ from streamrl.hardware.calibration_file import (
 from streamrl.hardware.profiles import load_model
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
 from streamrl.runfile.config import Run
+from streamrl.sim.calibration.disagreement import (
+    Disagreement,
+    check_overhead,
+    find_disagreements,
+    takes_turns,
+)
+from streamrl.sim.calibration.stepwise import SimulatedSteps, simulate_steps
+from streamrl.sim.calibration.targets import (
+    StepPairs,
+    Target,
+    find_targets,
+    interval_of_median,
+    no_seconds,
+    overlaps,
+    pair,
+    step_seconds,
+)
 
 ROUNDS, ENOUGH = 8, 0.002
 """Fits in a row at most, and the share of itself by which a factor may still change at the last."""

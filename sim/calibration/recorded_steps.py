@@ -7,18 +7,23 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_checked, refuse
-from sim.calibration.disagreement import LENGTHS, find_differences, mean_tokens, takes_turns
-from sim.calibration.stepwise import SimulatedSteps
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.steady_state import UnfinishedError
-from sim.world import SimWorld
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
 from streamrl.logs.run_steps import read_run_steps
 from streamrl.record.informative import recorded_workload
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_checked, refuse
+from streamrl.sim.calibration.disagreement import (
+    LENGTHS,
+    find_differences,
+    mean_tokens,
+    takes_turns,
+)
+from streamrl.sim.calibration.stepwise import SimulatedSteps
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.steady_state import UnfinishedError
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 

@@ -11,15 +11,15 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from sim.calibration.disagreement import takes_turns
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.step_batches import step_batches
-from sim.world import SimWorld
 from streamrl.engine.messages import ExpectationsChanged, Generated
 from streamrl.logs.measured_steps import MeasuredStep
 from streamrl.logs.run_steps import read_run_steps
 from streamrl.runfile.config import Run
+from streamrl.sim.calibration.disagreement import takes_turns
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.step_batches import step_batches
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import Draw, SimulatedWorkload
 
 LEAST_STEPS = 8

@@ -7,12 +7,12 @@ from math import comb
 from statistics import median
 from typing import NamedTuple
 
-from sim.calibration.disagreement import takes_turns
 from streamrl.engine.presets import choose_system
 from streamrl.hardware.calibration_file import StageName
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
 from streamrl.report.words import listing
 from streamrl.runfile.config import Run
+from streamrl.sim.calibration.disagreement import takes_turns
 
 BOUND_BY_GENERATION = 0.05
 """Share of a step that a trainer must wait for rollouts for its steps to tell how fast these are."""

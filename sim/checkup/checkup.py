@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sim.checkup import format_pace, link_use, progress
-from sim.checkup.rehearsal import Rehearsal, rehearse, shortened
-from sim.costs.costs import Costs
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.finding import Finding, is_error
 from streamrl.doctor.fix import treat
 from streamrl.record.metrics import Metrics, measure
 from streamrl.runfile.config import Run
+from streamrl.sim.checkup import format_pace, link_use, progress
+from streamrl.sim.checkup.rehearsal import Rehearsal, rehearse, shortened
+from streamrl.sim.costs.costs import Costs
 
 
 class Checkup(NamedTuple):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
 from streamrl.doctor.changes import value_of
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.doctor.fix import Fix
@@ -15,6 +14,7 @@ from streamrl.doctor.replica_batch import replica_batch
 from streamrl.report.run_tables import format_duration
 from streamrl.runfile.config import Run
 from streamrl.runfile.dtypes import NARROW
+from streamrl.sim.costs.costs import Costs
 
 WAYS: tuple[Changes, ...] = (
     {"rollout.weight_only": True},

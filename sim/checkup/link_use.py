@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sim.costs.costs import Costs
-from sim.costs.sync import link_leg
 from streamrl.doctor.changes import toml
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.doctor.fix import Fix
@@ -16,6 +14,8 @@ from streamrl.report.run_tables import format_count, format_duration, format_sha
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.units import Bandwidth
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.sync import link_leg
 
 MOST_EXPOSED = 0.1
 """Share of a step that weight sync may take where generation waits for it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sim.checkup.rehearsal import Rehearsal
 from streamrl.doctor.changes import value_of
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.finding import Changes, Finding, Level, is_error
@@ -19,6 +18,7 @@ from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import expected_losses, failures_per_gpu_day
 from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.sim.checkup.rehearsal import Rehearsal
 
 POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_policies
-from sim.world import SimWorld
 from streamrl.doctor.replica_batch import rollouts_under_way
 from streamrl.engine.messages import Event
 from streamrl.engine.presets import choose_system
@@ -21,6 +18,9 @@ from streamrl.runfile.reward_config import REWARD_MODEL
 from streamrl.runfile.sides_config import AlgorithmChanges, VerifierConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, RankerName
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 LEAST_STEPS = 3

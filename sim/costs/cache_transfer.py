@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.costs.sync import SyncSide
 from streamrl.hardware.memory import replica_model
 from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.sync import SyncSide
 
 
 @dataclass(frozen=True)

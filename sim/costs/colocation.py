@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.costs.framework_time import own_switch_time
-from sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide, replica_ways
 from streamrl.hardware.formats import is_narrow
 from streamrl.hardware.memory import (
     fullest_stage,
@@ -37,6 +35,8 @@ from streamrl.hardware.precision import (
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.framework_time import own_switch_time
+from streamrl.sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide, replica_ways
 
 TIER: Tier = "roofline"
 

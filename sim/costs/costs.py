@@ -9,22 +9,6 @@ from typing import assert_never
 
 import msgspec
 
-from sim.costs.cache_transfer import CacheTransfer
-from sim.costs.calibrated import calibrated_sources, generation_factor
-from sim.costs.colocation import sync_costs
-from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
-from sim.costs.framework_time import framework_sources
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.machine import MachineCosts, MeasuredPrefill
-from sim.costs.overheads import decode_errors, load_engine
-from sim.costs.rewarding import ModelRewards, StatedRewards, reward_costs
-from sim.costs.sharing import CoreSharing
-from sim.costs.speculation import compose_speculative
-from sim.costs.sync import SyncCosts
-from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
-from sim.costs.training.training import TrainingCosts
-from sim.costs.wires import Wires
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import (
@@ -42,6 +26,22 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides import of_kind
+from streamrl.sim.costs.cache_transfer import CacheTransfer
+from streamrl.sim.costs.calibrated import calibrated_sources, generation_factor
+from streamrl.sim.costs.colocation import sync_costs
+from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
+from streamrl.sim.costs.framework_time import framework_sources
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.machine import MachineCosts, MeasuredPrefill
+from streamrl.sim.costs.overheads import decode_errors, load_engine
+from streamrl.sim.costs.rewarding import ModelRewards, StatedRewards, reward_costs
+from streamrl.sim.costs.sharing import CoreSharing
+from streamrl.sim.costs.speculation import compose_speculative
+from streamrl.sim.costs.sync import SyncCosts
+from streamrl.sim.costs.trainer_costs import FollowerCosts, TrainerCosts
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.costs.wires import Wires
 
 CHECKED = {"bfloat16", "float16"}
 """Formats of caches in the decode steps that errors of engines are stated of, and of weights beside fp8."""
@@ -204,7 +204,7 @@ def _with_others(run: Run) -> Costs:
 
 
 def _check_backend(run: Run) -> None:
-    """Raise `RunError` where replicas generate in a way that `sim.replica` does not: a batch at a time."""
+    """Raise `RunError` where replicas generate in a way that `streamrl.sim.replica` does not: a batch at a time."""
     match run.rollout.backend:
         case "transformers" | "vllm":
             return

@@ -8,12 +8,12 @@ from math import ceil
 
 import numpy as np
 
-from sim.costs.inference import SHORTEST_CONTEXT, Shard
-from sim.costs.kernels import Estimate, total
 from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.tables import Floats
 from streamrl.hardware.tiers import Provenance
 from streamrl.hardware.workspace import CHUNK
+from streamrl.sim.costs.inference import SHORTEST_CONTEXT, Shard
+from streamrl.sim.costs.kernels import Estimate, total
 
 KNOTS_PER_DOUBLING = 3
 """Points at which prefill passes are composed; between them seconds are linear in tokens."""

@@ -11,11 +11,11 @@ from math import sqrt
 
 import numpy as np
 
-from sim.costs.kernels import Estimate, Kernels
-from sim.costs.padded_experts import padded_time
-from sim.costs.skipped_experts import skipping_time
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.kernels import Estimate, Kernels
+from streamrl.sim.costs.padded_experts import padded_time
+from streamrl.sim.costs.skipped_experts import skipping_time
 
 EVEN = "even"
 """Distribution of a table whose tokens were dealt out evenly."""
@@ -46,7 +46,7 @@ def experts_time(
         hidden_size: of the model.
         tensor_parallel: GPUs that share a layer.
         expert_parallel: GPUs that share its experts out, whole ones each.
-        is_padded: whether those in fp8 go in padded blocks (`sim.costs.padded_experts`).
+        is_padded: whether those in fp8 go in padded blocks (`streamrl.sim.costs.padded_experts`).
         num_fused: shared experts that are computed with the routed ones.
     """
     num_read = num_experts_read(tokens, experts, expert_parallel) + num_fused

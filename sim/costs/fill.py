@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
 from streamrl.engine.latency import Latency
 from streamrl.engine.systems import moves_caches, needs_latency
 from streamrl.hardware.memory import longest_sequence, most_running
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
 
 Points: TypeAlias = tuple[tuple[int, float], ...]
 HALVINGS = 60

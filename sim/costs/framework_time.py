@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from sim.costs.calibrated import stated_overhead
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import (
@@ -21,6 +20,7 @@ from streamrl.runfile.frameworks import (
     load_usual,
     settings_of,
 )
+from streamrl.sim.costs.calibrated import stated_overhead
 
 Figure = Literal["step_time", "switch_time"]
 DYNAMIC_SAMPLING = "algorithm.dynamic_sampling"

@@ -2,7 +2,7 @@
 
 One layer is four matrix products (queries, keys and values; output; gate and up; down), attention, the
 collectives of tensor parallelism and elementwise kernels; the head is one product more. Beside them a step
-takes the overheads of the inference engine (`sim.costs.overheads`), the same for every model and GPU.
+takes the overheads of the inference engine (`streamrl.sim.costs.overheads`), the same for every model and GPU.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sim.costs.experts import experts_time
-from sim.costs.kernels import Estimate, Kernels, total, unmeasured
-from sim.costs.overheads import ServingEngine, load_engine
-from sim.costs.token_trade import trade_time
-from sim.costs.wide_experts import dealt_experts_time
-from sim.costs.wires import Wires
 from streamrl.hardware.formats import is_narrow, width_of
 from streamrl.hardware.linear_attention import LinearAttention
 from streamrl.hardware.model_shape import BYTES, Experts, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.experts import experts_time
+from streamrl.sim.costs.kernels import Estimate, Kernels, total, unmeasured
+from streamrl.sim.costs.overheads import ServingEngine, load_engine
+from streamrl.sim.costs.token_trade import trade_time
+from streamrl.sim.costs.wide_experts import dealt_experts_time
+from streamrl.sim.costs.wires import Wires
 
 SHORTEST_CONTEXT = 512.0
 """Tokens from which decode attention is fitted: where its tables begin."""
@@ -41,7 +41,7 @@ class Shard:
     expert_parallel: int = 1
     engine: ServingEngine = field(default_factory=load_engine)
     pipeline_parallel: int = 1
-    """Stages of the replica, of whose layers this counts all: `sim.costs.curves` deals them out."""
+    """Stages of the replica, of whose layers this counts all: `streamrl.sim.costs.curves` deals them out."""
     data_parallel: int = 1
     """Groups of tensor ranks that attend each to their own tokens, and share the experts out."""
     overlaps_dispatch: bool = False

@@ -7,14 +7,6 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-from sim.costs.calibrated import training_factors
-from sim.costs.curves import DecodeCurve
-from sim.costs.framework_time import own_step_time
-from sim.costs.payload import Payload
-from sim.costs.sharing import CoreSharing
-from sim.costs.slow_start import sending_time
-from sim.costs.sync import SyncCosts, link_leg
-from sim.costs.training.line import Line, SerialLine
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_fit import (
     MEDIAN,
@@ -35,6 +27,14 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides_config import Packing
+from streamrl.sim.costs.calibrated import training_factors
+from streamrl.sim.costs.curves import DecodeCurve
+from streamrl.sim.costs.framework_time import own_step_time
+from streamrl.sim.costs.payload import Payload
+from streamrl.sim.costs.sharing import CoreSharing
+from streamrl.sim.costs.slow_start import sending_time
+from streamrl.sim.costs.sync import SyncCosts, link_leg
+from streamrl.sim.costs.training.line import Line, SerialLine
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.costs.kernels import Estimate, Kernels
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.kernels import Estimate, Kernels
 
 BLOCK = 128
 """Rows of a block."""

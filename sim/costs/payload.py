@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from sim.costs.sync_profiles import load_delta
 from streamrl.hardware.linear_layers import linear_layers, lora_parameters
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.sync_profiles import load_delta
 
 
 @dataclass(frozen=True)

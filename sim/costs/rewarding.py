@@ -6,12 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sim.costs.curves import PrefillCurve
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.machine import passes
-from sim.costs.overheads import load_engine
-from sim.costs.wires import Wires
 from streamrl.hardware.machine_fit import PassFit, fit_passes
 from streamrl.hardware.machine_profile import MeasuredProfile, read_measured, shape_digest
 from streamrl.hardware.model_shape import ModelShape
@@ -20,6 +14,12 @@ from streamrl.hardware.reward_memory import check_reward_memory, reward_model_ke
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.sim.costs.curves import PrefillCurve
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.machine import passes
+from streamrl.sim.costs.overheads import load_engine
+from streamrl.sim.costs.wires import Wires
 
 TO_MEASURE = "streamrl profile MODELDIR --reward-model DIR measures it"
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sim.costs.kernels import Estimate, Kernels
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.kernels import Estimate, Kernels
 
 FULL = 0.9 * 64
 """Rows of an expert from which on blocks are the largest: a block is taken as soon as rows fill nine tenths of it

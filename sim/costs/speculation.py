@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import msgspec
 
-from sim.costs.curves import DecodeCurve, compose_decode
-from sim.costs.inference import Shard
 from streamrl.hardware.draft import draft_of
 from streamrl.runfile.sides_config import SpeculativeConfig
+from streamrl.sim.costs.curves import DecodeCurve, compose_decode
+from streamrl.sim.costs.inference import Shard
 
 
 def accepted_tokens(config: SpeculativeConfig) -> float:

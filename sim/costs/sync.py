@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from sim.costs.payload import Payload
-from sim.costs.sync_profiles import SyncBackend, Transport, load_backend, load_delta, load_transport
 from streamrl.hardware.calibration_file import load_calibration
 from streamrl.hardware.memory import fullest_stage, weight_bytes
 from streamrl.hardware.precision import quantised_bytes
@@ -27,6 +25,14 @@ from streamrl.hardware.tiers import TIERS, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
+from streamrl.sim.costs.payload import Payload
+from streamrl.sim.costs.sync_profiles import (
+    SyncBackend,
+    Transport,
+    load_backend,
+    load_delta,
+    load_transport,
+)
 
 COPY_TRAFFIC = 2
 """Bytes of memory traffic for each byte copied within a GPU: read once, written once."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.costs.kernels import Estimate, unmeasured
-from sim.costs.wires import Wires
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.kernels import Estimate, unmeasured
+from streamrl.sim.costs.wires import Wires
 
 START_TIME, ACHIEVED = 40e-6, 0.9
 """Seconds of a dispatch or combine of no tokens, and share of the wires' rates that a large one reaches, of DeepEP's

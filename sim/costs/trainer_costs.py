@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sim.costs.calibrated import calibrated_sources
-from sim.costs.machine import MachineCosts, MeasuredTraining
-from sim.costs.training.line import Line, SerialLine
-from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.memory import check_trainer_memory
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.trainers import trainer_key
+from streamrl.sim.costs.calibrated import calibrated_sources
+from streamrl.sim.costs.machine import MachineCosts, MeasuredTraining
+from streamrl.sim.costs.training.line import Line, SerialLine
+from streamrl.sim.costs.training.training import TrainingCosts
 
 
 @dataclass(frozen=True)

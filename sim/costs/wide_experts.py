@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.costs.experts import experts_time, num_experts_read
-from sim.costs.kernels import Estimate, Kernels
-from sim.costs.padded_experts import padded_time
-from sim.costs.skipped_experts import skipping_time
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.experts import experts_time, num_experts_read
+from streamrl.sim.costs.kernels import Estimate, Kernels
+from streamrl.sim.costs.padded_experts import padded_time
+from streamrl.sim.costs.skipped_experts import skipping_time
 
 NEAR = 8
 """Ranks up to which tables are asked as they are: those of a node."""
@@ -33,8 +33,8 @@ def dealt_experts_time(
 ) -> Estimate:
     """Return the seconds of one layer's routed experts for `tokens` tokens of all `ranks` GPUs.
 
-    Padded blocks (`sim.costs.padded_experts`) are counted, of the rows that a GPU is sent, and so are choices that it skips
-    of tokens that it is sent (`sim.costs.skipped_experts`).
+    Padded blocks (`streamrl.sim.costs.padded_experts`) are counted, of the rows that a GPU is sent, and so are choices that it skips
+    of tokens that it is sent (`streamrl.sim.costs.skipped_experts`).
     """
     num_read = num_experts_read(tokens, experts, ranks)
     if ranks > 1 and not kernels.has_expert_ranks:

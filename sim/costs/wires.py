@@ -11,11 +11,11 @@ from math import ceil, log2
 
 import numpy as np
 
-from sim.costs.kernels import Estimate, unmeasured
-from sim.costs.sync_profiles import load_transport
 from streamrl.hardware.profiles import gpu_of
 from streamrl.hardware.tables import Floats
 from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.sim.costs.kernels import Estimate, unmeasured
+from streamrl.sim.costs.sync_profiles import load_transport
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sim.costs.curves import compose_decode
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.overheads import load_engine
-from sim.fidelity.cases import ENGINE, MODELS, Case, make_case
-from sim.fidelity.paper import load_paper
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.profiles import load_model
 from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.sim.costs.curves import compose_decode
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import load_engine
+from streamrl.sim.fidelity.cases import ENGINE, MODELS, Case, make_case
+from streamrl.sim.fidelity.paper import load_paper
 
 CONTEXT = 1500
 """Tokens of context a rollout at which the curve is read. The paper does not say; from 1,000 to 2,000 the

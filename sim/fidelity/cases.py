@@ -22,13 +22,13 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from sim.world import simulate
 from streamrl.engine.messages import Generated, PromptsDrawn, WeightsLoaded
 from streamrl.record.metrics import measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.keys import place_of
 from streamrl.runfile.reading import make_run
+from streamrl.sim.world import simulate
 
 Size = Literal["7B", "32B", "72B"]
 MODELS: dict[str, str] = {"7B": "qwen2.5-7b", "32B": "qwen2.5-32b", "72B": "qwen2.5-72b"}
@@ -66,7 +66,7 @@ TRAINING: dict[tuple[str, int], CaseDegrees] = {
     ("72B", 64): CaseDegrees(8, 4, 2),
     ("72B", 128): CaseDegrees(16, 4, 2),
 }
-"""The fastest that fits for 20K outputs, as `sim.planner.stages` finds it: no figure was asked."""
+"""The fastest that fits for 20K outputs, as `streamrl.sim.planner.stages` finds it: no figure was asked."""
 
 SKEWNESS_AWARE = {
     "dispatch": "skewness-aware",

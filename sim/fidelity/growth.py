@@ -5,12 +5,6 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple
 
-from sim.batch_time import generate_batch
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_latency
-from sim.fidelity.cases import BATCH, Case, make_case
-from sim.fidelity.paper import load_paper
-from sim.world import simulate
 from streamrl.engine.latency import Latency
 from streamrl.engine.messages import Resize, Stepped
 from streamrl.engine.pace import StepPace
@@ -18,6 +12,12 @@ from streamrl.engine.systems import build_engine
 from streamrl.hardware.memory import most_running
 from streamrl.record.trace import Trace
 from streamrl.report.fidelity import FigureCell, PaperFigure
+from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_latency
+from streamrl.sim.fidelity.cases import BATCH, Case, make_case
+from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
 
 STEPS = 23

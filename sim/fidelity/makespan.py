@@ -8,13 +8,13 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from sim.batch_time import generate_batch
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_latency
-from sim.fidelity.cases import BATCH, MODELS, SKEWNESS_AWARE, Case, make_case
-from sim.fidelity.paper import load_paper
 from streamrl.hardware.memory import most_running
 from streamrl.report.fidelity import FigureCell, PaperFigure
+from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_latency
+from streamrl.sim.fidelity.cases import BATCH, MODELS, SKEWNESS_AWARE, Case, make_case
+from streamrl.sim.fidelity.paper import load_paper
 from streamrl.workload.workload import SimulatedWorkload
 
 SEEDS = range(5)

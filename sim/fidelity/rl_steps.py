@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sim.batch_time import generate_batch
-from sim.costs.costs import Costs
-from sim.costs.framework_time import own_switch_time
-from sim.fidelity.phases import PhaseSeconds, phase_seconds
-from sim.fidelity.published import Row
-from sim.world import simulate
 from streamrl.hardware.memory import check_memory
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import place_of
 from streamrl.runfile.reading import make_run
+from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.framework_time import own_switch_time
+from streamrl.sim.fidelity.phases import PhaseSeconds, phase_seconds
+from streamrl.sim.fidelity.published import Row
+from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
 
 STEPS = 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-from sim.fidelity.cases import GPUS, Case, make_case
-from sim.fidelity.paper import load_paper
-from sim.planner.allocation import Comparison, search
-from sim.planner.stages import Generation, Stages, Training
 from streamrl.report.fidelity import FigureCell, PaperFigure
+from streamrl.sim.fidelity.cases import GPUS, Case, make_case
+from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.planner.allocation import Comparison, search
+from streamrl.sim.planner.stages import Generation, Stages, Training
 
 NODE = 8
 SCALING_GPUS = 32

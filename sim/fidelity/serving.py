@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import assert_never
 
-from sim.costs.overheads import load_engine
-from sim.fidelity.published import Row
-from sim.fidelity.serving_prediction import predict, predict_range
-from sim.fidelity.serving_table import Kind, ServingRow, read_serving
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.sim.costs.overheads import load_engine
+from streamrl.sim.fidelity.published import Row
+from streamrl.sim.fidelity.serving_prediction import predict, predict_range
+from streamrl.sim.fidelity.serving_table import Kind, ServingRow, read_serving
 
 
 def serving_rows() -> list[Row]:

@@ -8,15 +8,15 @@ from typing import assert_never
 
 import msgspec
 
-from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
-from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from sim.costs.overheads import Overheads, load_engine
-from sim.fidelity.serving_table import ServingRow
 from streamrl.hardware.formats import shard_weight_bytes
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import Overheads, load_engine
+from streamrl.sim.fidelity.serving_table import ServingRow
 
 FREE_SHARE = 0.9
 """Share of the memory beside weights and workspace that TensorRT-LLM gives its cache (free_gpu_memory_fraction)."""

@@ -8,7 +8,11 @@ from itertools import product
 from math import log
 from statistics import median
 
-from sim.fidelity.cases import (
+from streamrl.hardware.memory import most_running
+from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
+from streamrl.report.fidelity import FigureCell, PaperFigure
+from streamrl.runfile.config import Run
+from streamrl.sim.fidelity.cases import (
     ACROSS,
     BATCH,
     LENGTHS,
@@ -20,12 +24,8 @@ from sim.fidelity.cases import (
     take_all_times,
     take_times,
 )
-from sim.fidelity.paper import load_paper
-from sim.world import simulate
-from streamrl.hardware.memory import most_running
-from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
-from streamrl.report.fidelity import FigureCell, PaperFigure
-from streamrl.runfile.config import Run
+from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.world import simulate
 
 COLUMNS = ("verl", "colocated", "sync", "async")
 CELLS = [

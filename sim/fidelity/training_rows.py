@@ -5,25 +5,25 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from sim.costs.training.layer import Layer
-from sim.costs.training.line import PipelinedLine
-from sim.costs.training.profile import Constants, load_training_profile
-from sim.costs.training.ranks import Ranks
-from sim.costs.training.stage_times import StageTimes
-from sim.costs.training.training import Rates, rates_of
-from sim.fidelity.published import Row
-from sim.fidelity.published_training import (
+from streamrl.hardware.activations import activation_bytes, logit_bytes
+from streamrl.hardware.memory import model_states
+from streamrl.hardware.profiles import Gpu, load_gpu
+from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.units import Bandwidth, Size
+from streamrl.sim.costs.training.layer import Layer
+from streamrl.sim.costs.training.line import PipelinedLine
+from streamrl.sim.costs.training.profile import Constants, load_training_profile
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.stage_times import StageTimes
+from streamrl.sim.costs.training.training import Rates, rates_of
+from streamrl.sim.fidelity.published import Row
+from streamrl.sim.fidelity.published_training import (
     PublishedStep,
     is_plain,
     kind_of_attention,
     read_steps,
     shape_of,
 )
-from streamrl.hardware.activations import activation_bytes, logit_bytes
-from streamrl.hardware.memory import model_states
-from streamrl.hardware.profiles import Gpu, load_gpu
-from streamrl.runfile.sides_config import TrainerConfig
-from streamrl.runfile.units import Bandwidth, Size
 
 SMALL_A100 = (Size(40e9), Bandwidth(1.555e12))
 """Memory and its bandwidth of the 40 GB A100, the rest of which is the 80 GB one (NVIDIA A100 datasheet)."""

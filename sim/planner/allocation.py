@@ -4,7 +4,7 @@
     two pools, m and n      the slower side keeps its pool; the other gets as many GPUs as bring its stage nearest
                             to that, and gives the rest back
 
-P_gen and P_train are those of `sim.planner.stages`. Where steps do not overlap, one pool is divided so that a step is
+P_gen and P_train are those of `streamrl.sim.planner.stages`. Where steps do not overlap, one pool is divided so that a step is
 shortest: generation, then training, or with streaming whatever of training is left when generation ends.
 """
 
@@ -15,11 +15,11 @@ from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
-from sim.planner.layouts import sizes
-from sim.planner.stages import Generation, Stages, Training
 from streamrl.engine.presets import choose_system
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
+from streamrl.sim.planner.layouts import sizes
+from streamrl.sim.planner.stages import Generation, Stages, Training
 
 Objective = Literal["max", "overlap", "sum"]
 """Seconds of a step: of the slower stage; of generation and what training takes longer; of both stages."""

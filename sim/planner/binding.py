@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sim.planner.bound import Estimates
-from sim.planner.relief import FASTER, Relieved
-from sim.planner.space import Candidate
 from streamrl.doctor.replica_batch import replica_batch, rollouts_under_way
 from streamrl.record.speed import Speed
 from streamrl.report.plan import Binding
 from streamrl.runfile.config import Run
+from streamrl.sim.planner.bound import Estimates
+from streamrl.sim.planner.relief import FASTER, Relieved
+from streamrl.sim.planner.space import Candidate
 
 ARITHMETIC = 0.75
 """Share of the trainer's seconds above which its arithmetic binds, not what it waits for."""

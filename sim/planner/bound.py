@@ -23,19 +23,19 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from sim.costs.costs import Costs
-from sim.costs.training.training import TrainingCosts
-from sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, least_times
-from sim.planner.layouts import Degrees, Replicas
-from sim.planner.modes import Mode
-from sim.planner.objective import values_of
-from sim.planner.space import Candidate, Space
-from sim.planner.sync_time import sync_times
-from sim.planner.train_time import FallingLengths, TrainTimes, train_times
-from sim.step_batches import StepBatch
 from streamrl.engine.presets import System
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, least_times
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.modes import Mode
+from streamrl.sim.planner.objective import values_of
+from streamrl.sim.planner.space import Candidate, Space
+from streamrl.sim.planner.sync_time import sync_times
+from streamrl.sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from streamrl.sim.step_batches import StepBatch
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.signedinteger]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from sim.costs.speculation import accepted_tokens
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.speculation import accepted_tokens
 
 
 def drafts_text(run: Run) -> str:

@@ -8,16 +8,16 @@ from statistics import median
 
 import msgspec
 
-from sim.planner.layouts import Degrees, Replicas
-from sim.planner.objective import front, value_of
-from sim.planner.race import Race
-from sim.planner.search import Search
-from sim.planner.space import Candidate
 from streamrl.record.paired import is_beyond_chance, ratio_half_width
 from streamrl.record.speed import Speed
 from streamrl.report.plan import SHORT, Beside, Choice, PlannedSide, Runner, plan_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.objective import front, value_of
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Candidate
 
 DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
 NOTABLY = 1.1

@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from sim.planner.modes import Choices, find_choices
 from streamrl.hardware.profiles import known_engines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.frameworks import Framework, framework_of
+from streamrl.sim.planner.modes import Choices, find_choices
 
 _Name = TypeVar("_Name")
 

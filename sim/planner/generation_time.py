@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.batch_time import Finish
-from sim.costs.curves import DecodeCurve
-from sim.step_batches import StepEnds
+from streamrl.sim.batch_time import Finish
+from streamrl.sim.costs.curves import DecodeCurve
+from streamrl.sim.step_batches import StepEnds
 from streamrl.workload.workload import Draw
 
 Floats = NDArray[np.float64]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from sim.planner.layouts import Degrees, Replicas, fitting_replicas, sizes
 from streamrl.runfile.config import Run
+from streamrl.sim.planner.layouts import Degrees, Replicas, fitting_replicas, sizes
 
 SHARES = (1.0, 0.75, 0.5)
 """How much of a good side stays when others come beside it, of a pool that may be needed for them."""

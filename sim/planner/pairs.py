@@ -10,13 +10,13 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from sim.planner.layouts import Degrees, Replicas
-from sim.planner.limits import within_rent
-from sim.planner.modes import Mode
 from streamrl.hardware.profiles import price_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.units import SECONDS_PER_HOUR
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.limits import within_rent
+from streamrl.sim.planner.modes import Mode
 
 Indices = NDArray[np.int32]
 Floats = NDArray[np.float64]

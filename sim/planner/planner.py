@@ -10,18 +10,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sim.costs.framework_time import framework_sources
-from sim.planner.binding import find_binding
-from sim.planner.drafts import drafts_text
-from sim.planner.found import Found, describe
-from sim.planner.framework_scope import Scope, keep_to_framework
-from sim.planner.objective import UNITS
-from sim.planner.race import Race
-from sim.planner.relief import find_gains
-from sim.planner.search import Search
-from sim.planner.sensitivity import Verdict, judge
-from sim.planner.tighter import find_parts, find_tighter
-from sim.planner.trial import open_trial
 from streamrl.hardware.profiles import price_of
 from streamrl.report.plan import Change, Figure, Plan, PlannedFramework
 from streamrl.runfile.checks import check_run
@@ -31,6 +19,18 @@ from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.trainers import TRAINER
+from streamrl.sim.costs.framework_time import framework_sources
+from streamrl.sim.planner.binding import find_binding
+from streamrl.sim.planner.drafts import drafts_text
+from streamrl.sim.planner.found import Found, describe
+from streamrl.sim.planner.framework_scope import Scope, keep_to_framework
+from streamrl.sim.planner.objective import UNITS
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.relief import find_gains
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.sensitivity import Verdict, judge
+from streamrl.sim.planner.tighter import find_parts, find_tighter
+from streamrl.sim.planner.trial import open_trial
 
 MOST_RETURNS = 3
 """Times that finalists are compared again with plans that a what-if has brought up."""

@@ -11,12 +11,12 @@ from dataclasses import replace as replace_fields
 
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.training.training import TrainingCosts
 from streamrl.record.rent import dollars_per_second
 from streamrl.record.speed import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import can_fail
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.training.training import TrainingCosts
 
 ROLLOUTS, REPLICAS = 2048, 8
 """Rollouts of a step, and replicas, that a portion has at least."""

@@ -10,9 +10,13 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from sim.planner.limits import excess, limits_of, spend_of
-from sim.planner.search import ALIKE, Search
-from sim.planner.trial import (
+from streamrl.record.metrics import Metrics
+from streamrl.record.paired import is_beyond_chance
+from streamrl.record.speed import Speed
+from streamrl.runfile.config import Run
+from streamrl.sim.planner.limits import excess, limits_of, spend_of
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.trial import (
     SEARCH_STEPS,
     Trial,
     Unfinished,
@@ -23,10 +27,6 @@ from sim.planner.trial import (
     steady_speed_of,
     whole,
 )
-from streamrl.record.metrics import Metrics
-from streamrl.record.paired import is_beyond_chance
-from streamrl.record.speed import Speed
-from streamrl.runfile.config import Run
 
 FINAL_STEPS = 24
 """Most steps by which finalists are told apart: paired comparisons need no more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.planner.space import Space
+from streamrl.sim.planner.space import Space
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

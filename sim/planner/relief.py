@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from sim.planner.layouts import Replicas, holds_rollouts
-from sim.planner.race import FINAL_STEPS, Race
-from sim.planner.search import Search
-from sim.planner.space import Candidate
-from sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 from streamrl.doctor.replica_batch import replica_batch
 from streamrl.runfile.config import Run
+from streamrl.sim.planner.layouts import Replicas, holds_rollouts
+from streamrl.sim.planner.race import FINAL_STEPS, Race
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 
 Relieved = Literal["generation", "training", "max_running", "max_staleness"]
 FASTER = 1.1

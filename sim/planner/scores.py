@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.planner.bound import Estimates, StageSeconds
-from sim.planner.limits import Spend, excess, keeps_limits, limits_of
-from sim.planner.objective import distance_to_front, value_of
-from sim.planner.ranking import classes_of
-from sim.planner.simplicity import complexities
-from sim.planner.space import Space
 from streamrl.record.speed import Speed
 from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
+from streamrl.sim.planner.bound import Estimates, StageSeconds
+from streamrl.sim.planner.limits import Spend, excess, keeps_limits, limits_of
+from streamrl.sim.planner.objective import distance_to_front, value_of
+from streamrl.sim.planner.ranking import classes_of
+from streamrl.sim.planner.simplicity import complexities
+from streamrl.sim.planner.space import Space
 
 Floats = NDArray[np.float64]
 SURPRISE, REMEMBERED = {"ahead": 0.85, "streams": 0.95, "whole": 0.97}, 8

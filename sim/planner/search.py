@@ -18,17 +18,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.planner.bound import Estimates
-from sim.planner.generation_time import DealtBatch
-from sim.planner.layouts import Replicas, holds_rollouts
-from sim.planner.limits import unmet
-from sim.planner.mixed_fleets import mixed_fleets
-from sim.planner.portions import portions_of
-from sim.planner.ranking import best_of, within
-from sim.planner.scores import Scores
-from sim.planner.space import Candidate, Space
-from sim.planner.train_time import FallingLengths
-from sim.planner.trial import (
+from streamrl.record.speed import Speed
+from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import SystemName
+from streamrl.sim.planner.bound import Estimates
+from streamrl.sim.planner.generation_time import DealtBatch
+from streamrl.sim.planner.layouts import Replicas, holds_rollouts
+from streamrl.sim.planner.limits import unmet
+from streamrl.sim.planner.mixed_fleets import mixed_fleets
+from streamrl.sim.planner.portions import portions_of
+from streamrl.sim.planner.ranking import best_of, within
+from streamrl.sim.planner.scores import Scores
+from streamrl.sim.planner.space import Candidate, Space
+from streamrl.sim.planner.train_time import FallingLengths
+from streamrl.sim.planner.trial import (
     Trial,
     Unfinished,
     counted_batches,
@@ -40,9 +43,6 @@ from sim.planner.trial import (
     timed_speed_of,
     training_error_of,
 )
-from streamrl.record.speed import Speed
-from streamrl.runfile.config import Run
-from streamrl.runfile.policies_config import SystemName
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from sim.planner.bound import Estimates, Floats
-from sim.planner.objective import value_of
-from sim.planner.pairs import price_per_second
-from sim.planner.search import Search
-from sim.planner.space import Candidate
-from sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
+from streamrl.sim.planner.bound import Estimates, Floats
+from streamrl.sim.planner.objective import value_of
+from streamrl.sim.planner.pairs import price_per_second
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 
 SHARE = 0.2
 """By how much each is changed: a guess's usual error."""

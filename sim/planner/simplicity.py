@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.planner.layouts import Degrees, Replicas
-from sim.planner.modes import Mode
-from sim.planner.space import Space
 from streamrl.engine.presets import System
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.modes import Mode
+from streamrl.sim.planner.space import Space
 
 Counts = NDArray[np.int64]
 

@@ -14,8 +14,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from sim.costs.training.training import TrainingCosts
-from sim.planner.layouts import (
+from streamrl.engine.presets import System, choose_system
+from streamrl.hardware.memory import ROOMY, kv_capacity, longest_sequence
+from streamrl.hardware.precision import check_precision
+from streamrl.hardware.profiles import check_profiles, load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.pools import powers_of_two
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.layouts import (
     RECOMPUTES,
     Degrees,
     Replicas,
@@ -25,17 +31,11 @@ from sim.planner.layouts import (
     fitting_trainers,
     sizes,
 )
-from sim.planner.modes import Mode, find_modes
-from sim.planner.pairs import Floats, Indices, Pairs, plans_of
-from sim.planner.rented import with_rent
-from sim.planner.stages import refuse_profile
-from sim.planner.train_time import FallingLengths, TrainTimes, train_times
-from streamrl.engine.presets import System, choose_system
-from streamrl.hardware.memory import ROOMY, kv_capacity, longest_sequence
-from streamrl.hardware.precision import check_precision
-from streamrl.hardware.profiles import check_profiles, load_model
-from streamrl.runfile.config import Run
-from streamrl.runfile.pools import powers_of_two
+from streamrl.sim.planner.modes import Mode, find_modes
+from streamrl.sim.planner.pairs import Floats, Indices, Pairs, plans_of
+from streamrl.sim.planner.rented import with_rent
+from streamrl.sim.planner.stages import refuse_profile
+from streamrl.sim.planner.train_time import FallingLengths, TrainTimes, train_times
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_RUNNING = 1024

@@ -18,11 +18,13 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from sim.batch_time import Finish
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_latency
-from sim.costs.training.training import TrainingCosts
-from sim.planner.layouts import (
+from streamrl.engine.presets import choose_system
+from streamrl.runfile.config import Run
+from streamrl.sim.batch_time import Finish
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_latency
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.layouts import (
     Degrees,
     Replicas,
     TrainerRange,
@@ -30,10 +32,8 @@ from sim.planner.layouts import (
     fitting_trainers,
     holds_rollouts,
 )
-from sim.planner.train_time import FallingLengths, passes_time, train_times
-from sim.step_batches import StepBatch, step_batches
-from streamrl.engine.presets import choose_system
-from streamrl.runfile.config import Run
+from streamrl.sim.planner.train_time import FallingLengths, passes_time, train_times
+from streamrl.sim.step_batches import StepBatch, step_batches
 from streamrl.workload.workload import SimulatedWorkload
 
 FEWEST_LONGEST = 8

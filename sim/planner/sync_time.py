@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.costs.colocation import sync_costs
-from sim.planner.layouts import Degrees
-from sim.planner.space import Candidate, Space
 from streamrl.record.rent import egress_dollars
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.colocation import sync_costs
+from streamrl.sim.planner.layouts import Degrees
+from streamrl.sim.planner.space import Candidate, Space
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

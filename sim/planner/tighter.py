@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from sim.planner.found import describe, settings_of
-from sim.planner.search import ALIKE, Search
-from sim.planner.space import Candidate
 from streamrl.doctor.memory import trainer_side
 from streamrl.report.plan import OnParts, Tighter
 from streamrl.runfile.config import Run
+from streamrl.sim.planner.found import describe, settings_of
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.space import Candidate
 
 
 class Better(NamedTuple):

@@ -1,6 +1,6 @@
 """Seconds in which a trainer works off whole batches, in closed form: what screens thousands of trainers.
 
-The same costs as `sim.costs.training` has, with the rollouts of a batch put together into four sums, and all
+The same costs as `streamrl.sim.costs.training` has, with the rollouts of a batch put together into four sums, and all
 micro-batches alike.
 """
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.costs.training.pass_time import Pass
-from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import PASSES_PER_COMMAND, most_per_command, rollouts_that_fill
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
+from streamrl.sim.costs.training.pass_time import Pass
+from streamrl.sim.costs.training.training import TrainingCosts
 
 Floats = NDArray[np.float64]
 PART, PART_FILLS = 4096, 16

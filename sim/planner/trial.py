@@ -12,16 +12,6 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import fill_kinds, fill_latency
-from sim.costs.training.training import TrainingCosts
-from sim.parallel import answers_in_time
-from sim.planner.generation_time import DealtBatch, GenerationTime, summarize
-from sim.planner.portions import costs_of_portion, portion_of, speed_of_all, with_fewer_prompts
-from sim.planner.space import Candidate
-from sim.planner.train_time import closed_form_error
-from sim.steady_state import UnfinishedError, measure_steady, sampled, simulate_steady
-from sim.step_batches import StepBatch, step_batches
 from streamrl.engine.presets import choose_system
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure_speed
@@ -31,6 +21,21 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import fill_kinds, fill_latency
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.parallel import answers_in_time
+from streamrl.sim.planner.generation_time import DealtBatch, GenerationTime, summarize
+from streamrl.sim.planner.portions import (
+    costs_of_portion,
+    portion_of,
+    speed_of_all,
+    with_fewer_prompts,
+)
+from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.train_time import closed_form_error
+from streamrl.sim.steady_state import UnfinishedError, measure_steady, sampled, simulate_steady
+from streamrl.sim.step_batches import StepBatch, step_batches
 from streamrl.workload.workload import SimulatedWorkload
 
 SEARCH_STEPS = 8
@@ -61,7 +66,7 @@ class Trial(NamedTuple):
     batches: tuple[int, ...] = (0,)
     """Which batches, where generation or training alone is asked for."""
     portions: int = 1
-    """Into which the plan is divided: one of them is simulated, see `sim.planner.portions`."""
+    """Into which the plan is divided: one of them is simulated, see `streamrl.sim.planner.portions`."""
 
 
 def whole(run: Run, seed: int) -> bytes:

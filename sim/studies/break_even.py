@@ -7,11 +7,11 @@ from math import exp, log
 
 from msgspec.structs import replace
 
-from sim.steady_state import open_world
 from streamrl.record.against import Against, BreakEvenBandwidth
 from streamrl.record.metrics import measure_speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
+from streamrl.sim.steady_state import open_world
 
 LEAST_BANDWIDTH = 10e6 / 8
 """Bytes a second below which nobody sends weights: 10 Mbps."""

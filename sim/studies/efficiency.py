@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sim.costs.kernels import DTYPE_OF_ATTENTION, Kernels, peak_of
-from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.precision import training_dtype
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.report.profile_figures import Series
 from streamrl.runfile.config import Run
+from streamrl.sim.costs.kernels import DTYPE_OF_ATTENTION, Kernels, peak_of
+from streamrl.sim.costs.training.training import TrainingCosts
 
 COLUMNS = {"gemm": "m", "decode_attention": "context", "prefill_attention": "context"}
 """The last axis of the operators that can be studied."""

@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sim.steady_state import Enough, open_world
-from sim.studies.break_even import Watch, find_break_even_bandwidth
-from sim.world import SimWorld, collecting_seldom
 from streamrl.record.against import Against
 from streamrl.record.paired import PairedSteps, find_paired_steps
 from streamrl.record.rent import dollars_per_second
@@ -22,6 +19,9 @@ from streamrl.runfile.keys import pool_key
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.same_work import check_same_work
 from streamrl.runfile.simulate_config import SimulateConfig
+from streamrl.sim.steady_state import Enough, open_world
+from streamrl.sim.studies.break_even import Watch, find_break_even_bandwidth
+from streamrl.sim.world import SimWorld, collecting_seldom
 
 
 class Pair(NamedTuple):

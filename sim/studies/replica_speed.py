@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.costs.costs import kernels_of
-from sim.costs.curves import compose_decode
-from sim.costs.inference import Shard
-from sim.costs.wires import Wires
 from streamrl.hardware.formats import is_narrow, shard_weight_bytes
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.precision import check_units, precision_of
@@ -15,6 +11,10 @@ from streamrl.hardware.workspace import workspace_bytes
 from streamrl.report.generation import GenerationCurve, GenerationPoint
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
+from streamrl.sim.costs.costs import kernels_of
+from streamrl.sim.costs.curves import compose_decode
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.wires import Wires
 
 
 def study_generation(

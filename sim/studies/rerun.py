@@ -7,11 +7,6 @@ from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
-from sim.costs.costs import Costs
-from sim.costs.fill import empty_policies
-from sim.steady_state import UnfinishedError, open_world
-from sim.studies.break_even import Watch
-from sim.world import simulate
 from streamrl.record.informative import recorded_workload
 from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.leader_steps import read_steps
@@ -23,6 +18,11 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.reading import change_run
 from streamrl.runfile.same_work import check_same_work
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.fill import empty_policies
+from streamrl.sim.steady_state import UnfinishedError, open_world
+from streamrl.sim.studies.break_even import Watch
+from streamrl.sim.world import simulate
 
 
 def rerun(

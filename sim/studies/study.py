@@ -8,13 +8,13 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from sim.costs.costs import Costs
-from sim.parallel import answers
-from sim.steady_state import UnfinishedError, measure_steady
 from streamrl.record.metrics import Metrics
 from streamrl.report.study_table import StudyRow
 from streamrl.runfile.grid import Grid, Refused
 from streamrl.runfile.reading import decode_run, encode_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.parallel import answers
+from streamrl.sim.steady_state import UnfinishedError, measure_steady
 from streamrl.workload.workload import SimulatedWorkload
 
 Watch = Callable[[str, int, int], None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sim.studies.pair import compare_runs
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import claim_directory, print_json, stdout_console
 from streamrl.record.against import Against
@@ -15,6 +14,7 @@ from streamrl.report.study_file import is_study
 from streamrl.report.words import team_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.studies.pair import compare_runs
 
 LETTERS = ("A", "B")
 

@@ -27,7 +27,7 @@ def attach(
 
     Example: streamrl attach runs/three-trainers rloo.toml
     """
-    from executor.control import Attach, ask, find_run
+    from streamrl.executor.control import Attach, ask, find_run
 
     follower = _read_follower(decode_recorded_run(find_run(run).read_bytes()), trainer)
     typer.echo(ask(run, Attach(section_of(follower))))

@@ -9,9 +9,6 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
-from sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_steps
-from sim.calibration.disagreement import takes_turns
-from sim.calibration.recorded_steps import calibrate_recorded
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -31,6 +28,9 @@ from streamrl.record.inputs import with_kept_inputs
 from streamrl.report.calibration_table import calibration_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_steps
+from streamrl.sim.calibration.disagreement import takes_turns
+from streamrl.sim.calibration.recorded_steps import calibrate_recorded
 
 
 def calibrate(

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from sim.world import simulate
 from streamrl.cli.shared import (
     AsJson,
     Overrides,
@@ -25,6 +24,7 @@ from streamrl.record.trace import Trace
 from streamrl.report.run_tables import compare as compare_metrics
 from streamrl.report.run_tables import comparison_table
 from streamrl.runfile.reading import change_run
+from streamrl.sim.world import simulate
 
 KINDS = {"real": "an executed run", "simulated": "a simulation"}
 

@@ -17,6 +17,6 @@ def detach(
 
     Example: streamrl detach runs/three-trainers rloo
     """
-    from executor.control import Detach, ask
+    from streamrl.executor.control import Detach, ask
 
     typer.echo(ask(run, Detach(name)))

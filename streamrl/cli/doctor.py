@@ -8,7 +8,6 @@ from typing import Any
 
 import typer
 
-from sim.checkup import checkup
 from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json, stdout_console
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.changes import changed, say
@@ -20,6 +19,7 @@ from streamrl.doctor.memory import SideMemory, memory_of
 from streamrl.doctor.reading import read_leniently
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import read_table
+from streamrl.sim.checkup import checkup
 
 
 def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -90,7 +90,7 @@ def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
 
 
 def _on_this_machine(run: Run) -> Iterator[Finding]:
-    from executor.checkup import installed, readiness, run_paths, where_run
+    from streamrl.executor.checkup import installed, readiness, run_paths, where_run
 
     for find in (installed.find, readiness.find, where_run.find, files.find, run_paths.find):
         yield from find(run)

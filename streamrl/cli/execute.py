@@ -49,12 +49,12 @@ def execute(
     """
     run = load_run(run_file, overrides or ())
     if needs_costs(run):
-        from sim.costs.costs import Costs
-        from sim.costs.fill import fill_policies
+        from streamrl.sim.costs.costs import Costs
+        from streamrl.sim.costs.fill import fill_policies
 
         own = with_kept_inputs(run, Path(run.execute.output)) if resume else run
         run = fill_policies(run, Costs.load(own))
-    from executor.execute import execute as execute_run
+    from streamrl.executor.execute import execute as execute_run
 
     for line in idle_clips(run):
         typer.echo(f"streamrl: {line}", err=True)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from sim.calibration.recorded_steps import measured_steps
 from streamrl.cli.shared import (
     AsJson,
     claim_directory,
@@ -39,6 +38,7 @@ from streamrl.logs.rollout_set import (
     write_prompts,
 )
 from streamrl.runfile.workload_config import HUB
+from streamrl.sim.calibration.recorded_steps import measured_steps
 from streamrl.workload.csv_rows import read_csv
 
 ROLLOUTS = "rollouts"

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sim.planner.planner import Planned, make_plan
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -26,6 +25,7 @@ from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
+from streamrl.sim.planner.planner import Planned, make_plan
 
 
 def plan(
@@ -92,7 +92,7 @@ def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None
 
 def _limit_of_execute(run: Run) -> str:
     """Return the first thing of a plan that no back end executes; "" where there is none."""
-    from executor.back_ends import check_back_ends
+    from streamrl.executor.back_ends import check_back_ends
 
     try:
         check_back_ends(run)

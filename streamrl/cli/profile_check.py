@@ -10,10 +10,6 @@ import msgspec
 import typer
 from rich.table import Table
 
-from sim.costs.kernels import peak_of, table_path
-from sim.costs.overheads import ServingEngine
-from sim.costs.sync_profiles import Delta, SyncBackend, Transport
-from sim.costs.training.profile import load_training_profile
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.hardware.model_shape import ModelShape
@@ -26,6 +22,10 @@ from streamrl.logs.rollout_set import RolloutColumns
 from streamrl.report.export.option_table import OptionTable
 from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.sim.costs.kernels import peak_of, table_path
+from streamrl.sim.costs.overheads import ServingEngine
+from streamrl.sim.costs.sync_profiles import Delta, SyncBackend, Transport
+from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.workload.workload import load_source
 
 DTYPES = ("bfloat16", "fp8", "int4")

@@ -89,8 +89,8 @@ def measure(
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
     _need_executor(backend, has_adapters=lora_rank is not None)
-    from executor.profiling.measurements import Limits, RayPlace, longest_prefix
-    from executor.profiling.profile_file import make_setup, profile_model
+    from streamrl.executor.profiling.measurements import Limits, RayPlace, longest_prefix
+    from streamrl.executor.profiling.profile_file import make_setup, profile_model
 
     setup = make_setup(
         model,

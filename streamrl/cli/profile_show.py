@@ -8,7 +8,6 @@ from typing import Annotated, get_args
 import msgspec
 import typer
 
-from sim.studies.replica_speed import study_generation
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.hardware.formats import is_narrow
 from streamrl.hardware.profiles import load_model
@@ -20,6 +19,7 @@ from streamrl.report.generation import (
 )
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.dtypes import CacheDtype, WeightDtype
+from streamrl.sim.studies.replica_speed import study_generation
 
 WEIGHTS, CACHES = get_args(WeightDtype), get_args(CacheDtype)
 

@@ -69,7 +69,7 @@ def fit(
     lengths = np.array([np.mean(np.log(np.maximum(1, prompt.lengths))) for prompt in known])
     try:
         if lm is not None:
-            from executor.prompt_probe import fit_probe, write_probe
+            from streamrl.executor.prompt_probe import fit_probe, write_probe
 
             write_probe(output, fit_probe(lm, texts, lengths))
             kind = f"a probe of {lm}"
@@ -105,7 +105,7 @@ def score(
 
     Example: streamrl ranker score prompts.jsonl --ranker ranker.npz -o scored.jsonl
     """
-    from executor.prompt_probe import read_probe
+    from streamrl.executor.prompt_probe import read_probe
     from streamrl.ranker.known_lengths import text_of
     from streamrl.ranker.ranker_file import read_ranker
     from streamrl.runfile.reading import load_run

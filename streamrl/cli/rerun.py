@@ -7,10 +7,10 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from sim.studies.rerun import rerun
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import open_trace, print_json, stdout_console, trace_file
 from streamrl.report.rerun_report import rerun_report, verdict
+from streamrl.sim.studies.rerun import rerun
 
 
 def simulate_again(recorded: Path, changes: Sequence[str], *, as_json: bool) -> None:

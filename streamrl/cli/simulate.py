@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 from msgspec.structs import asdict
 
-from sim.costs.framework_time import framework_sources
-from sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -29,6 +27,8 @@ from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.sim.costs.framework_time import framework_sources
+from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 
 
 def simulate(

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sim.studies.study import run_sweep
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import print_json, stdout_console
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
 from streamrl.report.study_report import STUDY_CSV, StudyResult, describe, text_table, write_study
 from streamrl.runfile.grid import make_grid, parse_axis
+from streamrl.sim.studies.study import run_sweep
 
 
 def make_study(

@@ -9,16 +9,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from sim.fidelity.calibration import constants, decode_curve
-from sim.fidelity.growth import adjustment
-from sim.fidelity.makespan import dispatch
-from sim.fidelity.published import Row, group_table, grouped, row_table, summarise
-from sim.fidelity.rl_steps import steps_rows
-from sim.fidelity.scaling import divisions, scaling
-from sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
-from sim.fidelity.serving import serving_rows
-from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
-from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
 from streamrl.report.fidelity import (
@@ -32,6 +22,16 @@ from streamrl.report.fidelity import (
     slug,
     with_section,
 )
+from streamrl.sim.fidelity.calibration import constants, decode_curve
+from streamrl.sim.fidelity.growth import adjustment
+from streamrl.sim.fidelity.makespan import dispatch
+from streamrl.sim.fidelity.published import Row, group_table, grouped, row_table, summarise
+from streamrl.sim.fidelity.rl_steps import steps_rows
+from streamrl.sim.fidelity.scaling import divisions, scaling
+from streamrl.sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
+from streamrl.sim.fidelity.serving import serving_rows
+from streamrl.sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
+from streamrl.sim.fidelity.training_rows import training_rows
 
 ROWS: dict[str, Callable[[], list[Row]]] = {
     "serving": serving_rows,

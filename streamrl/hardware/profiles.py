@@ -23,7 +23,7 @@ from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 FORMATS_COMPUTED = (*BYTES, "mxfp8", "int8", "nvfp4")
 """What products may be computed in; `streamrl.hardware.formats` says how the narrow ones are kept."""
-PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+PROFILES = Path(__file__).parents[1] / "profiles"
 
 _Profile = TypeVar("_Profile")
 

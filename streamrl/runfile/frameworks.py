@@ -24,7 +24,7 @@ from streamrl.runfile.sync_config import SyncConfig
 from streamrl.runfile.trainers import full_key
 from streamrl.runfile.units import Duration, read_quantity
 
-FRAMEWORKS = Path(__file__).resolve().parents[2] / "profiles" / "frameworks"
+FRAMEWORKS = Path(__file__).parents[1] / "profiles" / "frameworks"
 USUAL = "usual"
 """The file whose seconds stand in for those that a framework's own file has not."""
 SYNC_BACKEND, SYNC_MODE = "sync.backend", "sync.mode"

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sim.costs.training.pass_time import Pass
-from sim.costs.training.ranks import Ranks
 from streamrl.hardware.linear_layers import passed_layers
+from streamrl.sim.costs.training.pass_time import Pass
+from streamrl.sim.costs.training.ranks import Ranks
 
 
 class AdapterPasses(NamedTuple):

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from sim.costs.training.layer import ATTENTION_BACKWARD, Layer
-from sim.costs.training.pass_time import Pass
-from sim.costs.training.ranks import Ranks
 from streamrl.hardware.activations import context_channels
+from streamrl.sim.costs.training.layer import ATTENTION_BACKWARD, Layer
+from streamrl.sim.costs.training.pass_time import Pass
+from streamrl.sim.costs.training.ranks import Ranks
 
 RETURNS = 2.0
 """Times that a backward pass sends what a forward one does, where keys and values are sent and not heads."""

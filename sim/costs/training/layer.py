@@ -3,7 +3,7 @@
 | term        | forward                                                                | backward |
 |-------------|------------------------------------------------------------------------|----------|
 | products    | FLOPs at the rate that kernel tables give for their size               | twice, once beside adapters |
-| adapters    | bytes through memory, `sim.costs.training.adapter_pass`                | its own  |
+| adapters    | bytes through memory, `streamrl.sim.costs.training.adapter_pass`                | its own  |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
 | linear      | of layers with linear attention that of a chunked prefill, by tokens   | 2.55 x   |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
@@ -28,13 +28,13 @@ from typing import assert_never
 
 import numpy as np
 
-from sim.costs.kernels import Kernels
-from sim.costs.training.adapter_pass import adapters_of
-from sim.costs.training.pass_time import Pass, product
-from sim.costs.training.profile import Constants, ExpertRate, GemmRate
-from sim.costs.training.ranks import Ranks
 from streamrl.hardware.activations import layer_activations
 from streamrl.hardware.operators import HEAD_DIM
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.training.adapter_pass import adapters_of
+from streamrl.sim.costs.training.pass_time import Pass, product
+from streamrl.sim.costs.training.profile import Constants, ExpertRate, GemmRate
+from streamrl.sim.costs.training.ranks import Ranks
 
 BACKWARD = 2.0
 """Forward passes that a backward pass costs: one for the gradient of inputs, one for that of weights."""

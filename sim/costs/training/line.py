@@ -12,12 +12,12 @@ from math import inf
 from statistics import fmean
 from typing import Protocol, TypeAlias
 
-from sim.costs.training.interleaved import interleave
-from sim.costs.training.packing import MicroBatch, deal, micro_batches
-from sim.costs.training.pipeline import Pipeline
-from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.tables import Floats
 from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.sim.costs.training.interleaved import interleave
+from streamrl.sim.costs.training.packing import MicroBatch, deal, micro_batches
+from streamrl.sim.costs.training.pipeline import Pipeline
+from streamrl.sim.costs.training.stage_times import StageTimes
 
 
 class Line(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.costs.training.profile import GemmRate
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.training.profile import GemmRate
 
 
 @dataclass(frozen=True, kw_only=True)

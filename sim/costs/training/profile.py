@@ -1,6 +1,6 @@
 """The constants of training, fitted to published steps: the file profiles/measured/training.toml.
 
-`benchmarks/fit_training.py` fits them and writes the profile; `sim.costs.training.layer` says what each is for.
+`benchmarks/fit_training.py` fits them and writes the profile; `streamrl.sim.costs.training.layer` says what each is for.
 """
 
 from __future__ import annotations

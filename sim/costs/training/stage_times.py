@@ -9,14 +9,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sim.costs.training.adapter_pass import adapters_of
-from sim.costs.training.context import late_backward, late_forward
-from sim.costs.training.layer import BACKWARD, Layer
-from sim.costs.training.packing import MicroBatch
-from sim.costs.training.pass_time import Pass
-from sim.costs.training.ranks import Ranks
 from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.tables import Floats
+from streamrl.sim.costs.training.adapter_pass import adapters_of
+from streamrl.sim.costs.training.context import late_backward, late_forward
+from streamrl.sim.costs.training.layer import BACKWARD, Layer
+from streamrl.sim.costs.training.packing import MicroBatch
+from streamrl.sim.costs.training.pass_time import Pass
+from streamrl.sim.costs.training.ranks import Ranks
 
 Lines: TypeAlias = tuple[Floats, Floats]
 """(slices,) seconds of a micro-batch, and (2, slices) seconds of its tokens and of its pairs."""

@@ -2,7 +2,7 @@
 
 A stage takes seconds for a micro-batch by its tokens and its pairs of tokens. How many comes from, in this order:
 1. `trainer.efficiency` of the run file, a share of peak FLOP/s (tier roofline);
-2. the terms of `sim.costs.training.layer`, fitted to published training in profiles/measured/training.toml, where
+2. the terms of `streamrl.sim.costs.training.layer`, fitted to published training in profiles/measured/training.toml, where
    that knows the GPU and the dtype;
 3. the GPU's own assumed `training_efficiency` (tier roofline).
 """
@@ -15,18 +15,6 @@ from math import ceil, inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sim.costs.calibrated import training_factors
-from sim.costs.framework_time import own_step_time
-from sim.costs.training.layer import Layer
-from sim.costs.training.line import Line, PipelinedLine
-from sim.costs.training.profile import (
-    ExpertRate,
-    GemmRate,
-    TrainingProfile,
-    load_training_profile,
-)
-from sim.costs.training.ranks import Ranks
-from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.memory import (
     ModelState,
     longest_sequence,
@@ -39,6 +27,18 @@ from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.sim.costs.calibrated import training_factors
+from streamrl.sim.costs.framework_time import own_step_time
+from streamrl.sim.costs.training.layer import Layer
+from streamrl.sim.costs.training.line import Line, PipelinedLine
+from streamrl.sim.costs.training.profile import (
+    ExpertRate,
+    GemmRate,
+    TrainingProfile,
+    load_training_profile,
+)
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.stage_times import StageTimes
 
 MEASURED_BYTES = 2
 """Bytes of a value in the training that was measured."""

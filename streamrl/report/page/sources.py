@@ -38,7 +38,7 @@ class Learned(NamedTuple):
     who: str
     """The run's name of the trainer that leads, its own of one that follows."""
     steps: Sequence[Line]
-    """The figures of each step that stayed; see `executor.trainer.step_figures`."""
+    """The figures of each step that stayed; see `streamrl.executor.trainer.step_figures`."""
     samples: Sequence[SampledGroup]
     """What was generated for the first, a middle and the last step of the one that leads."""
 
