@@ -5,6 +5,7 @@
 # make test-deepspeed  the same environment, which has DeepSpeed too: runs the tests that train with it
 # make test-ray     the same environment, which has Ray too: roles on clusters of several nodes on this machine
 # make test-engines   both of vLLM and DeepSpeed, side by side
+# make test-wheel   the wheel in an empty environment beside PyPI's `executor`: both work
 # make test-trl     losses and gradients against TRL's on the same tensors, in an environment of its own
 # make lock   the newest versions of packages, which the others then install: requirements.lock
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
@@ -55,7 +56,7 @@ BY_FILE := --numprocesses 2 --dist loadfile
 RAY_MARKS ?= ray
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -97,6 +98,10 @@ test-ray: $(ENGINES)/.ready
 
 test-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py
+
+test-wheel: $(READY)
+	rm -rf build/wheel
+	$(BIN)/python -m tests.wheel build/wheel
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
