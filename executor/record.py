@@ -52,7 +52,7 @@ from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, RUN, SA
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.paths import check_no_directory, check_writable
-from streamrl.runfile.reading import decode_recorded_run, encode_run
+from streamrl.runfile.reading import decode_run, encode_run
 
 TOKENS = "tokens"
 DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
@@ -238,7 +238,7 @@ class RunDirectory(TrainerRecord):
         """
         path = self.path / RUN
         try:
-            begun = decode_recorded_run(path.read_bytes())
+            begun = decode_run(path.read_bytes())
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{path}: cannot be read, so the run cannot be resumed: {error}"

@@ -50,7 +50,6 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
             {"algorithm.name": "grop", "algorithm.beta": 0.2},
             ["set algorithm.name=grpo", "remove algorithm.beta"],
         ),
-        ({"workload.verifier": "exact"}, ["rename workload.verifier to verifier.scorer"]),
         ({"rollout.pool": "dc1.far"}, ["set rollout.pool=far"]),
         ({"rollout.start_time": 3}, ['set rollout.start_time="3 ms"']),
         ({"plan": {"micro_batch": 4}}, ["set plan.micro_batch=[4]"]),

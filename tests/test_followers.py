@@ -296,13 +296,11 @@ def test_a_follower_is_named_by_its_place_in_the_list() -> None:
         ({**QUICK, "backlogs": 1}, "trainer.1.backlogs"),
         ({**QUICK, "name": "trainer"}, "trainer.1.name"),
         ({**QUICK, "name": "two\nlines"}, "trainer.1.name"),
-        ({**QUICK, "algorithm": {"correction": "token_tis"}}, "trainer.1.algorithm.correction"),
         ({**QUICK, "algorithm": {"group_size": 8}}, "trainer.1.algorithm.group_size"),
     ):
         with pytest.raises(RunError) as caught:
             small_run({**THREE, "followers": [change]})
         assert caught.value.key == key
-        assert ("renamed to 'token-tis'" in str(caught.value)) is key.endswith("correction")
 
 
 def test_a_follower_takes_of_the_leaders_algorithm_what_its_own_knows() -> None:

@@ -32,7 +32,7 @@ from streamrl.record.metrics import measure
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
 from streamrl.report.study_file import is_study, load_study
-from streamrl.runfile.reading import decode_recorded_run, encode_run, load_run, make_run
+from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
 from streamrl.runfile.workload_config import SourceConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
@@ -93,7 +93,7 @@ def as_table(path: Path) -> dict[str, Any]:
 def test_a_table_is_a_run_or_refused(table: dict[str, Any]) -> None:
     def check() -> None:
         run = make_run(table, EXAMPLES)
-        assert decode_recorded_run(encode_run(run)) == run
+        assert decode_run(encode_run(run)) == run
         if run.model.path is None:
             Costs.load(run)
             SimulatedWorkload(run)
@@ -118,7 +118,7 @@ def test_a_change_is_made_or_refused(key: str, value: str) -> None:
 @fuzzed()
 @given(altered(msgspec.json.decode(encode_run(small_run()))))
 def test_a_recorded_run_is_read_or_refused(table: dict[str, Any]) -> None:
-    refusing(lambda: decode_recorded_run(as_json(table)))
+    refusing(lambda: decode_run(as_json(table)))
 
 
 @fuzzed(0.3)

@@ -17,7 +17,6 @@ from streamrl.logs.log_format import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredStep, parse_steps, write_steps
 from streamrl.logs.run_steps import read_run_steps
 from streamrl.record.timeline import read_timeline
-from streamrl.record.trace import read_trace
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.phases import phase_seconds
 from streamrl.sim.world import simulate
@@ -303,10 +302,3 @@ def test_busy_seconds_of_steps_are_those_in_which_replicas_generate() -> None:
     ]
     assert sum(step.busy or 0.0 for step in steps) == pytest.approx(sum(generated) / 2)
     assert all(0 < (step.busy or 0.0) <= (step.step_time or 0.0) + 1e-9 for step in steps)
-
-
-def test_an_executed_run_of_an_older_version_has_measured_steps() -> None:
-    trace = read_trace(Path(__file__).parent / "data" / "format-1" / "real" / "run" / "trace.jsonl")
-    steps = read_run_steps(trace)
-    assert steps and all(step.train and step.rollouts and step.output_tokens for step in steps)
-    assert steps[0].generation is None

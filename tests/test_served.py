@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from streamrl.engine.messages import (
@@ -19,8 +17,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.record.balance import Balance
-from streamrl.record.legs import balance_books
-from streamrl.record.trace import Trace, read_trace
+from streamrl.record.trace import Trace
 from streamrl.report.ledger_line import ledger_line
 from tests.test_books import balance_of, hand
 
@@ -119,10 +116,3 @@ def test_what_a_replica_loads_untold_does_not_balance() -> None:
     assert sampled(LOADED, LOADED, then=of_version(0)) == [
         "replica 0 served version 1, which it was not told to load"
     ]
-
-
-def test_records_from_before_pushes_were_checksummed_say_so_and_balance() -> None:
-    data = Path(__file__).parent / "data" / "format-1" / "real" / "run"
-    balance = balance_books(read_trace(data / "trace.jsonl"), data)
-    assert balance.is_balanced and balance.checksummed == 0
-    assert ledger_line(balance).endswith(f"; {balance.unverified} recorded without checksums")

@@ -238,24 +238,6 @@ def _peak(run: Run) -> int:
         tracemalloc.stop()
 
 
-# What is no more ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("setting", "part"),
-    [
-        ("warm_up_steps=1", "simulate.interval"),
-        ("plan.steps=6", "simulate.max_steps"),
-        ("plan.simulations=16", "plan.finalists"),
-    ],
-)
-def test_a_key_that_is_no_more_is_answered_by_what_stands_for_it(setting: str, part: str) -> None:
-    done = streamrl("simulate", EXAMPLE, "--set", setting)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    key = setting.partition("=")[0]
-    assert f"{key} is no key any more" in done.stderr and part in done.stderr
-
-
 def test_a_few_steps_give_the_mean_of_many_where_generation_is_ahead(tmp_path: Path) -> None:
     short, long = (
         figures(

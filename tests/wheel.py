@@ -40,7 +40,9 @@ print(json.dumps({
 def call(*command: str | Path, cwd: Path) -> str:
     """Run a command, and return what it prints; its own errors reach the terminal."""
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env=clean, text=True, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        command, cwd=cwd, env=clean, text=True, stdout=subprocess.PIPE, check=True
+    )
     return done.stdout
 
 

@@ -9,7 +9,7 @@ import typer
 
 from streamrl.cli.shared import RunDirectory
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import decode_recorded_run, make_run, read_table, section_of
+from streamrl.runfile.reading import decode_run, make_run, read_table, section_of
 from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.trainers import TRAINER, is_list
 from streamrl.runfile.unused_keys import drop_unused
@@ -29,7 +29,7 @@ def attach(
     """
     from streamrl.executor.control import Attach, ask, find_run
 
-    follower = _read_follower(decode_recorded_run(find_run(run).read_bytes()), trainer)
+    follower = _read_follower(decode_run(find_run(run).read_bytes()), trainer)
     typer.echo(ask(run, Attach(section_of(follower))))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.ranker.score_files import PROMPT, TOKENS, read_table
-from streamrl.runfile.reading import decode_recorded_run
+from streamrl.runfile.reading import decode_run
 from streamrl.workload.data_files import read_lines
 from streamrl.workload.prompt_records import family_of, read_sources
 
@@ -59,7 +59,7 @@ def read_known(source: Path, model: str | None = None) -> list[KnownPrompt]:
 def _of_run(directory: Path) -> Iterator[KnownPrompt]:
     """Yield the prompts of a run that finished, in order of its data sets."""
     try:
-        run = decode_recorded_run((directory / "run.json").read_bytes())
+        run = decode_run((directory / "run.json").read_bytes())
     except OSError as error:
         raise ValueError(f"{directory}: no executed run: {error}") from None
     if not run.workload.sources:

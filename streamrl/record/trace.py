@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from os import SEEK_END
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
@@ -22,15 +21,12 @@ from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.entries import (
     Entry,
     WrittenEntries,
-    check_order,
     decode_entries,
-    read_entries,
 )
 from streamrl.record.line_file import LineFile
-from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import decode_recorded_run, encode_run, with_follower
+from streamrl.runfile.reading import decode_run, encode_run, with_follower
 
 FORMAT = 2
 
@@ -166,7 +162,6 @@ class Trace:
 
 
 _ENCODER = msgspec.json.Encoder()
-_OLD_DECODER = msgspec.json.Decoder(RawEntry)
 
 
 def read_trace(path: Path) -> Trace:
@@ -192,18 +187,14 @@ def read_trace(path: Path) -> Trace:
         leg=header.leg,
     )
     trace.path = path
-    if size > LARGE and header.format == FORMAT:
+    if size > LARGE:
         written = WrittenEntries(path)
         trace.entries, trace.is_cut = written, not _ends_a_line(path)
         _enter_joined(trace, written.joined)
         return trace
     lines = path.read_bytes().split(b"\n")
     trace.is_cut = bool(lines[-1])
-    trace.entries = (
-        _read_old_entries(path, lines[1:], run)
-        if header.format == OLD_FORMAT
-        else decode_entries(path, lines[1:])
-    )
+    trace.entries = decode_entries(path, lines[1:])
     _enter_joined(trace, (e.event for e in trace.entries if isinstance(e.event, TrainerJoined)))
     return trace
 
@@ -295,29 +286,16 @@ def _read_header(path: Path, line: bytes) -> Header:
         header = msgspec.json.decode(line, type=Header)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
-    if header.format not in (OLD_FORMAT, FORMAT):
-        known = f"{OLD_FORMAT} and {FORMAT}"
-        raise ValueError(f"{path}:1: trace format {header.format}, this version reads {known}")
+    if header.format != FORMAT:
+        raise ValueError(f"{path}:1: trace format {header.format}, this version reads {FORMAT}")
     return header
 
 
 def _read_run(path: Path, header: Header) -> Run:
-    """Read the run file of a header, whichever version wrote it."""
+    """Read the run file of a header."""
     try:
-        run = decode_recorded_run(bytes(header.run))
+        run = decode_run(bytes(header.run))
         check_run(run)
         return run
     except ValueError as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
-
-
-def _read_old_entries(path: Path, lines: list[bytes], run: Run) -> list[Entry]:
-    raw = read_entries(path, (line + b"\n" for line in lines[:-1]), _OLD_DECODER)
-    try:
-        upgraded = upgrade_entries(raw, run.policies.learns_from_siblings)
-        entries = [Entry(*entry) for entry in upgraded]
-    except (msgspec.MsgspecError, *UNHEARD_OF) as error:
-        raise ValueError(f"{path}: not a trace of format {OLD_FORMAT}: {error!r}") from None
-    for number, (one, other) in enumerate(pairwise(entries), start=3):
-        check_order(path, number, one, other)
-    return entries

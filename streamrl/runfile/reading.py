@@ -17,7 +17,6 @@ from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.frameworks import fill_in
 from streamrl.runfile.overrides import override
 from streamrl.runfile.paths import paths_of, with_paths
-from streamrl.runfile.renamed import upgrade_run
 from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.table_errors import find_errors
@@ -102,20 +101,14 @@ def _with_studied_cost(run: Run) -> Run:
 
 
 def decode_run(data: bytes) -> Run:
-    """Read a run that `encode_run` wrote."""
-    return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
-
-
-def decode_recorded_run(data: bytes) -> Run:
-    """Read a run that `encode_run` wrote, of whichever version.
+    """Read a run that `encode_run` wrote.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the data is not a run.
     """
     try:
-        table = upgrade_run(msgspec.json.decode(data))
-        return decode_run(msgspec.json.encode(table))
-    except (msgspec.MsgspecError, TypeError, AttributeError) as error:  # or no table at all
+        return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
+    except (msgspec.MsgspecError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
 
 

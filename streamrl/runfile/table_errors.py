@@ -13,7 +13,6 @@ import msgspec
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, say, shown
 from streamrl.runfile.keys import join_key
-from streamrl.runfile.renamed import renamed_key, renamed_value
 from streamrl.runfile.section import Section
 from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.trainers import FOLLOWERS, TRAINER, is_list, trainer_key
@@ -60,7 +59,7 @@ def _errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iterator[R
             yield RunError(key, value, kind, f"{key}: {error}")
     elif not _fits(value, kind):
         text = f"{key or 'a run file'} must be {_say(kind)}{or_absent}, got {shown(value)}"
-        yield renamed_value(key, value) or RunError(key, value, _allowed(kind), text)
+        yield RunError(key, value, _allowed(kind), text)
     elif _is_section(kind):
         yield from _section_errors(value, kind, key)
     else:
@@ -136,8 +135,7 @@ def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Ite
         if name in fields:
             yield from _errors(value, fields[name].type, join_key(key, name))
         else:
-            renamed = renamed_key(join_key(key, name), value)
-            yield renamed or _unknown(key, name, value, list(fields))
+            yield _unknown(key, name, value, list(fields))
     for name, field in fields.items():
         if field.required and name not in table:
             missing = join_key(key, name)
