@@ -11,6 +11,8 @@
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
 # make lint   style and types
+# make gpu    check the executor on this machine's GPU, and measure it, in under ten minutes: results in build/gpu.
+#             GPU_PYTHON=python3 takes another interpreter, which must find this directory and its packages: PYTHONPATH
 # make bench  the simulator's speed, one JSON object a figure
 # make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
 # make bench-workers  tokens of a CPU second that replica and trainer make; AGAINST=DIR beside another checkout
@@ -54,9 +56,13 @@ MARKS_OF_test-engines := vllm or deepspeed
 BY_FILE := --numprocesses 2 --dist loadfile
 # Which tests of clusters: CI leaves out those with vLLM.
 RAY_MARKS ?= ray
+# Nothing is installed for an interpreter of your own.
+GPU_PYTHON ?= $(BIN)/python
+GPU_OUT ?= build/gpu
+GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -77,6 +83,9 @@ demo: $(READY)
 	$(BIN)/streamrl replay $(DEMO)/run $(DEMO)/simulated $(DEMO)/plan
 	@echo "== compare: predicted against measured"
 	$(BIN)/streamrl compare $(DEMO)/run
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
+	$(GPU_PYTHON) -m benchmarks.gpu_checks --out $(GPU_OUT) --minutes $(GPU_MINUTES)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
