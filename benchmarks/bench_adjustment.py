@@ -16,8 +16,8 @@ import json
 from statistics import median
 from typing import Any
 
-from streamrl.sim.fidelity.growth import STEPS, TOLERANCE, Outcome, adjust, wanted_triggers
 from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.fidelity.paper_scaling import STEPS, TOLERANCE, Outcome, adjust, wanted_triggers
 
 READINGS: dict[str, dict[str, Any]] = {
     "as the other figures": {},

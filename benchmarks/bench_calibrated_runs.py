@@ -30,12 +30,12 @@ from rich.table import Table
 from benchmarks.bench_profile import predict, write_profile
 from benchmarks.in_turns import execute_in_turns
 from benchmarks.quickstart import EXAMPLES, make_quickstart, settings_of
+from streamrl.engine.trace import Trace
 from streamrl.hardware.calibration_file import write_calibration
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
-from streamrl.runfile.reading import load_run
-from streamrl.sim.calibration.recorded_steps import calibrate_recorded
+from streamrl.runfile.files import load_run
+from streamrl.sim.calibration.calibrate import calibrate_recorded
 
 
 class Other(NamedTuple):

@@ -25,14 +25,14 @@ from msgspec.structs import replace
 
 from streamrl.hardware.calibration_file import write_calibration
 from streamrl.hardware.profiles import load_model
-from streamrl.logs.imported import scale_to_mean
+from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, parse_steps
 from streamrl.runfile.config import Run
+from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
-from streamrl.runfile.reading import make_run
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.calibration.calibrate import calibrate_steps
-from streamrl.sim.calibration.stepwise import simulate_steps
+from streamrl.sim.calibration.simulated_steps import simulate_steps
 from streamrl.sim.fidelity.rl_steps import EIGHT, SEVENTY, SMALL
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "rl_steps" / "stages.csv"

@@ -18,17 +18,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from streamrl.hardware.interpolation import Surface
+from streamrl.hardware.operator_tables import Floats, Table, read_table
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.surface import Surface
-from streamrl.hardware.tables import Floats, Table, read_table
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.curves import compose_decode
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import MEASURED, Kernels, peak_of, table_path
 from streamrl.sim.costs.overheads import load_engine
-from streamrl.sim.fidelity.calibration import CONTEXT
-from streamrl.sim.fidelity.cases import ENGINE
-from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.fidelity.paper import ENGINE, load_paper
+from streamrl.sim.fidelity.paper_generation import CONTEXT
 
 GPUS = ("h20", "h20-3e", "h800", "h100", "h200", "a100")
 SPARSE = 1000

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from streamrl.engine.messages import Generated, PromptsDrawn
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
-from streamrl.sim.fidelity.cases import BATCH, RESERVING
+from streamrl.runfile.files import make_run
+from streamrl.sim.fidelity.paper import BATCH, RESERVING
 from streamrl.sim.world import simulate
 
 SWEPT = (8, 10, 12, 14, 15, 16, 20, 24, 32, 64, 256)

@@ -22,10 +22,9 @@ from msgspec.structs import replace
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.ranker.text_ranker import fit_text
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
-from streamrl.workload.length_ranker import LengthRanker
-from streamrl.workload.posterior import KnownGroup, Posterior
-from streamrl.workload.ranker_watch import RankerWatch
+from streamrl.runfile.files import make_run
+from streamrl.workload.length_posterior import KnownGroup, Posterior
+from streamrl.workload.online_ranker import LengthRanker, RankerMonitor
 
 RATE = 0.01
 GROUPS, SIZE = 32, 8
@@ -61,7 +60,7 @@ def stationary() -> Iterator[tuple[str, float, str]]:
     """Yield the alarms of 1,000 windows without drift."""
     alarms = judged = seed = 0
     while judged < 1000:
-        rng, watch = np.random.default_rng([0, seed]), RankerWatch(RATE, seed)
+        rng, watch = np.random.default_rng([0, seed]), RankerMonitor(RATE, seed)
         seed += 1
         for number in range(12):
             own = rng.normal(0, SPREAD, GROUPS)
@@ -210,7 +209,7 @@ def speed() -> Iterator[tuple[str, float, str]]:
     asked = range(1024)
     ask = 1e6 * _best(lambda: [posterior.expect(8.0, prompt) for prompt in asked]) / 1024
     yield "a question to the posterior", ask, "us"
-    watch = RankerWatch(RATE, 0)
+    watch = RankerMonitor(RATE, 0)
     window = groups[:GROUPS]
     yield (
         "judging a window, by rollout",

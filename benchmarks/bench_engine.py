@@ -17,7 +17,7 @@ import numpy as np
 
 from streamrl.engine.messages import Generated
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload

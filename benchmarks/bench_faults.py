@@ -44,16 +44,16 @@ from streamrl.engine.messages import (
     Stepped,
     TrainerLost,
 )
+from streamrl.engine.trace import Trace
 from streamrl.executor.faults import StruckFault, read_struck
-from streamrl.record.legs import balance_legs
-from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Trace
-from streamrl.report.ledger_line import tell_faults
-from streamrl.runfile.faults_config import FaultConfig, FaultKind
-from streamrl.runfile.reading import load_run
+from streamrl.record.ledger import describe_faults
+from streamrl.record.restarts import ledger_of_traces
+from streamrl.record.run_directory import read_metrics
+from streamrl.runfile.files import load_run
+from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -79,7 +79,7 @@ hundredth of it, a step of this model's a hundred times it."""
 COMMAND = """
 import sys
 from streamrl.executor.execute import execute
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 path, what, *changes = sys.argv[1:]
 execute(load_run(path, changes), what == "resume")
 """
@@ -191,7 +191,7 @@ def simulate(key: Key) -> Cell:
         hung=hung,
         seconds=trace.entries[-1].time,
         books=balance([trace]),
-        ledger=tell_faults(balance_legs([trace])),
+        ledger=describe_faults(ledger_of_traces([trace])),
         noticed=dict(_noticed(trace, noticed)),
     )
 
@@ -302,7 +302,7 @@ def execute(directory: Path, key: Key) -> Cell:
         hung=status == HUNG,
         seconds=time.time() - begun,
         books=books,
-        ledger=tell_faults(balance_legs(legs)),
+        ledger=describe_faults(ledger_of_traces(legs)),
         noticed=noticed,
         mended=mended,
     )

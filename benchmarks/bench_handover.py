@@ -54,24 +54,23 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
+from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.carriers.handles import Config, Handle, LocalProcess
-from streamrl.executor.carriers.wire import Call, decode, encode, encode_frame
 from streamrl.executor.execute import token_directory
+from streamrl.executor.launchers.handles import Config, Handle, LocalProcess
+from streamrl.executor.launchers.worker import Call, decode, encode, encode_frame
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.record import RunDirectory
-from streamrl.executor.roles import Scoring
+from streamrl.executor.roles import Completion, Loaded, Manifest, Request, Sample, Scoring
 from streamrl.executor.rollout.replica import Replica
-from streamrl.executor.samples import Completion, Loaded, Manifest, Request, Sample
 from streamrl.executor.tokens import TokenBlock, TokenSegment, write_block
-from streamrl.executor.trainer.estimator import AdvantageEstimator
+from streamrl.executor.trainer.advantages import AdvantageEstimator
 from streamrl.executor.trainer.trainer import Trainer
 from streamrl.executor.transfer.transfer import Transfer
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.executor.world import RealWorld
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run, read_table
+from streamrl.runfile.files import make_run, read_table
 
 RUN_FILE = Path(__file__).parent / "engine.toml"
 LENGTHS = (1_000, 20_000)

@@ -30,8 +30,8 @@ from benchmarks.bench_faults import COMMAND
 from benchmarks.fault_books import SIMULATED, Books, balance, read_legs
 from benchmarks.fault_model import make_model
 from benchmarks.processes import ROLES, processes_of
-from streamrl.record.legs import balance_legs
-from streamrl.report.ledger_line import tell_faults
+from streamrl.record.ledger import describe_faults
+from streamrl.record.restarts import ledger_of_traces
 
 HERE = Path(__file__).parent
 VICTIMS = ("driver", *ROLES)
@@ -127,7 +127,7 @@ def kill(directory: Path, seed: int) -> Killed:
     found.seconds = round(time.monotonic() - began_at, 1)
     output = place / "run"
     legs = read_legs(output)
-    found.books, found.ledger = balance(legs), tell_faults(balance_legs(legs))
+    found.books, found.ledger = balance(legs), describe_faults(ledger_of_traces(legs))
     if not found.is_sound:
         print((place / "log").read_text()[-2000:], file=sys.stderr)
     return found

@@ -27,13 +27,13 @@ from rich.table import Table
 from benchmarks.bench_profile import Outcome, middle, predict, report
 from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart, settings_of
 from streamrl.cli.progress import make_progress
+from streamrl.engine.trace import Trace
 from streamrl.executor.execute import execute
 from streamrl.executor.profiling.profile_file import make_setup, profile_model
-from streamrl.hardware.machine_profile import write_measured
+from streamrl.hardware.measured_profile import write_measured
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 
 ROUNDS, STEPS = 3, 12
 LEARNERS: dict[str, tuple[str, tuple[str, ...]]] = {

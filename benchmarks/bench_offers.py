@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from streamrl.doctor.diagnosis import diagnose
-from streamrl.doctor.finding import Finding
 from streamrl.doctor.memory import memory_of
-from streamrl.record.paired import ratio_half_width
-from streamrl.report.plan import Plan
+from streamrl.record.run_comparison import ratio_half_width
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
+from streamrl.runfile.findings import Finding
 from streamrl.runfile.section import Section
 from streamrl.sim.checkup.checkup import check_up
 from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.modes import USUAL_SYSTEMS, Mode
+from streamrl.sim.planner.plan import Plan
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.race import FINAL_STEPS, Race
 from streamrl.sim.planner.search import ROUND, Search

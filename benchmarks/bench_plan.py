@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.report.plan import Plan
 from streamrl.runfile.config import Run
-from streamrl.sim.fidelity.cases import Case, make_case
-from streamrl.sim.fidelity.paper import load_paper
+from streamrl.sim.fidelity.paper import Case, load_paper, make_case
+from streamrl.sim.planner.plan import Plan
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.trial import Trial, run_all, short_speed_of

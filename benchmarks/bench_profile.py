@@ -31,14 +31,14 @@ from rich.table import Table
 
 from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart
 from streamrl.cli.progress import make_progress
+from streamrl.engine.trace import Trace
 from streamrl.executor.execute import execute
 from streamrl.executor.profiling.profile_file import make_setup, profile_model
-from streamrl.hardware.machine_profile import write_measured
-from streamrl.record.informative import recorded_workload
+from streamrl.hardware.measured_profile import write_measured
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.trace import Trace
+from streamrl.record.recorded_workload import recorded_workload
 from streamrl.runfile.config import CostsConfig, Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 from streamrl.sim.world import simulate
 
 ROUNDS = 5

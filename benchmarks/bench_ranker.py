@@ -26,14 +26,14 @@ from msgspec.structs import replace
 
 from benchmarks.quickstart import limits_of
 from streamrl.engine.messages import ExpectationsChanged, Generated, PromptsDrawn
+from streamrl.engine.trace import Trace, replay
 from streamrl.executor.execute import execute
 from streamrl.executor.profiling.profile_file import make_setup, profile_model
-from streamrl.hardware.machine_profile import write_measured
-from streamrl.record.trace import Trace, replay
+from streamrl.hardware.measured_profile import write_measured
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import simulate
 
 ROOT = Path(__file__).parent.parent

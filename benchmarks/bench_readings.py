@@ -1,6 +1,6 @@
 """What the paper's figures say to other readings of what StreamRL (arXiv 2504.15930) leaves open.
 
-`sim/fidelity/cases.py` takes one reading for all cells. Here each choice is changed by itself: the 27 cells of
+`sim/fidelity/paper.py` takes one reading for all cells. Here each choice is changed by itself: the 27 cells of
 Figure 8, their mean error at 20K model by model, its ratios over the colocated system, Table 3 and Figure 12. The
 training efficiency is the one constant that the six cells of 7B and 72B at 20K may calibrate: their error at several
 values. One JSON object per figure ends the output.
@@ -16,17 +16,17 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from streamrl.record.metrics import measure_speed
-from streamrl.sim.fidelity.cases import (
+from streamrl.sim.fidelity.paper import (
     BATCH,
     LENGTHS,
     MODELS,
     WARM_UP,
     Case,
+    load_paper,
     make_case,
     on_wider_replicas,
 )
-from streamrl.sim.fidelity.paper import load_paper
-from streamrl.sim.fidelity.throughput import CELLS, COST, paper_throughput
+from streamrl.sim.fidelity.paper_throughput import CELLS, COST, paper_throughput
 from streamrl.sim.world import simulate
 
 SEEDS = (0, 1)

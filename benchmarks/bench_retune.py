@@ -17,7 +17,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from benchmarks.bench_drift import LENGTH, PROMPTS, SEEDS, SPREAD, learn, order_of
-from streamrl.hardware.tables import Floats
+from streamrl.hardware.operator_tables import Floats
 from streamrl.ranker.text_ranker import fit_text
 
 EPOCHS = 12

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.hardware.operators import OPERATORS
+from streamrl.hardware.operator_tables import OPERATORS, Floats, Table, read_table
 from streamrl.hardware.profiles import PROFILES, load_gpu
-from streamrl.hardware.tables import Floats, Table, read_table
 from streamrl.report.page.band import ROOFLINE
 from streamrl.sim.costs.kernels import peak_of, table_path
 

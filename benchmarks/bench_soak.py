@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.fault_books import KINDS
 from benchmarks.fault_model import make_model
 from benchmarks.processes import processes_of
-from streamrl.record.run_lines import read_metrics
+from streamrl.record.run_directory import read_metrics
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")

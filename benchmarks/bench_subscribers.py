@@ -31,14 +31,14 @@ from benchmarks.quickstart import make_quickstart
 from benchmarks.reality_runs import profile
 from streamrl.engine.messages import Generated, Stepped
 from streamrl.engine.systems import build_engine
+from streamrl.engine.trace import Trace
 from streamrl.executor.execute import execute
-from streamrl.record.informative import recorded_workload
-from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import follower_directory
-from streamrl.record.trace import Trace
+from streamrl.record.recorded_workload import recorded_workload
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import secondary_trainer_directory
 from streamrl.runfile.config import CostsConfig, Run
-from streamrl.runfile.reading import make_run, read_table
+from streamrl.runfile.files import make_run, read_table
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import SimWorld, simulate
 from streamrl.workload.workload import SimulatedWorkload
@@ -157,7 +157,7 @@ def slowed(
         output = Path(tempfile.mkdtemp(dir=scratch))
         run = run_with(followers if is_followed else [], data, output, {"run": {"seed": number}})
         done[is_followed] = execute(run), output / "trace.jsonl"
-        assert balance_books(done[is_followed][0], output).is_balanced, output
+        assert ledger_of_run(done[is_followed][0], output).is_balanced, output
         shutil.rmtree(output / "checkpoints")
     traces = [done[False], done[True]]
     alone, followed = (throughput(trace) for trace, _ in traces)
@@ -271,10 +271,11 @@ def learned(
     algorithm = {"steps": steps, "learning_rate": rate * 4e-4}
     run = run_with(followers, data, output, {"algorithm": algorithm, "run": {"seed": seed}})
     trace = execute(run)
-    balance = balance_books(trace, output)
+    balance = ledger_of_run(trace, output)
     assert balance.is_balanced, balance.faults
     places = {"grpo": output} | {
-        name: follower_directory(output, n, name) for n, (name, _) in enumerate(LEARNING, start=1)
+        name: secondary_trainer_directory(output, n, name)
+        for n, (name, _) in enumerate(LEARNING, start=1)
     }
     found = {}
     for book, (name, place) in zip(balance.trainers, places.items(), strict=True):
@@ -308,8 +309,8 @@ def solved(model: Path, tokenizer: Path, records: list[dict[str, Any]]) -> list[
     from transformers import AutoTokenizer, Qwen2ForCausalLM
 
     from examples.make_quickstart import sample
-    from streamrl.executor.verifier.rewards import make_scorer
-    from streamrl.runfile.reward_config import RewardConfig
+    from streamrl.executor.verifier.scorers import make_scorer
+    from streamrl.runfile.roles_config import RewardConfig
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

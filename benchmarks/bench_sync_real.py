@@ -27,10 +27,10 @@ import torch
 from streamrl.executor.checksums import file_checksum
 from streamrl.executor.pretrained import load_pretrained
 from streamrl.executor.prompts import load_tokenizer
-from streamrl.executor.samples import Manifest
+from streamrl.executor.roles import Manifest
 from streamrl.executor.trainer.adapters import adapters_of, add_adapters
+from streamrl.executor.transfer.bucket_check import verify_buckets
 from streamrl.executor.transfer.delta import decode_delta, encode_delta
-from streamrl.executor.transfer.manifest_check import verify_buckets
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 from streamrl.executor.transfer.shared_memory import cast_tensors, read_buckets, write_buckets
 

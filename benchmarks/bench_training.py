@@ -15,12 +15,16 @@ import numpy as np
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.training import TrainingCosts
-from streamrl.sim.fidelity.published import Row, summarise
-from streamrl.sim.fidelity.published_training import PublishedStep, read_steps
-from streamrl.sim.fidelity.training_rows import step_memory, training_rows
+from streamrl.sim.fidelity.published_rows import Row, summarise
+from streamrl.sim.fidelity.training_steps import (
+    PublishedStep,
+    read_steps,
+    step_memory,
+    training_rows,
+)
 
 PLANS = (
     ("qwen2.5-7b", (4, 4, 1), False),

@@ -36,13 +36,13 @@ from benchmarks.quickstart import limits_of
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
 from streamrl.engine.messages import Generated, Stepped, WeightsLoaded, WeightsPushed
-from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
+from streamrl.engine.trace import Trace, read_trace
+from streamrl.hardware.measured_profile import MeasuredProfile, write_measured
 from streamrl.hardware.profiles import load_model
-from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.trace import Trace, read_trace
+from streamrl.record.recorded_workload import recorded_workload
 from streamrl.runfile.config import CostsConfig, Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 from streamrl.sim.world import simulate
 
 HERE = Path(__file__).parent.parent

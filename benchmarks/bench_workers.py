@@ -121,8 +121,8 @@ def draw_length(draw: random.Random) -> int:
 
 async def generate(shape: Shape, model: str) -> float:
     """Generate every rollout through a replica's worker."""
+    from streamrl.executor.roles import Request
     from streamrl.executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
-    from streamrl.executor.samples import Request
     from streamrl.executor.tokens import encode_ids
 
     worker = ReplicaWorker(
@@ -161,7 +161,7 @@ async def generate(shape: Shape, model: str) -> float:
 
 async def train(shape: Shape, model: str) -> float:
     """Train on every rollout through a trainer's worker, chunk by chunk."""
-    from streamrl.executor.samples import Sample
+    from streamrl.executor.roles import Sample
     from streamrl.executor.tokens import TokenSegment, encode_ids, write_block
     from streamrl.executor.trainer.trainer_settings import TrainerSettings
     from streamrl.executor.trainer.trainer_worker import TrainerWorker

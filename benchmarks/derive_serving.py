@@ -29,7 +29,7 @@ from typing import Any
 import pandas as pd
 
 from streamrl.hardware.profiles import PROFILES
-from streamrl.sim.fidelity.serving_table import COLUMNS, ServingRow
+from streamrl.sim.fidelity.serving import COLUMNS, ServingRow
 
 OUT = PROFILES / "published"
 MODELS = {

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamrl.hardware.profiles import load_gpu
-from streamrl.sim.fidelity.published_training import PATH, PublishedStep, Recompute, shape_of
+from streamrl.sim.fidelity.training_steps import PATH, PublishedStep, Recompute, shape_of
 
 LICENCES = "Apache-2.0 (llm-foundry, Megatron-Bridge, Automodel, prime-rl), MIT (ModelZoo, KempnerForge), BSD-style (Megatron-LM)"
 MPT_DEVICES = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100-40"}

@@ -23,12 +23,11 @@ from streamrl.engine.messages import (
     TrainerLost,
     WeightsLoaded,
 )
+from streamrl.engine.trace import Entry, Trace, read_trace
 from streamrl.engine.trainer_side import LEADER
-from streamrl.record.entries import Entry
-from streamrl.record.legs import legs_set_aside, trace_of_leg
-from streamrl.record.run_lines import TRACE
-from streamrl.record.trace import Trace, read_trace
-from streamrl.runfile.faults_config import OF_REWARD_MODEL, FaultKind
+from streamrl.record.restarts import earlier_trace_numbers, earlier_trace_path
+from streamrl.record.run_directory import TRACE
+from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultKind
 
 KINDS: tuple[FaultKind, ...] = tuple(
     kind for kind in get_args(FaultKind) if kind not in OF_REWARD_MODEL
@@ -132,7 +131,7 @@ class Cell:
 
 def read_legs(output: Path) -> list[Trace]:
     """Return the traces of all legs of an executed run, in order."""
-    earlier = (trace_of_leg(output, leg) for leg in legs_set_aside(output))
+    earlier = (earlier_trace_path(output, leg) for leg in earlier_trace_numbers(output))
     return [read_trace(path) for path in (*earlier, output / TRACE)]
 
 

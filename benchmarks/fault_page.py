@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from benchmarks.fault_books import KINDS, SIMULATED, Cell
-from streamrl.runfile.faults_config import FaultKind
+from streamrl.runfile.simulation_config import FaultKind
 
 FAULTS: dict[FaultKind, str] = {
     "replica-dies": "A replica's process is killed. Its socket ends, so its rollouts go on elsewhere after the tokens "

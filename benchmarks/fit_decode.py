@@ -24,12 +24,11 @@ from functools import cache
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import PROFILES
-from streamrl.hardware.tables import Floats
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.overheads import Overheads, load_engine
-from streamrl.sim.fidelity.serving_prediction import predict
-from streamrl.sim.fidelity.serving_table import ServingRow, read_serving
+from streamrl.sim.fidelity.serving import ServingRow, predict, read_serving
 
 DATE = datetime.date(2026, 11, 21)
 HUBER = 0.1

@@ -18,13 +18,18 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.hardware.operator_tables import read_table
 from streamrl.hardware.profiles import PROFILES
-from streamrl.hardware.tables import read_table
-from streamrl.sim.costs.padded_experts import BLOCK
+from streamrl.sim.costs.experts import BLOCK
 from streamrl.sim.costs.training.profile import PATH, Constants, ExpertRate, GemmRate
 from streamrl.sim.costs.training.training import Rates
-from streamrl.sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
-from streamrl.sim.fidelity.training_rows import even_step_time
+from streamrl.sim.fidelity.training_steps import (
+    PublishedStep,
+    even_step_time,
+    is_plain,
+    read_steps,
+    shape_of,
+)
 
 Floats = NDArray[np.float64]
 

@@ -21,12 +21,11 @@ import psutil
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import needs_costs
-from streamrl.record.trace import Trace, read_trace
+from streamrl.engine.trace import Trace, read_trace
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import load_run, write_run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 
 TURN = 1.0
 """Seconds; spells of a host's pace last several."""

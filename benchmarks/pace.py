@@ -12,9 +12,8 @@ import msgspec
 from streamrl.executor.profiling.measurements import Limits, full_plan
 from streamrl.executor.profiling.profile_file import make_setup
 from streamrl.executor.profiling.profiler import measure
-from streamrl.hardware.machine_fit import MEDIAN
-from streamrl.hardware.machine_profile import MeasuredProfile
-from streamrl.hardware.profile_pace import at_its_pace
+from streamrl.hardware.measured_profile import MeasuredProfile, scaled_to_mean_speed
+from streamrl.hardware.profile_fit import MEDIAN
 
 REPEATS = 6
 """Spells of another pace last seconds: fewer readings lie in one of them."""
@@ -26,7 +25,7 @@ def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float
     A few points of the profile's are measured again, as it did; of what they take now, on average, over what is predicted
     of them, at the profile's own pace, it is the geometric mean.
     """
-    profile = at_its_pace(profile)
+    profile = scaled_to_mean_speed(profile)
     plan = full_plan(limits)
     middle = sorted({context for _, context in plan.decode})[1]
     batches = sorted({row.running for row in profile.decode})

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.bench_wan import PORT, TOKEN, cluster, near_command
 from benchmarks.wan_link import ADDRESSES, NEAR, wan_link
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 
 QUICKSTART = Path(__file__).parent.parent / "build" / "quickstart"
 SMALL: dict[str, Any] = {

@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict, replace
 
-from streamrl.hardware.machine_profile import MeasuredProfile, read_measured
-from streamrl.hardware.profile_pace import TIMED, at_its_pace
+from streamrl.hardware.measured_profile import (
+    TIMED,
+    MeasuredProfile,
+    read_measured,
+    scaled_to_mean_speed,
+)
 from streamrl.hardware.profile_table import ProfileTable
 
 OF_REPLICAS = ("decode", "mixed", "prefill", "join", "turnover", "handling", "handling_over_ray")
@@ -66,7 +70,7 @@ def pooled(
 def _at(profiled: Profiled, work_time: float) -> MeasuredProfile:
     profile = read_measured(profiled.path)
     pace = (profile.pace or 1.0) * work_time / profiled.work_time
-    return at_its_pace(replace(profile, pace=pace))
+    return scaled_to_mean_speed(replace(profile, pace=pace))
 
 
 def _middle(tables: Sequence[Any]) -> Any:

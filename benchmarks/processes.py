@@ -7,10 +7,10 @@ from pathlib import Path
 ROLES = {
     "replica": "ReplicaWorker",
     "trainer": "TrainerWorker",
-    "verifier": "fork_server",
-    "nursery": "carriers.nursery",
+    "verifier": "verifier.fork_server",
+    "prefork_server": "launchers.prefork_server",
 }
-"""What the command line of a role's process has; the driver is who was started. Workers are forked from a nursery."""
+"""What the command line of a role's process has; the driver is who was started. Workers are forked from a prefork_server."""
 
 
 def processes_of(driver: int) -> dict[str, list[int]]:

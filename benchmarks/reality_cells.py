@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 12

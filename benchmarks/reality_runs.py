@@ -23,17 +23,17 @@ from benchmarks.reality_cells import (
 )
 from benchmarks.reality_figures import Repeat
 from streamrl.engine.messages import Generate
+from streamrl.engine.trace import Trace
 from streamrl.executor.execute import execute
 from streamrl.executor.profiling.measurements import Limits
 from streamrl.executor.profiling.profile_file import make_setup, profile_model
-from streamrl.hardware.machine_profile import read_measured, write_measured
-from streamrl.record.informative import recorded_workload
+from streamrl.hardware.measured_profile import read_measured, write_measured
 from streamrl.record.metrics import Metrics, measure
+from streamrl.record.recorded_workload import recorded_workload
 from streamrl.record.timeline import read_timeline
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import simulate
 
 LIMITS = Limits(max_running=64, max_context=LONG + MAX_PROMPT, max_tokens_per_pass=2048)

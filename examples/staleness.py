@@ -20,7 +20,7 @@ from statistics import fmean
 
 import msgspec
 
-from streamrl.record.run_lines import Line, read_metrics
+from streamrl.record.run_directory import Line, read_metrics
 from streamrl.runfile.staleness_study import StalenessStudy, StudiedRun, read_staleness_model
 
 HERE = Path(__file__).parent

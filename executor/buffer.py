@@ -1,7 +1,9 @@
-"""What a run knows of its rollouts, by rollout: where their tokens are, and what became of them."""
+"""Track every rollout of a run: where its tokens are, what became of it, and the statistics of each step."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
@@ -12,18 +14,90 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.random import SeedSequence
 
-from streamrl.engine.done_with import DoneWith
 from streamrl.engine.messages import DrawnGroup, Drop, Generate, Generated, Skip
 from streamrl.engine.trainer_side import LEADER
-from streamrl.executor.kept_tokens import KeptTokens
+from streamrl.engine.world import GroupReferences
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.executor.roles import Scoring
-from streamrl.executor.samples import Completion, FinishReason, Request, Sample
-from streamrl.executor.token_files import attempt_of, remove_ended, remove_files, take_over
+from streamrl.executor.roles import Completion, FinishReason, Request, Sample, Scoring
+from streamrl.executor.token_files import (
+    KeptTokens,
+    attempt_of,
+    remove_ended,
+    remove_files,
+    take_over,
+)
 from streamrl.executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
-from streamrl.executor.turnout import Turnout
+from streamrl.record.run_directory import FATES, OF_FAMILY
 from streamrl.runfile.config import Run
+from streamrl.workload.prompt_families import prompt_family
 from streamrl.workload.prompt_records import Record
+
+GENERATED, TRAINED, DROPPED = FATES
+OF_REASON = "dropped for "
+"""What the keys of metrics.jsonl begin with that count what the leader gave up, by reason."""
+OF_TOKENS = "tokens dropped for "
+"""The same of their output tokens."""
+
+
+class StepStatistics:
+    """Counts rollouts by what became of them, lengths and rewards of those that ended, families where there are any."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lengths: list[int] = []
+        self._rewards: list[float] = []
+        self._dropped = Counter[str]()
+        self._wasted = Counter[str]()
+        self._families = Counter[str]()
+
+    def end(self, num_tokens: int, reward: float, record: Record) -> None:
+        """Enter a rollout that has its reward."""
+        self._lengths.append(num_tokens)
+        self._rewards.append(reward)
+        self._count(GENERATED, [record])
+
+    def give_up(self, records: Iterable[Record], reason: str) -> None:
+        """Enter rollouts that the trainer which leads will not train on."""
+        self._dropped[reason] += self._count(DROPPED, records)
+
+    def waste(self, num_tokens: int, reason: str) -> None:
+        """Enter output tokens of what was given up."""
+        if num_tokens:
+            self._wasted[reason] += num_tokens
+
+    def take(self, trained: Iterable[Record]) -> dict[str, float]:
+        """Return the figures since the last step, which was made of `trained`, and begin anew.
+
+        | key                       | of                                                                   |
+        |---------------------------|----------------------------------------------------------------------|
+        | generated                 | rollouts that ended, with their reward                               |
+        | generated_length_mean     | their output tokens                                                  |
+        | generated_reward          | their mean reward                                                    |
+        | dropped for REASON        | rollouts that were given up                                          |
+        | tokens dropped for REASON | their output tokens, those that come with their abort when they do   |
+        | generated/F, trained/F, dropped/F | rollouts of family F, where prompts have several              |
+        """
+        self._count(TRAINED, trained)
+        found: dict[str, float] = {GENERATED: len(self._lengths)}
+        if self._lengths:
+            found["generated_length_mean"] = sum(self._lengths) / len(self._lengths)
+            found["generated_reward"] = math.fsum(self._rewards) / len(self._rewards)
+        found |= {OF_REASON + reason: count for reason, count in self._dropped.items()}
+        found |= {OF_TOKENS + reason: tokens for reason, tokens in self._wasted.items()}
+        found |= dict(sorted(self._families.items()))
+        self._begin()
+        return found
+
+    def _count(self, fate: str, records: Iterable[Record]) -> int:
+        num = 0
+        for record in records:
+            num += 1
+            family = prompt_family(record)
+            if family is not None:
+                self._families[f"{fate}{OF_FAMILY}{family}"] += 1
+        return num
 
 
 @dataclass(slots=True)
@@ -151,11 +225,11 @@ class RolloutBuffer:
         self._directory = directory
         self._kept = kept
         self._undrawn: Iterator[int] = count()
-        self.turnout = Turnout()
+        self.step_statistics = StepStatistics()
         """What became of rollouts since the leading trainer's last step."""
         self._next_group = 0
         self._keeps_files = False
-        self._done_with = DoneWith(run.num_trainers)
+        self._done_with = GroupReferences(run.num_trainers)
         self.rollouts: dict[int, BufferedRollout] = {}
 
     def begin_at(self, group: int, done_ahead: Collection[int] = ()) -> None:
@@ -276,18 +350,18 @@ class RolloutBuffer:
 
     def _give_up(self, group: int, reason: str) -> None:
         """Enter that the trainer which leads will not train on a group."""
-        self.turnout.give_up(self.records_of([group]), reason)
+        self.step_statistics.give_up(self.records_of([group]), reason)
         for rollout in self._rollouts(group):
             if (buffered := self.rollouts.get(rollout)) is not None:
                 buffered.lost_for = reason
-                self.turnout.waste(buffered.num_tokens, reason)
+                self.step_statistics.waste(buffered.num_tokens, reason)
 
     def end(self, buffered: BufferedRollout, completion: Completion) -> Generated:
         """Enter what an attempt made that has ended, be it of a rollout that was given up meanwhile."""
         num_before = buffered.num_tokens
         event = buffered.end(completion)
         if buffered.lost_for:
-            self.turnout.waste(buffered.num_tokens - num_before, buffered.lost_for)
+            self.step_statistics.waste(buffered.num_tokens - num_before, buffered.lost_for)
         return event
 
     def join(self) -> None:

@@ -1,4 +1,4 @@
-"""Run a run file for real: check it, start the processes, drive them, and leave a run directory behind."""
+"""Execute a run file: check it, start the processes, drive them, handle Ctrl-C, and leave a run directory behind."""
 
 from __future__ import annotations
 
@@ -6,42 +6,117 @@ import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
-from streamrl.executor.attached import with_attached
-from streamrl.executor.back_ends import check_back_ends, uses_relays
-from streamrl.executor.carriers.local_gpus import claim_gpus, device_of
-from streamrl.executor.interruption import Ending, Interruption
-from streamrl.executor.live_trace import LiveTrace
-from streamrl.executor.notices import tell
+from streamrl.engine.trace import Trace, read_trace
+from streamrl.engine.world import RunInterruptedError
+from streamrl.executor.backend_limits import check_back_ends, uses_relays
+from streamrl.executor.console import tell
+from streamrl.executor.launchers.placement import claim_gpus, device_of
+from streamrl.executor.monitoring import MODULES, LiveTrace
 from streamrl.executor.rollout.engines import extra_of, modules_of
-from streamrl.executor.trackers import MODULES
-from streamrl.executor.verifier.records import check_prompts
-from streamrl.executor.verifier.reward_files import check_reward_model
+from streamrl.executor.subscribers.attach_requests import with_attached
+from streamrl.executor.verifier.reward_checks import check_prompts, check_reward_model
+from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.profiles import load_model
-from streamrl.hardware.weight_files import weight_problems
-from streamrl.record.measured_yield import measured_yield
+from streamrl.record.decode_efficiency import measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
-from streamrl.record.run_lines import TRACE, read_rollouts
-from streamrl.record.trace import Trace, read_trace
+from streamrl.record.run_directory import TRACE, read_rollouts
 from streamrl.runfile.config import Run
 
 if TYPE_CHECKING:
-    from streamrl.executor.carriers.launch import Launcher
     from streamrl.executor.checkpoints import Checkpoint
-    from streamrl.executor.kept_tokens import KeptTokens
+    from streamrl.executor.launchers.launcher import Launcher
     from streamrl.executor.record import RunDirectory
     from streamrl.executor.roles import TransferRole, Write
+    from streamrl.executor.token_files import KeptTokens
+
+LAST_TIME = 14.0
+"""Seconds from the first signal to the end of this process: a run that obeys takes less, see `STOP_TIME` of its world."""
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "terminated"}
+
+
+class Ending(NamedTuple):
+    """How a run that goes on is ended; all but `ask` may be called while its event loop hangs."""
+
+    loop: asyncio.AbstractEventLoop
+    ask: Callable[[str], None]
+    """Lets it end soon; to be called on its loop."""
+    abandon: Callable[[], None]
+    """Leaves no process and no shared memory behind."""
+    say: Callable[[], str]
+    """Says how far it is, what is saved, and how to go on; stands after the name of the signal."""
+
+
+class Interruption:
+    """A context in which signals are obeyed; tell it of the run as soon as there is one."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The first one that came."""
+        self._ending: Ending | None = None
+        self._last: threading.Timer | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in NAMES:
+            self._before[number] = signal.signal(number, self._obey)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._last is not None:
+            self._last.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def watch_over(self, ending: Ending) -> None:
+        """Take note of a run that begins."""
+        self._ending = ending
+
+    @property
+    def error(self) -> RunInterruptedError:
+        """What to raise once the run has ended of the signal."""
+        assert self.signal is not None, "nothing came"
+        said = ": nothing was begun" if self._ending is None else self._ending.say()
+        return RunInterruptedError(f"{NAMES[self.signal]}{said}", self.signal)
+
+    def _obey(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or signal.Signals(number)
+        if self._ending is None:
+            raise self.error
+        if self._ending.loop.is_closed():
+            return  # it has ended
+        self._ending.loop.call_soon_threadsafe(self._ending.ask, NAMES[self.signal])
+        if self._last is None:
+            self._last = threading.Timer(LAST_TIME, self._end)
+            self._last.daemon = True
+            self._last.start()
+
+    def _end(self) -> None:
+        """End this process, in which something hangs that no Python code can end; its last line says what was saved."""
+        assert self._ending is not None and self.signal is not None
+        try:
+            self._ending.abandon()
+        finally:
+            with contextlib.suppress(OSError):
+                print(f"streamrl: {self.error}", file=sys.stderr, flush=True)
+            os._exit(128 + self.signal)
+
 
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
@@ -111,7 +186,7 @@ def execute(
     if resume:
         run = with_attached(run, Path(run.execute.output))
     check_executable(run)
-    run = own_cores_for_nothing(run)
+    run = price_local_cores_at_zero(run)
     with joined(run), Interruption() as interruption:
         try:
             asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption))
@@ -126,12 +201,12 @@ def joined(run: Run) -> AbstractContextManager[None]:
     """Return what joins the cluster that a run is executed on, if on any; raises `ValueError` where it cannot be."""
     if run.execute.launcher != "ray":
         return contextlib.nullcontext()
-    from streamrl.executor.carriers.ray_cluster import joined_cluster
+    from streamrl.executor.launchers.ray_cluster import joined_cluster
 
     return joined_cluster(run)
 
 
-def own_cores_for_nothing(run: Run) -> Run:
+def price_local_cores_at_zero(run: Run) -> Run:
     """Return the run as it is paid for here: the cores of this machine cost nothing where the run file has no price."""
     pools = {
         name: replace(pool, price=0.0) if pool.gpu == "cpu" and pool.price is None else pool
@@ -235,10 +310,10 @@ async def _execute_in(
 def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
     """Return what starts the roles of a run: processes of this machine, or actors of the cluster that was joined."""
     if run.execute.launcher == "ray":
-        from streamrl.executor.carriers.ray_launch import RayLauncher
+        from streamrl.executor.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(run, directory)
-    from streamrl.executor.carriers.local_launch import LocalLauncher
+    from streamrl.executor.launchers.local_launcher import LocalLauncher
 
     return LocalLauncher(run, directory, claim_gpus(run))
 
@@ -263,8 +338,8 @@ def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | No
     if run.execute.launcher != "local":
         yield None
         return
-    from streamrl.executor.kept_tokens import remove_all
     from streamrl.executor.record import TOKENS
+    from streamrl.executor.token_files import remove_all
 
     path = Path(run.execute.output) / TOKENS
     if not is_resumed:
@@ -276,8 +351,8 @@ def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | No
 
 def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
     """Remove what earlier legs sampled from another distribution than this one does."""
-    from streamrl.executor.changed_settings import SAMPLED_WITH
-    from streamrl.executor.kept_tokens import remove_all
+    from streamrl.executor.record import SAMPLED_WITH
+    from streamrl.executor.token_files import remove_all
 
     if others := [key for key in SAMPLED_WITH if key in directory.changes]:
         remove_all(tokens)
@@ -288,7 +363,7 @@ def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
 def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptTokens:
     """Return what earlier legs of a run left of rollouts that no checkpoint has in it."""
     from streamrl.executor.checkpoints import Position
-    from streamrl.executor.kept_tokens import KeptTokens
+    from streamrl.executor.token_files import KeptTokens
 
     at = Position(version=0, groups_done=0) if checkpoint is None else checkpoint.position
     done, size = frozenset(at.done_ahead), run.algorithm.group_size

@@ -24,13 +24,11 @@ from msgspec.structs import replace
 
 from streamrl.engine.fault_plan import Fault, FaultPlan
 from streamrl.engine.messages import Command, Generate, PushWeights
-from streamrl.executor.carriers.handles import Handle, Process, WorkerLostError
-from streamrl.executor.carriers.rank_handles import RankHandles
-from streamrl.executor.roles import VerifierRole
-from streamrl.executor.samples import Completion
-from streamrl.executor.verifier.process import ForkServerProcess
+from streamrl.executor.launchers.handles import Handle, Process, RankHandles, WorkerLostError
+from streamrl.executor.roles import Completion, VerifierRole
+from streamrl.executor.verifier.fork_server_process import ForkServerProcess
 from streamrl.runfile.config import Run
-from streamrl.runfile.faults_config import FaultConfig, FaultKind
+from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
 FAULTS = "faults.jsonl"
 LOOK_TIME = 0.0005  # seconds between two looks whether a process has begun to write

@@ -11,15 +11,14 @@ from jinja2 import TemplateError
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.presets import choose_system
-from streamrl.executor.notices import tell
+from streamrl.executor.console import tell
 from streamrl.executor.prompt_probe import read_probe
 from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.runfile.config import Run
-from streamrl.workload.epochs import make_order
-from streamrl.workload.expectations import Expectations
-from streamrl.workload.prompt_families import check_families, told_family
+from streamrl.workload.online_ranker import Expectations
+from streamrl.workload.prompt_families import check_families, prompt_family
+from streamrl.workload.prompt_order import TailBatches, make_order
 from streamrl.workload.prompt_records import EXPECTED, PromptSource, read_sources
-from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
 
 MOST_SAID = 300
@@ -62,8 +61,8 @@ class PromptWorkload:
         Raises:
             RunError: it names one that no prompt is of.
         """
-        if run.heeds_families:
-            known = {told_family(record) for record in self.records}
+        if run.filters_by_family:
+            known = {prompt_family(record) for record in self.records}
             check_families(run, {family for family in known if family is not None})
             self._tells_families = True
 
@@ -105,7 +104,7 @@ class PromptWorkload:
         rollouts = tuple(range(group * size, group * size + size))
         line = self.line(group)
         num_tokens, expected = count_ids(self.prompts[line]), (self._expected[line],) * size
-        family = told_family(self.records[line]) if self._tells_families else None
+        family = prompt_family(self.records[line]) if self._tells_families else None
         drawn = DrawnGroup(group, rollouts, num_tokens, expected, line, family=family)
         return Draw(self._told.draw(drawn, line), ())
 
@@ -114,8 +113,8 @@ class PromptWorkload:
         ranker = run.workload.ranker
         if ranker is None or ranker.path is None:
             return [int(record.get(EXPECTED, self._max_tokens)) for record in self.records]
-        from streamrl.ranker.known_lengths import text_of
-        from streamrl.ranker.ranker_file import read_ranker
+        from streamrl.ranker.score_files import text_of
+        from streamrl.ranker.text_ranker import read_ranker
 
         if read_probe(Path(ranker.path)) is not None:
             raise ValueError(

@@ -1,15 +1,17 @@
-"""The run directory: what a run leaves on disk, and what a resumed one finds there.
+"""Own the run directory: what a run leaves on disk, and what a resumed run finds there.
+
+The run directory: what a run leaves on disk, and what a resumed one finds there.
 
 run.json                 the run file as it was read, with trainers that have joined since
-attached.json            see `streamrl.executor.attached`
-control/                 what the run is asked while it goes on; see `streamrl.executor.control`
+attached.json            see `streamrl.executor.subscribers.attach_requests`
+control/                 what the run is asked while it goes on; see `streamrl.executor.subscribers.attach_requests`
 trace.jsonl              every event and command of its last leg; those before a resume: trace.1.jsonl …
 prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step, and for each time that steps were taken back
 rollouts.jsonl           a line for each verified rollout, and for each resume
 samples.jsonl            a line for each step with some of what it was trained on, for people to read
-chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `streamrl.executor.live_trace`
+chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `streamrl.executor.monitoring`
 faults.jsonl             a line for each planned fault that struck; see `streamrl.executor.faults`
 checkpoints/             see `streamrl.executor.checkpoints`
 followers/               what trainers that follow leave; see `streamrl.executor.trainer_record`
@@ -17,7 +19,7 @@ tokens/                  what replicas have made of rollouts that are not traine
 logs/                    output of the worker processes
 lock                     the process that runs it, as long as it lives
 
-What a resume or a lost trainer takes back stays in these .jsonl files; `streamrl.record.run_lines` reads what counts.
+What a resume or a lost trainer takes back stays in these .jsonl files; `streamrl.record.run_directory` reads what counts.
 """
 
 from __future__ import annotations
@@ -30,29 +32,52 @@ from typing import Any
 
 import msgspec
 
-from streamrl.executor.attached import ATTACHED, replace_file
+from streamrl.engine.trace import LineFile, open_at_end
 from streamrl.executor.buffer import BufferedRollout
-from streamrl.executor.changed_settings import changes
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
-from streamrl.executor.control import CONTROL
+from streamrl.executor.console import tell
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
-from streamrl.executor.notices import tell
-from streamrl.executor.trackers import Trackers
-from streamrl.executor.trainer_record import FollowerRecord, TrainerRecord, followers_of
-from streamrl.record.completions import SampledGroup
-from streamrl.record.inputs import keep_inputs
-from streamrl.record.legs import (
-    KEPT_BY_A_RESUME,
-    first_difference,
-    legs_set_aside,
-    trace_of_leg,
+from streamrl.executor.monitoring import Trackers
+from streamrl.executor.subscribers.attach_requests import ATTACHED, CONTROL, replace_file
+from streamrl.executor.trainer_record import (
+    SecondaryTrainerRecord,
+    TrainerRecord,
+    secondary_records,
 )
-from streamrl.record.line_file import LineFile, open_at_end
-from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, RUN, SAMPLES, TRACE
+from streamrl.record.restarts import (
+    KEPT_BY_A_RESUME,
+    earlier_trace_numbers,
+    earlier_trace_path,
+    first_difference,
+)
+from streamrl.record.run_directory import (
+    METRICS,
+    ROLLED_BACK_TO,
+    ROLLOUTS,
+    RUN,
+    SAMPLES,
+    TRACE,
+    keep_inputs,
+)
+from streamrl.record.samples import SampledGroup
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import decode_run, encode_run, values_by_key
 from streamrl.runfile.paths import check_no_directory, check_writable
-from streamrl.runfile.reading import decode_run, encode_run
+
+SAMPLED_WITH = ("model.path", "rollout.temperature", "rollout.max_tokens")
+"""What tokens are sampled with: those sampled with another value are of another distribution."""
+
+
+def changes(before: Run, now: Run) -> dict[str, str]:
+    """Return the keys that have other values now, each with both."""
+    old, new = values_by_key(before), values_by_key(now)
+    return {
+        key: f"{key} {old.get(key)!r} -> {new.get(key)!r}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    }
+
 
 TOKENS = "tokens"
 DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
@@ -70,7 +95,7 @@ class RunDirectory(TrainerRecord):
         """Told each line of metrics.jsonl."""
         self.logs = path / "logs"
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self.followers: list[FollowerRecord] = []
+        self.followers: list[SecondaryTrainerRecord] = []
         """Of the trainers that follow, in order."""
         self.leg = 1
         """How often the run was begun or resumed, this time included."""
@@ -121,7 +146,7 @@ class RunDirectory(TrainerRecord):
     @property
     def has_run(self) -> bool:
         """Whether a run was begun in the directory: it has a trace of it, or a checkpoint."""
-        is_recorded = (self.path / TRACE).exists() or bool(legs_set_aside(self.path))
+        is_recorded = (self.path / TRACE).exists() or bool(earlier_trace_numbers(self.path))
         return is_recorded or self.checkpoints.newest() is not None
 
     def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
@@ -132,7 +157,7 @@ class RunDirectory(TrainerRecord):
                 its steps, that another process runs, that was begun with other settings, or whose every checkpoint is
                 damaged.
         """
-        self.followers = self.followers or followers_of(run, self.path)
+        self.followers = self.followers or secondary_records(run, self.path)
         if self.has_run and not resume:
             raise ValueError(
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
@@ -166,9 +191,9 @@ class RunDirectory(TrainerRecord):
             follower.checkpoints.newest_whole()
         return self.checkpoints.newest_whole()
 
-    def join(self, run: Run) -> FollowerRecord:
+    def join(self, run: Run) -> SecondaryTrainerRecord:
         """Return the record of the last trainer of a run, which joins the others."""
-        record = followers_of(run, self.path)[-1]
+        record = secondary_records(run, self.path)[-1]
         record.open(self.leg, is_resumed=False)
         self.followers.append(record)
         replace_file(self.path / RUN, encode_run(run))
@@ -278,9 +303,9 @@ class RunDirectory(TrainerRecord):
     def _put_old_trace_aside(self) -> None:
         """Name the trace of the leg before by its number; of a leg that died before its first line nothing is kept."""
         trace = self.path / TRACE
-        self.leg = 1 + max(legs_set_aside(self.path), default=0)
+        self.leg = 1 + max(earlier_trace_numbers(self.path), default=0)
         if trace.exists() and _has_first_line(trace):
-            trace.rename(trace_of_leg(self.path, self.leg))
+            trace.rename(earlier_trace_path(self.path, self.leg))
             self.leg += 1
 
 

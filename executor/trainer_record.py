@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from streamrl.engine.trace import LineFile, open_at_end
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints
-from streamrl.record.completions import SampledGroup
-from streamrl.record.line_file import LineFile, open_at_end
-from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, follower_directory
+from streamrl.record.run_directory import METRICS, ROLLED_BACK_TO, secondary_trainer_directory
+from streamrl.record.samples import SampledGroup
 from streamrl.runfile.config import Run
 
 
@@ -38,7 +38,7 @@ class TrainerRecord(ABC):
         self.write_step({ROLLED_BACK_TO: saved.version if saved else 0, "time": time})
 
 
-class FollowerRecord(TrainerRecord):
+class SecondaryTrainerRecord(TrainerRecord):
     """Owns the files of a trainer that follows; what it was trained on others wrote down already."""
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,10 @@ class FollowerRecord(TrainerRecord):
             self._metrics.close()
 
 
-def followers_of(run: Run, path: Path) -> list[FollowerRecord]:
+def secondary_records(run: Run, path: Path) -> list[SecondaryTrainerRecord]:
     """Return the records of the trainers that follow, in order, in a run's directory."""
-    names = enumerate(run.follower_names, start=1)
-    return [FollowerRecord(follower_directory(path, number, name)) for number, name in names]
+    names = enumerate(run.secondary_trainer_names, start=1)
+    return [
+        SecondaryTrainerRecord(secondary_trainer_directory(path, number, name))
+        for number, name in names
+    ]

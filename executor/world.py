@@ -50,22 +50,22 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.carriers.handles import WorkerLostError
-from streamrl.executor.carriers.launch import Launcher
 from streamrl.executor.checkpoints import Checkpoint
+from streamrl.executor.colocation import ColocatedRole, DeviceSharing, Side
 from streamrl.executor.faults import TRAINER, RealFaults
-from streamrl.executor.members import Members
+from streamrl.executor.launchers.handles import WorkerLostError
+from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import TransferRole, VerifierRole, Write, reason_of
 from streamrl.executor.rollout.replica import Replica
-from streamrl.executor.stream import GroupStream
-from streamrl.executor.trainer.all_trainers import Trainers
-from streamrl.executor.turns import DeviceTurns, Member, Side
+from streamrl.executor.subscribers.membership import Membership
+from streamrl.executor.subscribers.stream import GroupStream
+from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
-from streamrl.record.trace import Trace
 
 STOP_TIME = 6.0
 """Seconds that work under way gets to end once a run is interrupted: with `CLOSE_TIME` of the workers, and what their
@@ -107,7 +107,7 @@ class RealWorld(World[Trace]):
         )
         self._transfer = make_transfer(self._trainers.leader.push)
         self._stream = GroupStream(directory.path, trace.run, buffer)
-        self.members = Members(trace, directory, self._trainers, launcher, buffer, self)
+        self.members = Membership(trace, directory, self._trainers, launcher, buffer, self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()
@@ -115,7 +115,7 @@ class RealWorld(World[Trace]):
         self._is_interrupted = False
         patience = trace.run.execute.patience
         self._watchdog = Watchdog(patience, trace.run.rollout.max_tokens)
-        turns = DeviceTurns(self._members, FACTOR * patience)
+        turns = DeviceSharing(self._members, FACTOR * patience)
         self._turns = turns if trace.run.shares_gpus else None
 
     @property
@@ -208,11 +208,11 @@ class RealWorld(World[Trace]):
         is_followers = getattr(command, "trainer", LEADER) != LEADER
         return nullcontext() if self._turns is None or is_followers else self._turns.of(command)
 
-    def _members(self, side: Side) -> list[Member]:
+    def _members(self, side: Side) -> list[ColocatedRole]:
         if side == "training":
-            return [Member(self._trainers.leader, partial(self._lose_trainer, LEADER))]
+            return [ColocatedRole(self._trainers.leader, partial(self._lose_trainer, LEADER))]
         return [
-            Member(role, partial(self._lose_replica, number))
+            ColocatedRole(role, partial(self._lose_replica, number))
             for number, role in self._replicas.items()
         ]
 
@@ -279,7 +279,7 @@ class RealWorld(World[Trace]):
         record, began_at = self._buffer.record(rollout), self.now
         buffered.enter(await self._verifier.verify(text, buffered.num_tokens, record))
         buffered.verify_time = self.now - began_at
-        self._buffer.turnout.end(buffered.num_tokens, buffered.reward, record)
+        self._buffer.step_statistics.end(buffered.num_tokens, buffered.reward, record)
         self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
         self._stream.publish(rollout, buffered, text, record.get("prompt"))
         return Verified(rollout, buffered.reward)

@@ -1,4 +1,11 @@
-"""A simulated replica: continuous batching over a bounded KV cache.
+"""A simulated replica: continuous batching and admission of rollouts to a bounded KV cache.
+
+The KV cache of a simulated replica, and which rollouts are let into it.
+
+on-demand  while what a rollout has now fits: what outgrows the cache later is preempted and computed again
+reserve    while the longest that it and all that run may become fits: fewer run, and none is ever preempted
+
+A simulated replica: continuous batching over a bounded KV cache.
 
 Between two changes of the batch every running rollout gains one token a decode step, so the time of n
 steps has a closed form and a rollout costs a few events, however long it is:
@@ -9,9 +16,10 @@ steps has a closed form and a rollout costs a few events, however long it is:
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, sqrt
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, assert_never
 
 import simpy
 
@@ -24,9 +32,162 @@ from streamrl.engine.messages import (
     LoadWeights,
     WeightsLoaded,
 )
-from streamrl.sim.admission import KvCache, choose_admission
-from streamrl.sim.attempt import Attempt
-from streamrl.sim.surroundings import Surroundings
+from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.sim.world_interface import SimRollout, WorldInterface
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One `Generate` on this replica."""
+
+    rollout: int
+    prefix: int
+    """Whose prompt it shares: its group, or itself where the backend shares none."""
+    priority: int
+    prompt_tokens: int
+    begun_with: int
+    """Output tokens that it came with."""
+    done: int
+    """Output tokens made so far, counted when it joined the batch."""
+    length: int
+    """Output tokens at which it finishes."""
+    brings_cache: bool = False
+    """Whether its context comes from another replica, not to be computed."""
+    finish_at: int = 0
+    """Decode step of the replica with which it finishes."""
+    version: int = 0
+    began_at: float | None = None
+    prefill_time: float = 0.0
+    computed: int = 0
+    """Tokens of its prefix that passes have computed while it waits for the rest."""
+
+    @classmethod
+    def of(cls, command: Generate, drawn: SimRollout, *, shares_prefixes: bool) -> Attempt:
+        """Return the attempt that a command asks for."""
+        return cls(
+            rollout=command.rollout,
+            prefix=drawn.group if shares_prefixes else command.rollout,
+            priority=command.priority,
+            prompt_tokens=drawn.prompt_tokens,
+            begun_with=command.prefix,
+            done=command.prefix,
+            length=drawn.length,
+            brings_cache=command.brings_cache,
+        )
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of its context less the replica's step: the same from one to the next while it runs."""
+        return self.prompt_tokens + self.length - self.finish_at
+
+    def ended(
+        self, finish: Finish, now: float, cache_use: float | None = None, num_preempted: int = 0
+    ) -> Generated:
+        """Return the event of its end at `now` seconds, with what its replica tells of the cache."""
+        run_time = 0.0 if self.began_at is None else now - self.began_at
+        rollout, tokens, version, prefill_time = (
+            self.rollout,
+            self.done,
+            self.version,
+            self.prefill_time,
+        )
+        return Generated(
+            rollout, tokens, finish, version, run_time, prefill_time, cache_use, num_preempted
+        )
+
+
+@dataclass(slots=True, eq=False)
+class KvCache:
+    """Tokens whose keys and values a replica holds, a prompt once for all that share it."""
+
+    capacity: int
+    """Tokens that fit."""
+    held: int = 0
+    num_rollouts: int = 0
+    prompt_tokens: int = 0
+    """Of all prompts in it, each once."""
+    _sharing: dict[int, int] = field(default_factory=dict)
+    """Running rollouts by prefix: the first of a group prefills the prompt for all."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.capacity - self.held
+
+    @property
+    def use(self) -> float:
+        """Share that is held."""
+        return self.held / self.capacity
+
+    def lacks_prompt(self, attempt: Attempt) -> bool:
+        """Whether no running rollout has brought the prompt."""
+        return attempt.prefix not in self._sharing
+
+    def enter(self, attempt: Attempt, tokens: int) -> None:
+        """Hold `tokens` more for a rollout that joins the batch, its prompt among them where it lacked."""
+        if self.lacks_prompt(attempt):
+            self._sharing[attempt.prefix] = 0
+            self.prompt_tokens += attempt.prompt_tokens
+        self._sharing[attempt.prefix] += 1
+        self.num_rollouts += 1
+        self.held += tokens
+
+    def grow(self, steps: int) -> None:
+        """Hold a token more of each rollout for each decode step."""
+        self.held += steps * self.num_rollouts
+
+    def leave(self, attempt: Attempt) -> None:
+        """Free what a rollout has, and the prompt with the last that shares it."""
+        self.held -= attempt.done
+        self.num_rollouts -= 1
+        siblings = self._sharing[attempt.prefix] - 1
+        if siblings:
+            self._sharing[attempt.prefix] = siblings
+            return
+        del self._sharing[attempt.prefix]
+        self.held -= attempt.prompt_tokens
+        self.prompt_tokens -= attempt.prompt_tokens
+
+
+class Admission(Protocol):
+    """Which rollouts are let in."""
+
+    def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
+        """Whether a rollout may join whose prefill computes `fresh` tokens, while `riding` others make one each."""
+        ...
+
+
+class OnDemand:
+    """Let in whatever fits now, with the one token that its prefill makes."""
+
+    def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
+        """Whether what is there now leaves room."""
+        return cache.held + riding + fresh + 1 <= cache.capacity
+
+
+class Reserve:
+    """Keep room for `max_tokens` of every rollout that runs."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+
+    def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
+        """Whether what all may become leaves room."""
+        prompt = fresh - attempt.done
+        longest = (cache.num_rollouts + 1) * self._max_tokens
+        return cache.prompt_tokens + prompt + longest <= cache.capacity
+
+
+def choose_admission(rollout: RolloutConfig) -> Admission:
+    """Return the policy that a run file names."""
+    match rollout.admission:
+        case "on-demand":
+            return OnDemand()
+        case "reserve":
+            return Reserve(rollout.max_tokens)
+        case _:
+            assert_never(rollout.admission)
+
 
 ROUNDING = 1e-9
 """Share of a decode step by which an instant may miss a step's end in floating point."""
@@ -38,7 +199,7 @@ class Replica:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: WorldInterface,
         replica_id: int,
         version: int,
         kind: int = 0,

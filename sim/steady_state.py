@@ -12,20 +12,26 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER
-from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.metrics import Metrics
-from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE, Steady
-from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far, tell_unfinished
-from streamrl.record.trace import Trace
+from streamrl.record.steady_state import (
+    LEAST_FAILURES,
+    LEAST_STEPS,
+    NEGLIGIBLE,
+    LeaderSteps,
+    Steady,
+    describe_unfinished,
+    find_steady_so_far,
+)
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import failures_per_gpu_day, replica_failures_per_day
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
-from streamrl.sim.step_trace import MeasuredTrace, StepTrace
+from streamrl.sim.costs.policy_estimates import fill_policies
+from streamrl.sim.trace import MeasuredTrace, StepTrace
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
@@ -98,7 +104,9 @@ def _simulate(
     world, trace = _open(run, kind, workload, costs)
     world.run(watch, Enough(run, trace.steps).is_there)
     if not trace.steps:
-        raise UnfinishedError(tell_unfinished(run, 0, world.engine.stop_reason or "no step stays"))
+        raise UnfinishedError(
+            describe_unfinished(run, 0, world.engine.stop_reason or "no step stays")
+        )
     return trace
 
 

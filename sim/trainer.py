@@ -22,8 +22,8 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
-from streamrl.sim.costs.trainer_costs import TrainerCosts
-from streamrl.sim.surroundings import Surroundings
+from streamrl.sim.costs.costs import TrainerCosts
+from streamrl.sim.world_interface import WorldInterface
 
 Work = Generator[simpy.Event, Any, None]
 
@@ -31,7 +31,7 @@ Work = Generator[simpy.Event, Any, None]
 class Trainer:
     """One process: take the next work, do it, and again."""
 
-    def __init__(self, around: Surroundings, trainer_id: int, costs: TrainerCosts) -> None:
+    def __init__(self, around: WorldInterface, trainer_id: int, costs: TrainerCosts) -> None:
         self._around = around
         self._costs = costs
         self._start_time = around.run_file.trainers[trainer_id].start_time

@@ -9,7 +9,7 @@ from typing import Any
 import simpy
 
 from streamrl.engine.messages import Command, PushWeights, WeightsPushed
-from streamrl.sim.surroundings import Surroundings
+from streamrl.sim.world_interface import WorldInterface
 
 
 class Link:
@@ -29,7 +29,7 @@ class Link:
 class Transfer:
     """One process: prepare a push, send it over the wire, and see its last bucket arrive."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: WorldInterface) -> None:
         self._around = around
         self._link = Link(around.env)
         self._core = around.cores.time_of("handling")
@@ -61,7 +61,7 @@ class Transfer:
 
     def _send(self, command: PushWeights) -> Generator[simpy.Event, Any, None]:
         sync, env = self._around.costs.sync, self._around.env
-        slowness = self._around.hindrances.slowness
+        slowness = self._around.disruptions.slowness
         yield self._core.work(sync.fill_time * slowness)
         yield from self._link.carry(sync.wire_time * slowness)
         yield env.timeout(sync.drain_time * slowness)

@@ -1,16 +1,190 @@
-"""The simulated verifier pool: rewards cost time."""
+"""The simulated verifier pool: workers, reward-model replicas, and the rewards of simulated rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Generator
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import simpy
 
-from streamrl.engine.messages import Verified, Verify
-from streamrl.sim.reward_replica import RewardQueue, RewardReplica, ToScore
-from streamrl.sim.simulated_rewards import SimRewards
-from streamrl.sim.surroundings import Surroundings
+from streamrl.engine.messages import Failed, Verified, Verify
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.keys import trainer_key
+from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards
+from streamrl.sim.world_interface import WorldInterface
+
+REWARD = 0.0
+"""Of a simulated rollout, which has no text to reward."""
+BEST = 1.0
+"""Of one in a group whose rewards differ."""
+BYTES = 8
+MEAN = "mean of "
+"""Keeps draws of means apart from those of whether rewards differ."""
+
+
+class SimRewards:
+    """Rewards differ in as many groups, and groups have means, as the run file says: the same in every run of a seed.
+
+    Where nobody heeds the one or the other, there is nothing of it.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Take what the run file says.
+
+        Raises:
+            RunError: a trainer takes groups by their rewards, and the run file says nothing of these.
+        """
+        self._seed = run.seed
+        self._size = run.algorithm.group_size
+        self._share = run.workload.informative_share if run.leaves_out_uniform else 0.0
+        pairs = run.workload.group_rewards if run.filters_by_reward else ()
+        if run.filters_by_reward and not pairs:
+            raise _unknown(run)
+        self._means = [mean for mean, _ in pairs]
+        self._edges = list(accumulate(share for _, share in pairs))
+
+    def of(self, rollout: int) -> float:
+        """Return the reward of a rollout."""
+        group, place = divmod(rollout, self._size)
+        mean = self._mean(group) if self._means else REWARD
+        is_end = place == 0 or (place == self._size - 1 and bool(self._means))
+        if not is_end or not self._share or self._draw(str(group)) >= self._share:
+            return mean
+        if not self._means:
+            return BEST
+        return mean + (BEST if place == 0 else -BEST) / 2 if self._size > 1 else mean
+
+    def _mean(self, group: int) -> float:
+        place = bisect_right(self._edges, self._draw(f"{MEAN}{group}"))
+        return self._means[min(place, len(self._means) - 1)]  # shares may add up to a bit less
+
+    def _draw(self, what: str) -> float:
+        """Return a number from 0 on, below 1."""
+        digest = blake2b(f"{self._seed} {what}".encode(), digest_size=BYTES).digest()
+        number: float = int.from_bytes(digest, "little") / 2.0 ** (8 * BYTES)
+        return number
+
+
+def _unknown(run: Run) -> RunError:
+    number = next(n for n, each in enumerate(run.followers, start=1) if each.filters_by_reward)
+    key = "workload.group_rewards"
+    text = (
+        f"{key} is missing: {trainer_key(number)} takes groups by their rewards, and nobody knows but you what share "
+        "of them has which mean, such as [[0.0, 0.25], [1.0, 0.75]]"
+    )
+    return RunError(key, None, list, text)
+
+
+Work = Generator[simpy.Event, Any, None]
+
+
+class ToScore(NamedTuple):
+    """A rollout that waits for its score, which its group may not live to see."""
+
+    command: Verify
+    length: int
+    """Prompt and output tokens."""
+
+
+class RewardQueue:
+    """Rollouts that wait for the next replica that is idle, first come, first served."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._waiting: deque[ToScore] = deque()
+        self._arrival = env.event()
+
+    def put(self, rollout: ToScore) -> None:
+        """Let a rollout wait."""
+        self._waiting.append(rollout)
+        arrival, self._arrival = self._arrival, self._env.event()
+        arrival.succeed()
+
+    def wait(self) -> Work:
+        """Wait until there is one, and all are there that come at the same instant."""
+        while not self._waiting:
+            yield self._arrival
+            yield self._env.timeout(0)
+
+    def take(self, most: int) -> list[ToScore]:
+        """Return so many that waited longest, or all."""
+        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+
+
+class RewardReplica:
+    """One process: waits, computes, and comes up again where it was lost."""
+
+    def __init__(
+        self,
+        around: WorldInterface,
+        costs: StatedRewards | ModelRewards,
+        queue: RewardQueue,
+        tell: Callable[[Verify], None],
+    ) -> None:
+        """Begin to come up.
+
+        Args:
+            around: time, cores and rollouts.
+            costs: seconds of its calls.
+            queue: what it takes rollouts from, beside other replicas.
+            tell: takes each rollout that is scored.
+        """
+        self._around, self._costs, self._queue, self._tell = around, costs, queue, tell
+        self._most = around.run_file.verifier.max_rollouts_per_call
+        self._time = around.cores.time_of("training")
+        self._under_way: list[ToScore] = []
+        self._process = around.env.process(self._run())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it scores anything just now."""
+        return bool(self._under_way)
+
+    def lose(self, reason: str, hang_time: float = 0.0) -> None:
+        """Let it die, or stop and be noticed after a while; call it from a process of your own."""
+        self._process.interrupt((reason, hang_time))
+
+    def _run(self) -> Work:
+        env = self._around.env
+        loss: tuple[str, float] | None = None
+        while True:
+            try:
+                if loss is not None:
+                    reason, hang_time = loss
+                    yield env.timeout(hang_time)
+                    self._fail(reason)
+                    loss = None
+                yield env.timeout(self._around.run_file.verifier.start_time)
+                while True:
+                    yield from self._queue.wait()
+                    yield from self._score()
+            except simpy.Interrupt as struck:
+                self._time.leave()
+                loss = struck.cause
+
+    def _score(self) -> Work:
+        """Score what waits, as much as a call has room for; nothing where another replica was first."""
+        self._under_way = self._queue.take(self._most)
+        if not self._under_way:
+            return
+        stall_time = self._around.disruptions.stalled_until - self._around.env.now
+        if stall_time > 0:
+            yield self._around.env.timeout(stall_time)
+        lengths = [rollout.length for rollout in self._under_way]
+        yield self._time.work(self._costs.call_time(lengths))
+        scored, self._under_way = self._under_way, []
+        for rollout in scored:
+            self._tell(rollout.command)
+
+    def _fail(self, reason: str) -> None:
+        lost, self._under_way = self._under_way, []
+        for rollout in lost:
+            self._around.emit(Failed(rollout.command, reason))
 
 
 class Verifier:
@@ -19,7 +193,7 @@ class Verifier:
     Replicas of a reward model take several rollouts at a time.
     """
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: WorldInterface) -> None:
         self._around = around
         self._rewards = SimRewards(around.run_file)
         self._handling_time = around.costs.handling_time
@@ -86,4 +260,4 @@ class Verifier:
     @property
     def _stall_time(self) -> float:
         """Seconds for which it still stands still."""
-        return max(0.0, self._around.hindrances.stalled_until - self._around.env.now)
+        return max(0.0, self._around.disruptions.stalled_until - self._around.env.now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, assert_never
 
@@ -47,27 +47,72 @@ from streamrl.engine.messages import (
     WakeAt,
     Woke,
 )
-from streamrl.engine.stream_share import check_reach
 from streamrl.engine.systems import build_engine
-from streamrl.engine.trainer_side import LEADER
-from streamrl.engine.world import World
-from streamrl.record.trace import Trace
+from streamrl.engine.trace import Trace
+from streamrl.engine.trainer_side import LEADER, check_reach
+from streamrl.engine.world import GroupReferences, World
 from streamrl.runfile.config import Run
-from streamrl.sim.cores import Cores
-from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
-from streamrl.sim.costs.trainer_costs import TrainerCosts
-from streamrl.sim.drawn import Drawn
-from streamrl.sim.failures import Failures
-from streamrl.sim.faults import SimFaults
+from streamrl.sim.costs.costs import Costs, TrainerCosts
+from streamrl.sim.costs.policy_estimates import fill_policies
+from streamrl.sim.cpu_contention import Cores
+from streamrl.sim.faults import Failures, SimFaults
+from streamrl.sim.network_latency import DelayedChannel, S
 from streamrl.sim.replica import Replica
-from streamrl.sim.step_trace import StepTrace
-from streamrl.sim.surroundings import DrawnRollout, Hindrances
+from streamrl.sim.trace import StepTrace
 from streamrl.sim.trainer import Trainer
 from streamrl.sim.transfer import Transfer
 from streamrl.sim.verifier import Verifier
-from streamrl.sim.way import S, Way
-from streamrl.workload.workload import SimulatedWorkload, Workload
+from streamrl.sim.world_interface import Disruptions, SimRollout, rollouts_of
+from streamrl.workload.workload import Draw, SimulatedWorkload, Workload
+
+KEPT_STEPS = 2
+"""Steps of the leader's for which a group is still known after the last trainer is done with it: what replicas still
+make of a dropped one is looked up until it is aborted."""
+
+
+class LiveRollouts:
+    """What was drawn and is not done with, so that a long run takes no more memory than a short one."""
+
+    def __init__(self, num_trainers: int) -> None:
+        self.rollouts: dict[int, SimRollout] = {}
+        """By id; looked up where a rollout is generated or trained on."""
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._done_with = GroupReferences(num_trainers)
+        self._leaving: dict[int, int] = {}
+        """By group: the leader's version when the last trainer was done with it."""
+        self._version = 0
+
+    def add(self, draws: list[Draw]) -> None:
+        """Take groups that were drawn."""
+        self.rollouts.update(rollouts_of(draws))
+        self._groups.update((draw.drawn.group, draw.drawn.rollouts) for draw in draws)
+
+    def end_step(self, version: int, groups: Iterable[int], trainer: int) -> None:
+        """Take note that a trainer has made a step of groups; forget what all were done with long before."""
+        for group in groups:
+            self.leave(group, trainer)
+        if trainer == LEADER:
+            self._version = version
+            gone = [g for g, since in self._leaving.items() if since <= version - KEPT_STEPS]
+            for group in gone:
+                self._forget(group)
+
+    def leave(self, group: int, trainer: int) -> None:
+        """Take note that a trainer is done with a group."""
+        if self._done_with.leave(group, trainer):
+            self.drop(group)
+
+    def drop(self, group: int) -> None:
+        """Take note that nobody trains on a group any more."""
+        self._done_with.drop(group)
+        if group in self._groups:
+            self._leaving[group] = self._version
+
+    def _forget(self, group: int) -> None:
+        del self._leaving[group]
+        for rollout in self._groups.pop(group):
+            del self.rollouts[rollout]
+
 
 COLLECTED_STEPS = 50
 """Steps after which what they have left in cycles is collected: often enough for memory to stay flat."""
@@ -121,19 +166,19 @@ class SimWorld(World[Trace]):
         self.env = simpy.Environment()
         self.cores = Cores(self.env, costs.sharing)
         self.steps = trace.steps
-        self._drawn = Drawn(run.num_trainers)
+        self._live_rollouts = LiveRollouts(run.num_trainers)
         self._stepping: dict[int, tuple[int, ...]] = {}
         """Groups of the step that each trainer makes: a lost one makes it again of them."""
-        self.rollouts: dict[int, DrawnRollout] = self._drawn.rollouts
+        self.rollouts: dict[int, SimRollout] = self._live_rollouts.rollouts
         self.replicas: dict[int, Replica] = {}
-        self._ways: dict[int, Way] = {}
+        self._channels: dict[int, DelayedChannel] = {}
         """To the replicas behind a link."""
         self._workload = workload
         self._next_group = 0
         self.trainers: dict[int, Trainer] = {}
         self._leads_as = LEADER
         """Whose costs the trainer that leads has."""
-        self.hindrances = Hindrances()
+        self.disruptions = Disruptions()
         self._transfer = Transfer(self)
         self.verifier = Verifier(self)
         self._failures = Failures(self, self.lose, self.lose_trainer)
@@ -196,7 +241,7 @@ class SimWorld(World[Trace]):
             event = self.faults.result(event)
         if isinstance(event, Stepped):
             groups = self._stepping.pop(event.trainer)
-            self._drawn.end_step(event.version, groups, event.trainer)
+            self._live_rollouts.end_step(event.version, groups, event.trainer)
         super().emit(event)
 
     def start(self, command: Command) -> None:
@@ -211,11 +256,11 @@ class SimWorld(World[Trace]):
             case Take() | Postpone() | Resize():
                 pass
             case Skip():
-                self._drawn.leave(command.group, command.trainer)
+                self._live_rollouts.leave(command.group, command.trainer)
             case Stop():
                 pass
             case Drop():
-                self._drawn.drop(command.group)
+                self._live_rollouts.drop(command.group)
                 self._workload.forget(command.group)
             case Score():
                 self.trainers[command.trainer].score(command)
@@ -271,17 +316,17 @@ class SimWorld(World[Trace]):
 
     def _take_away(self, replica_id: int) -> list[Command | Generated]:
         """Let all arrive that a replica has sent, and stop it; return how all ends that it was asked for."""
-        way = self._ways.get(replica_id)
+        way = self._channels.get(replica_id)
         if way is not None:
             way.bring_back()
         ends = list(self.replicas.pop(replica_id).stop())
         if way is not None:
-            ends += self._ways.pop(replica_id).cut()
+            ends += self._channels.pop(replica_id).cut()
         return ends
 
     def _send(self, command: S, take: Callable[[S], None]) -> None:
         """Let a replica take a command, over a link once it has arrived."""
-        way = self._ways.get(command.replica)
+        way = self._channels.get(command.replica)
         if way is None:
             take(command)
         else:
@@ -295,7 +340,7 @@ class SimWorld(World[Trace]):
     def _draw(self, command: DrawPrompts) -> None:
         draws = self._workload.draw(self._next_group, command.num_groups)
         self._next_group += command.num_groups
-        self._drawn.add(draws)
+        self._live_rollouts.add(draws)
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
@@ -303,7 +348,7 @@ class SimWorld(World[Trace]):
         seconds, emit = self.costs.of_kind(command.kind).message_time, self.emit
         yield self.env.timeout(seconds + self.run_file.rollout.start_time)
         if seconds:
-            way = self._ways[command.replica] = Way(self.env, seconds, self.emit)
+            way = self._channels[command.replica] = DelayedChannel(self.env, seconds, self.emit)
             emit = way.emit
         replica = Replica(self, command.replica, command.version, command.kind, emit)
         self.replicas[command.replica] = replica

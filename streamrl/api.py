@@ -10,38 +10,40 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from streamrl.executor.stream_client import read_stream
+    from streamrl.engine.trace import read_trace
+    from streamrl.executor.subscribers.stream_client import read_stream
     from streamrl.hardware.profiles import load_model
     from streamrl.record.metrics import measure
-    from streamrl.record.trace import read_trace
     from streamrl.report.against_report import against_report
     from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
     from streamrl.report.figures import bubble_figure, timeline_figure
-    from streamrl.report.generation import comparison_table as generation_comparison
-    from streamrl.report.generation import generation_figure, generation_notes
-    from streamrl.report.html import report_html as report
+    from streamrl.report.page.page import report_html as report
     from streamrl.report.plan_report import plan_report
-    from streamrl.report.profile_figures import share_figure
+    from streamrl.report.profile_report import comparison_table as generation_comparison
+    from streamrl.report.profile_report import generation_figure, generation_notes, share_figure
     from streamrl.report.run_tables import metrics_table
-    from streamrl.runfile.reading import load_run
+    from streamrl.runfile.files import load_run
     from streamrl.sim.planner.planner import make_plan as plan
     from streamrl.sim.steady_state import simulate_steady as simulate
-    from streamrl.sim.studies.efficiency import operator_efficiency, training_mfu
-    from streamrl.sim.studies.pair import compare_runs
-    from streamrl.sim.studies.replica_speed import study_generation
+    from streamrl.sim.studies.comparison import compare_runs
+    from streamrl.sim.studies.hardware_efficiency import (
+        operator_efficiency,
+        study_generation,
+        training_mfu,
+    )
     from streamrl.sim.studies.rerun import rerun
 
 PLACES = {
-    "load_run": "streamrl.runfile.reading:load_run",
+    "load_run": "streamrl.runfile.files:load_run",
     "load_model": "streamrl.hardware.profiles:load_model",
     "plan": "streamrl.sim.planner.planner:make_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
     "simulate": "streamrl.sim.steady_state:simulate_steady",
-    "compare_runs": "streamrl.sim.studies.pair:compare_runs",
+    "compare_runs": "streamrl.sim.studies.comparison:compare_runs",
     "against_report": "streamrl.report.against_report:against_report",
     "rerun": "streamrl.sim.studies.rerun:rerun",
-    "read_stream": "streamrl.executor.stream_client:read_stream",
-    "read_trace": "streamrl.record.trace:read_trace",
+    "read_stream": "streamrl.executor.subscribers.stream_client:read_stream",
+    "read_trace": "streamrl.engine.trace:read_trace",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
     "measure": "streamrl.record.metrics:measure",
     "metrics_table": "streamrl.report.run_tables:metrics_table",
@@ -49,14 +51,14 @@ PLACES = {
     "bubble_table": "streamrl.report.bubbles:bubble_table",
     "bubble_notes": "streamrl.report.bubbles:bubble_notes",
     "bubble_figure": "streamrl.report.figures:bubble_figure",
-    "report": "streamrl.report.html:report_html",
-    "study_generation": "streamrl.sim.studies.replica_speed:study_generation",
-    "generation_comparison": "streamrl.report.generation:comparison_table",
-    "generation_notes": "streamrl.report.generation:generation_notes",
-    "generation_figure": "streamrl.report.generation:generation_figure",
-    "operator_efficiency": "streamrl.sim.studies.efficiency:operator_efficiency",
-    "training_mfu": "streamrl.sim.studies.efficiency:training_mfu",
-    "share_figure": "streamrl.report.profile_figures:share_figure",
+    "report": "streamrl.report.page.page:report_html",
+    "study_generation": "streamrl.sim.studies.hardware_efficiency:study_generation",
+    "generation_comparison": "streamrl.report.profile_report:comparison_table",
+    "generation_notes": "streamrl.report.profile_report:generation_notes",
+    "generation_figure": "streamrl.report.profile_report:generation_figure",
+    "operator_efficiency": "streamrl.sim.studies.hardware_efficiency:operator_efficiency",
+    "training_mfu": "streamrl.sim.studies.hardware_efficiency:training_mfu",
+    "share_figure": "streamrl.report.profile_report:share_figure",
 }
 """Where each name is, as module:name."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.record.against import Against
+from streamrl.record.run_comparison import Against
 from streamrl.report.against_report import against_report
 from streamrl.runfile.config import Run
 from tests.runs import small_run

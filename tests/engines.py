@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from streamrl.runfile.sides_config import RolloutBackend
+from streamrl.runfile.roles_config import RolloutBackend
 
 NAMES: tuple[str, ...] = get_args(RolloutBackend)
 HANG = 300.0

@@ -26,7 +26,7 @@ from streamrl.engine.messages import (
     Verify,
     Woke,
 )
-from streamrl.record.trace import Facts, Trace
+from streamrl.engine.trace import Facts, Trace
 from tests.runs import small_run
 
 LEARNERS: dict[str, Any] = {

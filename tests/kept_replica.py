@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from streamrl.executor.roles import Manifest
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
-from streamrl.executor.samples import Manifest
 
 Served = tuple[asyncio.Runner, ReplicaWorker]
 """A replica, and the event loop that it is called on."""

@@ -9,24 +9,24 @@ from typing import Any
 
 import msgspec
 
-from streamrl.hardware.machine_profile import (
+from streamrl.hardware.measured_profile import (
     CallRow,
     DecodeRow,
     Host,
     JoinRow,
     MeasuredModel,
     MeasuredProfile,
-    Moved,
-    Once,
+    ModelOperation,
     PassRow,
     PrefillRow,
     Seconds,
+    WeightTransfer,
     shape_digest,
 )
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 
 SHAPE = {
     "model_type": "qwen2",
@@ -114,9 +114,9 @@ def make_profile(model: Path, **changes: Any) -> MeasuredProfile:
         train=_passes(prefixes, TRAIN_FACTOR),
         score=_passes(prefixes, 1.0),
         call=[CallRow(tokens=t, seconds=around(5e-4 + 1e-6 * t)) for t in (100, 1000)],
-        optimizer=Once(seconds=around(3e-3)),
-        push=Moved(bytes=1000, seconds=around(4e-3)),
-        load=Moved(bytes=1000, seconds=around(6e-3)),
+        optimizer=ModelOperation(seconds=around(3e-3)),
+        push=WeightTransfer(bytes=1000, seconds=around(4e-3)),
+        load=WeightTransfer(bytes=1000, seconds=around(6e-3)),
     )
     return msgspec.structs.replace(profile, **changes)
 

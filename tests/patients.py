@@ -10,9 +10,9 @@ from typing import Any
 
 from streamrl.cli.doctor import examine
 from streamrl.doctor.examination import Examination
-from streamrl.doctor.finding import Finding
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
+from streamrl.runfile.findings import Finding
 from tests.runs import make_table
 
 NOWHERE = Path("nowhere/run.toml")

@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.systems import build_policies, build_state
-from streamrl.record.trace import Trace
+from streamrl.engine.trace import Trace
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
-from streamrl.runfile.failures_config import FailuresConfig
 from streamrl.runfile.policies_config import WeightSyncName
-from streamrl.runfile.sides_config import AlgorithmChanges, FollowerConfig
+from streamrl.runfile.roles_config import AlgorithmChanges, SecondaryTrainerConfig
+from streamrl.runfile.simulation_config import FailuresConfig
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (
@@ -181,7 +181,7 @@ def runs_of_several(draw: st.DrawFn) -> Run:
 
 
 FOLLOWERS = st.builds(
-    FollowerConfig,
+    SecondaryTrainerConfig,
     name=st.just(""),
     pool=st.just("third"),
     data_parallel=st.integers(1, 2),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamrl.executor.carriers.handles import Handle
-from streamrl.executor.carriers.heartbeat import PATIENCE
+from streamrl.executor.launchers.handles import PATIENCE, Handle
 
 
 async def start_actor(
@@ -15,8 +14,7 @@ async def start_actor(
     """Start a role."""
     import ray
 
-    from streamrl.executor.carriers.ray_actor import RayActor
-    from streamrl.executor.carriers.ray_role import RayRole
+    from streamrl.executor.launchers.ray_actor import RayActor, RayRole
 
     if not ray.is_initialized():
         ray.init("local", num_cpus=1, log_to_driver=False, include_dashboard=False)

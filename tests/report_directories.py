@@ -8,10 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streamrl.report.plan import PLAN_TOML, write_plan
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import load_run, write_run
+from streamrl.sim.planner.plan import PLAN_TOML, write_plan
 from streamrl.sim.steady_state import simulate_steady
 from tests.runs import small_run
 from tests.test_plan import few, planned

@@ -36,16 +36,16 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.engine.siblings import SiblingLengths
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine, build_policies, build_state
 from streamrl.hardware.memory import replica_workspace, weight_bytes
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
+from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
-from streamrl.runfile.reading import make_run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import SimWorld
+from streamrl.workload.length_posterior import SiblingLengths
 from streamrl.workload.workload import SimulatedWorkload
 
 TABLE: dict[str, Any] = {

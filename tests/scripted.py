@@ -10,16 +10,15 @@ from typing import Any
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.engine.systems import build_policies, build_state
+from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess
-from streamrl.executor.carriers.processes import begin_for, fork_from, spawn
 from streamrl.executor.execute import find_kept
+from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess
+from streamrl.executor.launchers.processes import begin_for, fork_from, spawn
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.record import RunDirectory
-from streamrl.executor.roles import Scoring, TransferRole, VerifierRole, Write
-from streamrl.executor.samples import Manifest
+from streamrl.executor.roles import Manifest, Scoring, TransferRole, VerifierRole, Write
 from streamrl.executor.world import RealWorld
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
 from tests.runs import CheckedEngine

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.executor.roles import RewardRole, TrainerRole
+from streamrl.executor.roles import (
+    CacheState,
+    Completion,
+    Exchange,
+    Manifest,
+    ModelScore,
+    Request,
+    RewardRole,
+    Sample,
+    TrainerRole,
+)
 from streamrl.executor.rollout.inference_engine import (
     STOPPED,
     Copy,
@@ -23,15 +33,6 @@ from streamrl.executor.rollout.inference_engine import (
     TimedPass,
 )
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
-from streamrl.executor.samples import (
-    CacheState,
-    Completion,
-    Exchange,
-    Manifest,
-    ModelScore,
-    Request,
-    Sample,
-)
 from streamrl.executor.tokens import TokenSegment, encode_ids, read_blocks
 
 VOCABULARY = 20

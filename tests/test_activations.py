@@ -18,7 +18,7 @@ from streamrl.hardware.activations import (
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.roles_config import TrainerConfig
 
 SEVEN = load_model(ModelConfig(name="qwen2.5-7b"))
 THIRTY = load_model(ModelConfig(name="qwen3-30b-a3b"))

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.executor.adapter_layers import ADAPTERS
-from streamrl.executor.carriers.handles import InProcess
-from streamrl.executor.carriers.launch import RELAY
-from streamrl.executor.samples import Arrived, Manifest, Parcel
+from streamrl.executor.launchers.handles import InProcess
+from streamrl.executor.launchers.launcher import RELAY
+from streamrl.executor.roles import Arrived, Manifest, Parcel
 from streamrl.executor.tokens import ID
 from streamrl.executor.trainer.adapters import (
     adapters_of,
@@ -23,10 +23,10 @@ from streamrl.executor.trainer.adapters import (
     save_model,
     without_adapters,
 )
-from streamrl.executor.trainer.loading import load_learner
-from streamrl.executor.trainer.optimizer import make_optimizer
+from streamrl.executor.trainer.learner import load_learner
 from streamrl.executor.trainer.sequences import NOTHING
-from streamrl.executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.trainer.training_backend import make_optimizer
+from streamrl.executor.transfer.bucket_check import verify_buckets
 from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
 from tests.test_end_to_end import SYMBOLS
 from tests.test_trainer import make_config

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.engine.messages import Generated
+from streamrl.engine.trace import replay
 from streamrl.hardware.memory import kv_capacity, most_running
-from streamrl.record.trace import replay
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_latency
-from streamrl.sim.fidelity.cases import Case, make_case
+from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.fidelity.paper import Case, make_case
 from streamrl.sim.world import simulate
 from tests.runs import checked_world, run_with_capacity, small_run
 from tests.test_sim import Bench, Job

@@ -8,19 +8,15 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict, replace
 
-from streamrl.record.against import Against, Known, Outcome
 from streamrl.record.attribution import attribute_sides
-from streamrl.record.batch_means import half_width
-from streamrl.record.leader_steps import read_steps
-from streamrl.record.metrics import Metrics, measure
-from streamrl.record.paired import relative
-from streamrl.record.run_reader import read_run
-from streamrl.record.set_against import decide, set_against
+from streamrl.record.metrics import Metrics, measure, read_run
+from streamrl.record.run_comparison import Against, Known, Outcome, compare_traces, decide, relative
+from streamrl.record.steady_state import half_width, read_steps
 from streamrl.report.against_report import verdict
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.simulate_config import SimulateConfig
+from streamrl.runfile.simulation_config import SimulateConfig
 from streamrl.sim.steady_state import simulate_steady
-from streamrl.sim.studies.pair import compare_runs, simulate_pair
+from streamrl.sim.studies.comparison import compare_runs, simulate_pair
 from tests.against_pair import COLOCATED, FAR, colocated, disaggregated, render, some_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -164,7 +160,7 @@ def test_a_run_that_stops_past_its_last_step_ends_the_other_too() -> None:
     pair = simulate_pair(disaggregated(failing), disaggregated({"algorithm.steps": 2}))
     num_made = [len(read_steps(trace)) for trace in pair.traces]
     assert max(num_made) <= min(num_made) + 1 < 20 and "too few for an interval" in pair.note
-    against = set_against(pair.traces, (pair.steps.first, pair.steps.last), pair.note)
+    against = compare_traces(pair.traces, (pair.steps.first, pair.steps.last), pair.note)
     assert against.outcome == "may be chance"  # though the steps that both made are alike
 
 
@@ -216,7 +212,7 @@ def test_steps_of_other_tokens_are_compared_by_the_token() -> None:
         disaggregated(),
     )
     first, last = pair.steps.first, pair.steps.last
-    against = set_against(pair.traces, (first, last), "")
+    against = compare_traces(pair.traces, (first, last), "")
     a, b = (measure(trace, (first, last)) for trace in pair.traces)
     assert a.step_tokens[first - 1 : last] != b.step_tokens[first - 1 : last]
     time, tokens = (

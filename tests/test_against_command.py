@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from streamrl.record.against import Against, BreakEvenBandwidth
+from streamrl.record.run_comparison import Against, BreakEvenBandwidth
 from streamrl.report.against_report import break_even_lines, verdict
-from streamrl.runfile.writing import write_run
-from streamrl.sim.studies.break_even import LEAST_BANDWIDTH
-from streamrl.sim.studies.pair import compare_runs
+from streamrl.runfile.files import write_run
+from streamrl.sim.studies.comparison import LEAST_BANDWIDTH, compare_runs
 from tests.against_pair import FAR, colocated, disaggregated, render
 from tests.command_line import streamrl
 

@@ -14,23 +14,22 @@ from rich.console import Console
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.memory import trainer_side
-from streamrl.doctor.replica_batch import replica_batch
 from streamrl.hardware.memory import ROOMY
+from streamrl.report.page.details import of_plan
 from streamrl.report.page.page import make_page, read_report, render_markdown
-from streamrl.report.page.what_if import of_plan
 from streamrl.report.pictures.drawing import Text
-from streamrl.report.pictures.tornado import tornado_picture
-from streamrl.report.plan import Plan, read_plan, write_plan
+from streamrl.report.pictures.range_bars import tornado_picture
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.report.run_tables import format_dollars, format_step_time
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
-from streamrl.sim.planner.binding import find_binding
+from streamrl.runfile.files import load_run, write_run
+from streamrl.sim.planner.bottleneck import find_binding
 from streamrl.sim.planner.layouts import TIGHT
+from streamrl.sim.planner.plan import Plan, read_plan, write_plan
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.sensitivity import is_ahead
 from streamrl.sim.planner.space import Space, find_trainers
-from streamrl.sim.studies.pair import compare_runs
+from streamrl.sim.studies.comparison import compare_runs
+from streamrl.workload.replica_batch import replica_batch
 from tests.command_line import streamrl
 from tests.report_directories import write_planned
 from tests.test_plan import SMALL, Here, few, planned

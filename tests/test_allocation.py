@@ -12,14 +12,23 @@ from hypothesis import strategies as st
 from streamrl.engine.messages import Generated
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
-from streamrl.sim.batch_time import Finish, generate_batch
+from streamrl.runfile.files import make_run
+from streamrl.sim.batch_generation import Finish, generate_batch
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_latency
-from streamrl.sim.fidelity.growth import read_paces
-from streamrl.sim.planner.allocation import Objective, allocate, objective_of, search, step_time
+from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.fidelity.paper_scaling import read_paces
+from streamrl.sim.planner.allocation import (
+    TRAINED_BATCHES,
+    Generation,
+    Objective,
+    Stages,
+    Training,
+    allocate,
+    objective_of,
+    search,
+    step_time,
+)
 from streamrl.sim.planner.layouts import Degrees
-from streamrl.sim.planner.stages import TRAINED_BATCHES, Generation, Stages, Training
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import make_table

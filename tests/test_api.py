@@ -23,7 +23,7 @@ dir(api)
 print(*sorted(n for n in sys.modules if n.split(".")[0] == "streamrl"))
 print(*sorted({"numpy", "msgspec", "rich", "simpy", "matplotlib", "jinja2"} & set(sys.modules)))
 api.load_run
-print("streamrl.runfile.reading" in sys.modules, "numpy" in sys.modules, "streamrl.sim" in sys.modules)
+print("streamrl.runfile.files" in sys.modules, "numpy" in sys.modules, "streamrl.sim" in sys.modules)
 """
 
 

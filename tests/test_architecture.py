@@ -41,7 +41,7 @@ CONTROL = [
             "recent",
             "pace",
             "latency",
-            "setbacks",
+            "failure_counts",
             "stream_share",
         ),
         *("state", "invariants", "engine"),
@@ -189,7 +189,7 @@ LAYERS = {
             "adapter_layers",
             "adapter_directory",
             "attention",
-            "turnout",
+            "step_statistics",
             "buffer",
             "token_teller",
         ),
@@ -275,8 +275,8 @@ def test_the_search_for_circles_finds_them(tmp_path: Path) -> None:
     assert list(imports(tmp_path / "hidden.py")) == ["a.b.C", "d"]
     graph = import_graph()
     assert graph["streamrl.sim.world"] > {"streamrl.sim.replica", "streamrl.engine.messages"}
-    found = circle({**graph, "streamrl.sim.surroundings": {"streamrl.sim.world"}})
-    assert {"streamrl.sim.world", "streamrl.sim.surroundings"} <= {*found}
+    found = circle({**graph, "streamrl.sim.world_interface": {"streamrl.sim.world"}})
+    assert {"streamrl.sim.world", "streamrl.sim.world_interface"} <= {*found}
 
 
 def test_every_room_says_in_a_sentence_what_lives_there() -> None:

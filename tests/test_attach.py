@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from streamrl.cli.attach import attach
-from streamrl.cli.detach import detach as detach_by_name
+from streamrl.cli.attach import detach as detach_by_name
 from streamrl.engine.messages import (
     Event,
     RunStarted,
@@ -27,19 +27,24 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.policies.staleness import AWAY
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.engine.trainer_side import ABSENT, LEADER
-from streamrl.executor.attached import read_attached, with_attached
-from streamrl.executor.control import Attach, ControlFiles, ask
 from streamrl.executor.directory_lock import DirectoryLock
 from streamrl.executor.execute import execute as execute_for_real
+from streamrl.executor.subscribers.attach_requests import (
+    Attach,
+    ControlFiles,
+    ask,
+    read_attached,
+    with_attached,
+)
 from streamrl.executor.world import RealWorld
 from streamrl.record.chrome_trace import chrome_trace
-from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import follower_directory, read_metrics
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import read_metrics, secondary_trainer_directory
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run, make_run, section_of
+from streamrl.runfile.files import load_run, make_run, secondary_trainer_section
 from tests.command_line import streamrl
 from tests.runs import checked_world, make_table, small_run
 from tests.scripted import make_world
@@ -57,7 +62,7 @@ Act = Callable[[RealWorld, Event, State], None]
 def section(**changes: Any) -> dict[str, Any]:
     """Return the section of a trainer as `attach` would send it."""
     table = make_table({"cluster.pools.aside": {"gpu": "h20"}, "followers": [NEWCOMER | changes]})
-    return section_of(make_run(table).followers[0])
+    return secondary_trainer_section(make_run(table).followers[0])
 
 
 def run_of(directory: Path, **changes: Any) -> Run:
@@ -128,8 +133,11 @@ def test_a_trainer_that_joins_learns_from_what_is_drawn_after_it_and_the_rest_is
     assert replay(trace, checks_invariants=True) is None
     directory = tmp_path / "run"
     written = read_trace(directory / "trace.jsonl")
-    assert written.run.follower_names == ("newcomer",) and written.begun.follower_names == ()
-    balance = balance_books(written, directory)
+    assert (
+        written.run.secondary_trainer_names == ("newcomer",)
+        and written.begun.secondary_trainer_names == ()
+    )
+    balance = ledger_of_run(written, directory)
     assert balance.is_balanced, balance.faults
     leader, newcomer = balance.trainers
     (joined,) = (n for n, e in enumerate(trace.entries) if isinstance(e.event, TrainerJoined))
@@ -140,7 +148,9 @@ def test_a_trainer_that_joins_learns_from_what_is_drawn_after_it_and_the_rest_is
     )
     assert newcomer.dropped[ABSENT] == before > 0
     assert newcomer.trained > 0 and leader.trained == 8 * 3 * run.algorithm.group_size
-    steps = [line["step"] for line in read_metrics(follower_directory(directory, 1, "newcomer"))]
+    steps = [
+        line["step"] for line in read_metrics(secondary_trainer_directory(directory, 1, "newcomer"))
+    ]
     assert steps == list(range(1, len(steps) + 1)) and steps
     figures = measure(written)
     assert sum(figures.idle.values()) + sum(figures.busy.values()) == pytest.approx(1)
@@ -179,7 +189,7 @@ def test_a_trainer_is_refused_whose_name_is_taken_or_that_has_no_room(tmp_path: 
     taken, room = refused
     assert "'quick one': a trainer of that name follows already" in taken
     assert "aside" in room
-    assert trace.run.follower_names == ("quick one",)
+    assert trace.run.secondary_trainer_names == ("quick one",)
     assert not (tmp_path / "run" / "attached.json").exists()
 
 
@@ -220,7 +230,7 @@ def test_a_trainer_is_killed_detached_and_attached_again_and_goes_on_from_its_ow
     started = [e.version for e in events if isinstance(e, TrainerStarted) and e.trainer == 1]
     assert started[-1] == saved[0] > 0
     assert replay(trace, checks_invariants=True) is None
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     leader, newcomer = balance.trainers
     assert leader.trained == 40 * 3 * run.algorithm.group_size and not leader.dropped
@@ -260,7 +270,7 @@ def test_a_detached_trainer_comes_back_as_it_was_and_no_other_way(tmp_path: Path
 
     trace = execute(run_of(tmp_path), act)
     assert refused
-    assert balance_books(trace, tmp_path / "run").is_balanced
+    assert ledger_of_run(trace, tmp_path / "run").is_balanced
 
 
 @pytest.mark.parametrize("was_there", [False, True])
@@ -285,7 +295,7 @@ def test_nobody_joins_or_comes_back_once_the_last_prompts_are_drawn(
     trace = execute(run_of(tmp_path, policies__system="stream-async"), act)
     assert len(refused) == 1 and "\n" not in refused[0]
     assert sum(isinstance(entry.event, TrainerJoined) for entry in trace.entries) == was_there
-    assert balance_books(trace, tmp_path / "run").is_balanced
+    assert ledger_of_run(trace, tmp_path / "run").is_balanced
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -320,7 +330,7 @@ def test_a_resume_brings_back_who_had_joined_and_leaves_out_who_had_left(
     assert isinstance(begun, RunStarted) and begun.away == ((1,) if leaves else ())
     assert begun.followers and begun.followers[0].trainer == 1
     assert replay(trace, checks_invariants=True) is None
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     newcomer = balance.trainers[1]
     steps = [
@@ -337,7 +347,7 @@ def test_a_resume_brings_back_who_had_joined_and_leaves_out_who_had_left(
 
 def test_a_simulated_trainer_leaves_and_comes_back_and_delays_nobody() -> None:
     run = small_run(THREE)
-    world, quick = checked_world(run), section_of(run.followers[0])
+    world, quick = checked_world(run), secondary_trainer_section(run.followers[0])
 
     def watch(version: int) -> None:
         if version == 4:
@@ -347,7 +357,7 @@ def test_a_simulated_trainer_leaves_and_comes_back_and_delays_nobody() -> None:
 
     trace = world.run(watch)
     assert replay(trace) is None
-    balance = balance_books(trace, Path())
+    balance = ledger_of_run(trace, Path())
     assert balance.is_balanced, balance.faults
     leader, quick_one, _ = balance.trainers
     assert leader.trained == 12 * run.algorithm.rollouts_per_step

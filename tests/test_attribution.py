@@ -30,11 +30,11 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.trace import Trace
 from streamrl.record.attribution import attribute, attribute_sides
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 from streamrl.sim.world import simulate
 from tests.hand_traces import LEARNERS, HandTrace
 from tests.random_runs import FaultyWorld, failures, runs_of_several

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.executor.back_ends import _limits, check_back_ends
+from streamrl.executor.backend_limits import _limits, check_back_ends
 from streamrl.executor.checkup import readiness, run_paths
 from streamrl.executor.execute import execute
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.vllm_settings import place_of
 from streamrl.runfile.cluster_config import PoolConfig
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from tests.patients import NOWHERE, bad, local_table
 from tests.scripted import ScriptedTokenizer
 

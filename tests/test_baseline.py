@@ -21,16 +21,15 @@ from streamrl.engine.messages import (
     Train,
     Verified,
 )
+from streamrl.engine.trace import Trace, replay
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.carriers.handles import Handle
+from streamrl.executor.launchers.handles import Handle
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.executor.samples import Sample
-from streamrl.executor.trainer.advantages import advantages, batch_baseline
-from streamrl.executor.trainer.estimator import AdvantageEstimator
+from streamrl.executor.roles import Sample
+from streamrl.executor.trainer.advantages import AdvantageEstimator, advantages, batch_baseline
 from streamrl.executor.trainer.losses import Tokens, policy_losses
-from streamrl.record.informative import informative_share
-from streamrl.record.run_lines import read_rollouts
-from streamrl.record.trace import Trace, replay
+from streamrl.record.recorded_workload import informative_share
+from streamrl.record.run_directory import read_rollouts
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedLauncher, ScriptedTokenizer, make_world
 from tests.scripted_roles import ScriptedTrainer

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.sim.planner.binding import find_binding
-from streamrl.sim.planner.found import Found, settings_of
+from streamrl.sim.planner.bottleneck import find_binding, find_gains
+from streamrl.sim.planner.plan_description import PlanDescription, settings_of
 from streamrl.sim.planner.race import Race
-from streamrl.sim.planner.relief import find_gains
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.trial import Trial, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
@@ -50,7 +49,7 @@ def test_a_runner_up_of_a_few_steps_stands_in_the_units_of_the_steady_state_of_t
     steady, paired = race.steady[chosen][0], race.finals[chosen][0]
     assert len(steady.step_times) > len(paired.step_times)
     by_settings = {str(settings_of(search.space.candidate(index))): index for index in race.finals}
-    runners = Found(search, race, chosen).runners_up()
+    runners = PlanDescription(search, race, chosen).runners_up()
     finalists = {by_settings.get(str(each.choice.settings)): each.choice for each in runners}
     of_few = {index: choice for index, choice in finalists.items() if index not in race.steady}
     assert len(of_few.keys() & race.finals.keys()) >= 2

@@ -16,17 +16,15 @@ from hypothesis import strategies as st
 
 from streamrl.engine.messages import LoadWeights, PushWeights, WeightsLoaded, WeightsPushed
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.trace import Entry, Trace
 from streamrl.record.attribution import AttributionReader, attribute_sides
-from streamrl.record.entries import Entry
-from streamrl.record.leader_steps import read_steps
-from streamrl.record.ledger import Ledger
-from streamrl.record.metrics import Metrics, measure, measure_read
-from streamrl.record.run_reader import RunReader
+from streamrl.record.interval_sums import IntervalSums
+from streamrl.record.metrics import Metrics, RunReader, measure, measure_read
+from streamrl.record.steady_state import read_steps
 from streamrl.record.timeline import Span, TimelineReader, read_timeline
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.sides import sides_of
+from streamrl.runfile.files import load_run
+from streamrl.runfile.gpu_pools import sides_of
 from streamrl.sim.steady_state import measure_steady, simulate_steady
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
@@ -126,7 +124,7 @@ def test_so_they_are_of_several_trainers_whatever_fails(
 def test_so_they_are_of_any_run_that_is_simulated_as_it_is_measured(run: Run, size: int) -> None:
     run = msgspec.structs.replace(run, simulate=msgspec.structs.replace(run.simulate, max_steps=4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streamrl.sim.step_trace.BLOCK", size)
+        patch.setattr("streamrl.sim.trace.BLOCK", size)
         check_same_figures(measure_steady(run), measure(simulate_steady(run)))
 
 
@@ -202,7 +200,7 @@ def test_any_window_between_marks_can_be_asked_for_once_a_run_is_read() -> None:
 
 
 def test_a_ledger_cuts_what_spans_marks() -> None:
-    ledger = Ledger[str]([1.0, 2.0, 2.0, 5.0])
+    ledger = IntervalSums[str]([1.0, 2.0, 2.0, 5.0])
     pieces = ledger.cut(np.array([0.5, 2.0, 6.0]), np.array([3.0, 5.0, 7.0]))
     ledger.add_pieces("it", pieces.slot, pieces.end - pieces.start)
     assert ledger.between(0.0, inf) == {"it": 0.5 + 1 + 1 + 3 + 1}
@@ -236,7 +234,7 @@ def _bytes_a_step(work: Callable[[int], None]) -> float:
     """Return by how much the most bytes that a work of so many steps takes grow with each, in small blocks."""
     peaks = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streamrl.sim.step_trace.BLOCK", 512)
+        patch.setattr("streamrl.sim.trace.BLOCK", 512)
         work(20)  # what is loaded once
         for most in (30, 110):
             tracemalloc.start()

@@ -31,23 +31,26 @@ from streamrl.engine.messages import (
     TrainerStarted,
 )
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.trace import Entry, Trace, blaming_damage
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.executor.checkpoints import KEPT_CHECKPOINTS
-from streamrl.record.balance import Balance
-from streamrl.record.books import Books
-from streamrl.record.entries import Entry
-from streamrl.record.saved_books import KEPT_BOOKS, SavedBook, SavedBooks
-from streamrl.record.trace import Trace, blaming_damage
-from streamrl.report.ledger_line import ledger_line
+from streamrl.record.ledger import (
+    KEPT_ACCOUNTS,
+    Ledger,
+    LedgerReader,
+    SavedAccount,
+    SavedAccounts,
+    ledger_line,
+)
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import Losses, failures, losses, runs, runs_of_several, simulate
 from tests.runs import small_run
 
 
-def balance_of(trace: Trace) -> Balance:
+def balance_of(trace: Trace) -> Ledger:
     """Return how the books of a run of one leg stand."""
-    books = Books(trace)
+    books = LedgerReader(trace)
     books.read(trace.entries)
     return books.balance()
 
@@ -278,7 +281,7 @@ def resumed(
     ahead: tuple[int, ...] = (),
     kept: tuple[int, int] | None = None,
     leg: int = 2,
-) -> Books:
+) -> LedgerReader:
     """Return the books of a run that saved its second step, died after the third and goes on with some groups.
 
     Of the first of these tokens may be there.
@@ -299,9 +302,9 @@ def resumed(
         second.generate(step, group)
         second.generated(step + 0.5, group, 0.5, version=step - 1)
         second.train(step + 0.6, step + 0.9, step, group)
-    books = Books(first.trace)
+    books = LedgerReader(first.trace)
     books.read(first.trace.entries)
-    books.begin_leg(second.trace)
+    books.begin_trace(second.trace)
     books.read(second.trace.entries)
     return books
 
@@ -346,7 +349,7 @@ def test_a_checkpoint_that_calls_done_what_is_open_does_not_balance() -> None:
     ],
 )
 def test_a_leg_that_trains_what_is_done_or_leaves_prompts_out_does_not_balance(
-    books: Callable[[], Books], told: str
+    books: Callable[[], LedgerReader], told: str
 ) -> None:
     balance = books().balance()
     assert told in balance.faults[0]
@@ -367,26 +370,26 @@ def test_staleness_that_is_not_bounded_is_told_as_such() -> None:
     assert ledger_line(balance_of(greedy.trace)).endswith("; staleness at most 0, not bounded")
 
 
-def a_book(version: int) -> SavedBook:
-    return SavedBook(2 * version, frozenset(), version, Counter())
+def a_book(version: int) -> SavedAccount:
+    return SavedAccount(2 * version, frozenset(), version, Counter())
 
 
 def test_the_books_of_the_newest_checkpoints_are_kept_and_no_more() -> None:
-    assert KEPT_BOOKS > KEPT_CHECKPOINTS
-    saved = SavedBooks()
+    assert KEPT_ACCOUNTS > KEPT_CHECKPOINTS
+    saved = SavedAccounts()
     for version in range(1, 1001):
         saved.ask(version, a_book(version))
         saved.complete(version)
-        assert len(saved) <= KEPT_BOOKS + 1
+        assert len(saved) <= KEPT_ACCOUNTS + 1
         if version == 3:
             assert saved.resume(2) == a_book(2)
-    for version in (2, *range(1001 - KEPT_BOOKS, 1001)):
+    for version in (2, *range(1001 - KEPT_ACCOUNTS, 1001)):
         assert saved.resume(version) == a_book(version), version
-    assert saved.resume(1000 - KEPT_BOOKS) is None
+    assert saved.resume(1000 - KEPT_ACCOUNTS) is None
 
 
 def test_checkpoints_that_nobody_said_to_be_complete_push_none_out() -> None:
-    saved = SavedBooks()
+    saved = SavedAccounts()
     saved.complete(3)  # which nobody asked for
     for version in range(1, 21):
         saved.ask(version, a_book(version))

@@ -12,16 +12,21 @@ from hypothesis import strategies as st
 
 from streamrl.hardware.memory import most_running
 from streamrl.runfile.config import Run
-from streamrl.sim.batch_time import Finish
+from streamrl.sim.batch_generation import Finish, StepBatch, StepEnds
 from streamrl.sim.costs.colocation import PhaseChange
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.sync import SyncCosts
 from streamrl.sim.costs.training.training import TrainingCosts
-from streamrl.sim.planner.bound import Estimates
-from streamrl.sim.planner.generation_time import DealtBatch, least_times, summarize
+from streamrl.sim.costs.weight_sync import SyncCosts
+from streamrl.sim.planner.estimates import Estimates
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate, Space
-from streamrl.sim.planner.train_time import FallingLengths, train_times
+from streamrl.sim.planner.stage_times import (
+    DealtBatch,
+    FallingLengths,
+    least_times,
+    summarize,
+    train_times,
+)
 from streamrl.sim.planner.trial import (
     Trial,
     counted_steps,
@@ -31,7 +36,6 @@ from streamrl.sim.planner.trial import (
     shortened,
     training_error_of,
 )
-from streamrl.sim.step_batches import StepBatch, StepEnds
 from tests.test_search_space import offer
 
 LARGE: dict[str, Any] = {

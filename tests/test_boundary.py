@@ -17,7 +17,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.record.trace import Trace
+from streamrl.engine.trace import Trace
 from streamrl.sim.world import simulate
 from tests.runs import Script, of, script, small_run
 

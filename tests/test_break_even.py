@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from streamrl.record.against import Against
+from streamrl.record.run_comparison import Against
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig
-from streamrl.sim.studies.break_even import FREE_BANDWIDTH, LEAST_BANDWIDTH
-from streamrl.sim.studies.pair import compare_runs
+from streamrl.sim.studies.comparison import FREE_BANDWIDTH, LEAST_BANDWIDTH, compare_runs
 from tests.against_pair import COLOCATED, FAR, SOME, colocated, disaggregated
 from tests.runs import small_run
 

@@ -12,15 +12,14 @@ from rich.console import Console
 
 from streamrl.engine.messages import Stepped
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.trace import Trace
 from streamrl.record.attribution import attribute
 from streamrl.record.metrics import measure
 from streamrl.record.timeline import Span, read_timeline
-from streamrl.record.trace import Trace
 from streamrl.report.bubbles import Bubbles, bubble_notes, bubble_table, causes, read_bubbles
 from streamrl.report.figures import bubble_figure
 from streamrl.report.pictures.drawing import Rectangle
-from streamrl.report.pictures.stacks import RIGHT, WIDTH
-from streamrl.report.pictures.waits import bubbles_picture
+from streamrl.report.pictures.stacked_bars import RIGHT, WIDTH, bubbles_picture
 from streamrl.sim.world import simulate
 from tests.runs import small_run
 

@@ -17,12 +17,12 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.trace import replay
 from streamrl.executor.execute import check_executable
-from streamrl.record.trace import replay
 from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
-from streamrl.sim.surroundings import DrawnRollout
+from streamrl.sim.costs.policy_estimates import fill_policies
+from streamrl.sim.world_interface import SimRollout
 from tests.runs import checked_world, generated, of, singles, small_run
 from tests.test_execute import real_run
 from tests.test_migration import STEEP, begun
@@ -78,7 +78,7 @@ def test_a_policy_pays_for_the_transfer_and_not_for_prefill() -> None:
 @pytest.mark.parametrize("done", [1, 7, 29])
 def test_a_cache_that_arrives_costs_its_transfer_and_then_every_token_is_decoded(done: int) -> None:
     bench = Bench()
-    bench.rollouts[5] = DrawnRollout(5, 40, 30)
+    bench.rollouts[5] = SimRollout(5, 40, 30)
     bench.replica.generate(Generate(5, 0, 5, done, brings_cache=True))
     bench.env.run()
     (end,) = bench.ends
@@ -92,7 +92,7 @@ def test_a_cache_that_arrives_costs_its_transfer_and_then_every_token_is_decoded
 
 def test_a_rollout_that_is_sent_again_without_its_cache_is_computed_again() -> None:
     bench = Bench()
-    bench.rollouts[5] = DrawnRollout(5, 40, 30)
+    bench.rollouts[5] = SimRollout(5, 40, 30)
     bench.replica.generate(Generate(5, 0, 5, 7))
     bench.env.run()
     decode = sum(COSTS.decode.step_time(1, 40 + tokens) for tokens in range(8, 30))
@@ -102,9 +102,9 @@ def test_a_rollout_that_is_sent_again_without_its_cache_is_computed_again() -> N
 
 def test_a_cache_that_was_given_up_for_room_is_computed_again() -> None:
     bench = Bench(costs=replace(COSTS, kv_capacity=100))
-    bench.rollouts[0] = DrawnRollout(0, 20, 60)
+    bench.rollouts[0] = SimRollout(0, 20, 60)
     bench.replica.generate(Generate(0, 0, 0, 0))
-    bench.rollouts[1] = DrawnRollout(1, 20, 40)
+    bench.rollouts[1] = SimRollout(1, 20, 40)
     bench.replica.generate(Generate(1, 0, 1, 5, brings_cache=True))
     bench.env.run()
     assert bench.replica.num_preempted == 1

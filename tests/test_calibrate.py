@@ -17,10 +17,10 @@ from streamrl.hardware.calibration_file import Calibration, write_calibration
 from streamrl.hardware.profiles import read_profile
 from streamrl.logs.measured_steps import SECONDS, MeasuredStep, MeasuredSteps, write_steps
 from streamrl.runfile.config import Run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import write_run
 from streamrl.sim.calibration.calibrate import Calibrated, calibrate_steps
 from streamrl.sim.calibration.disagreement import find_differences, find_disagreements, mean_tokens
-from streamrl.sim.calibration.stepwise import simulate_steps
+from streamrl.sim.calibration.simulated_steps import simulate_steps
 from tests.command_line import streamrl
 from tests.made_logs import MADE
 from tests.runs import small_run

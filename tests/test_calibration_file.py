@@ -12,12 +12,12 @@ from streamrl.hardware.calibration_file import (
     named_calibration,
     profile_digest,
 )
-from streamrl.hardware.machine_profile import write_measured
+from streamrl.hardware.measured_profile import write_measured
 from streamrl.hardware.profiles import load_model
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.planner.sync_time import _sync
+from streamrl.sim.planner.estimates import _sync
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.runs import small_run
 

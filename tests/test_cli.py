@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import write_run
 from tests.command_line import streamrl
 from tests.test_plan import few
 

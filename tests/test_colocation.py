@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from streamrl.engine.messages import Stepped
-from streamrl.executor.carriers.handles import Handle, InProcess
-from streamrl.executor.carriers.local_launch import LocalLauncher
-from streamrl.executor.carriers.placement import Place
+from streamrl.executor.launchers.handles import Handle, InProcess
+from streamrl.executor.launchers.local_launcher import LocalLauncher
+from streamrl.executor.launchers.placement import Place
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import model_state
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -19,7 +19,7 @@ from streamrl.hardware.tiers import Provenance
 from streamrl.record.metrics import measure
 from streamrl.record.timeline import read_timeline
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from streamrl.sim.costs.colocation import PhaseChange, count_moved
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from streamrl.executor.profiling.company import LEAST_PASSES, Work, side_by_side
+from streamrl.executor.profiling.contention import LEAST_PASSES, Work, run_concurrently
 
 PASS, IN_COMPANY = 0.5, 2.0
 
@@ -46,14 +46,14 @@ class Scene:
 @pytest.mark.parametrize(("of_generation", "of_a_pass"), [(50, 3), (12, 5), (7, 5)])
 def test_a_pass_counts_that_has_company_all_the_time(of_generation: int, of_a_pass: int) -> None:
     scene = Scene(of_generation, of_a_pass)
-    found = asyncio.run(side_by_side([scene.generate], scene.train))
+    found = asyncio.run(run_concurrently([scene.generate], scene.train))
     assert found == (2.0, IN_COMPANY)
     assert 1 <= scene.rounds <= LEAST_PASSES
 
 
 def test_a_pass_that_outlasts_generation_counts_as_it_is_and_replicas_end() -> None:
     scene = Scene(2, 50)
-    assert asyncio.run(side_by_side([scene.generate], scene.train)) == (2.0, PASS)
+    assert asyncio.run(run_concurrently([scene.generate], scene.train)) == (2.0, PASS)
     assert scene.rounds == LEAST_PASSES
 
 
@@ -67,8 +67,8 @@ def test_who_has_no_company_makes_so_many_passes() -> None:
         return [2.0, 4.0]
 
     work: Work = train
-    assert asyncio.run(side_by_side([], work)).training == (1 + 2 + 3 + 4) / 4
-    assert asyncio.run(side_by_side([generate, generate], None)) == (3.0, 0.0)
+    assert asyncio.run(run_concurrently([], work)).training == (1 + 2 + 3 + 4) / 4
+    assert asyncio.run(run_concurrently([generate, generate], None)) == (3.0, 0.0)
 
 
 def test_a_replica_that_was_never_full_is_left_out_and_all_begin_again_where_none_was() -> None:
@@ -80,5 +80,5 @@ def test_a_replica_that_was_never_full_is_left_out_and_all_begin_again_where_non
     async def full() -> list[float]:
         return [4.0]
 
-    assert asyncio.run(side_by_side([generate, full], None)) == (4.0, 0.0)
-    assert asyncio.run(side_by_side([generate], None)) == (2.0, 0.0)
+    assert asyncio.run(run_concurrently([generate, full], None)) == (4.0, 0.0)
+    assert asyncio.run(run_concurrently([generate], None)) == (2.0, 0.0)

@@ -8,20 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.doctor.changes import changed
-from streamrl.doctor.memory import trainer_side
-from streamrl.doctor.room import FIXES
+from streamrl.doctor.memory import MEMORY_FIXES, trainer_side
 from streamrl.hardware.memory import model_states, trainer_memory
+from streamrl.hardware.parallelism import check_split
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.split import check_split
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.findings import changed
 from streamrl.sim.costs.training.layer import ATTENTION_BACKWARD, Layer
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.stage_times import StageTimes
 from streamrl.sim.costs.training.training import TrainingCosts
-from streamrl.sim.fidelity.training_rows import training_rows
+from streamrl.sim.fidelity.training_steps import training_rows
 from streamrl.sim.planner.layouts import TrainerRange, fitting_trainers
 from streamrl.sim.planner.space import find_trainers
 from tests.runs import small_run
@@ -241,6 +240,6 @@ def test_doctor_shares_the_tokens_of_a_pass_where_a_long_rollout_does_not_fit() 
         zero=3,
         logits="chunked",
     )
-    found = next(iter(FIXES["trainer-memory"].candidates(run)))
+    found = next(iter(MEMORY_FIXES["trainer-memory"].candidates(run)))
     assert found["trainer.context_parallel"] >= 4
     assert trainer_side(changed(run, found)).num_gpus == 16

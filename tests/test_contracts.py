@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.executor.carriers.handles import (
+from streamrl.executor.checksums import combine
+from streamrl.executor.launchers.handles import (
     Handle,
     InProcess,
     LocalProcess,
     Process,
     WorkerLostError,
+    remote,
 )
-from streamrl.executor.carriers.launch import (
+from streamrl.executor.launchers.launcher import (
     COUNTER,
     RELAY,
     REPLICA,
@@ -29,24 +31,27 @@ from streamrl.executor.carriers.launch import (
     TRAINER,
     worker_environment,
 )
-from streamrl.executor.carriers.processes import begin_for, spawn
-from streamrl.executor.carriers.remote import remote
-from streamrl.executor.checksums import combine
+from streamrl.executor.launchers.processes import begin_for, spawn
 from streamrl.executor.roles import (
+    Bucket,
+    Completion,
+    Exchange,
+    Manifest,
     ReplicaRole,
+    Request,
     RewardRole,
+    Sample,
     TrainerRole,
     TransferRole,
     VerifierRole,
     Write,
 )
-from streamrl.executor.samples import Bucket, Completion, Exchange, Manifest, Request, Sample
 from streamrl.executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
 from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
 from streamrl.executor.transfer.shared_memory import write_buckets
 from streamrl.executor.transfer.transfer import Transfer
 from streamrl.executor.verifier.verifier import Verifier
-from streamrl.runfile.sync_config import SyncConfig
+from streamrl.runfile.policies_config import SyncConfig
 from tests import scripted
 from tests.engines import HANG, NAMES, params
 from tests.ray_actors import start_actor

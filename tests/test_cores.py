@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as with_fields
 
 from streamrl.engine.messages import Generated, PushWeights, Verified, WeightsPushed
-from streamrl.hardware.machine_profile import (
+from streamrl.hardware.measured_profile import (
     Host,
-    Once,
+    ModelOperation,
     SharingRow,
     read_measured,
     write_measured,
 )
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
-from streamrl.sim.cores import Cores, OwnTime, RoleKind, WorkTime
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.sharing import ALONE, CoreLosses, CoreSharing
+from streamrl.sim.costs.cpu_contention import ALONE, CoreLosses, CoreSharing
+from streamrl.sim.cpu_contention import Cores, OwnTime, RoleKind, WorkTime
 from streamrl.sim.world import SimWorld, simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.measured_profile import make_profile, measured_run, model_directory
@@ -315,7 +315,7 @@ def test_rollouts_are_handled_one_after_the_other_and_that_slows_the_roles_down(
     without = measure(simulate(run)).step_time
     handling_time = 0.01
     seconds = (handling_time / 2, handling_time, 2 * handling_time)
-    write_measured(with_fields(read_measured(path), handling=Once(seconds=seconds)), path)
+    write_measured(with_fields(read_measured(path), handling=ModelOperation(seconds=seconds)), path)
     trace = simulate(run)
     ended = [time for time, event, _ in trace.entries if isinstance(event, Generated)]
     known = [time for time, event, _ in trace.entries if isinstance(event, Verified)]
@@ -356,7 +356,9 @@ def test_a_profile_that_does_not_say_what_handling_takes_is_said_not_to(tmp_path
     run = shared_run(tmp_path)
     path = Path(str(run.costs.profile))
     assert any("decide and reward" in s for s in Costs.load(run).provenance["decode"].sources)
-    write_measured(with_fields(read_measured(path), handling=Once(seconds=around(0.5))), path)
+    write_measured(
+        with_fields(read_measured(path), handling=ModelOperation(seconds=around(0.5))), path
+    )
     assert not any("decide and reward" in s for s in Costs.load(run).provenance["decode"].sources)
 
 

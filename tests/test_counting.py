@@ -10,14 +10,14 @@ import pytest
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.messages import Stepped
-from streamrl.executor.carriers.local_cores import roles_on_cores
-from streamrl.executor.trainer.counting import COUNTS, Tally
-from streamrl.record.legs import balance_books
+from streamrl.engine.trace import read_trace, replay
+from streamrl.executor.launchers.placement import roles_on_cores
+from streamrl.executor.subscribers.counting_trainer import COUNTS, Tally
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import follower_directory, read_metrics
-from streamrl.record.trace import read_trace, replay
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import read_metrics, secondary_trainer_directory
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 from tests.command_line import streamrl
 from tests.runs import checked_world, small_run
 from tests.test_books import balance_of
@@ -65,13 +65,13 @@ def counted(project: Path) -> Path:
 def test_executed_it_counts_what_the_ledger_has_and_goes_on_counting_after_a_resume(
     counted: Path,
 ) -> None:
-    own = follower_directory(counted, 1, "counter")
+    own = secondary_trainer_directory(counted, 1, "counter")
     first = newest(own)
     assert first.version == len(read_metrics(own)) and first.tokens > first.rollouts > 0
     words = ("--set", f"execute.output={counted}", "--set", "algorithm.steps=4", *IN_PROCESS)
     done = streamrl("execute", counted.parent / "counted.toml", "--resume", *words)
     assert done.returncode == 0, done.stderr
-    balance = balance_books(read_trace(counted / "trace.jsonl"), counted)
+    balance = ledger_of_run(read_trace(counted / "trace.jsonl"), counted)
     assert balance.is_balanced, balance.faults
     assert newest(own).rollouts == balance.trainers[1].trained > first.rollouts
     report = streamrl("report", counted)

@@ -13,12 +13,11 @@ import pytest
 from streamrl.cli.doctor import examine
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.tokens import decode_ids
-from streamrl.executor.verifier.records import check_prompts
-from streamrl.ranker.known_lengths import read_known
+from streamrl.executor.verifier.reward_checks import check_prompts
+from streamrl.ranker.score_files import read_known
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
-from streamrl.runfile.reading import encode_run, load_run, make_run
+from streamrl.runfile.files import encode_run, load_run, make_run, write_run
 from streamrl.runfile.workload_config import SourceConfig, TemplateConfig
-from streamrl.runfile.writing import write_run
 from streamrl.workload import data_files
 from streamrl.workload.prompt_records import read_source
 from tests.command_line import streamrl

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
-from streamrl.executor.back_ends import check_back_ends
+from streamrl.engine.trace import read_trace
+from streamrl.executor.backend_limits import check_back_ends
 from streamrl.executor.execute import execute as execute_for_real
 from streamrl.executor.pretrained import load_pretrained
-from streamrl.record.legs import balance_books
-from streamrl.record.run_lines import read_metrics, read_rollouts
-from streamrl.record.trace import read_trace
-from streamrl.runfile.reading import load_run
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import read_metrics, read_rollouts
+from streamrl.runfile.files import load_run
 from tests.command_line import streamrl
 from tests.test_resume import DeathError
 from tests.tiny_model import save_tiny_model
@@ -135,7 +135,7 @@ def test_a_run_that_died_and_was_resumed_makes_what_a_straight_one_makes(
     output = die_in_third_step(project, "died")
     execute(project, "died", *IN_PROCESS, "--resume")
     assert what_it_made(output) == straight
-    balance = balance_books(read_trace(output / "trace.jsonl"), output)
+    balance = ledger_of_run(read_trace(output / "trace.jsonl"), output)
     assert balance.is_balanced and balance.legs == 2 and balance.trainers[0].trained == 5 * 32
 
 

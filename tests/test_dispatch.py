@@ -22,7 +22,7 @@ from streamrl.engine.messages import (
     TrainerStarted,
     WeightsPushed,
 )
-from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst
+from streamrl.engine.policies.dispatch import FirstInFirstOut, LongestFirst
 from tests.runs import of, script, singles
 
 # Coming up ----------------------------------------------------------------------------------------

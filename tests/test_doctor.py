@@ -11,14 +11,14 @@ import pytest
 
 from streamrl.cli.doctor import examine
 from streamrl.doctor import batch
-from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
-from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import memory_of
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run, make_run
+from streamrl.runfile.files import load_run, make_run
+from streamrl.runfile.findings import changed
+from streamrl.workload.replica_batch import mean_lengths
 from tests.command_line import streamrl
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
 from tests.tiny_model import save_tiny_reward_model
@@ -160,7 +160,7 @@ def test_a_fix_that_names_keys_mends_its_finding_and_breaks_nothing(
 @pytest.fixture
 def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try few fixes of what none of them mends."""
-    monkeypatch.setattr("streamrl.doctor.fix.MOST_TRIALS", 20)
+    monkeypatch.setattr("streamrl.runfile.findings.MOST_TRIALS", 20)
 
 
 def test_memory_is_told_by_part_and_adds_up_also_where_it_does_not_fit(few_trials: None) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import examine
-from streamrl.doctor.finding import Finding
 from streamrl.engine.messages import Stepped
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Finding, changed
 from streamrl.sim.world import simulate
 from tests.runs import small_run
 

@@ -14,17 +14,16 @@ from packaging.requirements import Requirement
 
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
-from streamrl.doctor.changes import changed
 from streamrl.executor.checkup import installed, readiness, run_paths
 from streamrl.executor.rollout.engines import extra_of
 from streamrl.executor.verifier import landlock, seccomp
-from streamrl.executor.verifier.rewards import make_scorer
-from streamrl.hardware.weight_files import INDEX
+from streamrl.executor.verifier.scorers import make_scorer
+from streamrl.hardware.hugging_face import INDEX
+from streamrl.runfile.checks import SCORER_PARAMETERS
 from streamrl.runfile.config import ExecuteConfig
-from streamrl.runfile.reading import make_run
-from streamrl.runfile.reward_checks import PARAMETERS
-from streamrl.runfile.reward_config import RewardConfig, ScorerName
-from streamrl.runfile.sides_config import RolloutBackend, TrainerConfig
+from streamrl.runfile.files import make_run
+from streamrl.runfile.findings import changed
+from streamrl.runfile.roles_config import RewardConfig, RolloutBackend, ScorerName, TrainerConfig
 from tests.patients import NOWHERE, bad, full_run, local_table
 from tests.verifying import score
 
@@ -155,7 +154,7 @@ def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None
 
 
 def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:
-    plain = set(get_args(ScorerName)) - set(chain.from_iterable(PARAMETERS.values()))
+    plain = set(get_args(ScorerName)) - set(chain.from_iterable(SCORER_PARAMETERS.values()))
     for name in sorted(plain):
         needed = make_scorer(RewardConfig(scorer=name)).fields
         record = {fields[-1]: "2" for fields in needed}

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from streamrl.cli.doctor import examine
-from streamrl.doctor.changes import toml
-from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
-from streamrl.doctor.reading import read_leniently
+from streamrl.doctor.invalid_keys import fix_contradictions, fix_profile_names, read_leniently
 from streamrl.runfile.checks import check_run
-from streamrl.runfile.overrides import override, read_value
-from streamrl.runfile.reading import convert_run
+from streamrl.runfile.files import convert_run
+from streamrl.runfile.findings import toml
+from streamrl.runfile.keys import override, read_value
 from tests.patients import NOWHERE, bad, doctor, full_table
 
 
@@ -20,7 +19,7 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
     """Return the fixes of a run file, after which it is one."""
     reading = read_leniently(full_table(changes), NOWHERE.parent)
     assert reading.run is not None
-    consistency = mend_contradictions(reading.run)
+    consistency = fix_contradictions(reading.run)
     assert consistency.run is not None
     check_run(consistency.run)
     return [finding.fix for finding in [*reading.findings, *consistency.findings]]
@@ -125,13 +124,13 @@ def test_a_link_of_pools_that_are_not_there_is_left_out() -> None:
     table["cluster"]["pools"] = {"only": {"gpu": "h800"}}
     reading = read_leniently(table, NOWHERE.parent)
     assert reading.run is not None and not reading.findings
-    consistency = mend_contradictions(reading.run)
+    consistency = fix_contradictions(reading.run)
     assert [finding.fix for finding in consistency.findings] == ["set cluster.links=[]"]
 
 
 def test_a_name_like_no_other_is_mended_with_a_usual_one() -> None:
     run = convert_run(full_table({"model.name": "olmo", "cluster.pools.far.gpu": "mi300x"}))
-    fixes = [finding.fix for finding in mend_profiles(run).findings]
+    fixes = [finding.fix for finding in fix_profile_names(run).findings]
     assert fixes == ["set cluster.pools.far.gpu=h800", "set model.name=qwen2.5-7b"]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from streamrl.doctor.changes import changed
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import Command
 from streamrl.engine.policies.staleness import TakeInLine
@@ -15,6 +14,7 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.report.run_tables import format_duration
 from streamrl.runfile.failure_rates import expected_losses
+from streamrl.runfile.findings import changed
 from streamrl.sim.checkup import rehearsal
 from streamrl.sim.checkup.checkup import check_up
 from tests.patients import FULL, bad, doctor, full_run

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import examine
 from streamrl.engine.messages import DrawPrompts, PromptsDrawn, Skip, Step, Verified
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import LEADER, UNIFORM
-from streamrl.record.informative import informative_share
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Trace, replay
+from streamrl.record.recorded_workload import informative_share
+from streamrl.record.run_directory import read_metrics
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.errors import RunError
-from streamrl.sim.simulated_rewards import BEST, REWARD, SimRewards
+from streamrl.runfile.findings import changed
+from streamrl.sim.verifier import BEST, REWARD, SimRewards
 from tests.patients import full_run
 from tests.runs import checked_world, of, small_run
 from tests.test_books import balance_of

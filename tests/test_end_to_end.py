@@ -19,10 +19,10 @@ from typing import TypeAlias
 import psutil
 import pytest
 
-from streamrl.executor.carriers import nursery
+from streamrl.engine.trace import read_trace, replay
 from streamrl.executor.directory_lock import LOCK
-from streamrl.record.run_lines import read_metrics, read_rollouts
-from streamrl.record.trace import read_trace, replay
+from streamrl.executor.launchers import prefork_server as prefork_server
+from streamrl.record.run_directory import read_metrics, read_rollouts
 from tests.command_line import streamrl
 from tests.engines import params
 from tests.tiny_model import save_tiny_model
@@ -127,7 +127,7 @@ from pathlib import Path
 from streamrl.executor import interruption
 from streamrl.executor.execute import execute
 from streamrl.engine.messages import Stepped
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 
 interruption.LAST_TIME = 2.0
 
@@ -168,7 +168,7 @@ def begin() -> Iterator[Begin]:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         workers = children_of(process.pid)
-        assert len(workers) >= 4, "a verifier, a nursery, and a worker of each role"
+        assert len(workers) >= 4, "a verifier, a prefork_server, and a worker of each role"
         return process, workers
 
     yield start
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
 
 def workers_of(driver: int) -> set[int]:
     """Return the processes that a driver has started, but for those that workers are forked from: they end with it."""
-    return {pid for pid in children_of(driver) if nursery.__name__ not in cmdline_of(pid)}
+    return {pid for pid in children_of(driver) if prefork_server.__name__ not in cmdline_of(pid)}
 
 
 def cmdline_of(pid: int) -> list[str]:

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
-from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.record.run_directory import read_metrics
 from streamrl.runfile.policies_config import SystemName
 from tests.command_line import streamrl
 from tests.engines import params

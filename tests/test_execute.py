@@ -26,18 +26,16 @@ from streamrl.engine.messages import (
     TrainerLost,
     WeightsLoaded,
 )
-from streamrl.engine.policies.left_over import LEFT_OVER
+from streamrl.engine.policies.oversampling import LEFT_OVER
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
+from streamrl.engine.trace import Entry, Trace, read_trace, replay
 from streamrl.engine.trainer_side import ROLLED_BACK
-from streamrl.executor.carriers.handles import LocalProcess
-from streamrl.executor.roles import Scoring
-from streamrl.executor.samples import Manifest
+from streamrl.executor.launchers.handles import LocalProcess
+from streamrl.executor.roles import Manifest, Scoring
 from streamrl.executor.world import RealWorld
-from streamrl.record.entries import Entry
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.record.run_directory import read_metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from streamrl.workload.prompt_records import Record
@@ -61,7 +59,7 @@ BOUNDS = {
 
 def real_run(directory: Path, **changes: Any) -> Run:
     """Return a small run file with a prompts file beside it; `__` stands for the dot of a key."""
-    from streamrl.runfile.reading import make_run
+    from streamrl.runfile.files import make_run
 
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "p{n}", "answer": "odd"}}\n' for n in range(7)))

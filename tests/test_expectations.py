@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
-from streamrl.engine.siblings import SiblingLengths
 from streamrl.executor.prompts import PromptWorkload
+from streamrl.workload.length_posterior import SiblingLengths
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import small_run
 from tests.scripted import ScriptedTokenizer

@@ -13,7 +13,7 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.report.export.launch_file import find_arguments
 from streamrl.report.export.option_table import ExportName
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.training.layer import Layer
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.ranks import Ranks

@@ -14,8 +14,8 @@ from streamrl.report.export.launch_file import check_relations, export, find_arg
 from streamrl.report.export.option_table import ExportName, Relation, load_options
 from streamrl.report.export.planned_values import conditions, planned_values
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import load_run
 from streamrl.runfile.frameworks import load_framework
-from streamrl.runfile.reading import load_run
 from tests.command_line import streamrl
 from tests.runs import small_run
 

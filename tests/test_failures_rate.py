@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from streamrl.engine.messages import ReplicaLost, Stop
+from streamrl.engine.trace import Trace, replay
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.units import SECONDS_PER_DAY
-from streamrl.sim.failures import STREAM, time_to_failure
+from streamrl.sim.faults import STREAM, time_to_failure
 from streamrl.sim.planner.planner import with_restarts
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.world import simulate
@@ -38,7 +38,7 @@ def test_a_rate_of_zero_leaves_the_trace_byte_for_byte_as_it_is_without_failures
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_rate_0 = simulate(failing(0.0)).encode()
-    monkeypatch.setattr("streamrl.sim.failures.Failures.watch", lambda self, replica: None)
+    monkeypatch.setattr("streamrl.sim.faults.Failures.watch", lambda self, replica: None)
     assert at_rate_0 == simulate(small_run(ENDLESS)).encode()
 
 

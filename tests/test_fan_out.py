@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor.transfer import circle
+from streamrl.executor.transfer import broadcast as circle
 from tests.test_relayed_transfer import FAR, OTHER, SIZE, Bench, run
 
 THIRD = "third"
@@ -56,7 +56,7 @@ def test_every_place_hears_what_was_written_without_a_chunk(
             assert (event.num_bytes < SIZE) == (mode == "delta") and event.wire_time > 0
         asked = [method for _, method in noted]
         assert asked.count(TELLS) == 2 * (places + 1) and CHUNKS not in asked
-        assert "sit_down" not in asked, "circles last"
+        assert "join_broadcast" not in asked, "circles last"
 
     run(go, Bench(mode, wire="gloo"))
 
@@ -138,7 +138,7 @@ def test_a_meeting_is_on_the_network_that_was_said_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(circle.INTERFACE, raising=False)
-    assert circle.Meeting().address.startswith("127.0.0.1:")
+    assert circle.Rendezvous().address.startswith("127.0.0.1:")
     monkeypatch.setenv(circle.INTERFACE, "no-such-network")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=no-such-network"):
-        circle.Meeting()
+        circle.Rendezvous()

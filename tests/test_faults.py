@@ -27,13 +27,12 @@ from streamrl.engine.messages import (
     Verify,
 )
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
-from streamrl.runfile.faults_config import OF_REWARD_MODEL, FaultKind
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultKind
 from streamrl.sim.checkup.rehearsal import rehearse
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.world import SimWorld

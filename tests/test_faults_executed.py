@@ -23,18 +23,18 @@ from streamrl.engine.messages import (
     Stepped,
     TrainerLost,
 )
-from streamrl.executor.carriers.handles import LocalProcess, WorkerLostError
+from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.checkpoints import Checkpoints
 from streamrl.executor.execute import check_executable
 from streamrl.executor.faults import read_struck
+from streamrl.executor.launchers.handles import LocalProcess, WorkerLostError
+from streamrl.executor.roles import Completion, Manifest, Request
 from streamrl.executor.rollout.replica import check_completion
-from streamrl.executor.samples import Completion, Manifest, Request
 from streamrl.executor.tokens import TokenBlock, TokenSegment, encode_ids, write_block
 from streamrl.executor.transfer.transfer import Transfer
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from tests.patients import local_table
 from tests.scripted import BEGIN, make_world
 from tests.test_execute import real_run

@@ -17,10 +17,9 @@ from streamrl.report.fidelity import (
     section_of,
     with_section,
 )
-from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.fidelity.calibration import constants
-from streamrl.sim.fidelity.cases import (
+from streamrl.sim.fidelity.paper import (
     BATCH,
     GPUS,
     LENGTHS,
@@ -28,11 +27,12 @@ from streamrl.sim.fidelity.cases import (
     SYSTEMS,
     Case,
     Times,
+    load_paper,
     make_case,
     take_times,
 )
-from streamrl.sim.fidelity.paper import load_paper
-from streamrl.sim.fidelity.throughput import slower
+from streamrl.sim.fidelity.paper_generation import constants
+from streamrl.sim.fidelity.paper_throughput import slower
 from streamrl.workload.workload import SimulatedWorkload
 
 RUNNER = CliRunner()
@@ -49,11 +49,14 @@ FIGURE = PaperFigure(
 @pytest.fixture
 def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate every case on one seed and count one step: the page has more, and its verdicts do not hang on which."""
-    for seeds in ("streamrl.sim.fidelity.cases.SEEDS", "streamrl.sim.fidelity.makespan.SEEDS"):
+    for seeds in (
+        "streamrl.sim.fidelity.paper.SEEDS",
+        "streamrl.sim.fidelity.paper_generation.SEEDS",
+    ):
         monkeypatch.setattr(seeds, (0,))
-    monkeypatch.setattr("streamrl.sim.fidelity.cases.STEPS", 3)
-    monkeypatch.setattr("streamrl.sim.fidelity.makespan.TRIED", (20,))
-    monkeypatch.setattr("streamrl.sim.fidelity.cases._TAKEN", {})
+    monkeypatch.setattr("streamrl.sim.fidelity.paper.STEPS", 3)
+    monkeypatch.setattr("streamrl.sim.fidelity.paper_generation.TRIED", (20,))
+    monkeypatch.setattr("streamrl.sim.fidelity.paper._TAKEN", {})
 
 
 def test_the_papers_own_ratios_follow_from_its_throughputs() -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.report.findings import Kind, Question, find
-from streamrl.report.study_table import METRICS, MetricTable, Spread, StudyRow, make_table
-from streamrl.runfile.grid import Axis, parse_axis
+from streamrl.report.study_table import (
+    METRICS,
+    Kind,
+    MetricTable,
+    Question,
+    Spread,
+    StudyRow,
+    find,
+    make_table,
+)
+from streamrl.runfile.sweep import Axis, parse_axis
 
 X = parse_axis("rollout.replicas=1,2,4,8")
 GPU = parse_axis("rollout.pool=h20,h800", "GPU", ["H20", "H800"])

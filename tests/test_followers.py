@@ -31,12 +31,12 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.policies.staleness import BEHIND, FAILED
 from streamrl.engine.systems import PASSES_PER_COMMAND, rollouts_that_fill
+from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 from streamrl.hardware.profiles import load_model
-from streamrl.record.trace import Trace, replay
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from tests.random_runs import runs, simulate
 from tests.runs import (
     Script,

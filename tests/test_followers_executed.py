@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from streamrl.engine.messages import Event, RunStarted, Step, Stepped, TrainerLost
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.engine.trainer_side import DONE_BEFORE, LEADER, ROLLED_BACK
 from streamrl.executor.checkpoints import Checkpoints
 from streamrl.executor.pretrained import load_pretrained
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.world import RealWorld
-from streamrl.record.books import MISSED
-from streamrl.record.flow import read_flow
-from streamrl.record.legs import balance_books
-from streamrl.record.run_lines import follower_directory, read_metrics
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.record.ledger import MISSED
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.rollout_flow import read_flow
+from streamrl.record.run_directory import read_metrics, secondary_trainer_directory
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from tests.command_line import streamrl
@@ -82,7 +82,7 @@ def test_every_trainer_learns_from_one_stream_and_leaves_its_own_record(
 
     trace = asyncio.run(asyncio.wait_for(go(), timeout=60))
     assert replay(trace) is None
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     leader, quick, slow = balance.trainers
     assert leader.trained == 8 * 3 * run.algorithm.group_size
@@ -135,7 +135,7 @@ def test_rollouts_stay_until_the_last_trainer_is_done_with_them(tmp_path: Path) 
         if any(stepped.get(group, entry.time) < entry.time for group in command.groups)
     ]
     assert behind and later
-    assert balance_books(trace, tmp_path / "run").is_balanced
+    assert ledger_of_run(trace, tmp_path / "run").is_balanced
 
 
 # Losses -------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_follower_that_dies_costs_itself_alone(tmp_path: Path, system: str, se
     trace = asyncio.run(asyncio.wait_for(go(), timeout=60))
     lost = [entry.event for entry in trace.entries if isinstance(entry.event, TrainerLost)]
     assert {event.trainer for event in lost} == {1}
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     leader, _, slow = balance.trainers
     assert leader.trained == 8 * 3 * run.algorithm.group_size
@@ -190,7 +190,7 @@ def test_every_trainer_goes_on_from_its_own_checkpoint_and_the_books_balance(
     die_after_step(run, 3 + seed % 2)
     die_after_step(run, 7 + seed % 3, resume=True)
     trace = execute(run, resume=True, slowest=0.01)
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     assert balance.trainers[LEADER].trained == 12 * 3 * run.algorithm.group_size
     begun = trace.entries[0].event
@@ -214,7 +214,7 @@ def test_what_a_followers_checkpoint_lacks_of_the_leaders_is_missed_and_counted(
             file.unlink()
         checkpoint.rmdir()
     trace = execute(run, resume=True, slowest=0.01)
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     begun = trace.entries[0].event
     assert isinstance(begun, RunStarted) and begun.version >= 2
@@ -265,7 +265,7 @@ def test_a_follower_whose_every_checkpoint_is_damaged_is_for_a_person_to_decide_
 
 def test_whatever_a_follower_is_called_its_directory_can_be_made(tmp_path: Path) -> None:
     for name in ("../../etc", "..", "a/b", "\N{SNOWMAN}" * 300, "x" * 5000):
-        directory = follower_directory(tmp_path, 1, name)
+        directory = secondary_trainer_directory(tmp_path, 1, name)
         directory.mkdir(parents=True)
         assert directory.parent == tmp_path / "followers" and directory.name.startswith("1-")
 
@@ -337,7 +337,7 @@ def test_a_run_of_three_trainers_resumes_and_its_report_names_each(three: Path) 
     few = ("--set", "rollout.replicas=1")
     output = execute_three(three, "resumed", *few, *IN_PROCESS, "--set", "algorithm.steps=2")
     execute_three(three, "resumed", *few, "--set", "algorithm.steps=3", "--resume")
-    balance = balance_books(read_trace(output / "trace.jsonl"), output)
+    balance = ledger_of_run(read_trace(output / "trace.jsonl"), output)
     assert balance.is_balanced and balance.legs == 2
     assert balance.trainers[LEADER].trained == 3 * 32
     assert (output / "logs" / "follower-1.log").exists()

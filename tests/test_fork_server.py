@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.executor.verifier.huge_pages import collapse
+from streamrl.executor.verifier.fork_server import collapse
 from streamrl.executor.verifier.verifier import Verifier
 from tests.verifying import EASY, children, use
 
@@ -86,5 +86,5 @@ def test_memory_that_cannot_be_put_into_huge_pages_stays_as_it_is(
     path = tmp_path / "maps"
     if maps is not None:
         path.write_bytes(maps.encode("latin-1"))
-    monkeypatch.setattr("streamrl.executor.verifier.huge_pages.MAPS", path)
+    monkeypatch.setattr("streamrl.executor.verifier.fork_server.MAPS", path)
     collapse()

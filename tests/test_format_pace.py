@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streamrl.doctor.changes import changed
 from streamrl.runfile.config import Run
-from streamrl.sim.checkup import format_pace
+from streamrl.runfile.findings import changed
+from streamrl.sim.checkup import checkup as format_pace
 from streamrl.sim.checkup.checkup import check_up, examine
 from tests.patients import bad
 from tests.runs import small_run

@@ -15,17 +15,15 @@ from streamrl.hardware.profiles import known_engines, load_model
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.framework_config import FrameworkName
+from streamrl.runfile.files import change_run, load_run, make_run, write_run
 from streamrl.runfile.frameworks import load_framework, load_usual, value_at
-from streamrl.runfile.reading import change_run, load_run, make_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.simulation_config import FrameworkName
+from streamrl.sim.costs.corrections import framework_sources, own_step_time, own_switch_time
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.framework_time import framework_sources, own_step_time, own_switch_time
-from streamrl.sim.costs.sync import SyncCosts
 from streamrl.sim.costs.training.training import TrainingCosts
-from streamrl.sim.planner.framework_scope import keep_to_framework
+from streamrl.sim.costs.weight_sync import SyncCosts
 from streamrl.sim.planner.layouts import OF_FRAMEWORK
-from streamrl.sim.planner.modes import find_modes
+from streamrl.sim.planner.modes import find_modes, keep_to_framework
 from streamrl.sim.planner.space import find_trainers
 from tests.command_line import streamrl
 from tests.runs import make_table, small_run

@@ -19,25 +19,25 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.engine.trace import read_trace, replay
 from streamrl.executor.checkpoints import Checkpoints, Position
 from streamrl.executor.checksums import CHECKSUMS, write_checksums
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.hardware.config_json import read_config_json
-from streamrl.hardware.machine_profile import read_measured, write_measured
+from streamrl.hardware.hugging_face import read_config_json
+from streamrl.hardware.measured_profile import read_measured, write_measured
 from streamrl.ranker.evaluation import evaluate_scores
 from streamrl.ranker.score_files import lengths_by_prompt, read_table
 from streamrl.record.chrome_trace import chrome_trace
-from streamrl.record.completions import read_completions
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import read_metrics, read_rollouts
-from streamrl.record.trace import read_trace, replay
+from streamrl.record.run_directory import read_metrics, read_rollouts
+from streamrl.record.samples import read_completions
 from streamrl.report.study_file import is_study, load_study
-from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
+from streamrl.runfile.files import decode_run, encode_run, load_run, make_run
 from streamrl.runfile.workload_config import SourceConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
 from streamrl.workload.prompt_records import read_source
-from streamrl.workload.ranker import read_scores
+from streamrl.workload.simulated_ranker import read_scores
 from streamrl.workload.workload import SimulatedWorkload, load_source
 from tests.command_line import streamrl
 from tests.fuzzing import JUNK, altered, check_said, fuzzed, mangled

@@ -12,10 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from streamrl.cli.main import app
-from streamrl.hardware.operators import Peak
+from streamrl.hardware.operator_tables import Peak, check_table
 from streamrl.hardware.profiles import PROFILES, load_model
-from streamrl.hardware.table_checks import check_table
-from streamrl.report.generation import (
+from streamrl.report.profile_report import (
     comparison_table,
     generation_figure,
     generation_notes,
@@ -23,7 +22,7 @@ from streamrl.report.generation import (
 )
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.sync_profiles import load_transport
-from streamrl.sim.studies.replica_speed import study_generation
+from streamrl.sim.studies.hardware_efficiency import study_generation
 from tests.command_line import streamrl
 from tests.test_tables import make_table
 

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch.autograd import gradcheck
 
-from streamrl.executor.samples import Sample
+from streamrl.executor.roles import Sample
 from streamrl.executor.tokens import ID, LOGPROB, decode_ids, read_blocks
 from streamrl.executor.trainer import losses
 from streamrl.executor.trainer.objectives import objective_of

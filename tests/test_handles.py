@@ -15,10 +15,15 @@ from typing import Protocol
 import msgspec
 import pytest
 
-from streamrl.executor.carriers import handles, processes
-from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from streamrl.executor.carriers.processes import Begin, fork, spawn
-from streamrl.executor.carriers.remote import remote
+from streamrl.executor.launchers import handles, processes
+from streamrl.executor.launchers.handles import (
+    Handle,
+    InProcess,
+    LocalProcess,
+    WorkerLostError,
+    remote,
+)
+from streamrl.executor.launchers.processes import Begin, fork, spawn
 from streamrl.executor.roles import AnswerError, RoleLostError, reason_of
 from tests.verifying import wait_until_gone
 
@@ -246,8 +251,8 @@ def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
 PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from streamrl.executor.carriers import processes
-from streamrl.executor.carriers.handles import LocalProcess
+from streamrl.executor.launchers import processes
+from streamrl.executor.launchers.handles import LocalProcess
 
 async def go():
     begin = getattr(processes, sys.argv[2])

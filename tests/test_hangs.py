@@ -32,14 +32,14 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace, replay
 from streamrl.engine.world import RunInterruptedError
-from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from streamrl.executor.interruption import Interruption
+from streamrl.executor.execute import Interruption
+from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from streamrl.executor.roles import Scoring
 from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
 from streamrl.executor.world import RealWorld
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
 from tests.ray_actors import start_actor

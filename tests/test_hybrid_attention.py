@@ -14,7 +14,7 @@ from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels

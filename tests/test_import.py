@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from streamrl.logs.log_file import read_measured_file
-from streamrl.logs.rollout_set import load_columns, read_rollouts
-from streamrl.runfile.reading import make_run
-from streamrl.runfile.writing import write_run
+from streamrl.logs.framework_logs import read_measured_file
+from streamrl.logs.recorded_rollouts import load_columns, read_rollouts
+from streamrl.runfile.files import make_run, write_run
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.made_logs import MADE

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamrl.hardware.memory import PREFILL_CHUNK
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
-from streamrl.hardware.workspace import CHUNK
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import PrefillCurve, compose_decode
@@ -170,15 +170,15 @@ def test_a_prefill_beside_decoding_costs_what_it_adds() -> None:
 
 def test_long_prefills_go_in_chunks_and_take_seconds_in_proportion() -> None:
     curve = PrefillCurve(shard(), 256, is_mixed=True)
-    one, four = (curve.time(n * CHUNK, 0.0, 0) for n in (1, 4))
+    one, four = (curve.time(n * PREFILL_CHUNK, 0.0, 0) for n in (1, 4))
     assert four == pytest.approx(4 * one)
-    assert curve.time(CHUNK + 1, 0.0, 0) > one
+    assert curve.time(PREFILL_CHUNK + 1, 0.0, 0) > one
 
 
 def test_prefill_comes_near_the_gpus_peak_for_many_tokens() -> None:
     curve = PrefillCurve(shard(), 256, is_mixed=True)
-    flops = model().forward_flops(CHUNK, 0)
-    mfu = flops / curve.time(CHUNK, 0.0, 0) / 989.5e12
+    flops = model().forward_flops(PREFILL_CHUNK, 0)
+    mfu = flops / curve.time(PREFILL_CHUNK, 0.0, 0) / 989.5e12
     assert 0.4 < mfu < 0.9
 
 

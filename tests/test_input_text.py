@@ -16,14 +16,14 @@ from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.prompts import PromptWorkload, load_tokenizer
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import Scoring
-from streamrl.runfile.bounds import _bounds_of
 from streamrl.runfile.config import Run
+from streamrl.runfile.field_checks import _bounds_of
+from streamrl.runfile.files import load_run
 from streamrl.runfile.plan_config import PlanConfig
-from streamrl.runfile.reading import load_run
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import QUANTITIES
 from streamrl.runfile.workload_config import SourceConfig
-from streamrl.workload.csv_rows import read_csv
+from streamrl.workload.data_files import read_csv
 from streamrl.workload.prompt_records import read_source
 from tests.command_line import streamrl
 from tests.scripted import ScriptedTokenizer, make_world

@@ -13,17 +13,16 @@ from streamrl.cli.compare import compare
 from streamrl.cli.plan import plan
 from streamrl.cli.replay import replay
 from streamrl.cli.simulate import simulate as simulate_command
-from streamrl.hardware.machine_profile import write_measured
-from streamrl.record.inputs import keep_inputs, kept_names, with_kept_inputs
-from streamrl.record.trace import read_trace
+from streamrl.engine.trace import read_trace
+from streamrl.hardware.measured_profile import write_measured
+from streamrl.record.run_directory import keep_inputs, kept_names, with_kept_inputs
 from streamrl.report.page.options import make_options
 from streamrl.report.page.page import make_page, read_report, render_markdown
 from streamrl.report.page.sources import read_sources
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import load_run, write_run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.steady_state import simulate_steady
 from tests.command_line import streamrl
 from tests.measured_profile import make_profile, measured_run, model_directory

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from streamrl.engine.messages import Drop, Generate, Generated, Postpone, PromptsDrawn
 from streamrl.engine.presets import SYSTEMS, choose_system
+from streamrl.engine.trace import Trace, replay
 from streamrl.record.attribution import attribute
 from streamrl.record.timeline import read_timeline
-from streamrl.record.trace import Trace, replay
 from streamrl.sim.costs.costs import Costs
 from tests.random_runs import Losses, failures, has_stopped_early, losses, runs, simulate
 from tests.runs import of

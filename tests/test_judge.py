@@ -16,9 +16,8 @@ from streamrl.executor.roles import Scoring
 from streamrl.executor.verifier import judge
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import make_run
-from streamrl.runfile.reward_config import RewardConfig
-from streamrl.runfile.sides_config import VerifierConfig
+from streamrl.runfile.files import make_run
+from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from tests.runs import make_table
 
 RECORD = {"prompt": "What is 2+2?", "answer": "4", "family": "sums"}

@@ -26,12 +26,13 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
-from streamrl.executor.carriers.handles import Handle
+from streamrl.engine.trace import Trace, replay
 from streamrl.executor.execute import token_directory
-from streamrl.executor.kept_tokens import KeptTokens
-from streamrl.executor.samples import FinishReason, Request
+from streamrl.executor.launchers.handles import Handle
+from streamrl.executor.roles import FinishReason, Request
 from streamrl.executor.token_files import (
     Head,
+    KeptTokens,
     TokenRecord,
     add_record,
     merge,
@@ -49,8 +50,7 @@ from streamrl.executor.tokens import (
     read_block,
 )
 from streamrl.executor.world import RealWorld
-from streamrl.record.legs import balance_books
-from streamrl.record.trace import Trace, replay
+from streamrl.record.restarts import ledger_of_run
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedLauncher, make_world
 from tests.scripted_roles import ScriptedConfig, ScriptedReplica, tokens_of
@@ -367,7 +367,7 @@ def test_a_resumed_run_goes_on_with_finished_rollouts_and_begun_ones(
     sent = [c for e in trace.entries for c in e.commands if isinstance(c, Generate)]
     first = {c.rollout: c.prefix for c in reversed(sent)}
     assert all(first[rollout] == have for rollout, (have, _) in kept.items())
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     assert sum(isinstance(event, Stepped) for event in events) == 3 - trace.entries[0].event.version  # type: ignore[union-attr]
     assert not list(tokens.iterdir())
@@ -394,4 +394,4 @@ def test_what_a_lost_version_sampled_is_made_again(tmp_path: Path) -> None:
         for group in e.event.groups
     ]
     assert all(version == 0 for group in drawn for have, version in group.kept if have)
-    assert balance_books(trace, tmp_path / "run").is_balanced
+    assert ledger_of_run(trace, tmp_path / "run").is_balanced

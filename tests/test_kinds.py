@@ -11,24 +11,22 @@ import pytest
 
 from streamrl.doctor.diagnosis import diagnose, examine
 from streamrl.doctor.memory import memory_of
-from streamrl.engine.latency import Latency
+from streamrl.engine.estimates import Latency
 from streamrl.engine.messages import Generate, ReplicaLost, StartReplica, WeightsPushed
-from streamrl.executor.back_ends import check_back_ends
-from streamrl.executor.carriers.local_gpus import gpus_needed
-from streamrl.executor.carriers.local_launch import LocalLauncher
-from streamrl.executor.carriers.placement import Placement
+from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.executor.backend_limits import check_back_ends
+from streamrl.executor.launchers.local_launcher import LocalLauncher
+from streamrl.executor.launchers.placement import Placement, gpus_needed
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import kv_capacity
+from streamrl.record.charges import dollars_per_second, egress_dollars
 from streamrl.record.metrics import measure
-from streamrl.record.rent import dollars_per_second, egress_dollars
-from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
-from streamrl.sim.batch_time import generate_batch
+from streamrl.runfile.files import load_run, write_run
+from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import even_shares, fill_policies
+from streamrl.sim.costs.policy_estimates import even_shares, fill_policies
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import checked_world, of, script, small_run

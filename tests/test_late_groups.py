@@ -22,11 +22,11 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.engine.policies.left_over import LEFT_OVER
-from streamrl.engine.policies.stale import STALE
+from streamrl.engine.policies.oversampling import LEFT_OVER
+from streamrl.engine.policies.staleness import STALE
 from streamrl.engine.presets import choose_system
+from streamrl.engine.trace import Trace, replay
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.trace import Trace, replay
 from streamrl.runfile.errors import RunError
 from tests.random_runs import simulate
 from tests.runs import done, generated, of, script, singles, small_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.engine.latency import Latency
+from streamrl.engine.estimates import Latency
 
 LATENCY = Latency([(1, 0.01), (64, 0.02), (256, 0.05)])
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.sides import sides_of
+from streamrl.runfile.files import load_run
+from streamrl.runfile.gpu_pools import sides_of
 from streamrl.sim.costs.costs import Costs
 
 ROOT = Path(__file__).parent.parent

@@ -17,18 +17,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from streamrl.cli.step_table import line_of
-from streamrl.cli.watch_run import NUM_ROWS, RunWatch
+from streamrl.cli.watch_run import NUM_ROWS, RunWatch, line_of
 from streamrl.engine.entities import Group, Replica, Rollout
 from streamrl.engine.messages import Verified
 from streamrl.engine.systems import build_state
-from streamrl.executor.execute import own_cores_for_nothing
+from streamrl.engine.trace import LineFile, read_trace
+from streamrl.executor.execute import price_local_cores_at_zero
 from streamrl.executor.record import RunDirectory
-from streamrl.record.completions import most_telling, read_completions, shortened, spread_over
-from streamrl.record.line_file import LineFile
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import ROLLED_BACK_TO, SAMPLES
-from streamrl.record.trace import read_trace
+from streamrl.record.run_directory import ROLLED_BACK_TO, SAMPLES
+from streamrl.record.samples import most_varied_group, read_completions, shortened, spread_over
 from streamrl.report.page.learning import PANELS
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.pictures.drawing import Dot, Polyline
@@ -234,7 +232,7 @@ def test_what_the_executor_has_to_say_costs_the_run_nothing_where_nobody_hears_i
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("streamrl.executor.trackers.open_tracker", fail)
+    monkeypatch.setattr("streamrl.executor.monitoring.open_tracker", fail)
     monkeypatch.setattr("streamrl.executor.trainer.trainer.step_samples", fail)
     assert len(execute(real_run(tmp_path, execute__trackers=["wandb"]))) == 4
 
@@ -359,8 +357,8 @@ def test_which_rollouts_of_a_group_are_shown() -> None:
     assert spread_over(rewards, 2) == [1, 0]
     assert spread_over(rewards, 3) == [1, 2, 0]
     assert spread_over(rewards, 9) == [1, 4, 2, 3, 0]
-    assert most_telling([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]]) == 1
-    assert most_telling([[1.0, 1.0], [0.0, 0.0]]) == 0
+    assert most_varied_group([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]]) == 1
+    assert most_varied_group([[1.0, 1.0], [0.0, 0.0]]) == 0
 
 
 def test_samples_that_cannot_be_written_cost_the_run_nothing(
@@ -468,10 +466,10 @@ def test_a_curve_of_many_steps_is_thinned_out_and_gaps_stay_gaps() -> None:
 def test_cores_of_this_machine_are_not_rented_unless_they_have_a_price(tmp_path: Path) -> None:
     pools = {"cluster__pools__far__gpu": "cpu", "cluster__pools__near__gpu": "cpu"}
     run = real_run(tmp_path, **pools, cluster__pools__near__price=0.1)
-    found = own_cores_for_nothing(run).cluster.pools
+    found = price_local_cores_at_zero(run).cluster.pools
     assert (found["far"].price, found["near"].price) == (0.0, 0.1)
     rented = real_run(tmp_path)
-    assert own_cores_for_nothing(rented) == rented
+    assert price_local_cores_at_zero(rented) == rented
 
 
 def test_where_nothing_is_rented_there_is_no_word_of_dollars(tmp_path: Path) -> None:

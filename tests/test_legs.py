@@ -13,9 +13,9 @@ from streamrl.engine.messages import (
     SaveCheckpoint,
     Woke,
 )
-from streamrl.record.legs import balance_books
-from streamrl.record.trace import read_trace
-from streamrl.report.ledger_line import ledger_line
+from streamrl.engine.trace import read_trace
+from streamrl.record.ledger import ledger_line
+from streamrl.record.restarts import ledger_of_run
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.test_execute import execute, real_run
@@ -34,7 +34,7 @@ def test_an_executed_run_balances_over_all_its_legs(tmp_path: Path) -> None:
     die_after_step(run, 5)
     die_after_step(run, 9, resume=True)
     last = execute(run, resume=True)
-    balance = balance_books(last, tmp_path / "run")
+    balance = ledger_of_run(last, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     per_group = run.algorithm.group_size
     assert balance.trainers[0].trained == 36 * per_group and balance.legs == 3
@@ -43,8 +43,8 @@ def test_an_executed_run_balances_over_all_its_legs(tmp_path: Path) -> None:
     done = streamrl("replay", tmp_path / "run")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == ledger_line(balance)
     first = read_trace(tmp_path / "run" / "trace.1.jsonl")
-    assert balance_books(first, tmp_path / "run").trainers[0].open > 0
-    alone = balance_books(last, tmp_path / "elsewhere")  # where its earlier legs are not
+    assert ledger_of_run(first, tmp_path / "run").trainers[0].open > 0
+    alone = ledger_of_run(last, tmp_path / "elsewhere")  # where its earlier legs are not
     assert alone.is_balanced and alone.trainers[0].trained < balance.trainers[0].trained
     assert "ledger: the books begin with leg 3, what was before is not known; " in ledger_line(
         alone
@@ -70,7 +70,7 @@ def write_legs(directory: Path) -> list[Path]:
 def test_the_legs_of_a_run_balance_together(tmp_path: Path) -> None:
     files = write_legs(tmp_path)
     for legs, path in enumerate(files, start=1):
-        balance = balance_books(read_trace(path), tmp_path)
+        balance = ledger_of_run(read_trace(path), tmp_path)
         assert balance.is_balanced and balance.legs == legs and balance.first_leg == 1
         assert balance.trainers[0].trained == legs
 
@@ -79,7 +79,7 @@ def test_a_run_whose_earlier_legs_are_gone_says_where_its_books_begin(tmp_path: 
     first, second, last = write_legs(tmp_path)
     first.unlink()
     second.unlink()
-    balance = balance_books(read_trace(last), tmp_path)
+    balance = ledger_of_run(read_trace(last), tmp_path)
     assert balance.is_balanced and ledger_line(balance).startswith(
         "ledger: the books begin with leg 3, what was before is not known; 1 rollouts drawn: "
     )
@@ -90,7 +90,7 @@ def test_a_leg_that_was_cut_to_its_header_does_not_balance(leg: int, tmp_path: P
     files = write_legs(tmp_path)
     cut = files[leg - 1]
     cut.write_bytes(cut.read_bytes().splitlines(keepends=True)[0])
-    balance = balance_books(read_trace(files[-1]), tmp_path)
+    balance = ledger_of_run(read_trace(files[-1]), tmp_path)
     assert balance.faults == [f"a leg resumes from step {leg}, which was never saved"]
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
-from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.record.run_directory import read_metrics
 from streamrl.sim.world import simulate
-from streamrl.workload.length_ranker import LengthRanker
+from streamrl.workload.online_ranker import LengthRanker
 from tests.runs import small_run
 from tests.test_execute import execute, real_run
 
@@ -198,7 +198,7 @@ def test_a_replay_decides_as_the_run_did_without_the_ranker(tmp_path: Path) -> N
 def test_simulated_epochs_have_each_prompt_once_in_the_order_of_executed_ones(
     tmp_path: Path,
 ) -> None:
-    from streamrl.workload.epochs import EpochOrder
+    from streamrl.workload.prompt_order import EpochOrder
     from streamrl.workload.workload import SimulatedWorkload
 
     path = write_lengths(tmp_path / "lengths.csv", num_prompts=10, noise=0.0)

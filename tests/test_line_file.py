@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.record.line_file import LineFile
-from streamrl.record.trace import Trace, read_trace
+from streamrl.engine.trace import LineFile, Trace, read_trace
 from tests.runs import small_run
 
 

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.engine.messages import Drop, Failed, StartTrainer, Stepped
-from streamrl.executor.live_trace import LONGEST, LiveTrace
-from streamrl.record.chrome_events import ChromeReader
-from streamrl.record.chrome_trace import CHROME_TRACE, chrome_trace
-from streamrl.record.trace import Trace
+from streamrl.engine.trace import Trace
+from streamrl.executor.monitoring import LONGEST, LiveTrace
+from streamrl.record.chrome_trace import CHROME_TRACE, ChromeReader, chrome_trace
 from streamrl.runfile.config import Run
 from streamrl.sim.steady_state import simulate_steady
 from tests.hand_traces import HandTrace

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor.carriers import local_cores
-from streamrl.executor.carriers.local_cores import roles_on_cores, threads_of, usable_cores
-from streamrl.executor.carriers.local_launch import LocalLauncher
-from streamrl.executor.carriers.placement import Place
 from streamrl.executor.checkup import readiness
+from streamrl.executor.launchers import placement as local_cores
+from streamrl.executor.launchers.local_launcher import LocalLauncher
+from streamrl.executor.launchers.placement import Place, roles_on_cores, threads_of, usable_cores
 from streamrl.executor.record import RunDirectory
-from streamrl.hardware.host_cores import threads_of_each
-from streamrl.hardware.machine_profile import Host, write_measured
+from streamrl.hardware.measured_profile import Host, write_measured
+from streamrl.hardware.parallelism import threads_per_role
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.patients import bad, local_table
@@ -58,7 +57,7 @@ def test_a_container_has_the_cores_that_its_quota_is_worth(
 
 
 def test_cores_are_dealt_to_roles_and_none_has_less_than_one() -> None:
-    assert [threads_of_each(16, roles) for roles in (1, 2, 3, 16, 17)] == [16, 8, 5, 1, 1]
+    assert [threads_per_role(16, roles) for roles in (1, 2, 3, 16, 17)] == [16, 8, 5, 1, 1]
 
 
 @pytest.mark.usefixtures("sixteen")

@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor.carriers import local_gpus
-from streamrl.executor.carriers.local_cores import roles_on_cores
-from streamrl.executor.carriers.local_gpus import LocalGpus, claim_gpus, gpus_needed, usable_gpus
-from streamrl.executor.carriers.local_launch import LocalLauncher
-from streamrl.executor.carriers.placement import Place, Placement
 from streamrl.executor.checkup import readiness
 from streamrl.executor.execute import check_executable, execute
+from streamrl.executor.launchers import placement as local_gpus
+from streamrl.executor.launchers.local_launcher import LocalLauncher
+from streamrl.executor.launchers.placement import (
+    LocalGpus,
+    Place,
+    Placement,
+    claim_gpus,
+    gpus_needed,
+    roles_on_cores,
+    usable_gpus,
+)
 from streamrl.executor.record import RunDirectory
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from tests.patients import bad, local_table
 
 GPU, OTHER = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-2"

@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.hardware.profiles import PROFILES
-from streamrl.logs.literals import read_dict, read_number
-from streamrl.logs.log_file import read_measured_file
-from streamrl.logs.log_format import known_formats, load_format
-from streamrl.logs.measured_steps import MeasuredStep, parse_steps, write_steps
-from streamrl.logs.run_steps import read_run_steps
+from streamrl.logs.framework_logs import (
+    known_formats,
+    load_format,
+    read_dict,
+    read_measured_file,
+    read_number,
+)
+from streamrl.logs.measured_steps import MeasuredStep, parse_steps, read_run_steps, write_steps
 from streamrl.record.timeline import read_timeline
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.fidelity.phases import phase_seconds
+from streamrl.sim.fidelity.rl_steps import phase_seconds
 from streamrl.sim.world import simulate
 from tests.made_logs import MADE, VERL_LINE
 from tests.runs import small_run

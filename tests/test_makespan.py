@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.engine.messages import DrawnGroup, Generated, PromptsDrawn
-from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import DecodeCurve
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import Draw, SimulatedWorkload
 from tests.runs import SINGLE, small_run

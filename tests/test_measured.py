@@ -10,26 +10,26 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.engine.messages import DrawnGroup, Generate, Generated, PromptsDrawn, Train, Verified
-from streamrl.hardware.machine_fit import (
-    fit_decode,
-    fit_padded_share,
-    fit_passes,
-    fit_positive,
-    fit_prefill,
-)
-from streamrl.hardware.machine_profile import (
+from streamrl.engine.trace import Trace
+from streamrl.hardware.measured_profile import (
     DecodeRow,
     MeasuredProfile,
     MixedRow,
     read_measured,
     write_measured,
 )
-from streamrl.record.informative import informative_share
+from streamrl.hardware.profile_fit import (
+    fit_decode,
+    fit_padded_share,
+    fit_passes,
+    fit_positive,
+    fit_prefill,
+)
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace
+from streamrl.record.recorded_workload import informative_share
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.machine import passes
+from streamrl.sim.costs.machine_profile import passes
 from streamrl.sim.world import SimWorld, simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.measured_profile import (
@@ -267,7 +267,7 @@ def test_a_profile_of_another_model_is_refused(model: Path, tmp_path: Path) -> N
 def replica_times(run: Run, lengths: list[int], prompt: int) -> list[float]:
     """Return the instants at which rollouts of these lengths end that one idle replica is given at once."""
     from streamrl.sim.replica import Replica
-    from streamrl.sim.surroundings import DrawnRollout
+    from streamrl.sim.world_interface import SimRollout
 
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     ended: dict[int, float] = {}
@@ -276,7 +276,7 @@ def replica_times(run: Run, lengths: list[int], prompt: int) -> list[float]:
     )
     replica = Replica(world, 0, 0)
     for rollout, length in enumerate(lengths):
-        world.rollouts[rollout] = DrawnRollout(rollout // 2, prompt, length)
+        world.rollouts[rollout] = SimRollout(rollout // 2, prompt, length)
         replica.generate(Generate(rollout, 0, rollout))
     world.env.run(until=1000)
     return [ended[rollout] for rollout in range(len(lengths))]

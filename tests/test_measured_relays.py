@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from streamrl.hardware.machine_profile import (
+from streamrl.hardware.measured_profile import (
     MeasuredProfile,
-    Once,
+    ModelOperation,
     RelayRow,
     read_measured,
     write_measured,
@@ -17,8 +17,7 @@ from streamrl.hardware.machine_profile import (
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.payload import Payload
-from streamrl.sim.costs.slow_start import INITIAL_WINDOW, sending_time
+from streamrl.sim.costs.weight_sync import INITIAL_WINDOW, Payload, sending_time
 from tests.measured_profile import around, make_profile, measured_run, model_directory
 
 PUSH, LOAD = 4e-3, 6e-3
@@ -206,10 +205,10 @@ def test_a_push_over_ray_takes_what_its_calls_do_on_one_machine_for_each_of_thos
         return found
 
     usual = push_time("ray", profile)
-    known = replace(profile, push_over_ray=Once(seconds=around(PUSH + DECODE_ALL + 0.03)))
+    known = replace(profile, push_over_ray=ModelOperation(seconds=around(PUSH + DECODE_ALL + 0.03)))
     assert push_time("ray", known) == pytest.approx(usual + 5 / 3 * 0.03)
     assert push_time("local", known) == pytest.approx(usual)
-    quick = replace(profile, push_over_ray=Once(seconds=around(PUSH)))
+    quick = replace(profile, push_over_ray=ModelOperation(seconds=around(PUSH)))
     assert push_time("ray", quick) == pytest.approx(usual)
 
 
@@ -239,7 +238,7 @@ def test_in_one_pool_a_push_over_ray_takes_what_was_measured_there(
         found: float = Costs.load(run).sync.push_time
         return found
 
-    known = replace(profile, push_over_ray=Once(seconds=around(PUSH + DECODE_ALL + 0.03)))
+    known = replace(profile, push_over_ray=ModelOperation(seconds=around(PUSH + DECODE_ALL + 0.03)))
     assert push_time("full", "ray", known) == pytest.approx(PUSH + DECODE_ALL + 0.03)
     assert push_time("full", "local", known) == pytest.approx(PUSH)
     assert push_time("full", "ray", profile) == pytest.approx(PUSH)
@@ -253,8 +252,8 @@ def test_rollouts_over_ray_take_of_the_cores_what_was_measured_over_ray(
         run = far(own, tmp_path, "full")
         return Costs.load(replace(run, execute=replace(run.execute, launcher=launcher)))
 
-    local = replace(profile, handling=Once(seconds=around(1e-3)))
-    both = replace(local, handling_over_ray=Once(seconds=around(3e-3)))
+    local = replace(profile, handling=ModelOperation(seconds=around(1e-3)))
+    both = replace(local, handling_over_ray=ModelOperation(seconds=around(3e-3)))
     unknown = "as if Ray itself took no core, which was not measured"
     assert found("ray", both).handling_time == 3e-3
     assert found("local", both).handling_time == 1e-3
@@ -263,6 +262,6 @@ def test_rollouts_over_ray_take_of_the_cores_what_was_measured_over_ray(
     assert unknown not in "; ".join(found("ray", both).provenance["decode"].sources)
     assert unknown not in "; ".join(found("local", local).provenance["decode"].sources)
     calls = "as if calls of a push over Ray took nothing, which was not measured"
-    timed = replace(both, push_over_ray=Once(seconds=around(0.1)))
+    timed = replace(both, push_over_ray=ModelOperation(seconds=around(0.1)))
     assert calls in "; ".join(found("ray", both).provenance["decode"].sources)
     assert calls not in "; ".join(found("ray", timed).provenance["decode"].sources)

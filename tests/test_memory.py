@@ -11,30 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.hardware.activations import activation_bytes, tokens_in_pass
-from streamrl.hardware.host_memory import (
-    check_host_memory,
-    check_sync_buffer,
-    host_memory,
-    offloaded_bytes,
-)
-from streamrl.hardware.linear_layers import lora_parameters
 from streamrl.hardware.memory import (
+    check_host_memory,
     check_memory,
+    check_sync_buffer,
     check_trainer_memory,
+    host_memory,
     kv_capacity,
     model_states,
+    offloaded_bytes,
     replica_memory,
     shard_parameters,
     stage_parameters,
     trainer_memory,
 )
+from streamrl.hardware.model_shape import lora_parameters
+from streamrl.hardware.parallelism import stage_layers
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.slices import stage_layers
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import load_run, make_run
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.files import load_run, make_run
+from streamrl.runfile.roles_config import TrainerConfig
 from tests.runs import make_table, small_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

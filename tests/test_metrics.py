@@ -22,11 +22,11 @@ from streamrl.engine.messages import (
     TrainerLost,
     TrainerStarted,
 )
+from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import load_gpu
-from streamrl.record.flow import read_flow
+from streamrl.record.charges import dollars_per_second
 from streamrl.record.metrics import measure
-from streamrl.record.rent import dollars_per_second
-from streamrl.record.trace import Trace
+from streamrl.record.rollout_flow import read_flow
 from streamrl.runfile.config import Run
 from streamrl.sim.steady_state import simulate_steady
 from tests.hand_traces import LEARNERS, HandTrace

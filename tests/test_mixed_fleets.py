@@ -10,13 +10,11 @@ import pytest
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run, make_run
-from streamrl.runfile.writing import write_run
-from streamrl.sim.planner.layouts import Degrees, Replicas
-from streamrl.sim.planner.mixed_fleets import mixed_fleets
-from streamrl.sim.planner.pairs import Pairs
+from streamrl.runfile.files import load_run, make_run, write_run
+from streamrl.sim.planner.layouts import Degrees, Replicas, mixed_fleets
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Pairs
 from streamrl.sim.steady_state import measure_steady
 from tests.runs import make_table
 from tests.test_plan import Here

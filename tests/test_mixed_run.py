@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.record.run_lines import read_metrics, read_rollouts
+from streamrl.record.run_directory import read_metrics, read_rollouts
 from tests.command_line import streamrl
 from tests.test_end_to_end import RUN_FILE, SYMBOLS
 from tests.tiny_model import save_tiny_model

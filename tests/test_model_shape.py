@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.hardware.config_json import read_config_json
+from streamrl.hardware.hugging_face import OPTIONAL, SHAPE_KEYS, read_config_json
 from streamrl.hardware.model_shape import ModelShape
-from streamrl.hardware.nearest_type import OPTIONAL, SHAPE_KEYS
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.errors import RunError

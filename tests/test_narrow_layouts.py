@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from streamrl.doctor.memory import replica_side
-from streamrl.hardware.draft import draft_bytes
-from streamrl.hardware.memory import fullest_stage, kv_capacity, replica_memory, replica_model
+from streamrl.hardware.memory import (
+    draft_bytes,
+    fullest_stage,
+    kv_capacity,
+    replica_memory,
+    replica_model,
+    stage_bytes,
+)
 from streamrl.hardware.profiles import load_model
-from streamrl.hardware.stage_bytes import stage_bytes
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.training import TrainingCosts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.hardware.config_json import MODEL_TYPES, read_config_json
+from streamrl.hardware.hugging_face import MODEL_TYPES, read_config_json
 from streamrl.runfile.errors import RunError
 from tests.command_line import streamrl
 from tests.public_configs import PUBLIC

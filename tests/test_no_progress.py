@@ -21,10 +21,10 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.trace import read_trace, replay
 from streamrl.executor.execute import execute as execute_for_real
 from streamrl.executor.roles import Scoring
-from streamrl.record.trace import read_trace, replay
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from streamrl.workload.prompt_records import Record
 from tests.patients import local_table
 from tests.random_runs import FaultyWorld

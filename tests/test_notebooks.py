@@ -11,8 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import load_run, write_run
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 EXAMPLES = NOTEBOOKS[0].parent.parent / "examples"

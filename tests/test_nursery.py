@@ -16,10 +16,11 @@ import msgspec
 import psutil
 import pytest
 
-from streamrl.executor.carriers import nursery, processes, worker
-from streamrl.executor.carriers.handles import LocalProcess, WorkerLostError
-from streamrl.executor.carriers.launch import worker_environment
-from streamrl.executor.carriers.processes import Forked, begin_for, fork, spawn
+from streamrl.executor.launchers import prefork_server as prefork_server
+from streamrl.executor.launchers import processes, worker
+from streamrl.executor.launchers.handles import LocalProcess, WorkerLostError
+from streamrl.executor.launchers.launcher import worker_environment
+from streamrl.executor.launchers.processes import Forked, begin_for, fork, spawn
 from tests.verifying import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
@@ -114,7 +115,9 @@ def test_a_worker_has_its_own_environment_directory_log_and_nothing_of_others(
         assert seen.variable == "after"
         await check(handle, seen)
 
-    common = worker_environment(1)  # as other tests have: they share the nursery, which has torch
+    common = worker_environment(
+        1
+    )  # as other tests have: they share the prefork_server, which has torch
     with_worker(tmp_path / "log", before, **common)
     with_worker(tmp_path / "log", after, **common, **{NAME: "after"})
 
@@ -167,7 +170,7 @@ def test_who_kills_a_nursery_kills_its_workers_and_the_next_has_another(tmp_path
 
 def test_a_nursery_without_work_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_nurseries", {})
-    short = f"import {nursery.__name__} as n, socket, sys; n.IDLE_TIME = 0.5; "
+    short = f"import {prefork_server.__name__} as n, socket, sys; n.IDLE_TIME = 0.5; "
     short += "n.main(socket.socket(fileno=int(sys.argv[1])), ())"
     parents: list[int] = []
 
@@ -197,7 +200,7 @@ def test_a_nursery_that_is_ending_still_is_not_asked_twice(
 
     async def end(handle: LocalProcess, seen: Seen) -> None:
         parents.append(seen.parent)
-        for process, _ in processes._nurseries.values():
+        for process, _ in processes._prefork_servers.values():
             process.kill()
             monkeypatch.setattr(process, "poll", lambda: None)  # it has not quite gone
 

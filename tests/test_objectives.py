@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForTokenClassification
 
 from streamrl.executor.checksums import find_damage
-from streamrl.executor.samples import Sample
+from streamrl.executor.roles import Sample
 from streamrl.executor.tokens import decode_ids, read_blocks
 from streamrl.executor.trainer.advantages import advantages, pair_of
 from streamrl.executor.trainer.objectives import gae

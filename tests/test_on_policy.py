@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.engine.messages import Train
-from streamrl.executor.carriers.handles import Handle, InProcess
-from streamrl.executor.carriers.launch import TRAINER
+from streamrl.engine.trace import Trace
+from streamrl.executor.launchers.handles import Handle, InProcess
+from streamrl.executor.launchers.launcher import TRAINER
 from streamrl.executor.transfer.transfer import Transfer
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedLauncher, make_world
 from tests.scripted_roles import VOCABULARY

@@ -8,12 +8,16 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from streamrl.executor.trainer import half_experts
-from streamrl.executor.trainer.half_experts import follow_autocast
-from streamrl.executor.trainer.outputs import check_chunks, output_logprobs, outputs_with_entropy
-from streamrl.executor.trainer.passes import attend_apart
-from streamrl.hardware.config_json import MODEL_TYPES
-from streamrl.runfile.sides_config import Packing
+from streamrl.executor.trainer import model_loading as half_experts
+from streamrl.executor.trainer.model_loading import follow_autocast
+from streamrl.executor.trainer.passes import (
+    attend_apart,
+    check_chunks,
+    output_logprobs,
+    outputs_with_entropy,
+)
+from streamrl.hardware.hugging_face import MODEL_TYPES
+from streamrl.runfile.roles_config import Packing
 from tests.test_passes import (
     NOT_PACKED,
     TEMPERATURE,

@@ -19,7 +19,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import Script, generated, of, singles, small_run

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.runfile.sides_config import TrainerConfig
-from streamrl.sim.costs.training.line import SerialLine
-from streamrl.sim.costs.training.packing import deal, micro_batches
+from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.sim.costs.training.micro_batches import distribute_rollouts, micro_batches
+from streamrl.sim.costs.training.pipeline import SerialSchedule
 from streamrl.sim.costs.training.training import TrainingCosts
 from tests.test_training_costs import train_run
 
@@ -31,7 +31,7 @@ def quadratic(length: int) -> float:
 
 @given(lengths_of_rollouts, st.integers(1, 8), orders)
 def test_every_rollout_is_dealt_to_one_rank(lengths: list[int], ranks: int, order: Any) -> None:
-    dealt = deal(lengths, [0.0] * ranks, quadratic, trainer(order=order))
+    dealt = distribute_rollouts(lengths, [0.0] * ranks, quadratic, trainer(order=order))
     assert sorted(length for part in dealt for length in part) == sorted(lengths)
     for part in dealt:
         assert order == "arrival" or part == sorted(part, reverse=True)
@@ -41,7 +41,7 @@ def test_every_rollout_is_dealt_to_one_rank(lengths: list[int], ranks: int, orde
 def test_no_rank_has_more_than_a_mean_rank_and_one_rollout(
     lengths: list[int], ranks: int, order: Any
 ) -> None:
-    dealt = deal(lengths, [0.0] * ranks, quadratic, trainer(order=order))
+    dealt = distribute_rollouts(lengths, [0.0] * ranks, quadratic, trainer(order=order))
     loads = [sum(map(quadratic, part)) for part in dealt]
     longest = max(map(quadratic, lengths))
     assert max(loads) <= sum(loads) / ranks + longest * (1 - 1 / ranks) + 1e-6
@@ -51,17 +51,17 @@ def test_no_rank_has_more_than_a_mean_rank_and_one_rollout(
 
 
 def test_the_longest_are_dealt_first_and_each_to_the_rank_with_least_to_do() -> None:
-    dealt = deal([3, 9, 5, 4, 7], [0.0, 0.0], float, trainer())
+    dealt = distribute_rollouts([3, 9, 5, 4, 7], [0.0, 0.0], float, trainer())
     assert dealt == [[9, 4], [7, 5, 3]]
-    assert deal([3, 9, 5, 4, 7], [0.0, 0.0], float, trainer(order="arrival")) == [
+    assert distribute_rollouts([3, 9, 5, 4, 7], [0.0, 0.0], float, trainer(order="arrival")) == [
         [3, 5, 4],
         [9, 7],
     ]
 
 
 def test_a_rank_that_is_still_busy_gets_less() -> None:
-    assert deal([4, 4, 4], [8.0, 0.0], float, trainer()) == [[4], [4, 4]]
-    assert deal([], [0.0, 0.0], float, trainer()) == [[], []]
+    assert distribute_rollouts([4, 4, 4], [8.0, 0.0], float, trainer()) == [[4], [4, 4]]
+    assert distribute_rollouts([], [0.0, 0.0], float, trainer()) == [[], []]
 
 
 # Micro-batches ------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_expert_ranks_go_in_step_and_plain_ranks_do_not() -> None:
 
 
 def test_a_serial_line_does_one_command_after_the_other() -> None:
-    line = SerialLine(score_time=lambda lengths: 1.0 * len(lengths), train_time=sum)
+    line = SerialSchedule(score_time=lambda lengths: 1.0 * len(lengths), train_time=sum)
     assert line.score([5, 5], 10.0) == 12.0
     assert line.train([3], 12.0) == 15.0
     assert line.train([3], 13.0) == 18.0

@@ -13,10 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.executor.pretrained import load_pretrained, load_reward_model
 from streamrl.executor.tokens import ID, LOGPROB
-from streamrl.executor.trainer.outputs import output_logprobs
-from streamrl.executor.trainer.passes import FILLED_TO, attend_apart, passes
+from streamrl.executor.trainer.passes import FILLED_TO, attend_apart, output_logprobs, passes
 from streamrl.executor.trainer.sequences import TokenSequence
-from streamrl.hardware.config_json import MODEL_TYPES
+from streamrl.hardware.hugging_face import MODEL_TYPES
 from tests.tiny_model import save_tiny_model, save_tiny_reward_model
 
 VOCABULARY, TEMPERATURE, WINDOW = 40, 0.8, 8

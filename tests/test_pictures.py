@@ -17,18 +17,21 @@ from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.pictures.canvas import DPI, MARGIN, POINTS, draw
 from streamrl.report.pictures.drawing import (
+    ACTIVITIES,
+    COLOURS,
     Dot,
     Drawing,
     Picture,
     Polyline,
     Rectangle,
     Text,
+    rules,
+    style_of,
     swatch,
 )
-from streamrl.report.pictures.study_metric import study_picture
-from streamrl.report.pictures.style import ACTIVITIES, COLOURS, rules, style_of
+from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_table import StudyRow, make_table
-from streamrl.runfile.grid import Axis, parse_axis
+from streamrl.runfile.sweep import Axis, parse_axis
 from tests.report_directories import write_runs, write_study
 
 ROOT = Path(__file__).parent.parent

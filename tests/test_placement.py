@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.executor.carriers.placement import Place, Placement
+from streamrl.executor.launchers.placement import Place, Placement
 from streamrl.runfile.config import Run
-from streamrl.runfile.pools import most_replicas
-from streamrl.runfile.sides import Side, sides_of
+from streamrl.runfile.gpu_pools import Side, most_replicas, sides_of
 from tests.runs import small_run
 
 Gpus = tuple[int, ...]
@@ -140,5 +139,5 @@ def test_replicas_are_added_beside_sides_of_every_kind(monkeypatch: pytest.Monke
     run = run_on(2, 4, rollout__replicas=1, rollout__tensor_parallel=2)
     before = most_replicas(run)
     others = [*sides_of(run), Side("judge", cast(Any, "judge"), "here", 2)]
-    monkeypatch.setattr("streamrl.runfile.pools.sides_of", lambda run: others)
+    monkeypatch.setattr("streamrl.runfile.gpu_pools.sides_of", lambda run: others)
     assert most_replicas(run) == before - 1

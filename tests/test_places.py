@@ -14,12 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.engine.concurrency import (
+    BACKOFF,
+    GROWTH,
+    LEAST_OVERCOMMIT,
+    ConcurrencyLimit,
+    FinalLengths,
+)
 from streamrl.engine.messages import Generate, Generated, ReplicaStarted
-from streamrl.engine.places import BACKOFF, GROWTH, LEAST_OVERCOMMIT, FinalLengths, Places
-from streamrl.executor.rollout.vllm_stats import CacheWatch
-from streamrl.executor.samples import CacheState
+from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.executor.roles import CacheState
+from streamrl.executor.rollout.vllm_engine import CacheWatch
 from streamrl.hardware.memory import kv_capacity
-from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.world import SimWorld, simulate
@@ -44,13 +50,17 @@ CROWDED: dict[str, Any] = {
 # The law ------------------------------------------------------------------------------------------
 
 
-def opened(capacity: int | None = 1000, expected: float = 100.0, most: int = 64) -> Places:
-    places = Places(most)
+def opened(
+    capacity: int | None = 1000, expected: float = 100.0, most: int = 64
+) -> ConcurrencyLimit:
+    places = ConcurrencyLimit(most)
     places.open(capacity, expected)
     return places
 
 
-def turn(places: Places, use: float = 0.5, num_left: int | None = None, put_off: int = 0) -> None:
+def turn(
+    places: ConcurrencyLimit, use: float = 0.5, num_left: int | None = None, put_off: int = 0
+) -> None:
     """Let as many rollouts end as there are places, and some be put off meanwhile."""
     for number in range(places.limit):
         left = places.limit - 1 if num_left is None else num_left

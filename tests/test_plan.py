@@ -14,18 +14,17 @@ from msgspec.structs import replace
 
 from streamrl.record.metrics import measure
 from streamrl.report.export.launch_file import export
-from streamrl.report.plan import read_plan, write_plan
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import decode_run, encode_run, load_run, write_run
 from streamrl.runfile.plan_config import ObjectiveName
-from streamrl.runfile.reading import decode_run, encode_run, load_run
-from streamrl.runfile.sides_config import FollowerConfig
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.units import Bandwidth
-from streamrl.runfile.writing import write_run
-from streamrl.sim.fidelity.cases import Case, make_case
-from streamrl.sim.planner.found import settings_of
+from streamrl.sim.fidelity.paper import Case, make_case
 from streamrl.sim.planner.objective import front, value_of
+from streamrl.sim.planner.plan import read_plan, write_plan
+from streamrl.sim.planner.plan_description import settings_of
 from streamrl.sim.planner.planner import Planned, make_plan
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
@@ -85,7 +84,7 @@ class Here(Executor):
 
 def test_a_run_of_several_trainers_is_refused_in_one_line() -> None:
     run = few()
-    second = FollowerConfig(name="second", pool=run.trainer.pool, tensor_parallel=4)
+    second = SecondaryTrainerConfig(name="second", pool=run.trainer.pool, tensor_parallel=4)
     with pytest.raises(RunError, match=r"^plan chooses for one trainer, the run file has 2$") as it:
         make_plan(replace(run, followers=(second,)))
     assert it.value.key == "trainer" and it.value.value == 2

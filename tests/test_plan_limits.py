@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.doctor.idle import find
-from streamrl.record.rent import dollars_per_second
+from streamrl.doctor.idle_gpus import find
+from streamrl.record.charges import dollars_per_second
 from streamrl.runfile.checks import check_run
+from streamrl.runfile.files import write_run
 from streamrl.runfile.units import SECONDS_PER_HOUR
-from streamrl.runfile.writing import write_run
-from streamrl.sim.planner.limits import Spend, excess, keeps_limits, unmet
+from streamrl.sim.planner.objective import Spend, excess, keeps_limits, unmet
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Space

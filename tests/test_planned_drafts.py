@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.hardware.draft import draft_bytes
-from streamrl.hardware.memory import replica_model
+from streamrl.hardware.memory import draft_bytes, replica_model
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.sides_config import SpeculativeConfig
-from streamrl.runfile.writing import write_run
-from streamrl.sim.planner.drafts import drafts_text
-from streamrl.sim.planner.found import settings_of
-from streamrl.sim.planner.mixed_fleets import mixed_fleets
+from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.roles_config import SpeculativeConfig
+from streamrl.sim.planner.layouts import mixed_fleets
+from streamrl.sim.planner.plan_description import drafts_text, settings_of
+from streamrl.sim.planner.scores import complexities
 from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.simplicity import complexities
 from streamrl.sim.planner.space import Candidate, Space
 from tests.test_plan import Here, few
 

@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.pooled_profiles import Profiled, pooled
-from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
-from streamrl.hardware.profile_pace import at_its_pace
+from streamrl.hardware.measured_profile import MeasuredProfile, scaled_to_mean_speed, write_measured
 from tests.measured_profile import make_profile
 from tests.tiny_model import tiny_model
 
@@ -21,7 +20,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def times(profile: MeasuredProfile, factor: float) -> MeasuredProfile:
-    return at_its_pace(replace(profile, pace=factor))
+    return scaled_to_mean_speed(replace(profile, pace=factor))
 
 
 def test_replicas_have_the_middle_of_all_profiles_and_a_trainer_of_its_own(

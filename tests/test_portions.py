@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.record.speed import Speed
+from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.modes import Mode
-from streamrl.sim.planner.portions import ROLLOUTS, portion_of, portions_of
 from streamrl.sim.planner.space import Candidate
-from streamrl.sim.planner.trial import Trial, Unfinished, short_speed_of, shortened
+from streamrl.sim.planner.trial import (
+    PORTION_ROLLOUTS,
+    Trial,
+    Unfinished,
+    portion_of,
+    portions_of,
+    short_speed_of,
+    shortened,
+)
 from tests.runs import small_run
 
 HUGE = {
@@ -92,7 +99,7 @@ def test_a_portion_has_the_memory_and_the_collectives_of_the_whole() -> None:
     [
         ({}, 4),
         ({"algorithm__prompts_per_step": 128}, 1),
-        ({"algorithm__prompts_per_step": 2 * ROLLOUTS // 16}, 2),
+        ({"algorithm__prompts_per_step": 2 * PORTION_ROLLOUTS // 16}, 2),
         ({"algorithm__prompts_per_step": 514}, 2),
         ({"rollout__replicas": 63}, 1),
         ({"rollout__replicas": 16}, 2),

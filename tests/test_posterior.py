@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamrl.engine.siblings import PRIOR_SAMPLES
-from streamrl.workload.posterior import KnownGroup, Posterior
+from streamrl.workload.length_posterior import PRIOR_SAMPLES, KnownGroup, Posterior
 
 WITHIN, BETWEEN = 0.25, 0.5  # variances of log lengths
 

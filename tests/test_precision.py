@@ -8,32 +8,33 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.doctor.contradictions import mend_profiles
+from streamrl.doctor.invalid_keys import fix_profile_names
 from streamrl.doctor.memory import replica_side
-from streamrl.executor.back_ends import check_back_ends
-from streamrl.hardware.formats import FORMATS, shard_weight_bytes, width_of
+from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import kv_capacity, replica_memory, trainer_memory, weight_bytes
 from streamrl.hardware.precision import (
+    FORMATS,
     check_precision,
     precision_of,
     quantised_bytes,
     rollout_precision,
+    shard_weight_bytes,
+    width_of,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from streamrl.sim.costs.colocation import PhaseChange
 from streamrl.sim.costs.costs import Costs, kernels_of
 from streamrl.sim.costs.curves import compose_decode
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.sync import SyncCosts
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.training import TrainingCosts, rates_of
-from streamrl.sim.fidelity.published_training import is_plain, read_steps
-from streamrl.sim.fidelity.training_rows import step_time
+from streamrl.sim.costs.weight_sync import SyncCosts
+from streamrl.sim.fidelity.training_steps import is_plain, read_steps, step_time
 from tests.command_line import streamrl
 from tests.patients import local_table
 from tests.runs import small_run
@@ -295,7 +296,7 @@ def test_a_gpu_without_the_units_is_told_in_one_line_and_what_it_could_do(
     for check in (check_precision, Costs.load):
         with pytest.raises(RunError, match=text):
             check(run)
-    mended = mend_profiles(run)
+    mended = fix_profile_names(run)
     assert mended.run is not None and check_precision(mended.run) is None
     assert len(mended.findings) == 1
 

@@ -9,14 +9,15 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from streamrl.hardware.machine_profile import (
+from streamrl.hardware.measured_profile import (
     MixedRow,
     RelayRow,
     SharingRow,
+    mean_over_median,
     read_measured,
+    scaled_to_mean_speed,
     write_measured,
 )
-from streamrl.hardware.profile_pace import at_its_pace, pace_of
 from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import (
     ALONE,
@@ -43,10 +44,12 @@ def test_a_machine_that_is_slower_in_spells_takes_longer_than_its_medians(
         {1: [1.0, 1.0, 1.0, 1.0, 3.0]},
         {(1, 2): [2.0, 2.0, 2.0, 2.0, 6.0], "none": [], "once": [9.0]},
     ]
-    assert pace_of(readings) == pytest.approx((6 + 12) / (4 + 8))
+    assert mean_over_median(readings) == pytest.approx((6 + 12) / (4 + 8))
     readings[0][1][0] = 50.0
-    assert pace_of(readings) == pytest.approx(18 / 12), "what a point's first reading loads"
-    assert pace_of([{1: [0.1, 0.1]}]) == pace_of([]) == 1.0
+    assert mean_over_median(readings) == pytest.approx(18 / 12), (
+        "what a point's first reading loads"
+    )
+    assert mean_over_median([{1: [0.1, 0.1]}]) == mean_over_median([]) == 1.0
     model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
     profile = make_profile(model)
     write_measured(replace(profile, pace=1.5), path)
@@ -70,7 +73,7 @@ def test_every_second_of_a_profile_is_at_its_pace_and_nothing_else_is(tmp_path: 
     rows = {"mixed": MIXED, "sharing": SHARING, "relay": RELAY, "reward": tuple(whole.train)}
     whole = replace(whole, turnover=once, handling=once, handling_over_ray=once, **rows)
     whole = replace(whole, push_over_ray=once)
-    before, after = (to_builtins(one) for one in (whole, at_its_pace(whole)))
+    before, after = (to_builtins(one) for one in (whole, scaled_to_mean_speed(whole)))
     assert seconds_of(after) == pytest.approx([1.5 * one for one in seconds_of(before)])
     assert len(seconds_of(before)) > 100
     assert without_seconds(after) == without_seconds({**before, "pace": 1.0})

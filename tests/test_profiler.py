@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from streamrl.cli.main import app
 from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.profiling.measurements import Limits, full_plan, longest_prefix, quick_plan
-from streamrl.hardware.machine_profile import read_measured
+from streamrl.hardware.measured_profile import read_measured
 from streamrl.record.metrics import measure
 from streamrl.sim.world import simulate
 from tests.measured_profile import measured_run

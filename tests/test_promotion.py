@@ -32,13 +32,13 @@ from streamrl.engine.messages import (
 from streamrl.engine.policies.staleness import PROMOTED
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import LEADER
-from streamrl.executor.attached import read_attached
+from streamrl.executor.subscribers.attach_requests import read_attached
 from streamrl.executor.world import RealWorld
-from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Trace, replay
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import read_metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from tests.runs import checked_world, lose_trainer_at, of, small_run
@@ -228,7 +228,7 @@ def test_a_killed_leader_is_followed_by_the_one_promoted_with_its_weights_and_it
 ) -> None:
     trace = execute(real(tmp_path, policies__system=system), killed_by=killed_by)
     promote = check_promoted(trace)
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     lines = [line for line in read_metrics(tmp_path / "run") if "origin" in line]
     origins = {line["step"]: line["origin"] for line in lines}
@@ -262,7 +262,7 @@ def test_a_resume_goes_on_with_whoever_made_the_checkpoint(
     assert begun.promoted == (1 if begun.version > before.leads_from else None)
     assert (begun.promoted is not None) == leads
     assert replay(trace, checks_invariants=True) is None
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     last = [line for line in read_metrics(tmp_path / "run") if "origin" in line][-1]
     assert last["step"] == 12 and last["origin"] == (-2 if leads else -1)

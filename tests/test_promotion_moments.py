@@ -26,8 +26,8 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import LEADER, UNIFORM
-from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from tests.runs import call_at, checked_world, of, small_run
 from tests.test_books import balance_of

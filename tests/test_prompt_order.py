@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.executor.verifier.records import check_prompts
-from streamrl.record.legs import KEPT_BY_A_RESUME
-from streamrl.runfile.reading import change_run, make_run
-from streamrl.workload.epochs import EpochOrder, MixedOrder, apportion, make_order
+from streamrl.executor.verifier.reward_checks import check_prompts
+from streamrl.record.restarts import KEPT_BY_A_RESUME
+from streamrl.runfile.files import change_run, make_run
+from streamrl.workload.prompt_order import EpochOrder, MixedOrder, apportion, make_order
 from streamrl.workload.workload import SimulatedWorkload
 from tests.patients import local_table
 from tests.runs import small_run

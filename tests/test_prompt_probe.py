@@ -17,7 +17,7 @@ from streamrl.executor.prompt_probe import (
     write_probe,
 )
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.ranker.ranker_file import read_ranker
+from streamrl.ranker.text_ranker import read_ranker
 from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.scripted import ScriptedTokenizer

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from streamrl.sim.fidelity.published_training import PublishedStep, is_plain, read_steps
-from streamrl.sim.fidelity.training_rows import step_memory
+from streamrl.sim.fidelity.training_steps import PublishedStep, is_plain, read_steps, step_memory
 
 STEPS = read_steps()
 MEASURED = [step for step in STEPS if step.peak_memory is not None]

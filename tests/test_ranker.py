@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.runfile.workload_config import LengthsConfig
-from streamrl.workload.ranker import Noisy, Resampled, length_at, place, recall_at
+from streamrl.workload.simulated_ranker import Noisy, Resampled, length_at, place, recall_at
 from streamrl.workload.workload import SimulatedWorkload, load_source
 from tests.runs import SINGLE, small_run
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from streamrl.ranker.evaluation import evaluate_scores, rank_all, spearman
-from streamrl.ranker.known_lengths import read_known
 from streamrl.ranker.score_files import (
     lengths_by_prompt,
+    read_known,
     read_table,
     score_columns,
     scores_by_prompt,
 )
-from streamrl.workload.ranker import read_scores
+from streamrl.workload.simulated_ranker import read_scores
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.runs import small_run

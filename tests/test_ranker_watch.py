@@ -7,8 +7,8 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from streamrl.workload.posterior import KnownGroup
-from streamrl.workload.ranker_watch import SHIFTS, RankerWatch, longest
+from streamrl.workload.length_posterior import KnownGroup
+from streamrl.workload.online_ranker import SHIFTS, RankerMonitor, longest
 
 GROUPS, SIZE = 32, 8
 
@@ -43,11 +43,11 @@ def test_recall_is_that_of_the_longest_fifth_and_chance_finds_a_fifth() -> None:
     perfect = [
         KnownGroup(g.prompt, 1, g.priors, g.lengths, g.lengths) for g in window(rng, num=200)
     ]
-    judgement = RankerWatch(0.01, 0).judge(perfect)
+    judgement = RankerMonitor(0.01, 0).judge(perfect)
     assert judgement.recall == 1.0
     assert judgement.is_better and not judgement.is_worse
     blind = [KnownGroup(g.prompt, 1, g.priors, (0.0,) * SIZE, g.lengths) for g in perfect]
-    judgement = RankerWatch(0.01, 0).judge(blind)
+    judgement = RankerMonitor(0.01, 0).judge(blind)
     assert judgement.recall == pytest.approx(0.2, abs=0.01)
     assert not judgement.is_better and not judgement.is_worse
 
@@ -55,12 +55,12 @@ def test_recall_is_that_of_the_longest_fifth_and_chance_finds_a_fifth() -> None:
 def test_the_opposite_of_a_ranker_is_found_out_in_one_window() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        assert RankerWatch(0.01, seed).judge(window(rng, skill=-1.0)).is_worse
+        assert RankerMonitor(0.01, seed).judge(window(rng, skill=-1.0)).is_worse
 
 
 def test_a_ranker_that_knows_nothing_is_called_neither_worse_nor_better() -> None:
     rng = np.random.default_rng(1)
-    watch = RankerWatch(0.01, 1)
+    watch = RankerMonitor(0.01, 1)
     found = [watch.judge(window(rng, skill=0.0)) for _ in range(300)]
     # each is one in a hundred by chance: 95 % of binomials of 300 lie below 8
     assert sum(judgement.is_worse for judgement in found) <= 7
@@ -75,7 +75,7 @@ def test_a_thousand_windows_without_drift_raise_as_many_alarms_as_was_asked_for(
     seed = 0
     while judged < 1000:
         rng = np.random.default_rng([7, seed])
-        watch = RankerWatch(rate, seed)
+        watch = RankerMonitor(rate, seed)
         seed += 1
         for number in range(12):  # a watch whose reference is not for ever: refits begin it anew
             judgement = watch.judge(window(rng, num=12))
@@ -97,7 +97,7 @@ def test_what_changed_is_found_soon_and_named(change: dict[str, float], shift: s
     delays = []
     for seed in range(10):
         rng = np.random.default_rng([3, seed])
-        watch = RankerWatch(0.01, seed)
+        watch = RankerMonitor(0.01, seed)
         assert [watch.judge(window(rng)).shift for _ in range(2)] == [None, None]
         for delay in range(1, 6):
             found = watch.judge(window(rng, **change)).shift
@@ -110,7 +110,7 @@ def test_what_changed_is_found_soon_and_named(change: dict[str, float], shift: s
 
 def test_a_ranker_that_grows_better_raises_no_alarm() -> None:
     rng = np.random.default_rng(5)
-    watch = RankerWatch(0.01, 5)
+    watch = RankerMonitor(0.01, 5)
     for _ in range(2):
         watch.judge(window(rng, skill=0.1))
     assert [watch.judge(window(rng, skill=0.95)).shift for _ in range(3)] == [None] * 3
@@ -118,7 +118,7 @@ def test_a_ranker_that_grows_better_raises_no_alarm() -> None:
 
 def test_after_a_refit_the_windows_to_come_are_what_later_ones_are_set_beside() -> None:
     rng = np.random.default_rng(6)
-    watch = RankerWatch(0.01, 6)
+    watch = RankerMonitor(0.01, 6)
     for _ in range(2):
         watch.judge(window(rng))
     assert watch.judge(window(rng, growth=2.0)).shift is not None

@@ -16,17 +16,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.executor.carriers.handles import LocalProcess, WorkerLostError
-from streamrl.executor.carriers.launch import TRAINER, worker_environment
-from streamrl.executor.carriers.local_launch import LOOPBACK
-from streamrl.executor.carriers.processes import begin_for
-from streamrl.executor.carriers.rank_handles import RankHandles
-from streamrl.executor.carriers.remote import remote
-from streamrl.executor.roles import TrainerRole
-from streamrl.executor.samples import Manifest, Sample
+from streamrl.executor.launchers.handles import LocalProcess, RankHandles, WorkerLostError, remote
+from streamrl.executor.launchers.launcher import TRAINER, worker_environment
+from streamrl.executor.launchers.local_launcher import LOOPBACK
+from streamrl.executor.launchers.processes import begin_for
+from streamrl.executor.roles import Manifest, Sample, TrainerRole
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.transfer.shared_memory import read_buckets
-from streamrl.runfile.sides_config import Recompute
+from streamrl.runfile.roles_config import Recompute
 from tests.sgd_trainer import ROLE as SGD
 from tests.test_trainer import Weights, make_config, make_sample, make_samples, model_path
 
@@ -231,7 +228,7 @@ def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
 ) -> None:
     changes, recompute, chunk = VARIANTS[name]
     if shape.zero == 3 and shape.num_ranks > 1:
-        chunk = None  # refused: streamrl.executor.back_ends
+        chunk = None  # refused: streamrl.executor.backend_limits
     calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
 

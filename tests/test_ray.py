@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.engine.trace import Trace, read_trace, replay
 from tests.command_line import streamrl
 from tests.test_end_to_end import RUN_FILE, SYMBOLS
 from tests.test_engine_runs import EASY, FAULTS, MODES, of_trainer

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor.carriers.ray_cluster import check_cluster
 from streamrl.executor.checkup import readiness
+from streamrl.executor.launchers.ray_cluster import check_cluster
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from tests.patients import full_run, local_table
 
 

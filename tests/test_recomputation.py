@@ -10,14 +10,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from streamrl.executor.carriers.local_launch import LocalLauncher
+from streamrl.executor.launchers.local_launcher import LocalLauncher
 from streamrl.executor.profiling.measurements import Limits
 from streamrl.executor.profiling.profile_file import make_setup
 from streamrl.executor.record import RunDirectory
-from streamrl.executor.trainer.recomputation import recompute
-from streamrl.hardware.machine_profile import write_measured
-from streamrl.runfile.reading import make_run
-from streamrl.runfile.sides_config import Recompute
+from streamrl.executor.trainer.model_loading import recompute
+from streamrl.hardware.measured_profile import write_measured
+from streamrl.runfile.files import make_run
+from streamrl.runfile.roles_config import Recompute
 from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.patients import local_table

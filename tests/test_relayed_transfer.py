@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from streamrl.executor.carriers.launch import RELAY, worker_environment
-from streamrl.executor.carriers.processes import begin_for
-from streamrl.executor.samples import Manifest
+from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from streamrl.executor.launchers.launcher import RELAY, worker_environment
+from streamrl.executor.launchers.processes import begin_for
+from streamrl.executor.roles import Manifest
 from streamrl.executor.transfer import relayed_transfer
-from streamrl.executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.transfer.bucket_check import verify_buckets
 from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
 from streamrl.executor.transfer.shared_directory import SHARED_MEMORY
 from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
-from streamrl.runfile.sync_config import SyncConfig
+from streamrl.runfile.policies_config import SyncConfig
 
 FAR, OTHER = "far", "other"
 SIZE = 100_000

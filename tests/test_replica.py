@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from streamrl.executor.roles import Completion, Manifest, Request
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
 from streamrl.executor.rollout.static_engine import cache_name
-from streamrl.executor.samples import Completion, Manifest, Request
 from streamrl.executor.tokens import (
     TokenBlock,
     TokenSegment,

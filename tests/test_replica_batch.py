@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from streamrl.doctor.diagnosis import diagnose
-from streamrl.doctor.lengths import mean_lengths
-from streamrl.doctor.replica_batch import ReplicaBatch, replica_batch, rollouts_under_way
 from streamrl.hardware.memory import kv_capacity
+from streamrl.workload.replica_batch import (
+    ReplicaBatch,
+    mean_lengths,
+    replica_batch,
+    rollouts_under_way,
+)
 from tests.patients import full_run
 
 

@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.executor.back_ends import check_back_ends
+from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import kv_capacity, longest_sequence
+from streamrl.hardware.parallelism import replica_shards
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.replica_shards import replica_shards
 from streamrl.record.metrics import measure
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.sides import claims_of, sides_of
+from streamrl.runfile.gpu_pools import claims_of, sides_of
 from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import DecodeCurve, compose_decode
-from streamrl.sim.costs.fill import fill_policies
 from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.interconnect import Interconnect
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.sync import SyncSide
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.costs.training.ranks import Ranks
-from streamrl.sim.costs.wires import Wires
+from streamrl.sim.costs.weight_sync import SyncSide
 from streamrl.sim.planner.layouts import (
     DIVISIBILITY,
     EXPERTS,
@@ -71,10 +71,10 @@ def test_a_pools_network_replaces_its_gpus_for_pushes_training_and_replicas() ->
     run = plan({"node_bandwidth": "100 Gbps"})
     pool = run.cluster.pools["far"]
     assert SyncSide.load(run, "far", 8).node_bandwidth == pytest.approx(0.97 * 12.5e9)
-    assert Wires.of(pool).network == pytest.approx(0.97 * 12.5e9 / 8)
+    assert Interconnect.of(pool).network == pytest.approx(0.97 * 12.5e9 / 8)
     trained = small_run({"cluster.pools.near": {"gpu": "h800", "node_bandwidth": "100 Gbps"}})
     assert Ranks.of(trained).network == pytest.approx(12.5e9 / 8)
-    assert Wires.of(PoolConfig(gpu="h100")).network == pytest.approx(0.97 * H100.network)
+    assert Interconnect.of(PoolConfig(gpu="h100")).network == pytest.approx(0.97 * H100.network)
 
 
 def test_an_nvlink_domain_of_several_nodes_is_one_node_to_all_that_is_sent_in_it() -> None:
@@ -112,7 +112,7 @@ def test_a_domain_that_is_no_whole_nodes_is_refused() -> None:
 
 
 def shard(tensor: int, stages: int = 1, pool: PoolConfig | None = None) -> Shard:
-    wires = Wires.of(pool or PoolConfig(gpu="h100", nodes=4))
+    wires = Interconnect.of(pool or PoolConfig(gpu="h100", nodes=4))
     kernels = Kernels("h100", "bfloat16")
     return Shard(LLAMA, kernels, tensor, pipeline_parallel=stages, wires=wires)
 

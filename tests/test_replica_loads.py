@@ -9,9 +9,9 @@ import pytest
 
 from streamrl.engine.messages import Generate, LoadWeights
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.carriers.handles import Handle, WorkerLostError
+from streamrl.executor.launchers.handles import Handle, WorkerLostError
+from streamrl.executor.roles import Loaded, Manifest
 from streamrl.executor.rollout.replica import Replica
-from streamrl.executor.samples import Loaded, Manifest
 
 
 class NotingHandle(Handle):

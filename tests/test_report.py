@@ -17,15 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.engine.messages import Generated, Stepped
-from streamrl.record.balance import Balance, TrainerBalance
+from streamrl.engine.trace import Trace
 from streamrl.record.chrome_trace import chrome_trace
+from streamrl.record.ledger import Ledger, TrainerTotals
 from streamrl.record.metrics import Metrics, SideMetrics, TrainerMetrics, measure
-from streamrl.record.trace import Trace
 from streamrl.record.whole_run import PoolTotal, WholeRun
 from streamrl.report.figures import idle_figure, timeline_figure
-from streamrl.report.pictures.drawing import Rectangle, Text
-from streamrl.report.pictures.steps import timeline_picture
-from streamrl.report.pictures.style import COLOURS
+from streamrl.report.pictures.drawing import COLOURS, Rectangle, Text
+from streamrl.report.pictures.step_timeline import timeline_picture
 from streamrl.report.run_tables import (
     compare,
     comparison_table,
@@ -34,8 +33,8 @@ from streamrl.report.run_tables import (
     format_duration,
     metrics_table,
 )
-from streamrl.report.words import rent_text, team_of, what_text
-from streamrl.runfile.reading import load_run
+from streamrl.report.words import planned_sides_of, rent_text, sides_text
+from streamrl.runfile.files import load_run
 from streamrl.sim.world import simulate
 from tests.hand_traces import LEARNERS, HandTrace
 
@@ -103,11 +102,11 @@ PREDICTED = Metrics(
         )
     ],
     tiers={"measured": 0.75, "roofline": 0.25},
-    ledger=Balance(
+    ledger=Ledger(
         is_balanced=True,
         drawn=4008,
         trainers=[
-            TrainerBalance(name="trainer", trained=4000, dropped={"failed 3 times": 8}, open=0)
+            TrainerTotals(name="trainer", trained=4000, dropped={"failed 3 times": 8}, open=0)
         ],
         staleness=1,
         max_staleness=1,
@@ -362,12 +361,12 @@ def test_the_table_of_a_run_names_every_trainer_and_every_side() -> None:
 
 
 def test_what_a_run_rents_names_every_side() -> None:
-    team = team_of(learners().run)
+    team = planned_sides_of(learners().run)
     assert plain(rent_text(team, "stream-sync")) == (
         "1 H20 in far to generate, 1 H800 in near to train, 2 H800 in near to train second and "
         "2 H800 in near to verify"
     )
-    assert plain(what_text(team, "stream-sync")) == (
+    assert plain(sides_text(team, "stream-sync")) == (
         "1 H20 in far generate (1 replica), 1 H800 in near train (one GPU), 2 H800 in near train second "
         "(TP2), 2 H800 in near verify, stream-sync"
     )

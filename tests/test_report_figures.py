@@ -11,16 +11,15 @@ from msgspec.structs import replace
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page.band import MEASURED, ROOFLINE, UNCHECKED, Band
+from streamrl.report.page.details import of_plan, of_run
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.sources import read_sources
-from streamrl.report.page.what_if import of_plan, of_run
 from streamrl.report.pictures.drawing import Rectangle, Text, scale, ticks
-from streamrl.report.pictures.shares import shares_picture
-from streamrl.report.pictures.stacks import RIGHT, WIDTH
-from streamrl.report.pictures.steps import typical_step
-from streamrl.report.pictures.tornado import Swing, tornado_picture
-from streamrl.report.plan import read_plan, write_plan
+from streamrl.report.pictures.range_bars import Swing, tornado_picture
+from streamrl.report.pictures.stacked_bars import RIGHT, WIDTH, shares_picture
+from streamrl.report.pictures.step_timeline import typical_step
 from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.planner.plan import read_plan, write_plan
 from tests.report_directories import write_planned, write_runs
 from tests.test_report import PREDICTED
 

@@ -18,7 +18,7 @@ from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.page.sources import read_sources
 from streamrl.report.pictures.scatter import Point, front_of, stairs
-from streamrl.report.plan import read_plan
+from streamrl.sim.planner.plan import read_plan
 from tests.command_line import streamrl
 from tests.report_directories import (
     simulate_plan,

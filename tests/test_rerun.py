@@ -10,22 +10,19 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.engine.messages import Drop, Generated, PromptsDrawn, Trained
-from streamrl.record.against import Known
-from streamrl.record.entries import Entry
-from streamrl.record.informative import recorded_workload
+from streamrl.engine.trace import Entry, Trace, read_trace
 from streamrl.record.metrics import measure
-from streamrl.record.set_beside import Rerun
-from streamrl.record.trace import Trace, read_trace
+from streamrl.record.recorded_workload import recorded_workload
+from streamrl.record.run_comparison import Known, Rerun
 from streamrl.report.rerun_report import error_line, verdict
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import change_run
+from streamrl.runfile.files import change_run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import empty_policies, fill_policies
+from streamrl.sim.costs.policy_estimates import empty_policies, fill_policies
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.studies.rerun import rerun
 from streamrl.sim.world import simulate
-from streamrl.workload.recorded import Recorded
-from streamrl.workload.workload import SimulatedWorkload
+from streamrl.workload.workload import RecordedGroups, SimulatedWorkload
 from tests.command_line import streamrl
 from tests.runs import small_run
 
@@ -154,7 +151,7 @@ def test_a_group_that_was_lost_is_not_generated_again(tmp_path: Path) -> None:
     trace.entries = [*entries, Entry(entries[-1].time, entries[-1].event, [Drop(3, "lost")])]
     _, file = write(trace, tmp_path)
     (whole, _), (without, _) = (
-        Recorded(each).block(0, 6, 2) for each in (recorded_run(tmp_path / "whole")[1], file)
+        RecordedGroups(each).block(0, 6, 2) for each in (recorded_run(tmp_path / "whole")[1], file)
     )
     assert without[:5].tolist() == [*whole[:3].tolist(), *whole[4:6].tolist()]
 

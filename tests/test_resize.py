@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.engine.estimates import StepTimer, StepTimes
 from streamrl.engine.fleet import Fleet
 from streamrl.engine.messages import (
     Abort,
@@ -27,12 +28,11 @@ from streamrl.engine.messages import (
     Verified,
     Woke,
 )
-from streamrl.engine.pace import Pace, StepPace
-from streamrl.executor.carriers.handles import Handle
+from streamrl.engine.trace import Trace, replay
+from streamrl.executor.launchers.handles import Handle
 from streamrl.record.attribution import attribute
+from streamrl.record.charges import read_replicas
 from streamrl.record.metrics import measure
-from streamrl.record.replicas import read_replicas
-from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from tests.runs import (
     Script,
@@ -121,7 +121,7 @@ def test_a_unit_is_added_where_generation_lags_by_at_least_what_it_takes_off(
 ) -> None:
     steps = Steps(adjusted())
     commands = steps.play(100.0, training_time)  # two more replicas take off half of 100 s
-    assert steps.s.state.leader.pace.last == StepPace(1, 100.0, training_time, 2)
+    assert steps.s.state.leader.pace.last == StepTimes(1, 100.0, training_time, 2)
     assert of(Resize, commands) == ([Resize(4)] if grows else [])
     assert of(StartReplica, commands) == ([StartReplica(2, 0), StartReplica(3, 0)] if grows else [])
 
@@ -208,7 +208,7 @@ def test_a_replica_that_was_added_and_lost_is_replaced() -> None:
 
 
 def test_where_steps_overlap_generation_works_for_the_older_one_first() -> None:
-    pace, fleet, found = Pace(), Fleet(), list[StepPace]()
+    pace, fleet, found = StepTimer(), Fleet(), list[StepTimes]()
     for step, began_at in ((1, 0.0), (2, 0.0), (3, 60.0)):
         pace.begin_generation(step, began_at, fleet)
     for step, ended_at in ((1, 50.0), (2, 80.0), (3, 100.0)):

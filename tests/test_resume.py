@@ -20,6 +20,7 @@ from rich.console import Console
 
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
+from streamrl.engine.trace import Entry, read_trace, replay
 from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
 from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
@@ -27,17 +28,15 @@ from streamrl.executor.checkup import run_paths
 from streamrl.executor.execute import execute as execute_for_real
 from streamrl.executor.execute import forget_other_samples
 from streamrl.executor.record import RunDirectory
-from streamrl.record.completions import read_completions
-from streamrl.record.entries import Entry
-from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
-from streamrl.record.run_lines import RUN, read_metrics, read_rollouts
-from streamrl.record.trace import read_trace, replay
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import RUN, read_metrics, read_rollouts
+from streamrl.record.samples import read_completions
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import encode_run, make_run
+from streamrl.runfile.files import encode_run, make_run
 from tests.patients import bad, local_table
 from tests.scripted import make_world
 from tests.test_execute import execute, real_run
@@ -60,7 +59,7 @@ def test_a_leg_that_died_before_its_first_line_is_no_leg(written: bytes, tmp_pat
     (output / "trace.jsonl").write_bytes(written)
     trace = execute(real_run(tmp_path, algorithm__steps=6), resume=True)
     assert trace.leg == 2 and not (output / "trace.2.jsonl").exists()
-    assert balance_books(read_trace(output / "trace.jsonl"), output).is_balanced
+    assert ledger_of_run(read_trace(output / "trace.jsonl"), output).is_balanced
 
 
 def test_what_a_user_names_like_a_trace_is_no_leg(tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_what_a_user_names_like_a_trace_is_no_leg(tmp_path: Path) -> None:
     execute(real_run(tmp_path, algorithm__steps=3))
     shutil.copy(output / "trace.jsonl", output / "trace.bak.jsonl")
     assert execute(real_run(tmp_path, algorithm__steps=6), resume=True).leg == 2
-    assert balance_books(read_trace(output / "trace.jsonl"), output).is_balanced
+    assert ledger_of_run(read_trace(output / "trace.jsonl"), output).is_balanced
 
 
 def test_checkpoints_without_a_trace_are_a_run_that_nobody_begins_anew(tmp_path: Path) -> None:

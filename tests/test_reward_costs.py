@@ -11,13 +11,12 @@ import pytest
 
 from streamrl.doctor.memory import find, memory_of
 from streamrl.engine.messages import Verified, Verify
-from streamrl.hardware.machine_profile import MeasuredModel, read_measured, write_measured
+from streamrl.hardware.measured_profile import MeasuredModel, read_measured, write_measured
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run, make_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import load_run, make_run, write_run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.rewarding import reward_costs
+from streamrl.sim.costs.reward_model import reward_costs
 from streamrl.sim.world import simulate
 from tests.measured_profile import (
     ALONE,

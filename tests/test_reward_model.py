@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from streamrl.executor.samples import Exchange
-from streamrl.executor.verifier.reward_files import check_reward_model
-from streamrl.executor.verifier.scoring_model import RewardSettings, ScoringModel
+from streamrl.executor.roles import Exchange
+from streamrl.executor.verifier.reward_checks import check_reward_model
+from streamrl.executor.verifier.reward_model import RewardSettings, ScoringModel
 from streamrl.runfile.config import Run
 from tests.runs import small_run
 from tests.tiny_model import save_tiny_model, save_tiny_reward_model

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from streamrl.engine.messages import Failed, Verify
-from streamrl.executor.carriers.handles import Handle, InProcess, LocalProcess
+from streamrl.engine.trace import replay
 from streamrl.executor.faults import read_struck
-from streamrl.executor.samples import Exchange
+from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess
+from streamrl.executor.roles import Exchange
 from streamrl.executor.verifier.reward_pool import RewardPool
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.record.metrics import measure
-from streamrl.record.trace import replay
 from streamrl.runfile.config import Run
 from tests.engines import HANG
 from tests.scripted import BEGIN, REWARD_MODEL, make_world

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.record.run_lines import read_metrics, read_rollouts
-from streamrl.record.trace import read_trace
+from streamrl.engine.trace import read_trace
+from streamrl.record.run_directory import read_metrics, read_rollouts
 from tests.command_line import streamrl
 from tests.tiny_model import save_tiny_model, save_tiny_reward_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for

@@ -11,13 +11,12 @@ import pytest
 from streamrl.cli.doctor import examine
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.roles import Scoring
-from streamrl.executor.trainer.step_figures import step_figures
-from streamrl.executor.verifier.records import check_prompts
+from streamrl.executor.trainer.step_record import step_figures
+from streamrl.executor.verifier.reward_checks import check_prompts
 from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
-from streamrl.runfile.reward_config import RewardConfig
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import decode_run, encode_run, load_run, make_run, write_run
+from streamrl.runfile.roles_config import RewardConfig
 from tests.patients import NOWHERE, local_table
 from tests.runs import make_table, small_run
 from tests.verifying import verdicts

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.record.metrics import measure
-from streamrl.record.uncertainty import tell_unmeasured, uncertainty_of, unshared_error
+from streamrl.record.uncertainty import uncertainty_of, unmeasured_warning, unshared_error
 from streamrl.sim.costs.overheads import decode_errors, load_engine
-from streamrl.sim.fidelity.phases import phase_seconds
-from streamrl.sim.fidelity.published import Row
-from streamrl.sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated
+from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated, phase_seconds
 from streamrl.sim.fidelity.scorecard import LIMITS, sections, write_history
 from streamrl.sim.world import simulate
 from tests.runs import small_run
@@ -106,8 +105,8 @@ def test_what_two_plans_share_says_nothing_of_which_is_better() -> None:
 
 
 def test_more_than_a_fifth_from_datasheets_is_called_a_guess() -> None:
-    assert tell_unmeasured({"composed": 0.8, "roofline": 0.2}) == ""
-    assert "21%" in tell_unmeasured({"composed": 0.79, "roofline": 0.21})
+    assert unmeasured_warning({"composed": 0.8, "roofline": 0.2}) == ""
+    assert "21%" in unmeasured_warning({"composed": 0.79, "roofline": 0.21})
     run = small_run({"model.dtype": "float32"})
     metrics = measure(simulate(run))
     assert metrics.tiers["roofline"] > 0.2 and "guess" in metrics.note

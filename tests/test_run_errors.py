@@ -10,15 +10,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 
-from streamrl.runfile.bounds import BOUNDS, check_bounds
 from streamrl.runfile.checks import CHECKS
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
-from streamrl.runfile.keys import join_key, split_key
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.field_checks import BOUNDS, check_bounds, find_errors
+from streamrl.runfile.files import make_run
+from streamrl.runfile.keys import FOLLOWERS, join_key, split_key, split_trainers
 from streamrl.runfile.section import Section
-from streamrl.runfile.table_errors import find_errors
-from streamrl.runfile.trainers import FOLLOWERS, split_trainers
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 from tests.runs import make_table, small_run
 

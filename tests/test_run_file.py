@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
+from streamrl.runfile.files import decode_run, encode_run, load_run, make_run
 from streamrl.runfile.units import Bandwidth, Duration, Size
 from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import model_directory

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.runfile.config import Run
-from streamrl.sim.costs.trainer_costs import ScaledLine
-from streamrl.sim.costs.training.interleaved import interleave
-from streamrl.sim.costs.training.packing import MicroBatch, deal, micro_batches
-from streamrl.sim.costs.training.pipeline import Pipeline
+from streamrl.sim.costs.costs import ScaledSchedule
+from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
+from streamrl.sim.costs.training.pipeline import Pipeline, interleave
 from streamrl.sim.costs.training.training import TrainingCosts
 from tests.runs import small_run
 from tests.schedule_events import EventTrainer, InterleavedRun, Micro, PipelineRun
@@ -65,7 +64,7 @@ def event_trainer(costs: TrainingCosts) -> EventTrainer:
     def dealt(lengths: Sequence[int], loads: Sequence[float]) -> list[list[Micro]]:
         if goes_in_step:
             loads = [0.0] * trainer.data_parallel
-        parts = deal(lengths, loads, costs.stages.rollout_time, trainer)
+        parts = distribute_rollouts(lengths, loads, costs.stages.rollout_time, trainer)
         ranks = [micros_of(costs, micro_batches(part, trainer)) for part in parts]
         return [slowest(ranks)] if goes_in_step else ranks
 
@@ -292,7 +291,7 @@ def test_rounding_makes_nothing_late() -> None:
 def test_a_factor_changes_the_seconds_of_a_stream_and_not_its_schedule(factor: float) -> None:
     costs = TrainingCosts.load(train_run(data_parallel=3, pipeline_parallel=4))
     line, now = costs.line(), 0.0
-    scaled, later = ScaledLine(costs.line(), factor), 0.0
+    scaled, later = ScaledSchedule(costs.line(), factor), 0.0
     for seed in range(20):
         lengths = heavy_tailed(24, seed)
         now, later = line.train(lengths, now), scaled.train(lengths, later)

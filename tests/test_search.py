@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from streamrl.report.plan import read_plan, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.sim.batch_generation import step_batches
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_latency
+from streamrl.sim.costs.policy_estimates import fill_latency
 from streamrl.sim.parallel import answers_in_time
-from streamrl.sim.planner.generation_time import summarize
 from streamrl.sim.planner.layouts import FINE, sizes
+from streamrl.sim.planner.plan import read_plan, write_plan
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import MARGIN, Search
+from streamrl.sim.planner.stage_times import summarize
 from streamrl.sim.planner.trial import SEARCH_STEPS, Trial, open_trial, short_speed_of, shortened
 from streamrl.sim.steady_state import measure_steady
-from streamrl.sim.step_batches import step_batches
 from tests.test_plan import SMALL, Here, few
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.record.rent import dollars_per_second
+from streamrl.record.charges import dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.layouts import (
     DIVISIBILITY,
@@ -25,10 +25,9 @@ from streamrl.sim.planner.layouts import (
     TrainerRange,
     fitting_trainers,
 )
-from streamrl.sim.planner.limits import OVER
 from streamrl.sim.planner.modes import Mode, find_modes
-from streamrl.sim.planner.pairs import LINK, POOL_SIZE, SHARED
-from streamrl.sim.planner.space import Candidate, Space
+from streamrl.sim.planner.objective import OVER
+from streamrl.sim.planner.space import LINK, POOL_SIZE, SHARED, Candidate, Space
 from tests.runs import make_table
 
 OFFER: dict[str, Any] = {

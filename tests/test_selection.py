@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from streamrl.engine.messages import Drop, Generated, PromptsDrawn, Skip, Step, Verified
+from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK, UNIFORM
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import read_metrics
+from streamrl.record.run_directory import read_metrics
 from streamrl.record.selection import Selection, SelectionMetrics
-from streamrl.record.trace import Trace
-from streamrl.report.page.selected import is_selective, tell_selection
+from streamrl.report.page.learning import describe_selection_bias, is_selective
 from streamrl.report.run_tables import metrics_table
 from streamrl.sim.world import simulate
 from tests.command_line import streamrl
@@ -34,7 +34,7 @@ def selection_of(trace: Trace) -> SelectionMetrics:
 def test_a_line_in_draw_order_trains_on_what_was_generated(system: str) -> None:
     found = selection_of(simulate(small_run({**LONG, "policies.system": system})))
     assert found.length_ratio == [1.0] * 12 and found.generated == found.trained
-    assert not is_selective(found) and "nothing was selected" in tell_selection(found)
+    assert not is_selective(found) and "nothing was selected" in describe_selection_bias(found)
 
 
 @pytest.mark.parametrize("system", ["stream-async", "fully-async"])

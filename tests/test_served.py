@@ -16,13 +16,12 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.record.balance import Balance
-from streamrl.record.trace import Trace
-from streamrl.report.ledger_line import ledger_line
+from streamrl.engine.trace import Trace
+from streamrl.record.ledger import Ledger, ledger_line
 from tests.test_books import balance_of, hand
 
 
-def served(pushed: str, found: str, started: str = "aa") -> Balance:
+def served(pushed: str, found: str, started: str = "aa") -> Ledger:
     """Return the books of an executed run whose replica 0 loads version 1, and whose replica 1 comes up with it."""
     trace = Trace(hand().trace.run, "real")
     trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 0)])

@@ -27,10 +27,8 @@ from streamrl.sim.costs.experts import num_experts_read
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.overheads import TERMS, Overheads, decode_errors, load_engine
-from streamrl.sim.fidelity.published import Row, summarise
-from streamrl.sim.fidelity.serving import serving_rows
-from streamrl.sim.fidelity.serving_prediction import predict
-from streamrl.sim.fidelity.serving_table import ServingRow, read_serving
+from streamrl.sim.fidelity.published_rows import Row, summarise
+from streamrl.sim.fidelity.serving import ServingRow, predict, read_serving, serving_rows
 from tests.command_line import streamrl
 from tests.runs import small_run
 

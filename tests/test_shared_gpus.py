@@ -23,16 +23,16 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.trace import replay
 from streamrl.record.attribution import attribute
+from streamrl.record.charges import dollars_per_second
 from streamrl.record.metrics import measure
-from streamrl.record.rent import dollars_per_second
 from streamrl.record.timeline import read_timeline
-from streamrl.record.trace import replay
 from streamrl.report.figures import timeline_figure
-from streamrl.report.pictures.steps import trained_on_replicas
+from streamrl.report.pictures.step_timeline import trained_on_replicas
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.sides import sides_of
+from streamrl.runfile.files import load_run
+from streamrl.runfile.gpu_pools import sides_of
 from streamrl.sim.world import simulate
 from tests.hand_traces import HandTrace
 from tests.runs import small_run

@@ -22,18 +22,18 @@ from streamrl.engine.messages import (
     Verified,
 )
 from streamrl.engine.presets import SYSTEMS
-from streamrl.engine.stream_share import OF_COUNT, OF_FAMILY, OF_REWARD, OF_STALENESS, StreamShare
-from streamrl.executor.back_ends import check_back_ends
+from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.engine.trainer_side import OF_COUNT, OF_FAMILY, OF_REWARD, OF_STALENESS, StreamShare
+from streamrl.executor.backend_limits import check_back_ends
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.record.informative import group_rewards
-from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.record.recorded_workload import group_rewards
+from streamrl.record.restarts import ledger_of_run
 from streamrl.report.words import share_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.policies_config import SystemName
-from streamrl.sim.simulated_rewards import SimRewards
+from streamrl.sim.verifier import SimRewards
 from tests.command_line import streamrl
 from tests.runs import checked_world, of, script, small_run
 from tests.scripted import ScriptedTokenizer
@@ -298,7 +298,7 @@ def test_a_resume_judges_what_it_draws_again_and_the_ledger_of_all_legs_balances
     die_after_step(real_run_of(tmp_path, share), 3)
     execute(real_run_of(tmp_path, share), resume=True)
     trace = read_trace(tmp_path / "run" / "trace.jsonl")
-    balance = balance_books(trace, tmp_path / "run")
+    balance = ledger_of_run(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
     assert {OF_FAMILY, OF_COUNT} <= set(balance.trainers[1].dropped)
 
@@ -307,7 +307,7 @@ def test_who_joins_may_take_a_share_by_family_though_nobody_did_before(tmp_path:
     run = real_run_of(tmp_path, {}, algorithm__steps=8)
     trace = execute_with(run, joins(families=["even"]))
     assert replay(trace, checks_invariants=True) is None
-    balance = balance_books(read_trace(tmp_path / "run" / "trace.jsonl"), tmp_path / "run")
+    balance = ledger_of_run(read_trace(tmp_path / "run" / "trace.jsonl"), tmp_path / "run")
     assert balance.is_balanced and balance.trainers[1].dropped[OF_FAMILY] > 0
     assert balance.trainers[1].trained > 0
 

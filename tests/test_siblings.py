@@ -25,10 +25,10 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.policies.dispatch import AHEAD
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.trace import Trace, replay
 from streamrl.record.attribution import attribute
-from streamrl.record.trace import Trace, replay
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import simulate
 from tests.runs import Script, checked_world, generated, lose_replica_at, of, script, small_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for

@@ -24,14 +24,14 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.runfile.config import Run
-from streamrl.sim.cores import Cores
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.cpu_contention import Cores
 from streamrl.sim.replica import Replica
-from streamrl.sim.surroundings import DrawnRollout, Hindrances
 from streamrl.sim.trainer import Trainer
 from streamrl.sim.transfer import Transfer
 from streamrl.sim.verifier import Verifier
+from streamrl.sim.world_interface import Disruptions, SimRollout
 from tests.runs import checked_world, run_with_capacity, small_run
 from tests.step_by_step import End, Job, StepByStep
 from tests.traces import check_every_rollout_is_accounted_for
@@ -49,10 +49,10 @@ class Bench:
     def __init__(self, run: Run = RUN, costs: Costs = COSTS) -> None:
         self.run_file, self.costs = run, costs
         self.env = simpy.Environment()
-        self.cores, self.hindrances = Cores(self.env), Hindrances()
+        self.cores, self.disruptions = Cores(self.env), Disruptions()
         self.events: list[tuple[float, Event]] = []
         self.jobs: dict[int, Job] = {}
-        self.rollouts: dict[int, DrawnRollout] = {}
+        self.rollouts: dict[int, SimRollout] = {}
         self.replica = Replica(self, 0, 0)
 
     def emit(self, event: Event) -> None:
@@ -64,7 +64,7 @@ class Bench:
     def send(self, job: Job, prefix: int = 0) -> None:
         """Send a job to the replica."""
         self.jobs[job.rollout] = job
-        self.rollouts[job.rollout] = DrawnRollout(job.group, job.prompt_tokens, job.length)
+        self.rollouts[job.rollout] = SimRollout(job.group, job.prompt_tokens, job.length)
         self.replica.generate(Generate(job.rollout, 0, job.priority, prefix))
 
     def at(self, time: float, action: Callable[[], None]) -> None:
@@ -282,7 +282,7 @@ def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full()
     run = small_run({"trainer.tensor_parallel": 1, "trainer.pipeline_parallel": 4})
     costs, lengths = Costs.load(run), [1000, 1000]
     bench = Bench(run, costs)
-    bench.rollouts = {rollout: DrawnRollout(rollout, 400, 600) for rollout in range(6)}
+    bench.rollouts = {rollout: SimRollout(rollout, 400, 600) for rollout in range(6)}
     trainer = Trainer(bench, 0, costs)
     trainer.train(Train((0, 1), 0))
     trainer.train(Train((2, 3), 0))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.engine.latency import Latency
+from streamrl.engine.estimates import Latency, RecentLengths, quantile
 from streamrl.engine.messages import (
     DrawnGroup,
     DrawPrompts,
@@ -19,10 +19,9 @@ from streamrl.engine.messages import (
     ReplicaLost,
 )
 from streamrl.engine.policies.skew import drain_time
-from streamrl.engine.recent import RecentLengths, quantile
 from streamrl.engine.systems import build_engine
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from streamrl.hardware.model_shape import Experts
-from streamrl.sim.costs.experts import experts_time, num_experts_read
+from streamrl.sim.costs.experts import (
+    dispatched_experts_time,
+    experts_time,
+    num_experts_read,
+    skipping_time,
+)
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.skipped_experts import skipping_time
-from streamrl.sim.costs.wide_experts import dealt_experts_time
 
 KIMI, HIDDEN = Experts(num_experts=384, experts_per_token=8, intermediate_size=2048), 7168
 DEEPSEEK = Experts(num_experts=256, experts_per_token=8, intermediate_size=2048)
@@ -50,10 +53,12 @@ def test_more_ranks_take_less_and_a_rank_more_than_its_share() -> None:
 def test_a_gpu_that_is_sent_its_own_tokens_alone_skips_less() -> None:
     given, sent = (
         experts_time(kernels(), TOKENS, DEEPSEEK, HIDDEN, 64, 64).seconds,
-        dealt_experts_time(kernels(), TOKENS, DEEPSEEK, HIDDEN, 64).seconds,
+        dispatched_experts_time(kernels(), TOKENS, DEEPSEEK, HIDDEN, 64).seconds,
     )
     assert (sent <= given).all() and sent[-1] < given[-1] / 2
-    wide = dealt_experts_time(Kernels("h200", "bfloat16"), TOKENS, DEEPSEEK, HIDDEN, 64).seconds
+    wide = dispatched_experts_time(
+        Kernels("h200", "bfloat16"), TOKENS, DEEPSEEK, HIDDEN, 64
+    ).seconds
     assert (sent < wide)[TOKENS <= 1024].all()  # above, Marlin computes slower than it reads
 
 

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.executor.back_ends import check_back_ends
-from streamrl.hardware.draft import draft_of
-from streamrl.hardware.memory import kv_capacity, replica_memory
+from streamrl.executor.backend_limits import check_back_ends
+from streamrl.hardware.memory import draft_of, kv_capacity, replica_memory
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.sides_config import SpeculativeConfig
+from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.curves import compose_decode
+from streamrl.sim.costs.curves import accepted_tokens, compose_decode, compose_speculative
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.speculation import accepted_tokens, compose_speculative
 from tests.runs import small_run
 
 DENSE = load_model(ModelConfig(name="qwen3-32b"))

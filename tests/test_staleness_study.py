@@ -10,9 +10,8 @@ import pytest
 
 from examples.staleness import studied
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
+from streamrl.runfile.files import decode_run, encode_run, load_run, make_run, write_run
 from streamrl.runfile.staleness_study import read_staleness_model
-from streamrl.runfile.writing import write_run
 from tests.runs import make_table
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from streamrl import __version__
 from streamrl.cli import main
-from streamrl.cli.lazy import LazyCommand, LazyGroup
+from streamrl.cli.lazy_commands import LazyCommand, LazyGroup
 from streamrl.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ def test_a_command_imports_what_it_uses_and_the_list_of_commands_none_of_them() 
     )
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loaded:")]
     listed, replay, simulated = map(set, lines)
-    assert listed == {"streamrl", "streamrl.cli", "streamrl.cli.lazy", "streamrl.cli.main"}
+    assert listed == {"streamrl", "streamrl.cli", "streamrl.cli.lazy_commands", "streamrl.cli.main"}
     assert "streamrl.cli.replay" in replay and not replay & {
         "numpy",
         "streamrl.sim",
@@ -64,7 +64,7 @@ def test_a_command_imports_what_it_uses_and_the_list_of_commands_none_of_them() 
     unused = {
         "streamrl.sim.planner",
         "streamrl.doctor",
-        "streamrl.cli.sweep",
+        "streamrl.cli.simulate_sweep",
         "streamrl.report.page",
     }
     assert not simulated & unused

@@ -7,9 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from streamrl.hardware.tables import Floats
-from streamrl.record.batch_means import half_width, student
-from streamrl.record.steady import LEAST_STEPS, START, end_of_transient, find_steady
+from streamrl.hardware.operator_tables import Floats
+from streamrl.record.steady_state import (
+    LEAST_STEPS,
+    START,
+    end_of_transient,
+    find_steady,
+    half_width,
+    student,
+)
 
 SEEDS = 200
 

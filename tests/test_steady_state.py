@@ -13,17 +13,15 @@ from msgspec.structs import replace
 
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.systems import build_policies, build_state
-from streamrl.record.leader_steps import LeaderSteps, read_steps
+from streamrl.engine.trace import read_trace, replay
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.paired import is_beyond_chance, ratio_half_width
-from streamrl.record.steady import LEAST_STEPS
-from streamrl.record.steady_run import find_steady_so_far
-from streamrl.record.trace import read_trace, replay
+from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
+from streamrl.record.steady_state import LEAST_STEPS, LeaderSteps, find_steady_so_far, read_steps
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.steady_state import Enough, sampled, simulate_steady
-from streamrl.sim.step_trace import StepTrace
+from streamrl.sim.trace import StepTrace
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from streamrl.logs.measured_steps import MeasuredStep
-from streamrl.sim.calibration.stepwise import StepwiseWorkload
+from streamrl.sim.batch_generation import step_batches
+from streamrl.sim.calibration.simulated_steps import StepwiseWorkload
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.trial import Trial, short_speed_of, shortened
-from streamrl.sim.step_batches import step_batches
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import checked_world, small_run
 from tests.test_dynamic_sampling import DYNAMIC, left_out, steps_of

@@ -15,21 +15,21 @@ import pytest
 from streamrl.api import read_stream
 from streamrl.engine.messages import Drop, Event, Failed, Generated, RunStarted, Verified
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.executor.stream import (
+from streamrl.executor.subscribers.stream import (
     DROPPED,
     MANY_BYTES,
     MOST_BYTES,
     MOST_WAITING,
     GroupStream,
     Reader,
-    Wish,
+    StreamRequest,
     encode_event,
 )
-from streamrl.executor.stream_client import HOST, STREAM, StreamAddress
+from streamrl.executor.subscribers.stream_client import HOST, STREAM, StreamAddress
 from streamrl.executor.world import RealWorld
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedTokenizer, make_world
 from tests.scripted_roles import tokens_of
@@ -117,7 +117,7 @@ def test_who_reads_too_slowly_loses_its_oldest_events_is_told_how_many_and_delay
     tmp_path: Path,
 ) -> None:
     async def go() -> None:
-        slow = Reader(Wish("rollout"), asyncio.Transport())
+        slow = Reader(StreamRequest("rollout"), asyncio.Transport())
         for number in range(MOST_WAITING + 7):
             slow.put(encode_event("rollout", {"rollout": number}))
         told = (await slow.take()).split(b"\n\n")
@@ -301,7 +301,7 @@ def test_who_reads_tokens_too_slowly_is_dropped_and_told_so() -> None:
                 self.aborted = True
 
         line = Line()
-        reader = Reader(Wish("rollout", with_tokens=True), line)
+        reader = Reader(StreamRequest("rollout", with_tokens=True), line)
         assert not reader.put(b"x" * (MANY_BYTES + 1))
         waiting = asyncio.create_task(reader.wait_for_room())
         await asyncio.sleep(0)

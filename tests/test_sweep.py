@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from streamrl.record.metrics import measure
-from streamrl.report.page.study_json import read_study
-from streamrl.report.pictures.study_metric import study_picture
+from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
-from streamrl.report.study_report import StudyResult, describe, write_study
-from streamrl.runfile.grid import Axis, make_grid, parse_axis
-from streamrl.runfile.reading import load_run
+from streamrl.report.study_report import StudyResult, describe, read_study, write_study
+from streamrl.runfile.files import load_run
+from streamrl.runfile.sweep import Axis, make_grid, parse_axis
 from streamrl.sim.steady_state import simulate_steady
-from streamrl.sim.studies.study import run_sweep
+from streamrl.sim.studies.sweep import run_sweep
 from tests.command_line import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -126,7 +125,7 @@ def test_what_only_costs_and_memory_refuse_is_found_before_anything_is_simulated
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "streamrl.sim.studies.study._measure", None
+        "streamrl.sim.studies.sweep._measure", None
     )  # would be called by a simulation
     grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
     assert len(grid.cells) == 2
@@ -145,9 +144,9 @@ def test_ctrl_c_leaves_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> No
     def interrupt(what: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("streamrl.sim.studies.study._find_fault", look)
+    monkeypatch.setattr("streamrl.sim.studies.sweep._find_fault", look)
     monkeypatch.setattr(
-        "streamrl.sim.studies.study.ProcessPoolExecutor", lambda: ThreadPoolExecutor(1)
+        "streamrl.sim.studies.sweep.ProcessPoolExecutor", lambda: ThreadPoolExecutor(1)
     )
     grid = make_grid(RUN, SMALL, axes("rollout.max_running=" + ",".join(map(str, range(1, 41)))))
     with pytest.raises(KeyboardInterrupt):

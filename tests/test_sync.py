@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_sync
-from streamrl.hardware.linear_layers import linear_layers, lora_parameters
 from streamrl.hardware.memory import weight_bytes
-from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.model_shape import ModelShape, linear_layers, lora_parameters
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.sim.costs.payload import Payload, num_tensors
-from streamrl.sim.costs.sync import Leg, Passage, SyncCosts
 from streamrl.sim.costs.sync_profiles import load_backend, load_delta, load_transport
+from streamrl.sim.costs.weight_sync import Hop, Payload, SyncCosts, TransferTimes, num_tensors
 from tests.runs import small_run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "weight_sync" / "weight_sync_measured.csv"
@@ -51,24 +49,24 @@ IN_ONE_POOL = {
 
 def test_one_leg_takes_bytes_over_bandwidth_whatever_the_bucket() -> None:
     for bucket_size in (1e6, 7e7, 1e12):
-        assert Passage.through([Leg(2e9)], 1e9, bucket_size).total == pytest.approx(0.5)
+        assert TransferTimes.through([Hop(2e9)], 1e9, bucket_size).total == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("hops", [1, 2, 5])
 def test_a_pipelined_broadcast_adds_one_bucket_for_each_further_hop(hops: int) -> None:
-    passage = Passage.through([Leg(1e9)] * hops, 10e9, 1e9)
+    passage = TransferTimes.through([Hop(1e9)] * hops, 10e9, 1e9)
     assert passage.total == pytest.approx(10 + (hops - 1) * 1)
 
 
 def test_a_leg_in_front_of_a_slower_one_costs_one_bucket_of_its_own() -> None:
-    passage = Passage.through([Leg(4e9), Leg(1e9), Leg(2e9)], 10e9, 1e9)
+    passage = TransferTimes.through([Hop(4e9), Hop(1e9), Hop(2e9)], 10e9, 1e9)
     assert passage.fill_time == pytest.approx(0.25)
     assert passage.hold_time == pytest.approx(10)
     assert passage.drain_time == pytest.approx(0.5)
 
 
 def test_every_bucket_costs_one_message() -> None:
-    passage = Passage.through([Leg(1e9, message_latency=0.25)], 10e9, 1e9)
+    passage = TransferTimes.through([Hop(1e9, message_latency=0.25)], 10e9, 1e9)
     assert passage.total == pytest.approx(10 + 10 * 0.25)
 
 
@@ -80,7 +78,7 @@ def test_every_bucket_costs_one_message() -> None:
 def test_a_pipeline_is_no_faster_than_its_slowest_leg_and_no_slower_than_all_in_turn(
     bandwidths: list[float], num_bytes: float, bucket_size: float
 ) -> None:
-    total = Passage.through([Leg(b) for b in bandwidths], num_bytes, bucket_size).total
+    total = TransferTimes.through([Hop(b) for b in bandwidths], num_bytes, bucket_size).total
     alone = [num_bytes / bandwidth for bandwidth in bandwidths]
     assert max(alone) * (1 - 1e-9) <= total <= sum(alone) * (1 + 1e-9)
 

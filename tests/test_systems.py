@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamrl.engine.messages import Interrupted
-from streamrl.record.trace import read_trace, replay
+from streamrl.engine.trace import read_trace, replay
 from streamrl.runfile.config import Run
 from tests.random_runs import (
     FaultyWorld,

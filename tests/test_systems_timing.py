@@ -23,11 +23,11 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.trace import Trace
 from streamrl.record.timeline import read_timeline
-from streamrl.record.trace import Trace
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.sync import SyncCosts
-from streamrl.sim.costs.training.line import Line, SerialLine
+from streamrl.sim.costs.training.pipeline import SerialSchedule, TrainerSchedule
+from streamrl.sim.costs.weight_sync import SyncCosts
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import Draw
 from tests.runs import of, small_run
@@ -95,8 +95,8 @@ class ToyTraining:
     def optimizer_time(self) -> float:
         return self.toy.optimizer
 
-    def line(self) -> Line:
-        return SerialLine(
+    def line(self) -> TrainerSchedule:
+        return SerialSchedule(
             score_time=lambda lengths: self.toy.score * len(lengths),
             train_time=lambda lengths: self.toy.train * len(lengths),
         )

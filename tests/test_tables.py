@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.hardware.longer_contexts import carry_on
-from streamrl.hardware.operators import OPERATORS, Peak
+from streamrl.hardware.interpolation import Surface, extrapolate_contexts
+from streamrl.hardware.operator_tables import OPERATORS, Facts, Peak, Table, read_table
 from streamrl.hardware.profiles import PROFILES, load_gpu
-from streamrl.hardware.surface import Surface
-from streamrl.hardware.tables import Facts, Table, read_table
 from streamrl.sim.costs.kernels import peak_of
 
 HEAD = """# operator: gemm
@@ -300,7 +298,7 @@ def test_further_tokens_are_no_faster_than_memory_and_no_slower_than_those_befor
         ([[9, 9.1, 9.2, 9.3], [9, np.nan, np.nan, np.nan]], [9, 11, 15, 23]),  # at the roofline
         ([[2, 4, 99, 299], [5, np.nan, np.nan, np.nan]], [5, 10, 20, 40]),  # at its own rate
     ):
-        found = carry_on(caches, columns, np.array(seconds, dtype=float), roofline)
+        found = extrapolate_contexts(caches, columns, np.array(seconds, dtype=float), roofline)
         assert found[1] == pytest.approx(carried)
 
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.engine.presets import SYSTEMS, choose_system
+from streamrl.engine.trace import replay
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import measure
-from streamrl.record.trace import replay
+from streamrl.record.recorded_workload import recorded_workload
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import simulate
-from streamrl.workload.tail_batching import TailBatches
+from streamrl.workload.prompt_order import TailBatches
 from streamrl.workload.workload import BLOCK, SimulatedWorkload
 from tests.runs import SINGLE, checked_world, small_run
 from tests.scripted import ScriptedTokenizer

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 from streamrl.ranker.evaluation import POOLED, rank_all
-from streamrl.ranker.known_lengths import KnownPrompt, read_known
-from streamrl.ranker.ranker_file import read_ranker, write_ranker
-from streamrl.ranker.shape import NAMES, shape_of
-from streamrl.ranker.text_ranker import fit_text, held_out
+from streamrl.ranker.score_files import KnownPrompt, read_known
+from streamrl.ranker.text_ranker import (
+    NAMES,
+    fit_text,
+    held_out,
+    read_ranker,
+    text_features,
+    write_ranker,
+)
 from tests.command_line import streamrl
 
 pytest.importorskip("sklearn", reason="the text ranker is an extra: pip install 'streamrl[ranker]'")
@@ -23,7 +28,7 @@ NUM = 120
 @pytest.fixture
 def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fit a tenth of the trees, and resample a quarter as often: what is said of figures does not hang on either."""
-    monkeypatch.setattr("streamrl.ranker.trees.NUM_TREES", 20)
+    monkeypatch.setattr("streamrl.ranker.text_ranker.NUM_TREES", 20)
     monkeypatch.setattr("streamrl.ranker.evaluation.RESAMPLES", 50)
 
 
@@ -49,13 +54,13 @@ def targets(
 
 
 def test_shape_counts_what_is_there() -> None:
-    (found,) = np.expm1(shape_of(["Sum 3 and 41?\nA = 2"]))
+    (found,) = np.expm1(text_features(["Sum 3 and 41?\nA = 2"]))
     named = dict(zip(NAMES, found.round(6).tolist(), strict=True))
     assert named["words"] == 7 and named["numbers"] == 3
     assert (named["largest"], named["last"], named["sum"]) == (41, 2, 46)
     assert (named["upper"], named["?"], named["\n"], named["+-*/=^<>"]) == (2, 1, 1, 1)
-    assert shape_of(["", "9" * 400]).shape == (2, len(NAMES))
-    assert np.isfinite(shape_of(["9" * 400])).all()
+    assert text_features(["", "9" * 400]).shape == (2, len(NAMES))
+    assert np.isfinite(text_features(["9" * 400])).all()
 
 
 def test_a_fitted_ranker_tells_prompts_that_it_has_not_seen() -> None:
@@ -91,7 +96,7 @@ def test_what_is_read_back_scores_alike(
 def test_trees_say_what_scikit_learn_says() -> None:
     from sklearn.ensemble import GradientBoostingRegressor
 
-    from streamrl.ranker.trees import DEPTH, NUM_TREES, RATE, SHARE, boost
+    from streamrl.ranker.text_ranker import DEPTH, NUM_TREES, RATE, SHARE, boost
 
     rng = np.random.default_rng(0)
     columns, values = rng.normal(size=(80, 5)), rng.normal(size=80)

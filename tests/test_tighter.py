@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.doctor.changes import changed
 from streamrl.doctor.memory import trainer_side
 from streamrl.hardware.memory import ROOMY
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
-from streamrl.sim.planner.found import settings_of
+from streamrl.runfile.findings import changed
+from streamrl.sim.planner.plan_description import settings_of
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.search import ALIKE
 from streamrl.sim.planner.space import Space

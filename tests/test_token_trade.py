@@ -9,26 +9,25 @@ import numpy as np
 import pytest
 
 from streamrl.hardware.memory import kv_capacity, longest_sequence
+from streamrl.hardware.parallelism import replica_shards
 from streamrl.hardware.profiles import load_model
-from streamrl.hardware.replica_shards import replica_shards
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import compose_decode
-from streamrl.sim.costs.experts import experts_time
+from streamrl.sim.costs.experts import dispatched_experts_time, experts_time
 from streamrl.sim.costs.inference import Shard
-from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.overheads import load_engine
-from streamrl.sim.costs.token_trade import (
+from streamrl.sim.costs.interconnect import (
     ACHIEVED,
     MOST_DIRECT,
     START_TIME,
+    Interconnect,
+    all_to_all_time,
     routed_copies,
-    trade_time,
 )
-from streamrl.sim.costs.wide_experts import dealt_experts_time
-from streamrl.sim.costs.wires import Wires
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import load_engine
 from tests.runs import small_run
 
 DEEPSEEK = load_model(ModelConfig(name="deepseek-v3"))
@@ -42,7 +41,7 @@ PUBLISHED = {
     256: (194e-6, 360e-6),
 }
 """Seconds of dispatch in fp8 and of combine, by GPUs, of 128 tokens each (deepseek-ai/DeepEP 0297fc8, docs/legacy.md)."""
-H800 = Wires(domain=8, nvlink=200e9, network=50e9, latency=5e-6, source="a test")
+H800 = Interconnect(domain=8, nvlink=200e9, network=50e9, latency=5e-6, source="a test")
 
 
 def plan(pool: dict[str, Any] | None = None, **rollout: Any) -> Run:
@@ -78,15 +77,17 @@ WIDE = {"data_parallel": 128, "expert_parallel": 128}
 def test_dispatch_and_combine_take_what_was_published_of_them(ranks: int) -> None:
     assert EXPERTS is not None
     tokens = np.array([128.0])
-    both = trade_time(H800, tokens, EXPERTS, 7168, ranks, "fp8").seconds[0]
+    both = all_to_all_time(H800, tokens, EXPERTS, 7168, ranks, "fp8").seconds[0]
     assert both == pytest.approx(sum(PUBLISHED[ranks]), rel=0.07)
-    combine = trade_time(H800, tokens, EXPERTS, 7168, ranks, "bfloat16").seconds[0] / 2
+    combine = all_to_all_time(H800, tokens, EXPERTS, 7168, ranks, "bfloat16").seconds[0] / 2
     assert combine == pytest.approx(PUBLISHED[ranks][1], rel=0.10)
 
 
 def test_no_tokens_take_the_start_of_both_and_many_what_the_fuller_wire_takes() -> None:
     assert EXPERTS is not None
-    none, many = trade_time(H800, np.array([0.0, 200.0]), EXPERTS, 7168, 16, "bfloat16").seconds
+    none, many = all_to_all_time(
+        H800, np.array([0.0, 200.0]), EXPERTS, 7168, 16, "bfloat16"
+    ).seconds
     assert none == pytest.approx(2 * START_TIME)
     bytes_of_a_copy = 200 * 7168 * 2
     outside = 8 * 8 / 16 * bytes_of_a_copy / 50e9 / ACHIEVED
@@ -137,7 +138,7 @@ def test_a_gpu_that_is_sent_its_own_tokens_does_its_share_of_what_a_node_does() 
     assert EXPERTS is not None
     kernels, tokens = Kernels("h200", "bfloat16"), np.array([1.0, 4096.0])
     node, wide = (
-        dealt_experts_time(kernels, tokens, EXPERTS, 7168, ranks).seconds for ranks in (8, 64)
+        dispatched_experts_time(kernels, tokens, EXPERTS, 7168, ranks).seconds for ranks in (8, 64)
     )
     assert wide[1] == pytest.approx(node[0] + (node[1] - node[0]) / 8)  # all experts are read
     assert node[0] / 2 < wide[0] <= node[0]
@@ -152,7 +153,7 @@ def test_a_few_tokens_take_as_long_as_was_measured_of_many_ranks(tokens: int) ->
     kernels, size = Kernels("h200", "bfloat16"), np.array([float(tokens)])
     for ranks in (16, 32):
         measured = experts_time(kernels, size, experts, 4096, 1, ranks)
-        found = dealt_experts_time(kernels, size, experts, 4096, ranks)
+        found = dispatched_experts_time(kernels, size, experts, 4096, ranks)
         assert found.seconds == pytest.approx(measured.seconds, rel=0.25)
         assert not measured.unmeasured.any()
 
@@ -187,7 +188,7 @@ def test_a_batch_in_two_halves_hides_the_trade_or_what_gpus_compute_whichever_is
 
 def test_published_decoding_of_96_h100_is_met_within_15_per_cent() -> None:
     """22,300 tokens a second of 8 GPUs, fp8, 72 ranks, 256 rollouts of 2,000 tokens each (lmsys.org, 2025-05-05)."""
-    wires = Wires.of(PoolConfig(gpu="h100", nodes=9))
+    wires = Interconnect.of(PoolConfig(gpu="h100", nodes=9))
     shard = Shard(
         *(DEEPSEEK, Kernels("h100", "fp8"), 1, 64, load_engine("sglang-0.5")),
         data_parallel=64,

@@ -18,9 +18,10 @@ from benchmarks.bench_handover import STEPS, measure_handover
 from streamrl.engine.messages import Event, Generate, Generated, ReplicaLost, Stepped, Train
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
+from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.executor.samples import Completion
+from streamrl.executor.roles import Completion
 from streamrl.executor.tokens import (
     TokenBlock,
     TokenSegment,
@@ -30,7 +31,6 @@ from streamrl.executor.tokens import (
     write_block,
 )
 from streamrl.executor.world import RealWorld
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedTokenizer, make_world
 from tests.test_execute import real_run

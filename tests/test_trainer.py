@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from streamrl.executor.samples import Sample
+from streamrl.executor.roles import Sample
 from streamrl.executor.tokens import (
     TokenSegment,
     count_tokens,

@@ -11,14 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.hardware.linear_layers import lora_parameters
 from streamrl.hardware.memory import stage_parameters
+from streamrl.hardware.model_shape import lora_parameters
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.training.layer import Layer
-from streamrl.sim.costs.training.pass_time import Pass
+from streamrl.sim.costs.training.layer import Layer, Pass
 from streamrl.sim.costs.training.profile import PATH, load_training_profile
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.stage_times import StageTimes

@@ -14,14 +14,16 @@ import pytest
 from streamrl.hardware.profiles import load_gpu
 from streamrl.sim.costs.training.profile import Constants, load_training_profile
 from streamrl.sim.costs.training.training import Rates
-from streamrl.sim.fidelity.published import Row
-from streamrl.sim.fidelity.published_training import (
+from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.training_steps import (
     PublishedStep,
+    even_step_time,
     is_plain,
     read_steps,
     shape_of,
+    step_time,
+    training_rows,
 )
-from streamrl.sim.fidelity.training_rows import even_step_time, step_time, training_rows
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parents[2] / "shared" / "data"

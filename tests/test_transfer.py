@@ -15,18 +15,20 @@ import pytest
 import torch
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.executor.samples import Manifest
-from streamrl.executor.transfer.manifest_check import verify_buckets
-from streamrl.executor.transfer.shared_directory import SharedDirectory, remove_abandoned
+from streamrl.executor.roles import Manifest
+from streamrl.executor.transfer.bucket_check import num_threads, run_concurrently, verify_buckets
+from streamrl.executor.transfer.shared_directory import (
+    SharedDirectory,
+    remove_abandoned,
+    remove_version,
+)
 from streamrl.executor.transfer.shared_memory import (
     cast_tensors,
     read_buckets,
     replaced_directory,
     write_buckets,
 )
-from streamrl.executor.transfer.side_by_side import num_threads, side_by_side
 from streamrl.executor.transfer.transfer import Transfer
-from streamrl.executor.transfer.version_directory import remove_version
 
 
 def make_tensors() -> dict[str, torch.Tensor]:
@@ -99,7 +101,7 @@ def test_as_many_are_worked_on_at_a_time_as_there_are_threads_and_come_in_order(
         together.wait()
         return number
 
-    assert list(side_by_side(wait, range(6))) == [0, 1, 2, 3, 4, 5]
+    assert list(run_concurrently(wait, range(6))) == [0, 1, 2, 3, 4, 5]
     monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
     assert num_threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from streamrl.executor.samples import Sample
+from streamrl.executor.roles import Sample
 from streamrl.executor.tokens import decode_ids, read_blocks
-from streamrl.executor.trainer.loading import load_learner
+from streamrl.executor.trainer.learner import load_learner
 from tests.test_trainer import TEMPERATURE, logprobs_of, make_config, make_samples, with_logprobs
 from tests.tiny_model import changed_weights, reference, save_tiny_model
 

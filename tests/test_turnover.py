@@ -11,15 +11,18 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from streamrl.executor.carriers.launch import REPLICA, TRAINER
-from streamrl.executor.carriers.worker import MODULE
-from streamrl.executor.profiling import handling
-from streamrl.executor.profiling.handling import HandlingWatch, has_tokenizer, measure_handling
-from streamrl.executor.profiling.measurements import Limits
+from streamrl.executor.launchers.launcher import REPLICA, TRAINER
+from streamrl.executor.launchers.worker import MODULE
+from streamrl.executor.profiling import rollout_overhead as handling
+from streamrl.executor.profiling.measurements import Limits, RefillStream
 from streamrl.executor.profiling.profile_file import make_setup, turnover_times
-from streamrl.executor.profiling.readings import RefillStream
+from streamrl.executor.profiling.rollout_overhead import (
+    HandlingWatch,
+    has_tokenizer,
+    measure_handling,
+)
 from streamrl.executor.rollout.inference_engine import TimedPass
-from streamrl.hardware.machine_profile import Once, read_measured, write_measured
+from streamrl.hardware.measured_profile import ModelOperation, read_measured, write_measured
 from streamrl.record.metrics import measure
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
@@ -75,8 +78,10 @@ def test_each_rollout_takes_its_turnover_of_its_replica(tmp_path: Path) -> None:
     run = measured_run(model, path, policies__system="disaggregated")
     assert profile.turnover is None and "turnover" not in path.read_text()
     plain, plain_time = Costs.load(run), measure(simulate(run)).step_time
-    write_measured(replace(profile, turnover=Once(seconds=(EXCESS, EXCESS, EXCESS))), path)
-    assert read_measured(path).turnover == Once(seconds=(EXCESS, EXCESS, EXCESS))
+    write_measured(
+        replace(profile, turnover=ModelOperation(seconds=(EXCESS, EXCESS, EXCESS))), path
+    )
+    assert read_measured(path).turnover == ModelOperation(seconds=(EXCESS, EXCESS, EXCESS))
     costs = Costs.load(run)
     for running in (0, 3):
         added = costs.prefill_time(32, 256, running, 2) - plain.prefill_time(32, 256, running, 2)
@@ -146,6 +151,6 @@ def test_what_workers_compute_is_no_handling_and_what_they_and_others_do_beside_
 @pytest.mark.parametrize("table", ["handling", "turnover"])
 def test_seconds_that_cannot_be_are_refused(table: str, tmp_path: Path) -> None:
     model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
-    write_measured(make_profile(model, **{table: Once(seconds=(1e-3, 5e-4, 2e-3))}), path)
+    write_measured(make_profile(model, **{table: ModelOperation(seconds=(1e-3, 5e-4, 2e-3))}), path)
     with pytest.raises(ValueError, match=f"{table}: seconds must be quartiles"):
         read_measured(path)

@@ -18,9 +18,9 @@ from streamrl.engine.messages import (
     Train,
     Verify,
 )
+from streamrl.executor.colocation import ColocatedRole, DeviceSharing, Side, side_of
 from streamrl.executor.trainer.torch_backend import TorchBackend
 from streamrl.executor.trainer.trainer_worker import TrainerWorker
-from streamrl.executor.turns import DeviceTurns, Member, Side, side_of
 from tests.scripted_roles import ScriptedEngine, ScriptedTrainer
 from tests.test_execute import execute, real_run
 from tests.test_trainer import Weights, make_config, make_samples, model_path, weights
@@ -52,16 +52,16 @@ class Role:
         self._told.append(f"{self._name} {what}")
 
 
-def make_turns(told: list[str]) -> DeviceTurns:
-    def members(side: Side) -> list[Member]:
+def make_turns(told: list[str]) -> DeviceSharing:
+    def members(side: Side) -> list[ColocatedRole]:
         names = ["trainer"] if side == "training" else ["first", "second"]
-        return [Member(Role(name, told), told.append) for name in names]
+        return [ColocatedRole(Role(name, told), told.append) for name in names]
 
-    return DeviceTurns(members, 10.0)
+    return DeviceSharing(members, 10.0)
 
 
 async def hold(
-    turns: DeviceTurns, command: Command, told: list[str], seconds: float = 0.01
+    turns: DeviceSharing, command: Command, told: list[str], seconds: float = 0.01
 ) -> None:
     side = side_of(command)
     async with turns.of(command):
@@ -134,8 +134,9 @@ def test_who_does_not_sleep_is_killed_and_lost_and_the_other_side_goes_on(
 
     async def go() -> None:
         replica = Stuck("first", told, fails_to)
-        turns = DeviceTurns(
-            lambda side: [Member(replica, told.append)] if side == "generation" else [], limit
+        turns = DeviceSharing(
+            lambda side: [ColocatedRole(replica, told.append)] if side == "generation" else [],
+            limit,
         )
         await hold(turns, GENERATE, told)
         await hold(turns, TRAIN, told)

@@ -22,15 +22,13 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.presets import SYSTEMS
-from streamrl.hardware.machine_profile import write_measured
+from streamrl.engine.trace import DecodeYield, Trace, read_trace
+from streamrl.hardware.measured_profile import write_measured
 from streamrl.hardware.memory import kv_capacity
 from streamrl.record.attribution import attribute
 from streamrl.record.chrome_trace import chrome_trace
-from streamrl.record.decode_yield import DecodeYield
-from streamrl.record.measured_yield import measured_yield
+from streamrl.record.decode_efficiency import measured_yield, share_lost
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace, read_trace
-from streamrl.record.underfilled import share_lost
 from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
 from streamrl.report.run_tables import compare, metrics_table
 from streamrl.runfile.config import Run

@@ -12,9 +12,9 @@ import pytest
 
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import write_run
 from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
-from streamrl.sim.studies.pair import compare_runs
+from streamrl.sim.studies.comparison import compare_runs
 from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.test_plan import few, planned

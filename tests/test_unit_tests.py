@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from streamrl.executor.roles import Scoring
-from streamrl.executor.verifier.records import check_prompts
+from streamrl.executor.verifier.reward_checks import check_prompts
 from streamrl.executor.verifier.sandbox import find_gaps
-from streamrl.executor.verifier.unit_tests import last_program
-from streamrl.runfile.reading import make_run
-from streamrl.runfile.reward_config import RewardConfig
+from streamrl.executor.verifier.scorers import last_program
+from streamrl.runfile.files import make_run
+from streamrl.runfile.roles_config import RewardConfig
 from tests.patients import local_table
 from tests.verifying import verdicts
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.doctor.clipping import idle_clips
 from streamrl.doctor.diagnosis import examine
+from streamrl.doctor.staleness import idle_clips
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.reading import change_run, make_run
-from streamrl.runfile.sides_config import AlgorithmChanges
-from streamrl.runfile.unused_keys import READ_BY_CORRECTION, READ_BY_NAME, find_unused
+from streamrl.runfile.field_checks import READ_BY_CORRECTION, READ_BY_NAME, find_unused
+from streamrl.runfile.files import change_run, make_run
+from streamrl.runfile.roles_config import AlgorithmChanges
 from tests.command_line import streamrl
 from tests.patients import bad
 from tests.runs import make_table, small_run

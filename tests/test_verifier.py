@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.executor.verifier.process import ENVIRONMENT
-from streamrl.executor.verifier.records import check_prompts
+from streamrl.executor.verifier.fork_server import read_verdict
+from streamrl.executor.verifier.fork_server_process import ENVIRONMENT
+from streamrl.executor.verifier.reward_checks import check_prompts
 from streamrl.executor.verifier.scorers import can_act, final_answer
-from streamrl.executor.verifier.scoring_worker import read_verdict
 from streamrl.executor.verifier.verifier import Scoring, Verifier
-from streamrl.runfile.reward_config import RewardConfig
+from streamrl.runfile.roles_config import RewardConfig
 from tests.runs import small_run
 from tests.verifying import (
     children,

@@ -17,14 +17,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.executor.adapter_layers import A, B, adapted_layers
-from streamrl.executor.carriers.handles import LocalProcess, WorkerLostError
-from streamrl.executor.carriers.launch import REPLICA
-from streamrl.executor.carriers.remote import remote
-from streamrl.executor.roles import ReplicaRole, RoleLostError
+from streamrl.executor.launchers.handles import LocalProcess, WorkerLostError, remote
+from streamrl.executor.launchers.launcher import REPLICA
+from streamrl.executor.roles import Completion, ReplicaRole, Request, RoleLostError
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
-from streamrl.executor.samples import Completion, Request
 from streamrl.executor.tokens import encode_ids, read_block
-from streamrl.executor.transfer.merge import merged
+from streamrl.executor.transfer.adapters import merged
 from streamrl.executor.transfer.shared_memory import write_buckets
 from tests.kept_replica import Kept, Served, started
 from tests.tiny_model import SHAPE, WIDE_HEADS, Weights, changed_weights, reference, tiny_model

@@ -11,7 +11,7 @@ from benchmarks import bench_wan
 from benchmarks.core_watch import watched_cores
 from benchmarks.pooled_profiles import pooled
 from benchmarks.wan_link import missing, wan_link
-from streamrl.hardware.machine_profile import read_measured
+from streamrl.hardware.measured_profile import read_measured
 from tests.test_ray import prepare
 
 pytestmark = [

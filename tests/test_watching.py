@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor import trackers
+from streamrl.executor import monitoring as trackers
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.execute import check_executable
-from streamrl.executor.trackers import Trackers
-from streamrl.executor.trainer.step_figures import step_figures
-from streamrl.record.run_lines import read_metrics
+from streamrl.executor.monitoring import Trackers
+from streamrl.executor.trainer.step_record import step_figures
+from streamrl.record.run_directory import read_metrics
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.files import make_run
 from tests.patients import NOWHERE, local_table
 from tests.scripted import make_world
 from tests.test_execute import real_run

@@ -20,8 +20,8 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.presets import SYSTEMS
-from streamrl.record.trace import Trace, replay
-from streamrl.sim.way import Way
+from streamrl.engine.trace import Trace, replay
+from streamrl.sim.network_latency import DelayedChannel
 from streamrl.sim.world import simulate
 from tests.runs import checked_world, small_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -42,7 +42,7 @@ def times(trace: Trace, kind: type[Event]) -> list[float]:
 def test_what_is_sent_first_arrives_first_and_each_way_takes_as_long() -> None:
     env = simpy.Environment()
     told: list[tuple[float, object]] = []
-    way = Way(env, 0.5, lambda event: told.append((env.now, event)))
+    way = DelayedChannel(env, 0.5, lambda event: told.append((env.now, event)))
     load, generate = LoadWeights(0, 1, drain=False), Generate(7, 0, 0)
 
     def talk() -> Iterator[simpy.Event]:
@@ -59,7 +59,7 @@ def test_what_is_sent_first_arrives_first_and_each_way_takes_as_long() -> None:
 def test_what_a_lost_replica_had_sent_arrives_and_what_it_was_sent_is_lost() -> None:
     env = simpy.Environment()
     told: list[object] = []
-    way = Way(env, 1.0, told.append)
+    way = DelayedChannel(env, 1.0, told.append)
     generate = Generate(7, 0, 0)
     way.send(generate, told.append)
     way.send(Abort(7, 0), told.append)

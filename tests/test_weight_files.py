@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamrl.hardware.weight_files import INDEX, weight_problems
+from streamrl.hardware.hugging_face import INDEX, weight_problems
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from streamrl.executor.checkup import where_run
-from streamrl.executor.checkup.where_run import NEVER, RAN
+from streamrl.executor.checkup import tested_backends as where_run
+from streamrl.executor.checkup.tested_backends import NEVER, RAN
 from streamrl.runfile.config import ExecuteConfig
-from streamrl.runfile.reading import make_run
-from streamrl.runfile.sides_config import RolloutBackend, TrainerConfig
+from streamrl.runfile.files import make_run
+from streamrl.runfile.roles_config import RolloutBackend, TrainerConfig
 from tests.patients import NOWHERE, local_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "running.md"

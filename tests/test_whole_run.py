@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.hardware.profiles import load_gpu
+from streamrl.record.charges import dollars_per_second, gpus_paid
 from streamrl.record.metrics import measure
-from streamrl.record.rent import dollars_per_second, gpus_paid
-from streamrl.record.speed import Speed
+from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun, whole_dollars, whole_time
-from streamrl.report.whole_text import (
+from streamrl.report.run_tables import (
     dollars_text,
     facts,
     headline,
@@ -24,10 +24,10 @@ from streamrl.report.whole_text import (
 )
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.files import write_run
 from streamrl.runfile.units import SECONDS_PER_DAY
-from streamrl.runfile.writing import write_run
-from streamrl.sim.costs.sync import SyncCosts
-from streamrl.sim.failures import TRAINER_STREAM, time_to_failure
+from streamrl.sim.costs.weight_sync import SyncCosts
+from streamrl.sim.faults import TRAINER_STREAM, time_to_failure
 from streamrl.sim.steady_state import simulate_steady
 from tests.command_line import streamrl
 from tests.runs import small_run

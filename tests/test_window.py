@@ -8,9 +8,8 @@ from math import ceil
 
 import pytest
 
-from streamrl.engine.presets import System, window_of
-from streamrl.engine.window import AdmissionWindow
-from streamrl.runfile.group_counts import whole_groups
+from streamrl.engine.presets import AdmissionWindow, System, window_of
+from streamrl.runfile.config import whole_groups
 from tests.runs import small_run
 
 MANY = 10**6

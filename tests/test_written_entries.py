@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from pytest import approx
 
-from streamrl.record import trace as trace_module
-from streamrl.record.entries import WrittenEntries
-from streamrl.record.legs import balance_books
-from streamrl.record.metrics import measure, measure_speed
-from streamrl.record.run_reader import read_run
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.engine import trace as trace_module
+from streamrl.engine.trace import Trace, WrittenEntries, read_trace, replay
+from streamrl.record.metrics import measure, measure_speed, read_run
+from streamrl.record.restarts import ledger_of_run
 from streamrl.sim.world import simulate
 from tests.runs import small_run
 
@@ -41,7 +39,7 @@ def whole(path: Path) -> Trace:
 @pytest.fixture
 def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     monkeypatch.setattr(trace_module, "LARGE", 1)
-    monkeypatch.setattr("streamrl.record.entries.BLOCK", BLOCK)
+    monkeypatch.setattr("streamrl.engine.trace.BLOCK", BLOCK)
     trace = read_trace(path)
     assert isinstance(trace.entries, WrittenEntries) and len(trace.entries) > 3 * BLOCK
     return trace
@@ -63,7 +61,7 @@ def test_figures_and_books_are_the_same(path: Path, whole: Trace, written: Trace
     assert other.busy == approx(one.busy, abs=1e-9) and other.idle == approx(one.idle, abs=1e-9)
     assert other.step_times == one.step_times and other.ledger == one.ledger
     assert measure_speed(written) == measure_speed(whole)
-    assert balance_books(written, path.parent) == balance_books(whole, path.parent)
+    assert ledger_of_run(written, path.parent) == ledger_of_run(whole, path.parent)
     assert replay(written) is None
 
 

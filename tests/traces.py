@@ -39,8 +39,8 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
+from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER
-from streamrl.record.trace import Trace
 from tests.runs import of
 
 

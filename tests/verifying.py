@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.executor.roles import Scoring
-from streamrl.executor.verifier.rewards import make_scorer
-from streamrl.executor.verifier.scorers import Grader
+from streamrl.executor.verifier.scorers import Grader, make_scorer
 from streamrl.executor.verifier.verifier import Verifier
-from streamrl.runfile.reward_config import RewardConfig
-from streamrl.runfile.sides_config import VerifierConfig
+from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.runfile.units import Duration, Size
 from streamrl.workload.prompt_records import Record
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-from streamrl.doctor.finding import Finding, Level
-from streamrl.executor.carriers.local_gpus import device_of
+from streamrl.executor.launchers.placement import device_of
 from streamrl.executor.rollout.engines import extra_of
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Finding, Level
 
 PACKAGE = "streamrl"
 EXTRA_OF = {

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.doctor.changes import changed, say, value_of
-from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import passes
-from streamrl.executor.back_ends import check_back_ends
-from streamrl.executor.carriers.local_cores import roles_on_cores, threads_of, usable_cores
-from streamrl.executor.carriers.local_gpus import find_gpus, gpus_needed, say_seen
-from streamrl.executor.verifier.rewards import make_scorer
+from streamrl.executor.backend_limits import check_back_ends
+from streamrl.executor.launchers.placement import (
+    find_gpus,
+    gpus_needed,
+    roles_on_cores,
+    say_seen,
+    threads_of,
+    usable_cores,
+)
 from streamrl.executor.verifier.sandbox import find_gaps
+from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
 
 LIMITS: tuple[Changes, ...] = (
     {

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from streamrl.doctor.changes import say
 from streamrl.doctor.files import TOKENIZERS
-from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
 from streamrl.executor.record import RunDirectory
-from streamrl.executor.verifier.records import check_prompts, find_lacks
-from streamrl.executor.verifier.reward_files import check_reward_model
+from streamrl.executor.verifier.reward_checks import (
+    check_prompts,
+    check_reward_model,
+    find_missing_fields,
+)
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
-from streamrl.runfile.reward_config import ScorerName
+from streamrl.runfile.findings import Changes, Finding, Level, say
+from streamrl.runfile.roles_config import ScorerName
 from streamrl.workload.prompt_records import EXPECTED, read_sources
 
 
@@ -45,7 +47,9 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
     lacks = []
     if (policy := expecting_policy(run)) is not None:
         lacks = [
-            lack.say(source) for source in sources for lack in find_lacks(source, [(EXPECTED,)])
+            lack.say(source)
+            for source in sources
+            for lack in find_missing_fields(source, [(EXPECTED,)])
         ]
     for text in lacks:
         fix = f"add it, or choose another policy ({policy} goes by it)"

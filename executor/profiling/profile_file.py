@@ -11,21 +11,20 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from streamrl.executor.carriers.local_cores import usable_cores
 from streamrl.executor.execute import facts
+from streamrl.executor.launchers.placement import usable_cores
 from streamrl.executor.profiling.measurements import (
     Limits,
     RayPlace,
+    Readings,
+    RefillStream,
     Setup,
     full_plan,
     quick_plan,
     serves_adapters,
 )
 from streamrl.executor.profiling.profiler import Watch, measure
-from streamrl.executor.profiling.readings import Readings, RefillStream
-from streamrl.hardware.host_cores import threads_of_each
-from streamrl.hardware.machine_fit import fit_decode, fit_padded_share, fit_prefill
-from streamrl.hardware.machine_profile import (
+from streamrl.hardware.measured_profile import (
     CallRow,
     DecodeRow,
     Host,
@@ -33,20 +32,22 @@ from streamrl.hardware.machine_profile import (
     MeasuredModel,
     MeasuredProfile,
     MixedRow,
-    Moved,
-    Once,
+    ModelOperation,
     PassRow,
     PrefillRow,
     ProfiledBackend,
     RelayRow,
     Seconds,
     SharingRow,
+    WeightTransfer,
+    mean_over_median,
     shape_digest,
 )
-from streamrl.hardware.profile_pace import pace_of
+from streamrl.hardware.parallelism import threads_per_role
+from streamrl.hardware.profile_fit import fit_decode, fit_padded_share, fit_prefill
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.sides_config import Packing, Recompute
+from streamrl.runfile.roles_config import Packing, Recompute
 
 QUARTILES = (25, 50, 75)
 LEAST = 1e-6
@@ -101,7 +102,7 @@ def make_setup(
         model=str(model),
         dtype=dtype,
         device="cpu" if gpu == "cpu" else "cuda",
-        threads=threads or threads_of_each(usable_cores(), 2),
+        threads=threads or threads_per_role(usable_cores(), 2),
         backend=backend,
         limits=limits,
         plan=plan,
@@ -166,7 +167,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         prefill_tokens=readings.prefill_tokens,
         refill_passes=round(float(np.median(readings.refill_passes))),
         repeats=setup.plan.repeats,
-        pace=pace_of(readings.timed),
+        pace=mean_over_median(readings.timed),
         model=_measured_model(setup.model),
         host=_host(setup),
         versions=versions,
@@ -192,9 +193,9 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             CallRow(tokens=tokens, seconds=quartiles(seconds))
             for tokens, seconds in sorted(readings.call.items())
         ],
-        optimizer=Once(seconds=quartiles(readings.optimizer)),
-        push=Moved(bytes=readings.pushed_bytes, seconds=quartiles(readings.push)),
-        load=Moved(bytes=readings.loaded_bytes, seconds=quartiles(readings.load)),
+        optimizer=ModelOperation(seconds=quartiles(readings.optimizer)),
+        push=WeightTransfer(bytes=readings.pushed_bytes, seconds=quartiles(readings.push)),
+        load=WeightTransfer(bytes=readings.loaded_bytes, seconds=quartiles(readings.load)),
         relay=tuple(
             RelayRow(
                 mode=mode,
@@ -227,8 +228,8 @@ def _measured_model(directory: str) -> MeasuredModel:
     )
 
 
-def _once(seconds: Sequence[float]) -> Once | None:
-    return Once(seconds=quartiles(seconds)) if seconds else None
+def _once(seconds: Sequence[float]) -> ModelOperation | None:
+    return ModelOperation(seconds=quartiles(seconds)) if seconds else None
 
 
 def quartiles(seconds: Sequence[float]) -> Seconds:

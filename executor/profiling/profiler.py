@@ -16,20 +16,23 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
-from streamrl.executor.carriers.handles import Handle, LocalProcess
-from streamrl.executor.carriers.launch import worker_environment
-from streamrl.executor.carriers.processes import begin_for
-from streamrl.executor.carriers.remote import remote
-from streamrl.executor.profiling.company import side_by_side
-from streamrl.executor.profiling.endless_model import vocabulary_of, without_end
-from streamrl.executor.profiling.handling import has_tokenizer, read_handling
-from streamrl.executor.profiling.made_up import MadeUp
-from streamrl.executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Setup
-from streamrl.executor.profiling.readings import Readings, RefillStream
-from streamrl.executor.profiling.relaying import RelayBench
-from streamrl.executor.profiling.rewarding_bench import time_rewards
+from streamrl.executor.launchers.handles import Handle, LocalProcess, remote
+from streamrl.executor.launchers.launcher import worker_environment
+from streamrl.executor.launchers.processes import begin_for
+from streamrl.executor.profiling.contention import run_concurrently
+from streamrl.executor.profiling.measurements import (
+    JOIN_STEPS,
+    SHORT,
+    WINDOW,
+    Readings,
+    RefillStream,
+    Setup,
+)
+from streamrl.executor.profiling.role_benchmarks import RelayBench, time_rewards
+from streamrl.executor.profiling.rollout_overhead import has_tokenizer, read_handling
+from streamrl.executor.profiling.synthetic import SyntheticTokens, vocabulary_of, without_end
 from streamrl.executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
-from streamrl.executor.samples import Request, Sample
+from streamrl.executor.roles import Request, Sample
 from streamrl.executor.tokens import encode_ids
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 
@@ -61,7 +64,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
         endless = without_end(Path(setup.model), Path(scratch, "model"))
-        made_up = MadeUp(vocabulary_of(endless))
+        made_up = SyntheticTokens(vocabulary_of(endless))
         common = {
             "model": str(endless),
             "device": setup.device,
@@ -97,7 +100,7 @@ class _Bench:
         setup: Setup,
         readings: Readings,
         watch: Watch,
-        made_up: MadeUp,
+        made_up: SyntheticTokens,
         scratch: Path,
         common: dict[str, object],
     ) -> None:
@@ -306,10 +309,10 @@ class _Bench:
             samples = self._made_up.samples(*middle[len(middle) // 2], advantage=1.0)
             train = partial(self._train_on, trainer, samples)
             for _ in range(self._plan.repeats):
-                alone = await side_by_side(generate[:1], None)
-                trained = await side_by_side([], train)
+                alone = await run_concurrently(generate[:1], None)
+                trained = await run_concurrently([], train)
                 for key in self._plan.companies:
-                    found = await side_by_side(generate[: key[0]], train if key[1] else None)
+                    found = await run_concurrently(generate[: key[0]], train if key[1] else None)
                     self._readings.generation[key].append(alone.generating / found.generating)
                     if key[1]:
                         self._readings.training[key].append(trained.training / found.training)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
-from streamrl.executor.roles import ReplicaRole, TrainerRole
+from streamrl.executor.roles import Manifest, ReplicaRole, TrainerRole
 from streamrl.executor.rollout.inference_engine import TimedPass
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
 from streamrl.executor.rollout.stopwatch import Stopwatch
-from streamrl.executor.samples import Manifest
 from streamrl.executor.trainer.learner import Learner
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.trainer.trainer_worker import TrainerWorker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from streamrl.executor.rollout.inference_engine import InferenceEngine, ReplicaSettings
-from streamrl.runfile.sides_config import RolloutBackend
+from streamrl.runfile.roles_config import RolloutBackend
 
 
 def make_engine(settings: ReplicaSettings) -> InferenceEngine:

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-from streamrl.executor.samples import CacheState, Manifest
-from streamrl.runfile.sides_config import RolloutBackend
+from streamrl.executor.roles import CacheState, Manifest
+from streamrl.runfile.roles_config import RolloutBackend
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +153,7 @@ class InferenceEngine(Protocol):
 
         Where the cache is too small for all that run, those of the largest `priority` wait.
         With a `seed` the same sequence is made whatever came before it, by engines that can
-        (`streamrl.executor.back_ends` refuses it to others).
+        (`streamrl.executor.backend_limits` refuses it to others).
         """
 
     def paused(self) -> AbstractAsyncContextManager[None]:

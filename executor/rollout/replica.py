@@ -16,10 +16,8 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.carriers.handles import Handle, WorkerLostError
-from streamrl.executor.carriers.remote import remote
-from streamrl.executor.roles import ReplicaRole
-from streamrl.executor.samples import Completion, Manifest, Request
+from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
+from streamrl.executor.roles import Completion, Manifest, ReplicaRole, Request
 from streamrl.executor.tokens import count_tokens, is_whole
 
 

@@ -20,21 +20,22 @@ import msgspec
 import numpy as np
 
 from streamrl.executor.prompts import load_tokenizer
-from streamrl.executor.roles import ReplicaRole, RoleLostError
+from streamrl.executor.roles import (
+    CacheState,
+    Completion,
+    FinishReason,
+    Loaded,
+    Manifest,
+    ReplicaRole,
+    Request,
+    RoleLostError,
+)
 from streamrl.executor.rollout.engines import make_engine
 from streamrl.executor.rollout.inference_engine import (
     Copy,
     InferenceEngine,
     ReplicaSettings,
     RunningSequence,
-)
-from streamrl.executor.samples import (
-    CacheState,
-    Completion,
-    FinishReason,
-    Loaded,
-    Manifest,
-    Request,
 )
 from streamrl.executor.token_files import (
     Head,
@@ -53,7 +54,7 @@ from streamrl.executor.tokens import (
     decode_ids,
     read_blocks,
 )
-from streamrl.executor.transfer.manifest_check import verify_buckets
+from streamrl.executor.transfer.bucket_check import verify_buckets
 
 
 @dataclass(eq=False)

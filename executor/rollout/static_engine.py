@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from streamrl.executor.roles import Manifest
 from streamrl.executor.rollout.inference_engine import (
     STOPPED,
     Copy,
@@ -29,7 +30,6 @@ from streamrl.executor.rollout.inference_engine import (
 )
 from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import end_tokens, load_model, move, read_weights
-from streamrl.executor.samples import Manifest
 
 PADDING = 0
 """Any token id: it stands on the left, where the attention mask hides it."""

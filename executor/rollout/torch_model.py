@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.executor.pretrained import load_pretrained
+from streamrl.executor.roles import Manifest
 from streamrl.executor.rollout.inference_engine import Copy, ReplicaSettings
-from streamrl.executor.samples import Manifest
 from streamrl.executor.transfer.shared_memory import read_buckets
 
 ATTENTION = "sdpa"

@@ -1,4 +1,6 @@
-"""An inference engine out of vLLM: its asynchronous engine, one request for each rollout.
+"""Generate with vLLM: its asynchronous engine, one request for each rollout.
+
+An inference engine out of vLLM: its asynchronous engine, one request for each rollout.
 
 | promise of `InferenceEngine` | who keeps it |
 |---|---|
@@ -26,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl.executor.roles import CacheState, Manifest
 from streamrl.executor.rollout.child_guard import ChildGuard
 from streamrl.executor.rollout.inference_engine import (
     STOPPED,
@@ -36,11 +39,49 @@ from streamrl.executor.rollout.inference_engine import (
     TimedPass,
 )
 from streamrl.executor.rollout.torch_model import empty_model, end_tokens, read_pairs
-from streamrl.executor.rollout.vllm_adapters import Adapters
-from streamrl.executor.rollout.vllm_settings import environment, make_arguments, make_sampling
-from streamrl.executor.rollout.vllm_stats import CacheWatch
-from streamrl.executor.samples import CacheState, Manifest
+from streamrl.executor.rollout.vllm_settings import (
+    Adapters,
+    environment,
+    make_arguments,
+    make_sampling,
+)
 from streamrl.executor.transfer.shared_memory import read_buckets
+
+
+class CacheWatch:
+    """A logger of vLLM's statistics (`StatLoggerBase`) that keeps the newest; what makes a logger is to be called first."""
+
+    def __init__(self) -> None:
+        self._use = 0.0
+        self._num_preempted = 0
+
+    def __call__(self, config: Any, engine_index: int = 0) -> CacheWatch:
+        """Return itself: vLLM calls what makes a logger, once for each core."""
+        return self
+
+    def state(self, config: Any) -> CacheState:
+        """Return what the cache is like, of a vLLM with this configuration."""
+        cache = config.cache_config
+        pages = cache.num_gpu_blocks
+        tokens = None if pages is None else pages * cache.block_size
+        return CacheState(tokens=tokens, use=self._use, num_preempted=self._num_preempted)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Keep what a pass left (vllm/v1/metrics/stats.py)."""
+        if scheduler_stats is not None:
+            self._use = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._num_preempted += iteration_stats.num_preempted_reqs
+
+    def log(self) -> None:
+        """Write nothing."""
+
+    def log_engine_initialized(self) -> None:
+        """Write nothing."""
+
+    def record_sleep_state(self, *_: Any, **__: Any) -> None:
+        """Keep nothing."""
+
 
 QUIET_TURNS = 10
 """Turns of the event loop without a token after which none is on its way: it takes a token three, from the socket

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
+from streamrl.executor.roles import Manifest
 from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import named_as_in_files
-from streamrl.executor.samples import Manifest
 from streamrl.executor.transfer.shared_memory import read_buckets
 
 if hasattr(

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from streamrl.executor.adapter_directory import read_adapters, write_adapters
 from streamrl.executor.adapter_layers import ADAPTERS, A, B, adapted_layers
-from streamrl.executor.transfer.merge import merged
+from streamrl.executor.transfer.adapters import merged, read_adapters, write_adapters
 from streamrl.executor.transfer.shared_memory import cast_tensors
 
 ALPHA_PER_RANK = 2.0

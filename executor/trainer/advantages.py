@@ -1,4 +1,6 @@
-"""Advantages of rollouts from their rewards.
+"""Compute advantages of rollouts from their rewards, batch after batch.
+
+Advantages of rollouts from their rewards.
 
 | estimator                | baseline of a reward                       | known once                     |
 |--------------------------|--------------------------------------------|--------------------------------|
@@ -17,10 +19,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from streamrl.runfile.algorithm_config import AlgorithmName
+from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.roles import Sample
+from streamrl.runfile.algorithm_config import AlgorithmConfig, AlgorithmName
 
 STD_EPSILON = 1e-6
 """Keeps the division finite; far below any spread of rewards that carries signal."""
@@ -105,3 +109,50 @@ def _dpo(rewards: list[float]) -> list[float]:
     """1 of the best and -1 of the worst, where they differ (online DPO, arXiv 2402.04792)."""
     best, worst = pair_of(rewards)
     return [float((place == best) - (place == worst)) for place in range(len(rewards))]
+
+
+class AdvantageEstimator:
+    """Makes samples of rollouts by the run's algorithm, and carries the baseline from one step to the next."""
+
+    def __init__(
+        self, algorithm: AlgorithmConfig, buffer: RolloutBuffer, baseline: float = NO_BASELINE
+    ) -> None:
+        self._algorithm = algorithm
+        self._buffer = buffer
+        self.baseline = baseline
+        """Mean reward of the last step's batch; see `streamrl.executor.trainer.advantages`."""
+        self._of_groups: dict[int, float] = {}
+        """Advantages by rollout, of groups that this step has asked for."""
+
+    def samples(self, rollouts: Iterable[int]) -> list[Sample]:
+        """Return rollouts as the trainer consumes them, with their advantages."""
+        return [
+            self._buffer.sample(rollout, self.advantage(rollout), self._partner(rollout))
+            for rollout in rollouts
+        ]
+
+    def _partner(self, rollout: int) -> int | None:
+        """Return the other rollout of the pair that is compared."""
+        if self._algorithm.name != "dpo" or not self.advantage(rollout):
+            return None
+        group = self._buffer.rollouts[rollout].group
+        pair = pair_of([self._buffer.rollouts[sibling].reward for sibling in group])
+        return next(group[place] for place in pair if group[place] != rollout)
+
+    def advantage(self, rollout: int) -> float:
+        """Return a rollout's advantage, by the baseline of this step."""
+        name, rollouts = self._algorithm.name, self._buffer.rollouts
+        if not self._algorithm.trains_whole_groups:
+            return advantages(name, [rollouts[rollout].reward], self.baseline)[0]
+        if rollout not in self._of_groups:
+            group = rollouts[rollout].group
+            rewards = [rollouts[sibling].reward for sibling in group]
+            self._of_groups.update(zip(group, advantages(name, rewards), strict=True))
+        return self._of_groups[rollout]
+
+    def end_step(self, groups: Sequence[int]) -> None:
+        """Take the baseline of the next step from the groups that this one was made of."""
+        self.baseline = batch_baseline(
+            [buffered.reward for buffered in self._buffer.rollouts_of(groups)]
+        )
+        self._of_groups.clear()

@@ -9,10 +9,9 @@ import torch
 from msgspec.structs import replace
 
 from streamrl.executor.trainer.backends import make_backend
-from streamrl.executor.trainer.model_loading import load_model
-from streamrl.executor.trainer.outputs import output_logits
+from streamrl.executor.trainer.model_loading import load_model, recompute
+from streamrl.executor.trainer.passes import output_logits
 from streamrl.executor.trainer.rank_group import RankGroup
-from streamrl.executor.trainer.recomputation import recompute
 from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 

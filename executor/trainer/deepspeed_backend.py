@@ -20,10 +20,9 @@ import torch.distributed as dist
 from streamrl.executor.roles import RoleLostError
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import average_gradients
-from streamrl.executor.trainer.optimizer import make_optimizer
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
-from streamrl.executor.trainer.weights_in_place import state_of
+from streamrl.executor.trainer.training_backend import make_optimizer, state_of
 
 GATHER_BYTES = 512 * 2**20
 """Of weights that are whole at once while they are written: one by one they would take twenty times as long."""
@@ -103,7 +102,7 @@ class DeepSpeedBackend:
         return version
 
     def move(self, device: str) -> None:
-        """Stay where it is: on GPUs `streamrl.executor.back_ends` refuses it to share them."""
+        """Stay where it is: on GPUs `streamrl.executor.backend_limits` refuses it to share them."""
 
     @property
     def _tag(self) -> str:

@@ -1,4 +1,4 @@
-"""What a trainer does with a batch: its sums, its passes and its versions, whatever backend holds the weights."""
+"""Train on a batch: load the models, accumulate gradients, step, and make weight versions, whatever backend holds the weights."""
 
 from __future__ import annotations
 
@@ -18,25 +18,50 @@ import torch
 from transformers import PreTrainedModel
 
 from streamrl.executor.checksums import write_checksums
-from streamrl.executor.samples import Manifest, Sample
+from streamrl.executor.roles import Manifest, Sample
 from streamrl.executor.trainer import losses
-from streamrl.executor.trainer.adapters import adapters_of, without_adapters
+from streamrl.executor.trainer.adapters import (
+    adapters_of,
+    add_adapters,
+    load_adapters,
+    without_adapters,
+)
+from streamrl.executor.trainer.backends import make_backend, make_frozen
 from streamrl.executor.trainer.critic import Critic
+from streamrl.executor.trainer.model_loading import load_model, recompute
 from streamrl.executor.trainer.objectives import objective_of
-from streamrl.executor.trainer.outputs import output_logprobs, outputs_with_entropy
-from streamrl.executor.trainer.own_stream import stream_of_its_own
-from streamrl.executor.trainer.passes import passes
+from streamrl.executor.trainer.passes import (
+    check_chunks,
+    output_logprobs,
+    outputs_with_entropy,
+    passes,
+)
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.sequences import NOTHING, TokenSequence, read_samples
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
-from streamrl.executor.trainer.training_backend import TrainingBackend
-from streamrl.executor.trainer.weights_in_place import weights_in_place
+from streamrl.executor.trainer.training_backend import TrainingBackend, weights_in_place
 from streamrl.executor.transfer.shared_memory import (
     cast_tensors,
     partial_of,
     replaced_directory,
     write_buckets,
 )
+
+
+@contextlib.contextmanager
+def separate_cuda_stream(device: torch.device) -> Iterator[None]:
+    """Let the calling thread's work wait for what is queued so far, and for nothing that others queue from now on.
+
+    Threads share one stream otherwise, and each copy to the host would wait for the passes queued before it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Files that a checkpoint does not copy from the model directory, as it does the tokenizer's."""
@@ -240,7 +265,7 @@ class Learner:
                 if has_adapters
                 else cast_tensors(weights, dtype)
             )
-            with stream_of_its_own(torch.device(self.config.device)):
+            with separate_cuda_stream(torch.device(self.config.device)):
                 return write_buckets(tensors, directory, version)
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -379,3 +404,31 @@ class Learner:
             "dtype": DTYPES[config.dtype],
             "chunk": config.logits_chunk,
         }
+
+
+def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
+    """Join the other ranks, and load the initial weights (version 0) or a checkpoint."""
+    ranks = RankGroup(config)
+    torch.manual_seed(config.seed)
+    has_adapters = config.adapter_rank is not None
+    directory = config.model if has_adapters else checkpoint or config.model
+    if not Path(directory, "config.json").is_file():
+        raise ValueError(f"no Hugging Face model directory (config.json) at {directory!r}")
+    model = load_model(directory, config, ranks, learns=not has_adapters)
+    recompute(model, config.recompute)
+    if config.logits_chunk is not None:
+        check_chunks(model)
+    if config.adapter_rank is not None:
+        add_adapters(model, config.adapter_rank)
+        if checkpoint is not None:
+            load_adapters(model, Path(checkpoint), config.adapter_rank)
+    backend = make_backend(config, model, ranks)
+    reference = None
+    if (
+        config.has_reference and not has_adapters
+    ):  # the actor's weights are split by now, if any are
+        own = load_model(config.model, config, ranks, learns=not config.splits_weights)
+        reference = make_frozen(config, own)
+    critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)
+    version = 0 if checkpoint is None else backend.load(Path(checkpoint))
+    return Learner(config, ranks, backend, reference, critic, version)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.executor.samples import Sample
+from streamrl.executor.roles import Sample
 from streamrl.executor.tokens import (
     ID,
     LOGPROB,

@@ -10,10 +10,9 @@ import torch
 
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import average_gradients
-from streamrl.executor.trainer.optimizer import make_optimizer
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
-from streamrl.executor.trainer.weights_in_place import state_of
+from streamrl.executor.trainer.training_backend import make_optimizer, state_of
 
 STATE_FILE = "trainer.pt"
 

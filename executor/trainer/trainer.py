@@ -21,15 +21,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.carriers.handles import Handle
-from streamrl.executor.carriers.remote import remote
 from streamrl.executor.checkpoints import Checkpoint, Position
-from streamrl.executor.roles import TrainerRole
-from streamrl.executor.samples import Manifest
-from streamrl.executor.trainer.advantages import NO_BASELINE
-from streamrl.executor.trainer.estimator import AdvantageEstimator
-from streamrl.executor.trainer.step_figures import step_figures
-from streamrl.executor.trainer.step_samples import step_samples
+from streamrl.executor.launchers.handles import Handle, remote
+from streamrl.executor.roles import Manifest, TrainerRole
+from streamrl.executor.trainer.advantages import NO_BASELINE, AdvantageEstimator
+from streamrl.executor.trainer.step_record import step_figures, step_samples
 from streamrl.executor.trainer_record import TrainerRecord
 from streamrl.runfile.config import Run
 
@@ -116,9 +112,11 @@ class Trainer:
         with self._timed("optimizer_time"):
             figures = await self._worker.step(command.version)
         trained, now = self._buffer.rollouts_of(command.groups), self._now()
-        turnout = {}
+        step_statistics = {}
         if command.trainer == LEADER:
-            turnout = self._buffer.turnout.take(self._buffer.records_of(command.groups))
+            step_statistics = self._buffer.step_statistics.take(
+                self._buffer.records_of(command.groups)
+            )
         self.record.write_step(
             {
                 "step": command.version,
@@ -128,7 +126,7 @@ class Trainer:
                     trained, self._staleness_of(command.groups), self._run.rollout.max_tokens
                 ),
                 **self._buffer.workload.figures,
-                **turnout,
+                **step_statistics,
                 "learning_rate": self._run.algorithm.learning_rate,
                 **self._seconds,
                 **figures,

@@ -15,7 +15,7 @@ from streamrl.runfile.algorithm_config import (
     KlPlace,
     LossMean,
 )
-from streamrl.runfile.sides_config import Packing, Recompute, TrainerBackend
+from streamrl.runfile.roles_config import Packing, Recompute, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
@@ -73,7 +73,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     packing: Packing = "packed"
     """See the table of `streamrl.executor.trainer.passes`."""
     recompute: Recompute = "none"
-    """See the table of `streamrl.executor.trainer.recomputation`."""
+    """See the table of `streamrl.executor.trainer.model_loading`."""
     logits_chunk: int | None = None
     """Tokens whose logits exist at once; None: those of a pass."""
     weight_decay: float = 0.0

@@ -22,10 +22,8 @@ from typing import TypeVar
 
 import torch
 
-from streamrl.executor.roles import TrainerRole
-from streamrl.executor.samples import Manifest, Sample
-from streamrl.executor.trainer.learner import Learner
-from streamrl.executor.trainer.loading import load_learner
+from streamrl.executor.roles import Manifest, Sample, TrainerRole
+from streamrl.executor.trainer.learner import Learner, load_learner
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 R = TypeVar("R")

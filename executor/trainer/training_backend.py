@@ -1,4 +1,6 @@
-"""What holds a trainer's weights: the gradient's way into them, across however many ranks, and theirs to a disk.
+"""Define what a training backend does, and the optimizer and weight access that all of them share.
+
+What holds a trainer's weights: the gradient's way into them, across however many ranks, and theirs to a disk.
 
 | backend   | optimizer, gradients, weights      | ranks of a step                                             |
 |-----------|------------------------------------|-------------------------------------------------------------|
@@ -8,11 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 
 class TrainingBackend(Protocol):
@@ -50,3 +55,47 @@ class TrainingBackend(Protocol):
 
     def move(self, device: str) -> None:
         """Take everything that lies on a device to another one."""
+
+
+ADAM_BETAS = (0.9, 0.999)
+"""AdamW's published values (arXiv 1711.05101)."""
+
+
+def make_optimizer(settings: TrainerSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW over those of a model's weights that are trained."""
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=settings.learning_rate,
+        betas=ADAM_BETAS,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def state_of(model: Any, *, learned: bool = False) -> dict[str, torch.Tensor]:
+    """Return all tensors of a model by name, or the parameters that learn alone."""
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return {name: each for name, each in state.items() if each.requires_grad or not learned}
+
+
+@contextlib.contextmanager
+def weights_in_place(model: Any, weights: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
+    """Let a model compute with these weights, by the names of its parameters, until the block ends; the others stay.
+
+    Only for forward passes without gradient. None: with the weights that it has.
+    """
+    if weights is None:
+        yield
+        return
+    own = {name: each.data for name, each in model.named_parameters() if name in weights}
+    _point(model, weights)
+    try:
+        yield
+    finally:
+        _point(model, own)
+
+
+def _point(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.data = weights[name]

@@ -21,12 +21,28 @@ from typing import TypeVar
 import msgspec
 
 from streamrl.executor.checksums import file_checksum
-from streamrl.executor.roles import RelayRole
-from streamrl.executor.samples import Arrived, Bucket, Manifest, Parcel, ParcelKind, Seat
-from streamrl.executor.transfer.circle import Circle, Meeting, new_blocks, passed_on, read_blocks
+from streamrl.executor.roles import (
+    Arrived,
+    BroadcastRank,
+    Bucket,
+    Manifest,
+    Parcel,
+    ParcelKind,
+    RelayRole,
+)
+from streamrl.executor.transfer.broadcast import (
+    Circle,
+    Rendezvous,
+    forward_blocks,
+    new_blocks,
+    read_blocks,
+)
 from streamrl.executor.transfer.delta import decode_delta, encode_delta
-from streamrl.executor.transfer.shared_directory import SharedDirectory
-from streamrl.executor.transfer.version_directory import remove_version, version_directory
+from streamrl.executor.transfer.shared_directory import (
+    SharedDirectory,
+    remove_version,
+    version_directory,
+)
 
 INBOX = "inbox"
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -60,7 +76,7 @@ class RelayWorker(RelayRole):
         self._directory: SharedDirectory | None = None
         self._versions: dict[str, Manifest] = {}
         """Versions that came from elsewhere, by checksum."""
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._hears: Circle | None = None
         self._tells: Circle | None = None
 
@@ -93,10 +109,12 @@ class RelayWorker(RelayRole):
 
     async def listen(self) -> str:
         """Open a meeting for the circle that this one will tell, and return its address."""
-        self._meeting = Meeting()
+        self._meeting = Rendezvous()
         return self._meeting.address
 
-    async def sit_down(self, hears: Seat | None, tells: Seat | None) -> None:
+    async def join_broadcast(
+        self, hears: BroadcastRank | None, tells: BroadcastRank | None
+    ) -> None:
         """Take the seats of this one; the first in the circle that it tells is the one that listens."""
         self._hears = self._tells = None
         if hears is not None:
@@ -150,7 +168,7 @@ class RelayWorker(RelayRole):
         for number, piece in enumerate(parcel.pieces):
             blocks = read_blocks(Path(piece.path)) if is_first else new_blocks(piece.num_bytes)
             offset = 0
-            for block in passed_on(blocks, self._hears, self._tells):
+            for block in forward_blocks(blocks, self._hears, self._tells):
                 if not is_first:
                     _write(inbox / str(number), offset, block.numpy().data)
                 offset += block.numel()
@@ -201,7 +219,7 @@ class RelayWorker(RelayRole):
         target = _fresh(version_directory(self._path, version))
         try:
             if parcel.kind == "lora" and self.config.merges_adapters:
-                from streamrl.executor.transfer.merge import merge  # takes torch
+                from streamrl.executor.transfer.adapters import merge  # takes torch
 
                 config = self.config
                 return merge(config.model, config.dtype, parcel.result, pieces, target)

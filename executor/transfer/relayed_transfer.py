@@ -18,14 +18,12 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.executor.carriers.handles import Handle, WorkerLostError
-from streamrl.executor.carriers.remote import remote
-from streamrl.executor.notices import tell
-from streamrl.executor.roles import RelayRole, TransferRole, Write
-from streamrl.executor.samples import Manifest, Parcel
-from streamrl.executor.transfer.fan_out import FanOut, Hearer
-from streamrl.executor.transfer.wanted_versions import WantedVersions
-from streamrl.runfile.sync_config import SyncConfig
+from streamrl.executor.console import tell
+from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
+from streamrl.executor.roles import Manifest, Parcel, RelayRole, TransferRole, Write
+from streamrl.executor.transfer.broadcast import BroadcastPeer, FanOut
+from streamrl.executor.transfer.transfer import RetainedVersions
+from streamrl.runfile.policies_config import SyncConfig
 
 CHUNK_BYTES = 8 * 2**20
 """Of a piece that is sent at once: a second of a slow link, far more than a round trip of a fast one."""
@@ -94,7 +92,7 @@ class RelayedTransfer(TransferRole):
         self._place_of: dict[int, str] = {}
         self._parcels: dict[tuple[str, str], asyncio.Future[Parcel]] = {}
         """By what comes out and its base."""
-        self._wanted = WantedVersions()
+        self._wanted = RetainedVersions()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = asyncio.Lock()
         self._fan_out = FanOut()
@@ -178,7 +176,7 @@ class RelayedTransfer(TransferRole):
                     hearers.setdefault(parcel.base, []).append(place)
         for base, places in hearers.items():
             near, began_at = await self._near_place(), time.monotonic()
-            members = [Hearer(id(place), place.relay) for place in (near, *places)]
+            members = [BroadcastPeer(id(place), place.relay) for place in (near, *places)]
             try:
                 await self._fan_out.send(parcels[base], members[0], members[1:])
             except (RuntimeError, ValueError, OSError) as error:

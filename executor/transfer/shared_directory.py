@@ -1,4 +1,4 @@
-"""Directories in shared memory, which takes memory for as long as they are there."""
+"""Own a directory in shared memory, and name the directory of each weight version in it."""
 
 from __future__ import annotations
 
@@ -53,3 +53,15 @@ def remove_abandoned(parent: Path) -> None:
         with suppress(FileNotFoundError):  # its owner has removed it meanwhile
             if path.stat().st_uid == os.getuid() and is_abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def version_directory(directory: Path, version: int) -> Path:
+    """Return where the buckets of `version` lie."""
+    return directory / f"v{version:06d}"
+
+
+def remove_version(directory: Path, version: int) -> None:
+    """Remove the buckets of `version`; a version that is not there is removed already."""
+    target = version_directory(directory, version)
+    if target.exists():
+        shutil.rmtree(target)

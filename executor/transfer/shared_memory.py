@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from streamrl.executor.checksums import file_checksum
-from streamrl.executor.samples import Bucket, Manifest
-from streamrl.executor.transfer.side_by_side import side_by_side
-from streamrl.executor.transfer.version_directory import version_directory
+from streamrl.executor.roles import Bucket, Manifest
+from streamrl.executor.transfer.bucket_check import run_concurrently
+from streamrl.executor.transfer.shared_directory import version_directory
 
 BUCKET_BYTES = 256 * 2**20
 """Large enough that opening a file costs nothing beside its bytes, small enough to stage."""
@@ -54,7 +54,7 @@ def write_version(
         index, own = numbered
         return _write_bucket(*own, target / f"bucket-{index:05d}.safetensors")
 
-    return Manifest(version=version, buckets=list(side_by_side(write, contents)))
+    return Manifest(version=version, buckets=list(run_concurrently(write, contents)))
 
 
 def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
-from streamrl.runfile.reward_config import RewardConfig
+from streamrl.runfile.roles_config import RewardConfig
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record

@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from streamrl.executor.carriers.handles import Handle, WorkerLostError
-from streamrl.executor.carriers.remote import remote
-from streamrl.executor.roles import RewardRole
-from streamrl.executor.samples import Exchange, ModelScore
+from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
+from streamrl.executor.roles import Exchange, ModelScore, RewardRole
 
 Start = Callable[[int], Awaitable[Handle]]
 """Starts the process of a replica by its number."""

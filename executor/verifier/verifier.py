@@ -8,17 +8,15 @@ from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.executor.carriers.handles import Handle
-from streamrl.executor.notices import tell
-from streamrl.executor.roles import Scoring, VerifierRole
-from streamrl.executor.samples import Exchange
+from streamrl.executor.console import tell
+from streamrl.executor.launchers.handles import Handle
+from streamrl.executor.roles import Exchange, Scoring, VerifierRole
+from streamrl.executor.verifier.fork_server_process import ForkServerProcess, Reply
 from streamrl.executor.verifier.judge import Judge
-from streamrl.executor.verifier.process import ForkServerProcess, Reply
 from streamrl.executor.verifier.reward_pool import RewardPool, Start
-from streamrl.executor.verifier.rewards import is_scored, make_scorer
 from streamrl.executor.verifier.sandbox import SandboxLimits
-from streamrl.runfile.reward_config import REWARD_MODEL
-from streamrl.runfile.sides_config import VerifierConfig
+from streamrl.executor.verifier.scorers import is_scored, make_scorer
+from streamrl.runfile.roles_config import REWARD_MODEL, VerifierConfig
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record

@@ -1,4 +1,6 @@
-"""Fit factors by stage and the seconds of a step to steps that were measured, and say how well they hold.
+"""Fit factors by stage and the seconds of a step to measured or recorded steps, and report how well they hold.
+
+Fit factors by stage and the seconds of a step to steps that were measured, and say how well they hold.
 
     run file + measured steps ─► disagreements? ─► simulate the same steps ─► factors ─► simulate again … ─► calibration
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Sequence
+from math import comb
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -16,6 +19,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from streamrl.engine.presets import choose_system
+from streamrl.engine.trace import Trace
 from streamrl.hardware.calibration_file import (
     STAGES,
     Calibration,
@@ -27,25 +32,203 @@ from streamrl.hardware.calibration_file import (
     write_calibration,
 )
 from streamrl.hardware.profiles import load_model
-from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
+from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, read_run_steps
+from streamrl.record.recorded_workload import recorded_workload
+from streamrl.report.words import listing
 from streamrl.runfile.config import Run
 from streamrl.sim.calibration.disagreement import (
+    LENGTHS,
     Disagreement,
     check_overhead,
+    find_differences,
     find_disagreements,
+    mean_tokens,
     takes_turns,
 )
-from streamrl.sim.calibration.stepwise import SimulatedSteps, simulate_steps
-from streamrl.sim.calibration.targets import (
-    StepPairs,
-    Target,
-    find_targets,
-    interval_of_median,
-    no_seconds,
-    overlaps,
-    pair,
-    step_seconds,
-)
+from streamrl.sim.calibration.simulated_steps import SimulatedSteps, simulate_steps
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.policy_estimates import fill_policies
+from streamrl.sim.steady_state import UnfinishedError
+from streamrl.sim.world import SimWorld
+from streamrl.workload.workload import SimulatedWorkload
+
+BOUND_BY_GENERATION = 0.05
+"""Share of a step that a trainer must wait for rollouts for its steps to tell how fast these are."""
+OUTSIDE = 0.05
+"""Chance that a factor is not in its interval."""
+
+OF_GENERATION = ("generation", "busy", "rollout_time")
+"""Columns that tell how fast generation is, the best first: how long rollouts run does not say how many run at once."""
+
+Reader = Callable[[MeasuredStep], float | None]
+
+
+class Target(NamedTuple):
+    """Seconds that both worlds have, and the stages whose factor brings them together."""
+
+    stages: tuple[StageName, ...]
+    read: Reader
+    fixed: Reader
+    """What is no part of those stages: seconds of it count on neither side."""
+    has_overhead: bool = False
+    """Whether they hold the seconds of a step that are of no stage too, which count on neither side."""
+
+
+def find_targets(run: Run, measured: MeasuredSteps, notes: list[str]) -> list[Target]:
+    """Return what factors can be fitted to; what cannot be known is told in `notes`."""
+    columns = _own_columns(run, measured)
+    found = [Target((stage,), _column(name), no_seconds) for stage, name in columns.items()]
+    passes: tuple[StageName, ...] = ("score",) if run.algorithm.needs_score else ()
+    wanted: tuple[StageName, ...] = ("generation", *passes, "train")
+    missing = tuple(stage for stage in wanted if stage not in columns)
+    if not missing:
+        return found
+    if not measured.has("step_time"):
+        notes.append(
+            f"{listing(list(missing))}: not known, as neither these seconds nor whole steps were measured"
+        )
+        return found
+    return found + _of_whole_steps(run, measured, missing, columns, notes)
+
+
+def _own_columns(run: Run, measured: MeasuredSteps) -> dict[StageName, str]:
+    """Return by stage the column of its own seconds, where they were measured."""
+    columns: dict[StageName, str] = {"sync": "sync", "score": "score", "train": "train"}
+    known = (name for name in OF_GENERATION if measured.has(name))
+    columns["generation"] = next(known, OF_GENERATION[-1])
+    if not run.algorithm.needs_score:
+        del columns["score"]
+    return {stage: column for stage, column in columns.items() if measured.has(column)}
+
+
+def _of_whole_steps(
+    run: Run,
+    measured: MeasuredSteps,
+    missing: tuple[StageName, ...],
+    columns: dict[StageName, str],
+    notes: list[str],
+) -> list[Target]:
+    """Return what whole steps tell of the stages that were not measured by themselves."""
+    what = listing(list(missing))
+    is_all = set(missing) >= {"generation", "train"}
+    if is_all or missing == ("generation",):
+        if not is_all and not takes_turns(run) and not _waits(measured):
+            notes.append(
+                f"generation: not known, as the trainer waits for it under {BOUND_BY_GENERATION:.0%} of a step"
+            )
+            return []
+    elif overlaps(run) or columns.get("generation", "generation") != "generation":
+        notes.append(f"{what}: not known, as it is not told apart from generation")
+        return []
+    one = "one factor for all, " if len(missing) > 1 else ""
+    if overlaps(run):
+        notes.append(
+            f"{what}: {one}by whole steps, which wait for it; waiting itself is not decoding"
+        )
+        return [Target(missing, step_seconds, no_seconds)]
+    notes.append(f"{what}: {one}by what steps have beside the stages that were measured")
+    return [Target(missing, step_seconds, _sum_of(*columns.values()), has_overhead=True)]
+
+
+def overlaps(run: Run) -> bool:
+    """Return whether training goes on while anything is generated."""
+    return not takes_turns(run) or choose_system(run.policies).streaming == "stream"
+
+
+def _waits(measured: MeasuredSteps) -> bool:
+    wait, step = measured.mean("wait"), measured.mean("step_time")
+    return bool(wait and step and wait / step >= BOUND_BY_GENERATION)
+
+
+def _column(name: str) -> Reader:
+    def read(step: MeasuredStep) -> float | None:
+        value: float | None = getattr(step, name)
+        return value
+
+    return read
+
+
+def _sum_of(*names: str) -> Reader:
+    def read(step: MeasuredStep) -> float | None:
+        return sum(getattr(step, name) or 0.0 for name in names)
+
+    return read
+
+
+def no_seconds(step: MeasuredStep) -> float | None:
+    """Return none of a step's seconds."""
+    return 0.0
+
+
+def step_seconds(step: MeasuredStep) -> float | None:
+    """Return the seconds of a whole step."""
+    return step.step_time
+
+
+class StepPairs(NamedTuple):
+    """Predicted and measured seconds of the same steps."""
+
+    predicted: list[float]
+    measured: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times as long each step is predicted to take as it took."""
+        return [p / m for p, m in zip(self.predicted, self.measured, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """What a factor has to grow by: the median, as a step that stalls says nothing of a stage's speed."""
+        return median(self.ratios)
+
+    @property
+    def error(self) -> float:
+        """Median of the absolute relative errors."""
+        return median(abs(ratio - 1) for ratio in self.ratios)
+
+    def interval(self, factor: float) -> tuple[float, float] | None:
+        """Return the 95 % interval of a factor by the scatter of its steps; None of too few."""
+        found = interval_of_median(self.ratios)
+        return None if found is None else (factor * found[0], factor * found[1])
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the values between which the median lies with 95 % or more, whatever their distribution; None of under six.
+
+    Values k from either end have it between them unless k - 1 or fewer of them lie on one side of it (binomially).
+    """
+    num, rank, outside = len(values), 0, 0.0
+    while rank < num // 2 and outside + 2 * comb(num, rank) / 2**num <= OUTSIDE:
+        outside += 2 * comb(num, rank) / 2**num
+        rank += 1
+    if not rank:
+        return None
+    ordered = sorted(values)
+    return ordered[rank - 1], ordered[-rank]
+
+
+def pair(
+    read: Reader,
+    predicted: Sequence[MeasuredStep],
+    measured: Sequence[MeasuredStep],
+    fixed: Reader = no_seconds,
+    overheads: tuple[float, float] = (0.0, 0.0),
+) -> StepPairs | None:
+    """Return what both have of each step, less what is fixed and each side's overhead; None where no step has both."""
+    both = [
+        (_less(read, fixed, ours, overheads[0]), _less(read, fixed, theirs, overheads[1]))
+        for ours, theirs in zip(predicted, measured, strict=True)
+    ]
+    known = [(p, m) for p, m in both if p is not None and m is not None and min(p, m) > 0]
+    if not known:
+        return None
+    return StepPairs([p for p, _ in known], [m for _, m in known])
+
+
+def _less(read: Reader, fixed: Reader, step: MeasuredStep, overhead: float) -> float | None:
+    value = read(step)
+    return None if value is None else value - (fixed(step) or 0.0) - overhead
+
 
 ROUNDS, ENOUGH = 8, 0.002
 """Fits in a row at most, and the share of itself by which a factor may still change at the last."""
@@ -341,3 +524,72 @@ def _doubts(made: Calibration) -> Iterator[str]:
             f"whole steps are off by {made.step.after:.0%} after all factors: stages follow each other otherwise than the "
             "run file says (policies.system, policies.max_staleness, algorithm.dynamic_sampling, framework.step_time)"
         )
+
+
+def measured_steps(trace: Trace, name: str) -> MeasuredSteps:
+    """Return the steps of a recorded run.
+
+    Raises:
+        ValueError: it made none.
+    """
+    beside = 0.0 if trace.world == "real" else Costs.load(trace.run).training.overhead_time
+    steps = read_run_steps(trace, beside, takes_turns=takes_turns(trace.run))
+    if not steps:
+        raise ValueError(f"{name}: records no finished step")
+    return MeasuredSteps(
+        source=f"{name} ({trace.world} run)", framework="streamrl", steps=tuple(steps)
+    )
+
+
+def calibrate_recorded(
+    run: Run,
+    trace: Trace,
+    file: Path,
+    held_out: float = HELD_OUT,
+    watch: Callable[[str], None] = lambda what: None,
+) -> Calibrated:
+    """Fit a calibration to a run that was executed.
+
+    Args:
+        run: the run file; a calibration that it names is left out of account.
+        trace: the recorded run.
+        file: its trace, where lengths are read.
+        held_out: share of the steps, the last ones, that nothing is fitted to.
+        watch: told what is simulated.
+
+    Raises:
+        ValueError: the recorded run is of another run file, naming each key, or nothing can be fitted.
+    """
+    measured = measured_steps(trace, str(file.parent if file.name == "trace.jsonl" else file))
+    refuse(find_differences(run, trace.run), measured.source)
+    measured = replace(measured, notes=(*_note_lengths(run, measured),))
+    num_steps = len(measured.steps)
+
+    def simulated(seen: Run, steps: Sequence[MeasuredStep]) -> SimulatedSteps:
+        algorithm = replace(seen.algorithm, steps=num_steps)
+        workload = recorded_workload(trace, file)
+        seen = replace(seen, algorithm=algorithm, workload=workload, faults=())
+        costs = Costs.load(seen)
+        filled = fill_policies(seen, costs)
+        made = SimWorld(filled, costs, SimulatedWorkload(seen)).run()
+        overhead = costs.training.overhead_time
+        found = read_run_steps(made, overhead, takes_turns=takes_turns(seen))
+        by_number = {step.step: step for step in found}
+        if missing := [step.step for step in steps if step.step not in by_number]:
+            raise UnfinishedError(f"stopped before step {missing[0]} of {num_steps}")
+        return SimulatedSteps([by_number[step.step] for step in steps], overhead)
+
+    return calibrate_checked(run, measured, held_out, simulated, watch)
+
+
+def _note_lengths(run: Run, measured: MeasuredSteps) -> list[str]:
+    theirs = measured.mean("output_tokens")
+    if run.workload.lengths is None or theirs is None:
+        return []
+    ours, _ = mean_tokens(run)
+    if abs(theirs / ours - 1) <= LENGTHS:
+        return []
+    return [
+        f"workload.lengths has a mean of {ours:.4g} output tokens, {theirs:.4g} were recorded: the fit is of the recorded ones, "
+        "streamrl import makes a workload of them"
+    ]

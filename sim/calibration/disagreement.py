@@ -14,7 +14,7 @@ from streamrl.engine.presets import choose_system
 from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
-from streamrl.runfile.writing import run_table
+from streamrl.runfile.files import run_table
 from streamrl.workload.workload import SimulatedWorkload
 
 LENGTHS, COUNTS = 0.10, 0.02

@@ -1,18 +1,151 @@
-"""What only a simulation tells of a run file: whether it comes to an end, and what its link is used for."""
+"""Rehearse a run and report what only a simulation shows: stalls, an overloaded link, slow weight formats."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from streamrl.doctor.diagnosis import diagnose
-from streamrl.doctor.finding import Finding, is_error
-from streamrl.doctor.fix import treat
+from streamrl.engine.presets import choose_system
 from streamrl.record.metrics import Metrics, measure
+from streamrl.report.run_tables import format_count, format_duration, format_share
 from streamrl.runfile.config import Run
-from streamrl.sim.checkup import format_pace, link_use, progress
+from streamrl.runfile.findings import Changes, Finding, Fix, is_error, propose_fix, toml, value_of
+from streamrl.runfile.gpu_pools import find_link
+from streamrl.runfile.roles_config import NARROW
+from streamrl.runfile.units import Bandwidth
+from streamrl.sim.checkup import progress
 from streamrl.sim.checkup.rehearsal import Rehearsal, rehearse, shortened
 from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.weight_sync import link_hop
+from streamrl.workload.replica_batch import mean_lengths, replica_batch
+
+OTHER_FORMATS: tuple[Changes, ...] = (
+    {"rollout.weight_only": True},
+    {"rollout.dtype": None, "rollout.weight_only": False},
+)
+"""Narrow weights that are widened before each product keep their memory."""
+
+
+def find_slow_format(run: Run) -> Iterator[Finding]:
+    """Find that a decode step takes longer with the narrow weights that a replica has than with those of `model.dtype`.
+
+    Raises:
+        ValueError: the model fits its replica in one of both alone.
+    """
+    dtype, lengths = run.rollout.dtype, mean_lengths(run)
+    if dtype not in NARROW or lengths is None:
+        return
+    batch = replica_batch(run)
+    assert batch is not None, "there are lengths"
+    running = max(1, int(min(batch)))
+    wide = replace(run, rollout=replace(run.rollout, dtype=None, weight_only=False))
+    narrow_time, wide_time = (
+        Costs.load(each).decode.step_time(running, running * lengths.context)
+        for each in (run, wide)
+    )
+    if narrow_time > wide_time:
+        text = (
+            f"a decode step of {running:,} rollouts takes {format_duration(narrow_time)} with weights in {dtype}, and "
+            f"{format_duration(wide_time)} in {run.model.dtype}"
+        )
+        yield Finding(level="warning", topic="batch", name="slow-format", text=text)
+
+
+def _other_formats(run: Run) -> Iterator[Changes]:
+    for way in OTHER_FORMATS:
+        yield {key: new for key, new in way.items() if value_of(run, key) != new}
+
+
+FORMAT_FIXES = {
+    "slow-format": Fix(_other_formats, "keep rollout.dtype for the memory that it saves alone"),
+}
+
+
+MOST_EXPOSED = 0.1
+"""Share of a step that weight sync may take where generation waits for it."""
+TOKEN_BYTES = 8
+"""Of a rollout's token on its way to the trainer: an id and a log-probability of 32 bits each."""
+MOST_DOUBLINGS = 10
+
+
+def find_link_use(run: Run, costs: Costs, metrics: Metrics | None) -> Iterator[Finding]:
+    """Say what weights and rollouts take of the link, and find who waits too long for it."""
+    sync = costs.sync
+    seconds = sync.push_time + sync.load_time
+    text = (
+        f"weights: {format_count(sync.wire_bytes)}B a step {_route_text(run)}, {format_duration(sync.push_time)} and "
+        f"{format_duration(sync.load_time)} to load"
+    )
+    if metrics is None:
+        yield Finding(level="ok", topic="link", name="link", text=f"{text}; {_rollouts(run)}")
+        return
+    share = seconds / metrics.step_time
+    text += f": {format_share(share)} of a rehearsed step"
+    if is_exposed(run) and share > MOST_EXPOSED:
+        text += ", for which generation waits"
+        yield Finding(level="warning", topic="link", name="sync-exposed", text=text)
+    elif not is_exposed(run) and sync.push_time > metrics.step_time:
+        text += ": replicas fall behind, as the next version is there before this one has arrived"
+        yield Finding(level="warning", topic="link", name="link-saturated", text=text)
+    else:
+        text += ", for which generation waits" if is_exposed(run) else ", beside generation"
+        yield Finding(level="ok", topic="link", name="link", text=text)
+    yield Finding(level="ok", topic="link", name="rollouts", text=_rollouts(run))
+
+
+def is_exposed(run: Run) -> bool:
+    """Whether nothing is generated while weights are on their way: a barrier, or no step ahead to work on."""
+    system = choose_system(run.policies)
+    return system.halts_for_sync or system.max_staleness == 0
+
+
+def _route_text(run: Run) -> str:
+    if run.shares_gpus:
+        return "between GPUs that change phase"
+    index = find_link(run)
+    if index is None:
+        return f"within pool {run.rollout.pool!r}"
+    link = run.cluster.links[index]
+    return f"over {toml(link.bandwidth).strip(chr(34))} between {run.trainer.pool!r} and {run.rollout.pool!r}"
+
+
+def _rollouts(run: Run) -> str:
+    """Say what the rollouts of a step take of the link; nothing of it is waited for."""
+    mean, index = mean_lengths(run), find_link(run)
+    if mean is None:
+        return "rollouts: as many bytes as outputs have tokens, 8 a token"
+    tokens = mean.total * run.algorithm.rollouts_per_step
+    text = (
+        f"rollouts: {format_count(tokens)} tokens a step are {format_count(tokens * TOKEN_BYTES)}B"
+    )
+    if index is None:
+        return text
+    seconds = tokens * TOKEN_BYTES / link_hop(run.cluster.links[index]).bandwidth
+    return f"{text}, {format_duration(seconds)} of the link"
+
+
+def _less_waiting(run: Run) -> Iterator[Changes]:
+    """Yield less to send, then generation that goes on meanwhile, then a wider link."""
+    if run.sync.mode == "full":
+        yield {"sync.mode": "delta"}
+        yield {"sync.mode": "delta", "sync.backend": "broadcast-tree"}
+    if is_exposed(run):
+        yield {"policies.system": "stream-async"}
+        yield {"policies.system": "stream-async", "sync.mode": "delta"}
+    index = find_link(run)
+    if index is not None:
+        for doublings in range(1, MOST_DOUBLINGS):
+            wider = Bandwidth(run.cluster.links[index].bandwidth * 2**doublings)
+            yield {f"cluster.links.{index}.bandwidth": toml(wider).strip('"')}
+
+
+LINK_FIXES = {
+    "sync-exposed": Fix(_less_waiting, "send less (sync.mode), or generate a step ahead meanwhile"),
+    "link-saturated": Fix(_less_waiting, "send less (sync.mode), or rent a wider link"),
+}
 
 
 class Checkup(NamedTuple):
@@ -26,9 +159,9 @@ class Checkup(NamedTuple):
 def examine(run: Run) -> list[Finding]:
     """Return what a rehearsal shows, with fixes that were rehearsed too."""
     findings, metrics = check_up(run)
-    fixes = {**progress.fixes(metrics), **link_use.FIXES, **format_pace.FIXES}
+    fixes = {**progress.fixes(metrics), **LINK_FIXES, **FORMAT_FIXES}
     return [
-        finding if finding.level == "ok" else treat(run, finding, fixes[finding.name], _all)
+        finding if finding.level == "ok" else propose_fix(run, finding, fixes[finding.name], _all)
         for finding in findings
     ]
 
@@ -39,8 +172,8 @@ def check_up(run: Run) -> Checkup:
     metrics = _measure(rehearsal)
     found = list(progress.find(run, rehearsal, metrics))
     if not any(map(is_error, found)):
-        found += _find_link_use(run, None if rehearsal.is_stand_in else metrics)
-        found += _find_slow_format(run)
+        found += _try_link_use(run, None if rehearsal.is_stand_in else metrics)
+        found += _try_slow_format(run)
     return Checkup(found, metrics)
 
 
@@ -49,16 +182,16 @@ def _all(run: Run) -> Iterator[Finding]:
     yield from check_up(run).findings
 
 
-def _find_link_use(run: Run, metrics: Metrics | None) -> list[Finding]:
+def _try_link_use(run: Run, metrics: Metrics | None) -> list[Finding]:
     try:
-        return list(link_use.find(run, Costs.load(shortened(run)), metrics))
+        return list(find_link_use(run, Costs.load(shortened(run)), metrics))
     except ValueError:
         return []  # what does not fit is a finding of memory
 
 
-def _find_slow_format(run: Run) -> list[Finding]:
+def _try_slow_format(run: Run) -> list[Finding]:
     try:
-        return list(format_pace.find(run))
+        return list(find_slow_format(run))
     except ValueError:
         return []  # what does not fit is a finding of memory
 

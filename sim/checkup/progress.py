@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from streamrl.doctor.changes import value_of
 from streamrl.doctor.diagnosis import diagnose
-from streamrl.doctor.finding import Changes, Finding, Level, is_error
-from streamrl.doctor.fix import Fix
-from streamrl.doctor.lengths import mean_lengths
-from streamrl.doctor.replica_batch import replica_batch
 from streamrl.engine.presets import SYSTEMS, choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import expected_losses, failures_per_gpu_day
+from streamrl.runfile.findings import Changes, Finding, Fix, Level, is_error, value_of
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.sim.checkup.rehearsal import Rehearsal
+from streamrl.workload.replica_batch import mean_lengths, replica_batch
 
 POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),

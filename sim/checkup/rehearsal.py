@@ -6,21 +6,20 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from streamrl.doctor.replica_batch import rollouts_under_way
 from streamrl.engine.messages import Event
 from streamrl.engine.presets import choose_system
-from streamrl.record.trace import Trace
+from streamrl.engine.trace import Trace
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, Run
-from streamrl.runfile.pools import most_replicas, replicas_per_node
-from streamrl.runfile.reward_config import REWARD_MODEL
-from streamrl.runfile.sides_config import AlgorithmChanges, VerifierConfig
+from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
+from streamrl.runfile.roles_config import REWARD_MODEL, AlgorithmChanges, VerifierConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, RankerName
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import fill_policies
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import SimWorld
+from streamrl.workload.replica_batch import rollouts_under_way
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 LEAST_STEPS = 3

@@ -16,7 +16,7 @@ from streamrl.hardware.memory import replica_model
 from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
-from streamrl.sim.costs.sync import SyncSide
+from streamrl.sim.costs.weight_sync import SyncSide
 
 
 @dataclass(frozen=True)

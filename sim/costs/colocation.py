@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamrl.hardware.formats import is_narrow
 from streamrl.hardware.memory import (
     fullest_stage,
     model_state,
@@ -28,6 +27,7 @@ from streamrl.hardware.memory import (
 )
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.precision import (
+    is_narrow,
     quantised_bytes,
     rollout_precision,
     trained_dtype,
@@ -35,8 +35,8 @@ from streamrl.hardware.precision import (
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
-from streamrl.sim.costs.framework_time import own_switch_time
-from streamrl.sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide, replica_ways
+from streamrl.sim.costs.corrections import own_switch_time
+from streamrl.sim.costs.weight_sync import COPY_TRAFFIC, SyncCosts, SyncSide, weight_ranks
 
 TIER: Tier = "roofline"
 
@@ -78,7 +78,7 @@ class PhaseChange:
         side = SyncSide.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
         memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
         wire, sources = _wire(run, side)
-        quantised = quantised_bytes(run) / replica_ways(run)
+        quantised = quantised_bytes(run) / weight_ranks(run)
         return cls(
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import assert_never
 import msgspec
 
 from streamrl.engine.systems import moves_caches
-from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
+from streamrl.engine.trace import DecodeYield
 from streamrl.hardware.memory import (
+    check_host_memory,
     check_memory,
+    check_sync_buffer,
+    check_trainer_memory,
     kv_capacity,
     longest_sequence,
     most_running,
@@ -21,27 +25,115 @@ from streamrl.hardware.memory import (
 from streamrl.hardware.precision import Precision, check_precision, rollout_precision
 from streamrl.hardware.profiles import check_profiles
 from streamrl.hardware.tiers import Provenance
-from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError
-from streamrl.runfile.pools import find_link
-from streamrl.runfile.sides import of_kind
+from streamrl.runfile.gpu_pools import find_link, of_kind
+from streamrl.runfile.keys import trainer_key
 from streamrl.sim.costs.cache_transfer import CacheTransfer
-from streamrl.sim.costs.calibrated import calibrated_sources, generation_factor
 from streamrl.sim.costs.colocation import sync_costs
-from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
-from streamrl.sim.costs.framework_time import framework_sources
+from streamrl.sim.costs.corrections import calibrated_sources, framework_sources, generation_factor
+from streamrl.sim.costs.cpu_contention import CoreSharing
+from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode, compose_speculative
 from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.interconnect import Interconnect
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.machine import MachineCosts, MeasuredPrefill
+from streamrl.sim.costs.machine_profile import MachineCosts, MeasuredPrefill, MeasuredTraining
 from streamrl.sim.costs.overheads import decode_errors, load_engine
-from streamrl.sim.costs.rewarding import ModelRewards, StatedRewards, reward_costs
-from streamrl.sim.costs.sharing import CoreSharing
-from streamrl.sim.costs.speculation import compose_speculative
-from streamrl.sim.costs.sync import SyncCosts
-from streamrl.sim.costs.trainer_costs import FollowerCosts, TrainerCosts
+from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards, reward_costs
+from streamrl.sim.costs.training.pipeline import SerialSchedule, TrainerSchedule
 from streamrl.sim.costs.training.training import TrainingCosts
-from streamrl.sim.costs.wires import Wires
+from streamrl.sim.costs.weight_sync import SyncCosts
+
+
+@dataclass(frozen=True)
+class NoTraining:
+    """Of a trainer that only counts: nothing takes it any time, as far as anybody has measured."""
+
+    optimizer_time: float = 0.0
+    overhead_time: float = 0.0
+
+    def line(self) -> TrainerSchedule:
+        """Return a line that is never in the way."""
+        return SerialSchedule(lambda lengths: 0.0, lambda lengths: 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerCosts:
+    """Seconds of one trainer."""
+
+    training: TrainingCosts | MeasuredTraining | NoTraining
+    training_factor: float = 1.0
+    """Seconds of score, train and the optimizer step are divided by it."""
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of gradient reduction, optimizer step, and what the framework does beside."""
+        training = self.training
+        return training.optimizer_time / self.training_factor + training.overhead_time
+
+    def line(self) -> TrainerSchedule:
+        """Return the trainer's passes, before the first."""
+        line = self.training.line()
+        return line if self.training_factor == 1.0 else ScaledSchedule(line, self.training_factor)
+
+
+class ScaledSchedule:
+    """Another line, so many times as fast."""
+
+    def __init__(self, line: TrainerSchedule, factor: float) -> None:
+        self._line, self._factor = line, factor
+
+    def score(self, lengths: Sequence[int], now: float) -> float:
+        """See `TrainerSchedule`."""
+        return self._line.score(lengths, now * self._factor) / self._factor
+
+    def train(self, lengths: Sequence[int], now: float) -> float:
+        """See `TrainerSchedule`."""
+        return self._line.train(lengths, now * self._factor) / self._factor
+
+    def finish(self, now: float) -> float:
+        """See `TrainerSchedule`."""
+        return self._line.finish(now * self._factor) / self._factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondaryTrainerCosts(TrainerCosts):
+    """Of a trainer that follows, from its own section of the run file."""
+
+    name: str
+    provenance: Provenance
+
+    @classmethod
+    def load(cls, run: Run, trainer: int) -> SecondaryTrainerCosts:
+        """Put the costs of one trainer of a run together.
+
+        Raises:
+            ValueError: a profile is missing, or the trainer does not fit its memory.
+        """
+        seen, config = run.as_seen_by(trainer), run.costs
+        name = run.followers[trainer - 1].name
+        if run.only_counts(trainer):
+            return cls(name=name, training=NoTraining(), provenance=Provenance(shares={}))
+        check_trainer_memory(seen, trainer_key(trainer))
+        training: TrainingCosts | MeasuredTraining
+        if config.profile is not None:
+            machine = MachineCosts.load(seen, Path(config.profile))
+            training, provenance = machine.training, machine.provenance
+        else:
+            training = TrainingCosts.load(seen)
+            provenance = training.provenance
+        if (told := calibrated_sources(seen).get("train")) is not None:
+            provenance = provenance.adjusted(told)
+        if config.training_factor != 1.0:
+            source = f"run file: costs.training_factor={config.training_factor:g}"
+            provenance = provenance.adjusted(source)
+        return cls(
+            name=name,
+            training=training,
+            training_factor=config.training_factor,
+            provenance=provenance,
+        )
+
 
 CHECKED = {"bfloat16", "float16"}
 """Formats of caches in the decode steps that errors of engines are stated of, and of weights beside fp8."""
@@ -75,7 +167,7 @@ class Costs(TrainerCosts):
     share."""
     generation_factor: float = 1.0
     """Seconds of prefill are divided by it; those of `decode` are already."""
-    followers: tuple[FollowerCosts, ...] = ()
+    followers: tuple[SecondaryTrainerCosts, ...] = ()
     """Of the trainers that follow, in order."""
     rewards: StatedRewards | ModelRewards | None = None
     """Of the replicas of a reward model; None where there is none."""
@@ -113,7 +205,7 @@ class Costs(TrainerCosts):
             training=training,
             cache_transfer=moved,
             message_time=_message_time(run),
-            followers=tuple(FollowerCosts.load(run, n) for n in range(1, run.num_trainers)),
+            followers=tuple(SecondaryTrainerCosts.load(run, n) for n in range(1, run.num_trainers)),
             rewards=rewards,
             provenance={
                 "prefill": _beside_adapters(_checked(prefill.provenance, run), run),
@@ -320,7 +412,7 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         rollout.pipeline_parallel,
         rollout.data_parallel,
         overlaps_dispatch=rollout.overlaps_dispatch,
-        wires=Wires.of(run.cluster.pools[rollout.pool]),
+        wires=Interconnect.of(run.cluster.pools[rollout.pool]),
     )
     most = most_running(run)
     size = (most, longest_sequence(run), kv_capacity(run))

@@ -1,17 +1,31 @@
-"""Seconds of a replica's decode steps and prefill passes, tabulated so that the simulation can ask in a microsecond."""
+"""Seconds of a replica's decode steps, plain or speculative, and of its prefill passes, tabulated for fast lookup.
+
+Decode steps in which some tokens are drafted and then checked together: multi-token prediction, or a small model.
+
+With k drafted tokens, each accepted with probability a where all before it were, a step makes
+
+    1 + a + a^2 + … + a^k = (1 - a^(k+1)) / (1 - a)
+
+tokens of a rollout (Leviathan et al. 2023, arXiv 2211.17192, equation 1): one that the check itself gives, and those accepted. It
+takes k steps of the draft, and one of the model with k + 1 tokens of each rollout: they share its weights and the reads of its
+cache, so that a small batch, as in the tail of a step, gains most, and one that is bound by arithmetic loses. The curve has the
+seconds of one token on average; how many a single step accepts is not drawn.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
+import msgspec
 import numpy as np
 
-from streamrl.hardware.slices import stage_layers
-from streamrl.hardware.tables import Floats
+from streamrl.hardware.memory import PREFILL_CHUNK, draft_of
+from streamrl.hardware.operator_tables import Floats
+from streamrl.hardware.parallelism import stage_layers
 from streamrl.hardware.tiers import Provenance
-from streamrl.hardware.workspace import CHUNK
+from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.sim.costs.inference import SHORTEST_CONTEXT, Shard
 from streamrl.sim.costs.kernels import Estimate, total
 
@@ -122,14 +136,16 @@ class PrefillCurve:
 
     def __init__(self, shard: Shard, max_running: int, *, is_mixed: bool) -> None:
         """Compose passes of up to a chunk of tokens beside up to `max_running` decoding rollouts."""
-        num_knots = 1 + int(np.log2(CHUNK + max_running) * KNOTS_PER_DOUBLING)
-        knots = np.geomspace(1, CHUNK + max_running, num_knots).round()
+        num_knots = 1 + int(np.log2(PREFILL_CHUNK + max_running) * KNOTS_PER_DOUBLING)
+        knots = np.geomspace(1, PREFILL_CHUNK + max_running, num_knots).round()
         tokens = np.array(sorted(set(knots.tolist())))
         products = shard.products(tokens)
         overhead = shard.overhead(np.ones(1)) + shard.waiting(products.seconds[:1])
         contexts = np.geomspace(16, LONGEST_PROMPT, 27)
         alone = shard.prefill_attention(1, contexts)
-        packed = [shard.prefill_attention(max(1.0, CHUNK / c), np.array([c])) for c in contexts]
+        packed = [
+            shard.prefill_attention(max(1.0, PREFILL_CHUNK / c), np.array([c])) for c in contexts
+        ]
         self._is_mixed = is_mixed
         self._share, self._ranks = fullest_share(shard), shard.data_parallel
         self._overhead = float(overhead.seconds[0])
@@ -138,9 +154,10 @@ class PrefillCurve:
         self._alone = _Line(contexts, alone.seconds / pairs)
         self._packed = _Line(
             contexts,
-            np.array([p.seconds[0] for p in packed]) / (pairs * np.maximum(1, CHUNK / contexts)),
+            np.array([p.seconds[0] for p in packed])
+            / (pairs * np.maximum(1, PREFILL_CHUNK / contexts)),
         )
-        self.provenance = (shard.products(np.array([CHUNK])) + packed[0]).provenance
+        self.provenance = (shard.products(np.array([PREFILL_CHUNK])) + packed[0]).provenance
 
     def time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
@@ -161,8 +178,8 @@ class PrefillCurve:
         length = 2 * context_pairs / num_tokens
         per_pair = self._packed if num_tokens >= 2 * length else self._alone
         attention = context_pairs * per_pair.at(length)
-        whole, rest = divmod(num_tokens, CHUNK)
-        seconds = attention + whole * self._pass(CHUNK, beside)
+        whole, rest = divmod(num_tokens, PREFILL_CHUNK)
+        seconds = attention + whole * self._pass(PREFILL_CHUNK, beside)
         seconds += self._pass(rest, beside) if rest else 0.0
         return seconds * self._share
 
@@ -188,3 +205,46 @@ class _Line:
             return values[-1]
         share = (place - places[right - 1]) / (places[right] - places[right - 1])
         return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def accepted_tokens(config: SpeculativeConfig) -> float:
+    """Return the tokens that a step makes of each rollout on average."""
+    assert config.acceptance is not None, "check_run wants it"
+    return sum(config.acceptance**place for place in range(config.tokens + 1))
+
+
+def compose_speculative(
+    shard: Shard, config: SpeculativeConfig, max_running: int, longest: float, capacity: float
+) -> DecodeCurve:
+    """Compose the decode step by which rollouts get a token each on average; arguments as of `compose_decode`."""
+    checked = replace(shard, queries=config.tokens + 1)
+    check, draft = (
+        compose_decode(one, max_running, longest, capacity)
+        for one in (checked, _draft_shard(shard, config))
+    )
+    made = accepted_tokens(config)
+    base, slope = (
+        [(one + config.tokens * other) / made for one, other in zip(*both, strict=True)]
+        for both in ((check.base, draft.base), (check.per_context_token, draft.per_context_token))
+    )
+    source = f"run file: rollout.speculative, {made:.2f} tokens a step"
+    return DecodeCurve(
+        base=base, per_context_token=slope, provenance=check.provenance.adjusted(source)
+    )
+
+
+def _draft_shard(shard: Shard, config: SpeculativeConfig) -> Shard:
+    """Return the draft on the same tensor ranks, without what an engine takes of a step beside its layers."""
+    bare = msgspec.structs.replace(shard.engine.constants, step=0.0, request=0.0, logit=0.0)
+    engine = msgspec.structs.replace(shard.engine, constants=bare)
+    draft = draft_of(shard.model, config)
+    experts = shard.expert_parallel if draft.experts is not None else 1
+    ranks = shard.data_parallel if experts > 1 else 1
+    return replace(
+        shard,
+        model=draft,
+        engine=engine,
+        expert_parallel=experts,
+        data_parallel=ranks,
+        pipeline_parallel=1,
+    )

@@ -11,17 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from streamrl.hardware.formats import is_narrow, width_of
-from streamrl.hardware.linear_attention import LinearAttention
-from streamrl.hardware.model_shape import BYTES, Experts, ModelShape
-from streamrl.hardware.operators import HEAD_DIM
-from streamrl.hardware.tables import Floats
-from streamrl.sim.costs.experts import experts_time
+from streamrl.hardware.model_shape import BYTES, Experts, LinearAttention, ModelShape
+from streamrl.hardware.operator_tables import HEAD_DIM, Floats
+from streamrl.hardware.precision import is_narrow, width_of
+from streamrl.sim.costs.experts import dispatched_experts_time, experts_time
+from streamrl.sim.costs.interconnect import Interconnect, all_to_all_time
 from streamrl.sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from streamrl.sim.costs.overheads import ServingEngine, load_engine
-from streamrl.sim.costs.token_trade import trade_time
-from streamrl.sim.costs.wide_experts import dealt_experts_time
-from streamrl.sim.costs.wires import Wires
 
 SHORTEST_CONTEXT = 512.0
 """Tokens from which decode attention is fitted: where its tables begin."""
@@ -48,7 +44,7 @@ class Shard:
     """Whether tokens of one half of a batch are on their way while GPUs compute the other, where that is faster."""
     queries: int = 1
     """Tokens of each rollout in a decode step: several where drafted ones are checked."""
-    wires: Wires | None = None
+    wires: Interconnect | None = None
     """Absent where NVLink joins all of a replica."""
 
     @property
@@ -68,11 +64,11 @@ class Shard:
         computed = self._computed(tokens, routed)
         if self.data_parallel == 1:
             return computed
-        whole = computed + self._traded(tokens)
+        whole = computed + self._all_to_all(tokens)
         if not self.overlaps_dispatch:
             return whole
         half = np.maximum(1.0, tokens / 2)
-        parts = (self._computed(half, np.maximum(1.0, routed / 2)), self._traded(half))
+        parts = (self._computed(half, np.maximum(1.0, routed / 2)), self._all_to_all(half))
         seconds = 2 * np.maximum(*(part.seconds for part in parts))
         seconds = np.minimum(whole.seconds, seconds)
         return Estimate(seconds, whole.unmeasured * (seconds / whole.seconds), whole.sources)
@@ -173,7 +169,7 @@ class Shard:
         constants, hidden = self.engine.constants, self.model.hidden_size
         is_fused = constants.fuses_shared_experts and self.expert_parallel == 1
         if self.data_parallel > 1:
-            routed = self._dealt_experts(dealt, experts)
+            routed = self._dispatched_experts(dealt, experts)
         else:
             routed = experts_time(
                 self.kernels,
@@ -191,18 +187,20 @@ class Shard:
         shared = experts.num_shared_experts * experts.intermediate_size
         return total([routed, router, self._mlp(tokens, shared)])
 
-    def _dealt_experts(self, dealt: Floats, experts: Experts) -> Estimate:
+    def _dispatched_experts(self, dealt: Floats, experts: Experts) -> Estimate:
         """Experts that all ranks share out."""
         hidden, ranks = self.model.hidden_size, self.expert_parallel
         is_padded = self.engine.constants.pads_experts
-        return dealt_experts_time(self.kernels, dealt, experts, hidden, ranks, is_padded=is_padded)
+        return dispatched_experts_time(
+            self.kernels, dealt, experts, hidden, ranks, is_padded=is_padded
+        )
 
-    def _traded(self, tokens: Floats) -> Estimate:
+    def _all_to_all(self, tokens: Floats) -> Estimate:
         """The way of `tokens` of each attention rank to experts and back, in all layers; tensor ranks share it."""
         model, share = self.model, tokens / self.tensor_parallel
         assert self.wires is not None and model.experts is not None
         ranks, dtype = self.expert_parallel, self.kernels.dtype
-        one = trade_time(self.wires, share, model.experts, model.hidden_size, ranks, dtype)
+        one = all_to_all_time(self.wires, share, model.experts, model.hidden_size, ranks, dtype)
         return one * model.num_expert_layers
 
     def sent_on(self, tokens: Floats) -> Estimate:

@@ -9,12 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.hardware.formats import FORMATS, WEIGHT_ONLY, width_of
+from streamrl.hardware.interpolation import Surface
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.operators import OPERATORS, Operator, Peak, weights_read
+from streamrl.hardware.operator_tables import (
+    OPERATORS,
+    Floats,
+    Operator,
+    Peak,
+    read_table,
+    weights_read,
+)
+from streamrl.hardware.precision import FORMATS, WEIGHT_ONLY, width_of
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
-from streamrl.hardware.surface import Surface
-from streamrl.hardware.tables import Floats, read_table
 from streamrl.hardware.tiers import Provenance
 
 MEASURED = PROFILES / "measured"
@@ -165,7 +171,7 @@ class Kernels:
         """Return an operator's seconds for every value of its last axis.
 
         Args:
-            operator: a name in `streamrl.hardware.operators.OPERATORS`.
+            operator: a name in `streamrl.hardware.operator_tables.OPERATORS`.
             columns: (n,) values of the last axis: m, context, tokens or bytes.
             shape: value of every other axis.
         """

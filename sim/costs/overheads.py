@@ -50,7 +50,7 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     quantises_apart: bool = False
     """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
     pads_experts: bool = False
-    """Whether grouped fp8 experts go in padded blocks of 128 rows (`streamrl.sim.costs.padded_experts`)."""
+    """Whether grouped fp8 experts go in padded blocks of 128 rows (`streamrl.sim.costs.experts`)."""
     fuses_shared_experts: bool = False
     """Whether shared experts are computed as one more routed expert, as SGLang's deepseek_v2.py does where GPUs slice them."""
 

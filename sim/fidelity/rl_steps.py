@@ -1,5 +1,7 @@
 """Published RL steps, stage by stage, beside their simulation.
 
+Published RL steps, stage by stage, beside their simulation.
+
 Left out: NeMo-Aligner's five steps (arXiv 2405.01481), whose response lengths are not published, and RLHFuse's twelve
 (arXiv 2409.13221), whose critics and reward models are of other sizes than the actor. Inputs that a source does not
 state are taken as ranges: a row is predicted with every combination in `opens`.
@@ -7,26 +9,101 @@ state are taken as ranges: a row is predicted with every combination in `opens`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from itertools import product
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from streamrl.engine.messages import (
+    Generated,
+    PromptsDrawn,
+    PushWeights,
+    Score,
+    Scored,
+    Step,
+    Stepped,
+    Train,
+    Trained,
+    WeightsLoaded,
+)
+from streamrl.engine.trace import Trace
 from streamrl.hardware.memory import check_memory
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
-from streamrl.runfile.reading import make_run
-from streamrl.sim.batch_time import generate_batch
+from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.costs.corrections import own_switch_time
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.framework_time import own_switch_time
-from streamrl.sim.fidelity.phases import PhaseSeconds, phase_seconds
-from streamrl.sim.fidelity.published import Row
+from streamrl.sim.fidelity.published_rows import Row
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
+
+
+class PhaseSeconds(NamedTuple):
+    """Mean seconds over the steps of a run but the first, which nothing was generated or loaded before."""
+
+    generation: float
+    """From the prompts, once all replicas have the weights, to the last rollout."""
+    score: float
+    train: float
+    """Forward and backward passes, and the optimizer step."""
+    refit: float
+    """From the pushed weights until the last replica has them."""
+    step: float
+    """From version to version."""
+
+
+def phase_seconds(trace: Trace) -> PhaseSeconds:
+    """Read the stages of a run whose sides take turns."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    scored: defaultdict[int, float] = defaultdict(float)
+    trained: defaultdict[int, float] = defaultdict(float)
+    stepped: dict[int, float] = {}
+    pushed: dict[int, float] = {}
+    refit: dict[int, float] = {}
+    work_at = 0.0
+    for time, event, commands in trace.entries:
+        match event:
+            case PromptsDrawn():
+                began[len(began) + 1] = time
+            case Generated():
+                ended[len(began)] = time
+            case Scored():
+                scored[len(stepped) + 1] += time - work_at
+            case Trained():
+                trained[len(stepped) + 1] += time - work_at
+            case Stepped(version):
+                trained[version] += time - work_at
+                stepped[version] = time
+            case WeightsLoaded(_, version) if version in pushed:
+                refit[version] = time - pushed[version]
+                began[len(began)] = time
+            case _:
+                pass
+        for command in commands:
+            match command:
+                case Score() | Train() | Step():
+                    work_at = time
+                case PushWeights(version):
+                    pushed[version] = time
+                case _:
+                    pass
+    steps = [step for step in stepped if step > 1]
+    return PhaseSeconds(
+        generation=fmean(ended[n] - began[n] for n in steps),
+        score=fmean(scored[n] for n in steps),
+        train=fmean(trained[n] for n in steps),
+        refit=fmean(refit.values()),
+        step=fmean(stepped[n] - stepped[n - 1] for n in steps),
+    )
+
 
 STEPS = 3
 SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512

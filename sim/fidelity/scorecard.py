@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from streamrl.sim.fidelity.published import Row, grouped, range_text, summarise
+from streamrl.sim.fidelity.published_rows import Row, grouped, range_text, summarise
 
 HISTORY = "fidelity-history.csv"
 TITLES = {

@@ -1,16 +1,187 @@
-"""Published steps and throughputs of inference engines beside what the costs of a replica say of them."""
+"""Published decode steps and throughputs of inference engines, and their predictions."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
-from typing import assert_never
+from functools import cache
+from math import inf
+from typing import Literal, assert_never
 
-from streamrl.hardware.profiles import load_model
+import msgspec
+
+from streamrl.hardware.memory import workspace_bytes
+from streamrl.hardware.precision import shard_weight_bytes
+from streamrl.hardware.profiles import PROFILES, load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.sim.costs.overheads import load_engine
-from streamrl.sim.fidelity.published import Row
-from streamrl.sim.fidelity.serving_prediction import predict, predict_range
-from streamrl.sim.fidelity.serving_table import Kind, ServingRow, read_serving
+from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import Overheads, load_engine
+from streamrl.sim.fidelity.published_rows import Row
+
+Kind = Literal["step", "busy step", "request", "batch", "full load"]
+"""step: ms of a decode step; busy step: the same, where it may have the prefill of new rollouts in it;
+request: ms a token of output of one request alone, prefill in it; batch: ms a step of a static batch, prefill in
+it; full load: output tokens/s a GPU, as many rollouts as memory holds."""
+
+
+class ServingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One published figure."""
+
+    engine: str
+    """Name in profiles/engines."""
+    version: str
+    gpu: str
+    model: str
+    """Name in profiles/models: all published models of one config are one shape."""
+    dtype: str
+    tensor_parallel: int
+    expert_parallel: int
+    kind: Kind
+    batch: float | None
+    """Rollouts that run; None where the source does not say."""
+    prompt: float
+    output: float
+    context: float
+    """Mean tokens of a running rollout."""
+    value: float
+    """Milliseconds, or tokens/s."""
+    source: str = ""
+
+
+COLUMNS = tuple(name for name in ServingRow.__struct_fields__ if name != "source")
+
+
+@cache
+def read_serving() -> tuple[ServingRow, ...]:
+    """Read all tables."""
+    rows: list[ServingRow] = []
+    for path in sorted((PROFILES / "published").glob("serving_*.csv")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        head = [line for line in lines if line.startswith("#")]
+        source = head[0].removeprefix("# source: ")
+        for line in csv.DictReader(lines[len(head) :]):
+            cells = {key: value or None for key, value in line.items()}
+            rows.append(msgspec.convert({**cells, "source": source}, ServingRow, strict=False))
+    return tuple(rows)
+
+
+FREE_SHARE = 0.9
+"""Share of the memory beside weights and workspace that TensorRT-LLM gives its cache (free_gpu_memory_fraction)."""
+MOST_RUNNING = 2048
+"""Rollouts at full load, where memory holds more: the limit that TensorRT-LLM's benchmark sets itself."""
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """What makes two rows' kernels alike."""
+
+    model: str
+    gpu: str
+    dtype: str
+    tensor_parallel: int
+    expert_parallel: int
+    has_narrow_cache: bool
+    """Whether keys and values are kept in fp8: TensorRT-LLM's choice for fp8 weights."""
+
+
+def predict_range(row: ServingRow, constants: Overheads | None = None) -> tuple[float, float]:
+    """Return the least and the greatest that the costs say of a row, in its unit.
+
+    A busy step lies between one without prefill and one with as many prompts as begin in a step.
+
+    Args:
+        row: a published figure.
+        constants: of the engine; those of its profile where absent.
+    """
+    used = load_engine(row.engine).constants if constants is None else constants
+    least = predict(row, used)
+    if row.kind != "busy step":
+        return least, least
+    assert row.batch is not None, "a step is of a stated batch"
+    prompts = row.batch / row.output
+    return least, least + 1e3 * prompts * prefill_time(row, used, row.batch)
+
+
+def predict(row: ServingRow, constants: Overheads) -> float:
+    """Return what the costs say of a row, in its unit; of a busy step the one without prefill."""
+    match row.kind:
+        case "step" | "busy step":
+            return 1e3 * step_time(row, constants)
+        case "request" | "batch":
+            assert row.batch is not None, "a batch has a size"
+            prefill = prefill_time(row, constants, 0, row.batch)
+            return 1e3 * (step_time(row, constants) + prefill / row.output)
+        case "full load":
+            return full_load(row, constants)
+        case _:
+            assert_never(row.kind)
+
+
+def step_time(row: ServingRow, constants: Overheads, batch: float | None = None) -> float:
+    """Return the seconds of a decode step; a mean batch lies between two whole ones."""
+    running = batch or row.batch
+    assert running is not None, "a step is of a stated batch"
+    curve = decode_curve(replica_of(row), constants, int(running) + 1, row.context)
+    low = int(running)
+    steps = [curve.step_time(b, b * row.context) for b in (low, low + 1)]
+    return steps[0] + (running - low) * (steps[1] - steps[0])
+
+
+def prefill_time(row: ServingRow, constants: Overheads, beside: float, prompts: float = 1) -> float:
+    """Return the seconds that prefill of `prompts` prompts adds to `beside` decoding rollouts."""
+    tokens = max(1, round(row.prompt * prompts))
+    curve = prefill_curve(replica_of(row), constants, is_mixed=beside > 0)
+    return curve.time(tokens, prompts * row.prompt**2 / 2, min(int(beside), MOST_RUNNING))
+
+
+def full_load(row: ServingRow, constants: Overheads) -> float:
+    """Return output tokens/s a GPU with as many rollouts as memory holds whole, always replaced.
+
+    A rollout of o tokens takes 1/n of o decode steps of n rollouts, and its prefill beside them.
+    """
+    shard = _shard(replica_of(row), constants)
+    model = shard.model
+    degrees = row.tensor_parallel, row.expert_parallel
+    weights = shard_weight_bytes(model, row.dtype, "bfloat16", *degrees)
+    per_token = model.shard_kv_bytes_per_token(shard.kernels.cache_dtype, row.tensor_parallel)
+    workspace = workspace_bytes(model, row.dtype, MOST_RUNNING, row.tensor_parallel)
+    free = shard.kernels.gpu.usable_memory - weights - workspace
+    room = free * FREE_SHARE
+    batch = min(MOST_RUNNING, room / per_token / (row.prompt + row.output))
+    decode = row.output * step_time(row, constants, batch) / batch
+    seconds = decode + prefill_time(row, constants, batch)
+    return row.output / seconds / row.tensor_parallel
+
+
+def replica_of(row: ServingRow) -> Replica:
+    """Return the replica that a row was measured on."""
+    is_narrow = row.dtype == "fp8" and row.engine.startswith("tensorrt")
+    return Replica(
+        row.model, row.gpu, row.dtype, row.tensor_parallel, row.expert_parallel, is_narrow
+    )
+
+
+@cache
+def decode_curve(
+    replica: Replica, constants: Overheads, max_running: int, context: float
+) -> DecodeCurve:
+    """Compose the decode step of up to `max_running` rollouts around a mean context."""
+    return compose_decode(_shard(replica, constants), max_running, 2 * context, inf)
+
+
+@cache
+def prefill_curve(replica: Replica, constants: Overheads, *, is_mixed: bool) -> PrefillCurve:
+    """Compose prefill passes, beside decoding rollouts or alone."""
+    return PrefillCurve(_shard(replica, constants), MOST_RUNNING, is_mixed=is_mixed)
+
+
+def _shard(replica: Replica, constants: Overheads) -> Shard:
+    engine = msgspec.structs.replace(load_engine("streamrl"), constants=constants)
+    cache_dtype = "fp8" if replica.has_narrow_cache else None
+    kernels = Kernels(replica.gpu, replica.dtype, cache_dtype=cache_dtype)
+    model = load_model(ModelConfig(name=replica.model))
+    return Shard(model, kernels, replica.tensor_parallel, replica.expert_parallel, engine)
 
 
 def serving_rows() -> list[Row]:

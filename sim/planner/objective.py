@@ -1,16 +1,20 @@
-"""What a plan is judged by: the figure that is made least, estimated for all plans or read from a simulation."""
+"""What plans are judged by: the objective, the budgets and the deadline of `[plan]`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.record.speed import Speed
-from streamrl.record.whole_run import steps_for_one
+from streamrl.record.steady_state import Speed
+from streamrl.record.whole_run import steps_for_one, whole_dollars, whole_time
+from streamrl.report.run_tables import long_time
+from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
+from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
 Floats = NDArray[np.float64]
 UNITS: dict[ObjectiveName, str] = {
@@ -95,3 +99,128 @@ def distance_to_front(seconds: Floats, dollars: Floats) -> Floats:
         above = np.minimum(seconds / seconds[corner], dollars / dollars[corner])
         np.maximum(farthest, above, out=farthest)
     return farthest
+
+
+Mask = NDArray[np.bool_]
+Figure = TypeVar("Figure", float, Floats)
+
+RENTS = (
+    ("budget_per_hour", "an hour", SECONDS_PER_HOUR),
+    ("budget_per_day", "a day", SECONDS_PER_DAY),
+)
+"""Budgets that the GPUs' price alone may break, before anything is simulated."""
+OVER = "more than plan.{}"
+
+
+class Spend(NamedTuple, Generic[Figure]):
+    """What is bounded, of one plan or of all."""
+
+    per_step: Figure
+    """Dollars of a mean step."""
+    per_day: Figure
+    """Dollars of a day of the steady state."""
+    whole: Figure
+    """Dollars of the whole run."""
+    seconds: Figure
+    """Of the whole run."""
+
+
+class Ceiling(NamedTuple):
+    """One key of `[plan]` that is set."""
+
+    key: str
+    most: float
+    place: int
+    """Which figure of `Spend` it bounds."""
+    tell: Callable[[float], str]
+
+
+def _dollars(value: float) -> str:
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+
+
+TELL: dict[str, Callable[[float], str]] = {
+    "budget_per_step": lambda value: f"costs {value:.4g} dollars a step",
+    "budget_per_day": lambda value: f"costs {_dollars(value)} dollars a day",
+    "budget": lambda value: f"costs {_dollars(value)} dollars for the whole run",
+    "deadline": lambda value: f"takes {long_time(value)} for the whole run",
+}
+"""By key, in the order of `Spend`."""
+
+
+def within_rent(plan: PlanConfig, prices: Floats, cut: Counter[str]) -> Mask:
+    """Say which plans may be rented, of all by their dollars a second; `cut` counts the others.
+
+    Raises:
+        ValueError: none; the cheapest price is named.
+    """
+    kept = np.ones(len(prices), dtype=bool)
+    for key, time, seconds in RENTS:
+        budget = getattr(plan, key)
+        breaks = prices * seconds > (np.inf if budget is None else budget)
+        cut[OVER.format(key)] += int((kept & breaks).sum())
+        kept &= ~breaks
+        if breaks.all():
+            least = prices.min() * seconds
+            raise ValueError(
+                f"plan.{key} {budget:g}: the cheapest plan that fits costs {least:.2f} dollars {time}"
+            )
+    return kept
+
+
+def limits_of(run: Run) -> list[Ceiling]:
+    """Return what bounds plans once they are simulated; `budget_per_hour` bounds the rent before that."""
+    return [
+        Ceiling(key, float(most), place, tell)
+        for place, (key, tell) in enumerate(TELL.items())
+        if (most := getattr(run.plan, key)) is not None
+    ]
+
+
+def spend_of(run: Run, speed: Speed) -> Spend[float]:
+    """Return what a simulated plan costs and takes."""
+    time = whole_time(run, speed)
+    per_day = speed.cost_per_step / speed.step_time * SECONDS_PER_DAY
+    whole = whole_dollars(speed, time, time.seconds)
+    return Spend(speed.cost_per_step, per_day, whole, time.seconds)
+
+
+def excess(run: Run, spend: Spend[Figure]) -> Figure | float:
+    """Return how many times as much as it may the figure takes that breaks its limit most; 0 without limits."""
+    most: Figure | float = 0.0
+    for limit in limits_of(run):
+        most = np.maximum(most, spend[limit.place] / limit.most)
+    return most
+
+
+def keeps_limits(run: Run, speed: Speed) -> bool:
+    """Whether a simulated plan breaks no limit."""
+    return float(excess(run, spend_of(run, speed))) <= 1
+
+
+def unmet(run: Run, speeds: Iterable[Speed]) -> ValueError:
+    """Return the error that no plan keeps the limits: what the cheapest, or the fastest, takes."""
+    spends = [spend_of(run, speed) for speed in speeds]
+    limits = limits_of(run)
+    broken = [limit for limit in limits if min(s[limit.place] for s in spends) > limit.most]
+    if broken:
+        return ValueError("; ".join(_tell_least(limit, spends) for limit in broken))
+    keys = " and ".join(map(_name, limits))
+    cheapest = min(spends, key=lambda spend: spend.whole)
+    fastest = min(spends, key=lambda spend: spend.seconds)
+    told = [f"{_dollars(s.whole)} dollars and {long_time(s.seconds)}" for s in (cheapest, fastest)]
+    return ValueError(
+        f"{keys}: no plan that was simulated keeps all; the cheapest takes {told[0]} for the whole run, "
+        f"the fastest {told[1]}"
+    )
+
+
+def _tell_least(limit: Ceiling, spends: list[Spend[float]]) -> str:
+    best = "fastest" if limit.key == "deadline" else "cheapest"
+    least = min(spend[limit.place] for spend in spends)
+    return f"{_name(limit)}: the {best} plan that was simulated {limit.tell(least)}"
+
+
+def _name(limit: Ceiling) -> str:
+    shown = long_time(limit.most) if limit.key == "deadline" else f"{limit.most:g}"
+    return f"plan.{limit.key} {shown}"

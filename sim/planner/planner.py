@@ -11,25 +11,22 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
-from streamrl.report.plan import Change, Figure, Plan, PlannedFramework
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
-from streamrl.runfile.keys import pool_key
+from streamrl.runfile.keys import TRAINER, pool_key
 from streamrl.runfile.staleness_study import read_staleness_model
-from streamrl.runfile.trainers import TRAINER
-from streamrl.sim.costs.framework_time import framework_sources
-from streamrl.sim.planner.binding import find_binding
-from streamrl.sim.planner.drafts import drafts_text
-from streamrl.sim.planner.found import Found, describe
-from streamrl.sim.planner.framework_scope import Scope, keep_to_framework
+from streamrl.sim.costs.corrections import framework_sources
+from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
+from streamrl.sim.planner.bottleneck import find_binding, find_gains
+from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS
+from streamrl.sim.planner.plan import Change, Figure, Plan, PlannedFramework
+from streamrl.sim.planner.plan_description import PlanDescription, describe, drafts_text
 from streamrl.sim.planner.race import Race
-from streamrl.sim.planner.relief import find_gains
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import Verdict, judge
-from streamrl.sim.planner.tighter import find_parts, find_tighter
 from streamrl.sim.planner.trial import open_trial
 
 MOST_RETURNS = 3
@@ -91,15 +88,15 @@ def _plan(
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
-    tighter = find_tighter(search, chosen, pool, progress.on("with less room"))
+    tighter = find_with_fuller_memory(search, chosen, pool, progress.on("with less room"))
     whole_nodes = _whole_nodes(run)
     on_parts = progress.on("parts of a node")
-    parts = find_parts(search, chosen, pool, on_parts) if whole_nodes else None
+    parts = find_on_partial_nodes(search, chosen, pool, on_parts) if whole_nodes else None
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = with_restarts(race.planned(chosen), metrics.step_time)
     check_run(planned)
     value, bounds = search.value_of(metrics), search.bounds()
-    found = Found(search, race, chosen)
+    found = PlanDescription(search, race, chosen)
     plan = Plan(
         whole_run=metrics.whole_run,
         allocation=found.chosen,
@@ -191,7 +188,7 @@ def _settle(
     """Simulate the chosen plan until its step is known, and as well what is seen beside it; choose that where it is better."""
     chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
     for _ in range(MOST_RETURNS):
-        wanted = [i for i in Found(search, race, chosen).wanted() if not race.as_known(i)]
+        wanted = [i for i in PlanDescription(search, race, chosen).wanted() if not race.as_known(i)]
         if not wanted or not race.stand_beside(pool, chosen, wanted, progress.on("beside it")):
             break
         if (better := race.better_beside(chosen)) is None:

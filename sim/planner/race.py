@@ -11,10 +11,10 @@ from statistics import median
 from msgspec.structs import replace
 
 from streamrl.record.metrics import Metrics
-from streamrl.record.paired import is_beyond_chance
-from streamrl.record.speed import Speed
+from streamrl.record.run_comparison import is_beyond_chance
+from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
-from streamrl.sim.planner.limits import excess, limits_of, spend_of
+from streamrl.sim.planner.objective import excess, limits_of, spend_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.trial import (
     SEARCH_STEPS,

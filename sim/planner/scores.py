@@ -1,4 +1,4 @@
-"""What every plan of a space may take, by the objective: bounds, estimates corrected by simulations, and what breaks a limit."""
+"""Score every plan without simulating it, and pick the ones to simulate: bounds, corrected estimates, complexity."""
 
 from __future__ import annotations
 
@@ -8,18 +8,109 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.record.speed import Speed
+from streamrl.engine.presets import System
+from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
-from streamrl.sim.planner.bound import Estimates, StageSeconds
-from streamrl.sim.planner.limits import Spend, excess, keeps_limits, limits_of
-from streamrl.sim.planner.objective import distance_to_front, value_of
-from streamrl.sim.planner.ranking import classes_of
-from streamrl.sim.planner.simplicity import complexities
+from streamrl.sim.planner.estimates import Estimates, StageSeconds
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.modes import Mode
+from streamrl.sim.planner.objective import (
+    Spend,
+    distance_to_front,
+    excess,
+    keeps_limits,
+    limits_of,
+    value_of,
+)
 from streamrl.sim.planner.space import Space
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+LOOKED_AT = 4000
+"""Plans, the best by estimate, among which a round chooses."""
+
+
+def classes_of(space: Space) -> Indices:
+    """Return a number for the system and the pools of each plan."""
+    systems = {mode.system: place for place, mode in enumerate(space.modes)}
+    codes = np.array([systems[mode.system] for mode in space.modes])[space.of_mode]
+    sides: tuple[tuple[list[tuple[str, ...]], NDArray[np.int32]], ...] = (
+        ([each.pools for each in space.replicas], space.of_replicas),
+        ([(each.pool,) for each in space.trainers], space.of_trainer),
+    )
+    for pools, of_side in sides:
+        names = {name: place for place, name in enumerate(dict.fromkeys(pools))}
+        codes = codes * len(names) + np.array([names[name] for name in pools])[of_side]
+    return codes
+
+
+def best_of(scores: Floats) -> list[int]:
+    """Return the places of the least scores, the least first."""
+    count = min(LOOKED_AT, len(scores))
+    places = np.argpartition(scores, count - 1)[:count]
+    order: list[int] = places[np.argsort(scores[places], kind="stable")].tolist()
+    return order
+
+
+def within(order: list[int], scores: Floats, reach: float) -> list[int]:
+    """Return the plans whose score is near the best."""
+    return [index for index in order if scores[index] <= reach * scores[order[0]]]
+
+
+Counts = NDArray[np.int64]
+
+
+def complexities(space: Space) -> Counts:
+    """Count what there is to set up for each plan of a space.
+
+    That is every parallel degree above one, ZeRO 3, offloading, every pool and every kind of replica beyond one, each
+    step that generation is ahead, streaming, dispatch by a ranker, a delta instead of weights, tokens that are drafted.
+    """
+    replicas = np.array([_of_replicas(each) for each in space.replicas])
+    trainers = np.array([_of_trainer(each) for each in space.trainers])
+    modes = np.array(list(map(_of_mode, space.modes, space.systems)))
+    pools = np.array(
+        [
+            [len({*generate.pools, train.pool}) for train in space.trainers]
+            for generate in space.replicas
+        ]
+    )
+    sides = replicas[space.of_replicas] + trainers[space.of_trainer]
+    apart = pools[space.of_replicas, space.of_trainer] - 1
+    counted: Counts = sides + modes[space.of_mode] + apart
+    return counted
+
+
+def _of_replicas(replicas: Replicas) -> int:
+    degrees = [
+        degree
+        for kind in replicas.kinds
+        for degree in (
+            *(kind.tensor_parallel, kind.expert_parallel),
+            *(kind.pipeline_parallel, kind.data_parallel),
+        )
+    ]
+    drafts = bool(replicas.drafted)
+    return sum(degree > 1 for degree in degrees) + len(replicas.kinds) - 1 + drafts
+
+
+def _of_trainer(trainer: Degrees) -> int:
+    degrees = (
+        *(trainer.tensor_parallel, trainer.pipeline_parallel),
+        *(trainer.expert_parallel, trainer.expert_tensor_parallel or 1),
+        trainer.context_parallel,
+    )
+    return sum(degree > 1 for degree in degrees) + (trainer.zero == 3) + trainer.offload
+
+
+def _of_mode(mode: Mode, system: System) -> int:
+    is_plain = mode.dispatch in (None, "least-loaded")
+    streams = system.streaming == "stream"
+    return system.staleness_bound + streams + (not is_plain) + (mode.sync_mode == "delta")
+
+
 SURPRISE, REMEMBERED = {"ahead": 0.85, "streams": 0.95, "whole": 0.97}, 8
 """How far below its estimate a plan may come before simulations of its system tell, and how many of those count."""
 LEAST_LAG = 0.4

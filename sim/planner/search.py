@@ -18,19 +18,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.record.speed import Speed
+from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
-from streamrl.sim.planner.bound import Estimates
-from streamrl.sim.planner.generation_time import DealtBatch
-from streamrl.sim.planner.layouts import Replicas, holds_rollouts
-from streamrl.sim.planner.limits import unmet
-from streamrl.sim.planner.mixed_fleets import mixed_fleets
-from streamrl.sim.planner.portions import portions_of
-from streamrl.sim.planner.ranking import best_of, within
-from streamrl.sim.planner.scores import Scores
+from streamrl.sim.planner.estimates import Estimates
+from streamrl.sim.planner.layouts import Replicas, holds_rollouts, mixed_fleets
+from streamrl.sim.planner.objective import unmet
+from streamrl.sim.planner.scores import Scores, best_of, within
 from streamrl.sim.planner.space import Candidate, Space
-from streamrl.sim.planner.train_time import FallingLengths
+from streamrl.sim.planner.stage_times import DealtBatch, FallingLengths
 from streamrl.sim.planner.trial import (
     Trial,
     Unfinished,
@@ -38,6 +34,7 @@ from streamrl.sim.planner.trial import (
     counted_steps,
     generation_of,
     open_trial,
+    portions_of,
     run_all,
     shortened,
     timed_speed_of,

@@ -15,11 +15,10 @@ from msgspec.structs import replace
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
-from streamrl.sim.planner.bound import Estimates, Floats
+from streamrl.sim.planner.estimates import Estimates, Floats
 from streamrl.sim.planner.objective import value_of
-from streamrl.sim.planner.pairs import price_per_second
 from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.space import Candidate, price_per_second
 from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 
 SHARE = 0.2

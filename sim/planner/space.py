@@ -1,4 +1,6 @@
-"""Every plan that an offer allows: replicas x trainer x mode, as indices into three lists.
+"""The search space: every combination of replicas, trainer and mode that an offer allows, with its rent.
+
+Every plan that an offer allows: replicas x trainer x mode, as indices into three lists.
 
 What cannot be is cut where it shows, a side by itself or the pair of both, and the reason counted.
 """
@@ -13,14 +15,20 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from streamrl.engine.presets import System, choose_system
 from streamrl.hardware.memory import ROOMY, kv_capacity, longest_sequence
 from streamrl.hardware.precision import check_precision
-from streamrl.hardware.profiles import check_profiles, load_model
+from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.runfile.config import Run
-from streamrl.runfile.pools import powers_of_two
+from streamrl.runfile.gpu_pools import find_link, powers_of_two
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.allocation import refuse_profile
 from streamrl.sim.planner.layouts import (
     RECOMPUTES,
     Degrees,
@@ -32,10 +40,139 @@ from streamrl.sim.planner.layouts import (
     sizes,
 )
 from streamrl.sim.planner.modes import Mode, find_modes
-from streamrl.sim.planner.pairs import Floats, Indices, Pairs, plans_of
-from streamrl.sim.planner.rented import with_rent
-from streamrl.sim.planner.stages import refuse_profile
-from streamrl.sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from streamrl.sim.planner.objective import within_rent
+from streamrl.sim.planner.stage_times import FallingLengths, TrainTimes, train_times
+
+Indices = NDArray[np.int32]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+MOST_PLANS = 10_000_000
+"""Plans beyond which arrays outgrow a small machine's memory."""
+LINK = "no link between the two pools"
+POOL_SIZE = "both sides need more GPUs than their pool has"
+SHARED = "colocated: sides in different pools, or of different size"
+
+
+class Plans(NamedTuple):
+    """What each plan is made of, as places in lists, and what it costs."""
+
+    of_replicas: Indices
+    of_trainer: Indices
+    of_mode: Indices
+    prices: Floats
+
+
+def plans_of(
+    run: Run,
+    replicas: Sequence[Replicas],
+    trainers: Sequence[Degrees],
+    modes: Sequence[Mode],
+    cut: Counter[str],
+) -> Plans:
+    """Return the plans that both sides make in every mode, and that keep to the budgets of an hour.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    pairs = Pairs(run, replicas, trainers)
+    parts = []
+    for index, mode in enumerate(modes):
+        first, second = np.nonzero(pairs.open_to(mode, cut))
+        parts.append((first, second, np.full(len(first), index)))
+    columns = (np.concatenate(column).astype(np.int32) for column in zip(*parts, strict=True))
+    of_replicas, of_trainer, of_mode = columns
+    if len(of_mode) > MOST_PLANS:
+        raise ValueError(
+            f"{len(of_mode)} plans are open, of which {MOST_PLANS} can be compared: name in [plan] "
+            "what is open, such as unit, rollout_gpus or micro_batch"
+        )
+    is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
+    prices = pairs.prices(is_shared, of_replicas, of_trainer)
+    kept = within_rent(run.plan, prices, cut) if len(prices) else np.zeros(0, dtype=bool)
+    return Plans(of_replicas[kept], of_trainer[kept], of_mode[kept], prices[kept])
+
+
+class Pairs:
+    """Which replicas go with which trainers."""
+
+    def __init__(self, run: Run, replicas: Sequence[Replicas], trainers: Sequence[Degrees]) -> None:
+        offer, names = run.cluster.pools, list(run.cluster.pools)
+        self._generate = np.array([_gpus_by_pool(each.kinds, names) for each in replicas])
+        self._train = np.array([_gpus_by_pool([each], names) for each in trainers])
+        """GPUs of each side in each pool."""
+        rent = [0.0 if p.owned else price_per_second(run, name) for name, p in offer.items()]
+        self._prices = self._generate @ np.array(rent), self._train @ np.array(rent)
+        self._owned = sum(
+            p.num_gpus * price_per_second(run, name) for name, p in offer.items() if p.owned
+        )
+        """Dollars a second of pools that are owned, whatever a plan takes of them."""
+        together = self._generate[:, None, :] + self._train[None, :, :]
+        self._room = (together <= [pool.num_gpus for pool in offer.values()]).all(axis=2)
+        apart = np.array([[a != b and not _has_link(run, a, b) for b in names] for a in names])
+        self._unlinked = (self._generate > 0).astype(int) @ apart @ (self._train > 0).T > 0
+        is_same = (self._generate[:, None, :] == self._train[None, :, :]).all(axis=2)
+        self._shared: Mask = is_same & np.array([[each.beside is None] for each in replicas])
+
+    def open_to(self, mode: Mode, cut: Counter[str]) -> Mask:
+        """Say which pairs can run in a mode."""
+        if mode.system == "colocated":
+            cut[SHARED] += int((~self._shared).sum())
+            return self._shared
+        cut[LINK] += int(self._unlinked.sum())
+        cut[POOL_SIZE] += int((~self._room).sum())
+        is_open: Mask = ~self._unlinked & self._room
+        return is_open
+
+    def prices(self, is_shared: Mask, first: Indices, second: Indices) -> Floats:
+        """Return the dollars a second of plans."""
+        generate, train = self._prices[0][first], self._prices[1][second]
+        rented = np.where(is_shared, np.maximum(generate, train), generate + train)
+        found: Floats = rented + self._owned
+        return found
+
+
+def _gpus_by_pool(parts: Sequence[Replicas | Degrees], names: list[str]) -> list[int]:
+    """Return the GPUs that the parts of a side have in each pool."""
+    counts = dict.fromkeys(names, 0)
+    for part in parts:
+        counts[part.pool] += part.num_gpus
+    return list(counts.values())
+
+
+def _has_link(run: Run, first: str, second: str) -> bool:
+    rollout, trainer = replace(run.rollout, pool=first), replace(run.trainer, pool=second)
+    return find_link(replace(run, rollout=rollout, trainer=trainer)) is not None
+
+
+def price_per_second(run: Run, pool: str) -> float:
+    """Return the dollars of a pool's GPU for a second."""
+    return price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
+
+
+def with_rent(run: Run) -> Run:
+    """Return the run with as many nodes as both sides use of pools that are rented, and all of those that are owned.
+
+    Nothing is open any more; where not all GPUs of these nodes are rented, `[plan]` says how many are.
+    """
+    needs: Counter[str] = Counter()
+    sides: list[RolloutConfig | TrainerConfig] = [*run.rollout.kinds, run.trainer]
+    for side in sides:
+        taken = needs[side.pool]
+        needs[side.pool] = max(taken, side.num_gpus) if run.shares_gpus else taken + side.num_gpus
+    pools = {
+        name: pool if pool.owned else replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
+        for name, pool in run.cluster.pools.items()
+        if needs[name] or pool.owned
+    }
+    links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
+    plan = PlanConfig(staleness_cost=run.plan.staleness_cost)
+    rented = {name: pool.num_gpus for name, pool in pools.items() if not pool.owned}
+    if any(num_gpus > needs[name] for name, num_gpus in rented.items()):  # a part of a node
+        generate = sum(kind.num_gpus for kind in run.rollout.kinds)
+        gpus = {"rollout_gpus": [generate], "trainer_gpus": [run.trainer.num_gpus]}
+        plan = replace(plan, **gpus)
+    return replace(run, cluster=replace(run.cluster, pools=pools, links=links), plan=plan)
+
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_RUNNING = 1024

@@ -7,21 +7,21 @@ from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
-from streamrl.record.informative import recorded_workload
-from streamrl.record.inputs import with_kept_inputs
-from streamrl.record.leader_steps import read_steps
-from streamrl.record.legs import balance_books
-from streamrl.record.set_beside import Rerun, set_beside
-from streamrl.record.trace import Trace
-from streamrl.report.ledger_line import tell_faults
+from streamrl.engine.trace import Trace
+from streamrl.record.ledger import describe_faults
+from streamrl.record.recorded_workload import recorded_workload
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_comparison import Rerun, compare_rerun
+from streamrl.record.run_directory import with_kept_inputs
+from streamrl.record.steady_state import read_steps
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError, shown
-from streamrl.runfile.reading import change_run
-from streamrl.runfile.same_work import check_same_work
+from streamrl.runfile.files import change_run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.fill import empty_policies
+from streamrl.sim.costs.policy_estimates import empty_policies
 from streamrl.sim.steady_state import UnfinishedError, open_world
-from streamrl.sim.studies.break_even import Watch
+from streamrl.sim.studies.comparable_runs import check_same_work
+from streamrl.sim.studies.comparison import Watch
 from streamrl.sim.world import simulate
 
 
@@ -49,8 +49,8 @@ def rerun(
     num_steps = len(read_steps(trace))
     if not num_steps:
         raise ValueError(f"{file} records no finished step, so there is nothing to run again")
-    if not (ledger := balance_books(trace, file.parent)).is_balanced:
-        raise ValueError(f"{file}: its ledger does not balance: {tell_faults(ledger)}")
+    if not (ledger := ledger_of_run(trace, file.parent)).is_balanced:
+        raise ValueError(f"{file}: its ledger does not balance: {describe_faults(ledger)}")
     base = change_run(_as_recorded(trace, file), ())
     changed = change_run(base, changes)
     _check_order(base, changed)
@@ -60,7 +60,7 @@ def rerun(
         _simulate(run, num_steps, is_cut, what, watch)
         for run, what in ((base, "as it was"), (changed, "changed"))
     ]
-    return set_beside((trace, simulated[0], simulated[1]), list(changes))
+    return compare_rerun((trace, simulated[0], simulated[1]), list(changes))
 
 
 def _as_recorded(trace: Trace, file: Path) -> Run:

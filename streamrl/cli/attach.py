@@ -1,4 +1,4 @@
-"""`streamrl attach`: let one more trainer follow a run that goes on."""
+"""`streamrl attach` and `streamrl detach`: add a trainer to a running job or remove one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import typer
 
 from streamrl.cli.shared import RunDirectory
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import decode_run, make_run, read_table, section_of
-from streamrl.runfile.sides_config import FollowerConfig
-from streamrl.runfile.trainers import TRAINER, is_list
-from streamrl.runfile.unused_keys import drop_unused
-from streamrl.runfile.writing import run_table
+from streamrl.runfile.field_checks import drop_unused
+from streamrl.runfile.files import (
+    decode_run,
+    make_run,
+    read_table,
+    run_table,
+    secondary_trainer_section,
+)
+from streamrl.runfile.keys import TRAINER, is_list
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 
 def attach(
@@ -27,22 +32,35 @@ def attach(
 
     Example: streamrl attach runs/three-trainers rloo.toml
     """
-    from streamrl.executor.control import Attach, ask, find_run
+    from streamrl.executor.subscribers.attach_requests import Attach, ask, find_run
 
-    follower = _read_follower(decode_run(find_run(run).read_bytes()), trainer)
-    typer.echo(ask(run, Attach(section_of(follower))))
+    follower = _read_secondary_trainer(decode_run(find_run(run).read_bytes()), trainer)
+    typer.echo(ask(run, Attach(secondary_trainer_section(follower))))
 
 
-def _read_follower(run: Run, path: Path) -> FollowerConfig:
+def _read_secondary_trainer(run: Run, path: Path) -> SecondaryTrainerConfig:
     """Return the trainer of a file, checked as if the run file had it; raises `ValueError` as a run file does."""
     section, table = read_table(path), run_table(run)
     drop_unused(table)
     trainers = table[TRAINER] if is_list(table) else [table[TRAINER]]
-    names = [None, *run.follower_names]
+    names = [None, *run.secondary_trainer_names]
     name = section.get("name")
-    place = names.index(name) if name in run.follower_names else len(trainers)
+    place = names.index(name) if name in run.secondary_trainer_names else len(trainers)
     table[TRAINER] = [*trainers[:place], section, *trainers[place + 1 :]]
     try:
         return make_run(table).followers[place - 1]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def detach(
+    run: RunDirectory,
+    name: Annotated[str, typer.Argument(help="The trainer that is to leave.")],
+) -> None:
+    """Let a trainer end what it does, save itself, and leave a run that goes on.
+
+    Example: streamrl detach runs/three-trainers rloo
+    """
+    from streamrl.executor.subscribers.attach_requests import Detach, ask
+
+    typer.echo(ask(run, Detach(name)))

@@ -22,15 +22,19 @@ from streamrl.cli.shared import (
     trace_file,
 )
 from streamrl.hardware.calibration_file import write_calibration
-from streamrl.logs.log_file import CSV, read_measured_file
+from streamrl.logs.framework_logs import CSV, read_measured_file
 from streamrl.logs.measured_steps import MeasuredSteps
-from streamrl.record.inputs import with_kept_inputs
+from streamrl.record.run_directory import with_kept_inputs
 from streamrl.report.calibration_table import calibration_table
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_steps
+from streamrl.runfile.files import load_run
+from streamrl.sim.calibration.calibrate import (
+    HELD_OUT,
+    Calibrated,
+    calibrate_recorded,
+    calibrate_steps,
+)
 from streamrl.sim.calibration.disagreement import takes_turns
-from streamrl.sim.calibration.recorded_steps import calibrate_recorded
 
 
 def calibrate(

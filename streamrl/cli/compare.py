@@ -17,13 +17,13 @@ from streamrl.cli.shared import (
     stdout_console,
     trace_file,
 )
-from streamrl.record.informative import recorded_workload
-from streamrl.record.inputs import with_kept_inputs
+from streamrl.engine.trace import Trace
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace
+from streamrl.record.recorded_workload import recorded_workload
+from streamrl.record.run_directory import with_kept_inputs
 from streamrl.report.run_tables import compare as compare_metrics
 from streamrl.report.run_tables import comparison_table
-from streamrl.runfile.reading import change_run
+from streamrl.runfile.files import change_run
 from streamrl.sim.world import simulate
 
 KINDS = {"real": "an executed run", "simulated": "a simulation"}

@@ -10,15 +10,21 @@ import typer
 
 from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json, stdout_console
 from streamrl.doctor import diagnosis, files
-from streamrl.doctor.changes import changed, say
-from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
 from streamrl.doctor.examination import Examination, render
-from streamrl.doctor.finding import TOPICS, Changes, Finding, Topic, is_error
-from streamrl.doctor.fix import passes
+from streamrl.doctor.invalid_keys import fix_contradictions, fix_profile_names, read_leniently
 from streamrl.doctor.memory import SideMemory, memory_of
-from streamrl.doctor.reading import read_leniently
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import read_table
+from streamrl.runfile.files import read_table
+from streamrl.runfile.findings import (
+    TOPICS,
+    Changes,
+    Finding,
+    Topic,
+    changed,
+    is_error,
+    passes,
+    say,
+)
 from streamrl.sim.checkup import checkup
 
 
@@ -46,12 +52,12 @@ def examine(table: dict[str, Any], run_file: Path) -> Examination:
     findings = list(reading.findings)
     run = reading.run
     if run is not None:
-        consistency = mend_contradictions(run)
+        consistency = fix_contradictions(run)
         findings += consistency.findings
         run = consistency.run
     if run is None:
         return _give_up(run_file, findings)
-    profiles = mend_profiles(run)
+    profiles = fix_profile_names(run)
     findings += profiles.findings
     assert profiles.run is not None, "profiles are mended or left as they are"
     return _examine_run(profiles.run, run_file, findings)
@@ -90,7 +96,8 @@ def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
 
 
 def _on_this_machine(run: Run) -> Iterator[Finding]:
-    from streamrl.executor.checkup import installed, readiness, run_paths, where_run
+    from streamrl.executor.checkup import installed, readiness, run_paths
+    from streamrl.executor.checkup import tested_backends as where_run
 
     for find in (installed.find, readiness.find, where_run.find, files.find, run_paths.find):
         yield from find(run)

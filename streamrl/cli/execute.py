@@ -20,19 +20,18 @@ from streamrl.cli.shared import (
     print_json,
     stdout_console,
 )
-from streamrl.cli.views import write_views
 from streamrl.cli.watch_run import RunWatch
-from streamrl.doctor.clipping import idle_clips
+from streamrl.doctor.staleness import idle_clips
 from streamrl.engine.systems import needs_costs
+from streamrl.engine.trace import LARGE
 from streamrl.engine.world import RunInterruptedError
-from streamrl.record.inputs import with_kept_inputs
-from streamrl.record.legs import balance_books
+from streamrl.record.ledger import ledger_line
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import TRACE
-from streamrl.record.trace import LARGE
-from streamrl.report.ledger_line import ledger_line
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import TRACE, with_kept_inputs
+from streamrl.report.figures import write_views
 from streamrl.report.run_tables import metrics_table
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 
 
 def execute(
@@ -50,7 +49,7 @@ def execute(
     run = load_run(run_file, overrides or ())
     if needs_costs(run):
         from streamrl.sim.costs.costs import Costs
-        from streamrl.sim.costs.fill import fill_policies
+        from streamrl.sim.costs.policy_estimates import fill_policies
 
         own = with_kept_inputs(run, Path(run.execute.output)) if resume else run
         run = fill_policies(run, Costs.load(own))
@@ -72,7 +71,7 @@ def execute(
     except RuntimeError:
         _tell_what_is_left(output)
         raise
-    ledger = balance_books(trace, output)
+    ledger = ledger_of_run(trace, output)
     check_ledger(ledger)
     metrics = replace(measure(trace), ledger=ledger)
     if not _is_large(output):
@@ -93,7 +92,7 @@ def _tell_what_is_left(output: Path) -> None:
     """Say how the books of a run stand that was cut short, and leave its views, where it has left any."""
     if (output / TRACE).exists():
         trace = open_trace(output)
-        typer.echo(ledger_line(balance_books(trace, output)), err=True)
+        typer.echo(ledger_line(ledger_of_run(trace, output)), err=True)
         if not _is_large(output):
             with suppress(OSError, ValueError):  # the run's own end is what counts
                 write_views(trace, output)

@@ -11,7 +11,7 @@ from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_js
 from streamrl.report.export.launch_file import export as launch_script
 from streamrl.report.export.option_table import export_name
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
 
 
 def export(

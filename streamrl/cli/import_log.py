@@ -17,7 +17,8 @@ from streamrl.cli.shared import (
     print_json,
     trace_file,
 )
-from streamrl.logs.imported import (
+from streamrl.logs.framework_logs import read_measured_file
+from streamrl.logs.imported_workload import (
     LENGTHS,
     PROMPTS,
     SHAPE,
@@ -28,9 +29,8 @@ from streamrl.logs.imported import (
     replay_steps,
     replay_trace,
 )
-from streamrl.logs.log_file import read_measured_file
 from streamrl.logs.measured_steps import write_steps
-from streamrl.logs.rollout_set import (
+from streamrl.logs.recorded_rollouts import (
     FIELDS,
     looks_like_rollouts,
     read_rollouts,
@@ -38,8 +38,8 @@ from streamrl.logs.rollout_set import (
     write_prompts,
 )
 from streamrl.runfile.workload_config import HUB
-from streamrl.sim.calibration.recorded_steps import measured_steps
-from streamrl.workload.csv_rows import read_csv
+from streamrl.sim.calibration.calibrate import measured_steps
+from streamrl.workload.data_files import read_csv
 
 ROLLOUTS = "rollouts"
 """The format of data sets."""

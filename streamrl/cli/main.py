@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from streamrl import __version__
-from streamrl.cli.lazy import CommandTable, LazyGroup
+from streamrl.cli.lazy_commands import CommandTable, LazyGroup
 
 WRONG_INPUT = 2
 FAILED = 1
@@ -42,7 +42,7 @@ class Commands(LazyGroup):
             "Let one more trainer follow a run that goes on, or one that was detached follow it again.",
         ),
         "detach": (
-            "streamrl.cli.detach:detach",
+            "streamrl.cli.attach:detach",
             "Let a trainer end what it does, save itself, and leave a run that goes on.",
         ),
         "replay": (

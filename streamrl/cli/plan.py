@@ -17,14 +17,13 @@ from streamrl.cli.shared import (
     print_json,
     stdout_console,
 )
-from streamrl.record.inputs import keep_inputs
+from streamrl.record.run_directory import keep_inputs
 from streamrl.report.export.launch_file import export as launch_script
 from streamrl.report.export.option_table import ExportName, export_name
-from streamrl.report.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.runfile.writing import write_run
+from streamrl.runfile.files import load_run, write_run
+from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
 
 
@@ -92,7 +91,7 @@ def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None
 
 def _limit_of_execute(run: Run) -> str:
     """Return the first thing of a plan that no back end executes; "" where there is none."""
-    from streamrl.executor.back_ends import check_back_ends
+    from streamrl.executor.backend_limits import check_back_ends
 
     try:
         check_back_ends(run)

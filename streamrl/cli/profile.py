@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import typer
 
-from streamrl.cli.lazy import CommandTable, LazyGroup
+from streamrl.cli.lazy_commands import CommandTable, LazyGroup
 
 MEASURE = "measure"
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
-from streamrl.hardware.machine_profile import MeasuredProfile, ProfiledBackend, write_measured
-from streamrl.runfile.sides_config import Packing, Recompute
+from streamrl.hardware.measured_profile import MeasuredProfile, ProfiledBackend, write_measured
+from streamrl.runfile.roles_config import Packing, Recompute
 
 DIRECTORY = Path("runs/profiles")
 

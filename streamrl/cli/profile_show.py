@@ -9,17 +9,17 @@ import msgspec
 import typer
 
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
-from streamrl.hardware.formats import is_narrow
+from streamrl.hardware.precision import is_narrow
 from streamrl.hardware.profiles import load_model
-from streamrl.report.generation import (
+from streamrl.report.profile_report import (
     comparison_table,
     generation_figure,
     generation_notes,
     generation_table,
 )
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.dtypes import CacheDtype, WeightDtype
-from streamrl.sim.studies.replica_speed import study_generation
+from streamrl.runfile.roles_config import CacheDtype, WeightDtype
+from streamrl.sim.studies.hardware_efficiency import study_generation
 
 WEIGHTS, CACHES = get_args(WeightDtype), get_args(CacheDtype)
 

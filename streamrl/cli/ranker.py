@@ -56,9 +56,8 @@ def fit(
     """
     import numpy as np
 
-    from streamrl.ranker.known_lengths import read_known
-    from streamrl.ranker.ranker_file import write_ranker
-    from streamrl.ranker.text_ranker import fit_text
+    from streamrl.ranker.score_files import read_known
+    from streamrl.ranker.text_ranker import fit_text, write_ranker
 
     known = [prompt for prompt in read_known(source, model) if prompt.text is not None]
     if not known:
@@ -106,9 +105,9 @@ def score(
     Example: streamrl ranker score prompts.jsonl --ranker ranker.npz -o scored.jsonl
     """
     from streamrl.executor.prompt_probe import read_probe
-    from streamrl.ranker.known_lengths import text_of
-    from streamrl.ranker.ranker_file import read_ranker
-    from streamrl.runfile.reading import load_run
+    from streamrl.ranker.score_files import text_of
+    from streamrl.ranker.text_ranker import read_ranker
+    from streamrl.runfile.files import load_run
     from streamrl.runfile.workload_config import WorkloadConfig
     from streamrl.workload.prompt_records import read_sources
 
@@ -169,10 +168,10 @@ def evaluate(
     Example: streamrl ranker eval lengths.csv.gz --history 1 --history 4
     """
     from streamrl.ranker.evaluation import POOLED, evaluate_scores, rank_all
-    from streamrl.ranker.known_lengths import read_known
     from streamrl.ranker.score_files import (
         SCORE,
         lengths_by_prompt,
+        read_known,
         read_table,
         score_columns,
         scores_by_prompt,

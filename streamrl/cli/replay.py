@@ -10,11 +10,10 @@ import typer
 
 from streamrl.cli.shared import AsJson, check_ledger, open_trace, print_json, trace_file
 from streamrl.engine.messages import Command
-from streamrl.record.balance import Balance
-from streamrl.record.legs import balance_books
-from streamrl.record.trace import Divergence, Trace
-from streamrl.record.trace import replay as replay_trace
-from streamrl.report.ledger_line import ledger_line
+from streamrl.engine.trace import Divergence, Trace
+from streamrl.engine.trace import replay as replay_trace
+from streamrl.record.ledger import Ledger, ledger_line
+from streamrl.record.restarts import ledger_of_run
 
 
 def replay(
@@ -26,10 +25,10 @@ def replay(
     Example: streamrl replay runs/quickstart
     """
     differing = 0
-    ledgers: list[Balance] = []
+    ledgers: list[Ledger] = []
     for path in traces:
         trace = open_trace(path)
-        ledger = balance_books(trace, trace_file(path).parent)
+        ledger = ledger_of_run(trace, trace_file(path).parent)
         difference = _first_difference(trace)
         ledgers.append(ledger)
         differing += difference is not None

@@ -10,7 +10,12 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.shared import AsJson, print_json
-from streamrl.record.completions import SampledGroup, SampledRollout, read_completions, written_out
+from streamrl.record.samples import (
+    SampledGroup,
+    SampledRollout,
+    escape_control_characters,
+    read_completions,
+)
 from streamrl.report.words import ENDS
 
 
@@ -66,4 +71,4 @@ def _describe_rollout(rollout: SampledRollout) -> str:
 
 def _quoted(text: str) -> str:
     """Indent a text."""
-    return indent(written_out(text), "  | ", lambda line: True)
+    return indent(escape_control_characters(text), "  | ", lambda line: True)

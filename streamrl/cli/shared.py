@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from streamrl.record.balance import Balance
-from streamrl.record.run_lines import TRACE
-from streamrl.record.trace import Trace, read_trace
-from streamrl.report.ledger_line import tell_faults
+from streamrl.engine.trace import Trace, read_trace
+from streamrl.record.ledger import Ledger, describe_faults
+from streamrl.record.run_directory import TRACE
 from streamrl.runfile.paths import check_no_directory, check_writable
 
 if TYPE_CHECKING:
@@ -52,11 +51,11 @@ def print_json(value: object) -> None:
     typer.echo(msgspec.json.encode(value).decode())
 
 
-def check_ledger(*ledgers: Balance) -> None:
+def check_ledger(*ledgers: Ledger) -> None:
     """Raise `RuntimeError` where the books of a run do not balance, naming what is wrong with them."""
     for ledger in ledgers:
         if not ledger.is_balanced:
-            raise RuntimeError(f"the ledger does not balance: {tell_faults(ledger)}")
+            raise RuntimeError(f"the ledger does not balance: {describe_faults(ledger)}")
 
 
 def claim_directory(path: Path) -> None:

@@ -18,16 +18,15 @@ from streamrl.cli.shared import (
     print_json,
     stdout_console,
 )
-from streamrl.record.inputs import keep_inputs
+from streamrl.engine.trace import Trace
+from streamrl.record.ledger import ledger_line
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.run_lines import TRACE
-from streamrl.record.trace import Trace
-from streamrl.report.ledger_line import ledger_line
+from streamrl.record.run_directory import TRACE, keep_inputs
 from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
-from streamrl.sim.costs.framework_time import framework_sources
+from streamrl.runfile.files import load_run
+from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 
 
@@ -108,7 +107,7 @@ def simulate(
     of_studies = _given_of_studies(seeds is not None, bool(metric), skip_infeasible)
     others = {"--sweep": bool(sweep), **of_studies}
     if recorded is not None:
-        from streamrl.cli.rerun import simulate_again
+        from streamrl.cli.simulate_against import simulate_again
 
         given = {"RUN.toml": run_file is not None, "--output": output is not None}
         given |= {"--against": against is not None, **others}
@@ -118,7 +117,7 @@ def simulate(
     if run_file is None:
         raise ValueError("RUN.toml is missing: name a run file, or a recorded run with --from")
     if against is not None:
-        from streamrl.cli.against import simulate_against
+        from streamrl.cli.simulate_against import simulate_against
 
         _refuse_beside("--against, which simulates two runs", others)
         simulate_against(run_file, against, overrides or (), output, as_json=as_json)
@@ -127,7 +126,7 @@ def simulate(
         refuse_real_run(output)
         claim_directory(output)
     if sweep or is_study(run_file):
-        from streamrl.cli.sweep import make_study, run_study
+        from streamrl.cli.simulate_sweep import make_study, run_study
 
         study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
         run_study(study, output, skips=skip_infeasible, as_json=as_json)
@@ -187,7 +186,7 @@ def _simulate(run: Run, output: Path | None) -> Metrics:
 
 
 def _write(trace: Trace, output: Path) -> None:
-    from streamrl.cli.views import write_views
+    from streamrl.report.figures import write_views
 
     output.mkdir(parents=True, exist_ok=True)
     keep_inputs(trace.run, output)

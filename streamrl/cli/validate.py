@@ -22,16 +22,14 @@ from streamrl.report.fidelity import (
     slug,
     with_section,
 )
-from streamrl.sim.fidelity.calibration import constants, decode_curve
-from streamrl.sim.fidelity.growth import adjustment
-from streamrl.sim.fidelity.makespan import dispatch
-from streamrl.sim.fidelity.published import Row, group_table, grouped, row_table, summarise
+from streamrl.sim.fidelity.paper_generation import constants, decode_curve, dispatch
+from streamrl.sim.fidelity.paper_scaling import adjustment, divisions, scaling
+from streamrl.sim.fidelity.paper_throughput import ablation, end_to_end, heterogeneous, ratios, verl
+from streamrl.sim.fidelity.published_rows import Row, group_table, grouped, row_table, summarise
 from streamrl.sim.fidelity.rl_steps import steps_rows
-from streamrl.sim.fidelity.scaling import divisions, scaling
 from streamrl.sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
 from streamrl.sim.fidelity.serving import serving_rows
-from streamrl.sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
-from streamrl.sim.fidelity.training_rows import training_rows
+from streamrl.sim.fidelity.training_steps import training_rows
 
 ROWS: dict[str, Callable[[], list[Row]]] = {
     "serving": serving_rows,

@@ -1,4 +1,4 @@
-"""A run while it goes on: a table of its last steps and where its rollouts are on a terminal, a line for each step elsewhere."""
+"""Show a run while it goes on: a table of its last steps on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -8,19 +8,86 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import Progress
+from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.progress import STDERR, PlainProgress, bar_columns
-from streamrl.cli.step_table import line_of, step_table
 from streamrl.engine.messages import Event, Generated, Verified
 from streamrl.engine.state import State
-from streamrl.record.run_lines import ROLLED_BACK_TO
+from streamrl.record.run_directory import ROLLED_BACK_TO
 from streamrl.report.run_tables import format_duration
+
+
+class Column(NamedTuple):
+    """A figure of a step as it is shown."""
+
+    name: str
+    keys: tuple[str, ...]
+    """Of metrics.jsonl; nothing is shown of a step that lacks one of them."""
+    form: str
+    """Takes the values of `keys`."""
+    meaning: str = ""
+    """Of what its name does not say."""
+
+
+COLUMNS = (
+    Column("step", ("step",), "{:.0f}"),
+    Column("seconds", ("step_time",), "{:.1f}"),
+    Column("reward", ("reward", "reward_std"), "{:.3f} ± {:.3f}"),
+    Column("tokens", ("length_mean", "length_max"), "{:.0f} to {:.0f}", "mean to longest"),
+    Column("cut off", ("cut_off",), "{:.0%}"),
+    Column("unscored", ("unscored",), "{:.0f}", "rollouts that their scorer cannot score"),
+    Column("uniform", ("uniform_groups",), "{:.0%}", "groups of one reward, which teach nothing"),
+    Column(
+        "stale", ("staleness_mean", "staleness_max"), "{:.1f} to {:.0f}", "versions, mean to most"
+    ),
+    Column("loss", ("loss",), "{:+.3f}"),
+    Column("gradient", ("grad_norm",), "{:.2f}", "norm before clipping"),
+    Column("entropy", ("entropy",), "{:.3f}"),
+    Column("KL", ("kl_k3",), "{:.1e}", "from the policy that sampled"),
+    Column("KL ref", ("reference_kl",), "{:.1e}", "from the initial policy"),
+    Column("tokens/s", ("speed",), "{:,.0f}"),
+)
+"""Those on the right are left out where a terminal is too narrow."""
+
+
+def step_table(steps: Sequence[Mapping[str, float]], console: Console) -> Table:
+    """Return steps as a table, with as many columns as the terminal is wide."""
+    shown = [column for column in COLUMNS if any(text_of(column, step) for step in steps)]
+    table = _table(steps, shown)
+    while len(shown) > 1 and console.measure(table).maximum >= console.width:
+        shown.pop()
+        table = _table(steps, shown)
+    return table
+
+
+def _table(steps: Sequence[Mapping[str, float]], shown: Sequence[Column]) -> Table:
+    legend = "; ".join(f"{column.name}: {column.meaning}" for column in shown if column.meaning)
+    table = Table(box=None, pad_edge=False, caption=legend, caption_justify="left")
+    for column in shown:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    for step in steps:
+        table.add_row(*(text_of(column, step) for column in shown))
+    return table
+
+
+def line_of(step: Mapping[str, float]) -> str:
+    """Return what a step was like in a line: "seconds 1.2, reward 0.685 ± 0.464, …"."""
+    told = ((column.name, text_of(column, step)) for column in COLUMNS[1:])
+    return ", ".join(f"{name} {text}" for name, text in told if text)
+
+
+def text_of(column: Column, step: Mapping[str, float]) -> str:
+    """Return a cell; nothing where the step lacks the figure."""
+    if any(key not in step for key in column.keys):
+        return ""
+    return column.form.format(*(step[key] for key in column.keys))
+
 
 RECENT = 200
 """Rollouts that the reward is the mean of which stands beside the bar."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, lcm
 
-from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Fix
-from streamrl.doctor.lengths import mean_lengths
-from streamrl.doctor.replica_batch import rollouts_under_way
 from streamrl.engine.systems import rollouts_that_fill
 from streamrl.hardware.memory import longest_sequence
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Changes, Finding, Fix, Level
+from streamrl.workload.replica_batch import mean_lengths, rollouts_under_way
 
 MOST_BUBBLE = 0.1
 """Share of a pass for which a pipeline may stand empty before it is called a loss."""

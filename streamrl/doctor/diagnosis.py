@@ -6,39 +6,35 @@ from collections.abc import Callable, Iterator
 
 from streamrl.doctor import (
     batch,
-    clipping,
     divisibility,
-    followers,
+    every_side,
     framework,
-    idle,
-    kinds,
+    idle_gpus,
     memory,
     planned_faults,
-    room,
     staleness,
 )
-from streamrl.doctor.finding import Finding, Topic
-from streamrl.doctor.fix import Fix, treat
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Finding, Fix, Topic, propose_fix
 
 PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("memory", memory.find),
     ("divisibility", divisibility.find),
-    ("divisibility", idle.find),
+    ("divisibility", idle_gpus.find),
     ("batch", batch.find),
-    ("batch", followers.find),
-    ("memory", kinds.find),
+    ("batch", every_side.find_secondary_trainers),
+    ("memory", every_side.find_replica_kinds),
     ("staleness", staleness.find),
-    ("staleness", clipping.find),
+    ("staleness", staleness.find_idle_clips),
     ("run file", planned_faults.find),
     ("run file", framework.find),
 )
 FIXES = {
-    **room.FIXES,
+    **memory.MEMORY_FIXES,
     **divisibility.FIXES,
     **batch.FIXES,
     **staleness.FIXES,
-    **clipping.FIXES,
+    **staleness.CLIP_FIXES,
     **planned_faults.FIXES,
     **framework.FIXES,
 }
@@ -64,13 +60,15 @@ def examine(run: Run) -> list[Finding]:
 def _treated(run: Run, finding: Finding) -> Finding:
     if finding.level == "ok":
         return finding
-    return treat(run, finding, _fix_of(finding), diagnose)
+    return propose_fix(run, finding, _fix_of(finding), diagnose)
 
 
 def _fix_of(finding: Finding) -> Fix:
     if finding.name.startswith("pool-"):
-        return idle.fix_of(finding.name.removeprefix("pool-"))
+        return idle_gpus.fix_of(finding.name.removeprefix("pool-"))
     if finding.name.endswith("-unexamined"):
         return Fix(lambda run: iter(()), "mend the other findings first")
-    of_one = followers.fix_of(finding.name, FIXES) or kinds.fix_of(finding.name, FIXES)
+    of_one = every_side.fix_of_secondary_trainer(
+        finding.name, FIXES
+    ) or every_side.fix_of_replica_kind(finding.name, FIXES)
     return of_one or FIXES[finding.name]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Fix
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Changes, Finding, Fix, Level
 
 MOST_UNEVEN = 0.05
 """Share by which a stage may have more layers than the mean before it is called a loss."""

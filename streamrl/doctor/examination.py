@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.doctor.changes import toml
-from streamrl.doctor.finding import TOPICS, Finding, Level, Topic
 from streamrl.doctor.memory import SideMemory
+from streamrl.runfile.findings import TOPICS, Finding, Level, Topic, toml
 
 SIGNS: dict[Level, tuple[str, str]] = {
     "error": ("✗", "bold red"),

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from streamrl.doctor.finding import Finding, Level
-from streamrl.hardware.config_json import read_positions
+from streamrl.hardware.hugging_face import read_positions, weight_problems
 from streamrl.hardware.memory import longest_sequence
-from streamrl.hardware.weight_files import weight_problems
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Finding, Level
 from streamrl.workload.workload import load_source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -50,7 +49,7 @@ def _find_model(run: Run) -> Iterator[Finding]:
     path = Path(run.model.path)
     config = _read_json(path / "config.json")
     if config is None:
-        return  # without it there is no model at all, which `mend_profiles` finds
+        return  # without it there is no model at all, which `fix_profile_names` finds
     problems = list(weight_problems(path))
     if not any((path / name).is_file() for name in TOKENIZERS):
         problems.insert(0, "lacks a tokenizer (tokenizer.json)")

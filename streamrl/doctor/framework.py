@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Fix
 from streamrl.hardware.profiles import known_engines
 from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.runfile.frameworks import (
     SPLITS,
     Framework,

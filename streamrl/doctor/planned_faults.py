@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Fix
 from streamrl.runfile.config import Run
-from streamrl.runfile.faults_config import FaultKind
+from streamrl.runfile.findings import Changes, Finding, Fix, Level
+from streamrl.runfile.simulation_config import FaultKind
 
 LOSES_REPLICA: tuple[FaultKind, ...] = ("replica-dies", "replica-hangs")
 LOSES_TRAINER: tuple[FaultKind, ...] = (

@@ -20,7 +20,7 @@ from streamrl.engine.presets import choose_system
 from streamrl.engine.systems import most_per_command
 from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
-from streamrl.runfile.faults_config import FaultConfig, FaultKind
+from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
 Struck = Generate | Train | PushWeights | SaveCheckpoint | Verify
 STRUCK: dict[FaultKind, type[Struck]] = {

@@ -1,14 +1,16 @@
-"""The replicas of a run: who serves which policy version, with how much on its hands."""
+"""The replicas of a run: which policy version each serves, its load, and the fleet that a run begins with."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
+from streamrl.engine.concurrency import ConcurrencyLimit, FinalLengths
 from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.messages import Generated, ReplicaStarted, Resize, StartReplica, StopReplica
-from streamrl.engine.places import FinalLengths, Places
+from streamrl.runfile.config import Run
 
 LOADS_PER_REPLICA = (
     8  # entries that a load heap may hold per replica before outdated ones are swept
@@ -143,7 +145,7 @@ class Fleet:
         share = self.kinds[kind].share
         replica = Replica(replica_id, version, kind, share, load=1 / share, loading=version)
         if self.final is not None:
-            replica.places = Places(self.most_places)
+            replica.places = ConcurrencyLimit(self.most_places)
         self.replicas[replica_id] = replica
         self.num_started = max(self.num_started, replica_id + 1)
 
@@ -313,3 +315,30 @@ class Fleet:
 
 def _by_id(replica: Replica) -> int:
     return replica.id
+
+
+def make_fleet(run: Run) -> Fleet:
+    """Make it.
+
+    Raises:
+        ValueError: nobody has filled in what share of rollouts replicas of another kind get.
+    """
+    kinds = list(_kinds(run))
+    if not run.policies.follows_pressure:
+        return Fleet(kinds=kinds)
+    longest = run.workload.max_prompt_tokens + run.rollout.max_tokens
+    final = FinalLengths(run.algorithm.rollouts_per_step, longest)
+    return Fleet(kinds=kinds, final=final, most_places=run.rollout.max_running)
+
+
+def _kinds(run: Run) -> Iterator[Kind]:
+    """Yield what replicas there should be.
+
+    Raises:
+        ValueError: nobody has filled in what share of rollouts those of another kind get.
+    """
+    yield Kind(run.rollout.replicas)
+    for other in run.rollout.others:
+        if other.share is None:
+            raise ValueError("rollout.others: share is missing, by which each kind gets rollouts")
+        yield Kind(other.replicas, other.share)

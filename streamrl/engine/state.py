@@ -4,11 +4,11 @@ Policies read it and never scan history: each question has an index here.
 
     trainers     each trainer with its batch and what lies ahead    see `streamrl.engine.trainer_side`
     fleet        replicas by version and by load                    see `streamrl.engine.fleet`
-    waiting      rollouts to dispatch                               see `streamrl.engine.lines`
+    waiting      rollouts to dispatch                               see `streamrl.engine.entities`
     unverified   finished rollouts without a reward                 in order of arrival
     outlived     groups that a trainer lost with its versions       in draw order
     recent       lengths of the rollouts that finished last         by length
-    setbacks     what failed, and how often in how short a time     see `streamrl.engine.setbacks`
+    failure_counts     what failed, and how often in how short a time     see `streamrl.engine.failure_counts`
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from streamrl.engine.entities import Group, Rollout
+from streamrl.engine.entities import Group, Rollout, WaitingRollouts
+from streamrl.engine.estimates import RecentLengths
+from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import Fleet
-from streamrl.engine.lines import WaitingRollouts
 from streamrl.engine.messages import (
     Abort,
     CheckpointSaved,
@@ -69,8 +70,6 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
-from streamrl.engine.recent import RecentLengths
-from streamrl.engine.setbacks import Setbacks
 from streamrl.engine.trainer_side import TrainerSide, drawn_again
 
 
@@ -84,7 +83,7 @@ class State:
     fleet: Fleet
     recent: RecentLengths
     waiting: WaitingRollouts
-    setbacks: Setbacks
+    failure_counts: FailureCounts
     make_side: Callable[[Sequence[TrainerSide], TrainerJoined], TrainerSide]
     """Makes the side of a trainer that joins those that are there."""
 
@@ -180,7 +179,7 @@ class State:
                 self._expect(rollouts, tokens)
             case WeightsPushed(version):
                 self.pushing, self.pushed_version, self.has_new_weights = None, version, False
-                self.setbacks.num_failed_pushes = 0
+                self.failure_counts.num_failed_pushes = 0
                 self.fleet.find_outdated(version)
             case WeightsLoaded(replica_id, version):
                 self.fleet.serve(replica_id, version, self.pushed_version)
@@ -314,7 +313,7 @@ class State:
             return
         rollout.phase = "ready"
         group.num_missing -= 1
-        self.setbacks.recover(rollout)
+        self.failure_counts.recover(rollout)
         for trainer in self.trainers:
             trainer.see_ready(rollout, self.leader.version)
 
@@ -328,7 +327,7 @@ class State:
         for group in trainer.end_step(version, self.now):
             self._let_go(group)
         if trainer.leads:
-            self.setbacks.end_step(self.now)
+            self.failure_counts.end_step(self.now)
         self.is_stopping = self.is_stopping or self.has_all_steps
 
     def _add_groups(self, event: PromptsDrawn) -> None:
@@ -372,7 +371,7 @@ class State:
 
     def _drop(self, group: Group, reason: str) -> None:
         group.is_dropped = True
-        self.setbacks.drop(group)
+        self.failure_counts.drop(group)
         for trainer in self.trainers:
             self._leave_out(group, trainer, reason)
         del self.groups[group.id]
@@ -383,7 +382,7 @@ class State:
     def _forget(self, rollout: Rollout) -> None:
         if rollout.phase == "finished":
             self.unverified.remove(rollout)
-        self.setbacks.failed.pop(rollout.id, None)
+        self.failure_counts.failed.pop(rollout.id, None)
         del self.rollouts[rollout.id]
 
     def _stop(self, reason: str) -> None:
@@ -409,7 +408,7 @@ class State:
 
     def _fail(self, command: Command, reason: str) -> None:
         what = f"{type(command).__name__}: {reason}"
-        self.setbacks.enter(what)
+        self.failure_counts.enter(what)
         match command:
             case Generate(rollout_id, replica_id):
                 rollout = self.rollouts[rollout_id]
@@ -424,7 +423,7 @@ class State:
             case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
                 pass  # lost: nothing is left to load into
             case PushWeights():  # by itself, unless its trainer is lost
-                self.setbacks.num_failed_pushes += self.pushing is not None
+                self.failure_counts.num_failed_pushes += self.pushing is not None
                 self.pushing = None
             case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
                 self._fail_trainer(self.trainers[command.trainer], what)
@@ -453,7 +452,7 @@ class State:
         if rollout.group.is_dropped:
             self._forget(rollout)
             return
-        self.setbacks.fail(rollout, None if is_lost else self.now)
+        self.failure_counts.fail(rollout, None if is_lost else self.now)
         if rollout.phase == "verifying":
             rollout.phase = "finished"
             self.unverified.append(rollout)

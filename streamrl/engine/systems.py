@@ -8,37 +8,43 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import assert_never
 
-from streamrl.engine.batch import Batch
 from streamrl.engine.engine import Engine, Policy
-from streamrl.engine.first_fleet import make_fleet
-from streamrl.engine.latency import Latency
-from streamrl.engine.lines import WaitingRollouts
+from streamrl.engine.entities import WaitingRollouts
+from streamrl.engine.estimates import Latency, RecentLengths
+from streamrl.engine.failure_counts import FailureCounts
+from streamrl.engine.fleet import make_fleet
 from streamrl.engine.messages import TrainerJoined
-from streamrl.engine.policies.boundary import BatchByBatch, EvenShares
 from streamrl.engine.policies.checkpoint import CheckpointEvery
 from streamrl.engine.policies.dispatch import (
+    BatchByBatch,
     Dealt,
     Dispatch,
+    EvenShares,
+    FirstInFirstOut,
     JustInTime,
     LeastLoaded,
+    LongestFirst,
+    Order,
     Random,
     RoundRobin,
 )
-from streamrl.engine.policies.joined import FollowJoined, LetGo
-from streamrl.engine.policies.left_over import DropLeftOver, KeepLeftOver
-from streamrl.engine.policies.migration import MoveRollouts, MoveStragglers
-from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
-from streamrl.engine.policies.overrun import MoveOverrun
+from streamrl.engine.policies.migration import MoveOverrun, MoveRollouts, MoveStragglers
+from streamrl.engine.policies.oversampling import DropSurplus, KeepSurplus, SkipUniform
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas, Promotion
-from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
-from streamrl.engine.policies.share import LeaveOutShare
+from streamrl.engine.policies.retry import RetryThenDrop, StartOver, StopWithoutProgress, WindDown
+from streamrl.engine.policies.secondary_trainers import (
+    JoinedTrainers,
+    SkipOutsideShare,
+    StopDetached,
+)
 from streamrl.engine.policies.skew import SkewnessAware
-from streamrl.engine.policies.stale import DropStale
-from streamrl.engine.policies.staleness import BoundedAdmission, BoundedBacklog, TakeInLine
-from streamrl.engine.policies.standstill import GiveUp
-from streamrl.engine.policies.streaming import Stream, WholeBatch
-from streamrl.engine.policies.uniform import LeaveOutUniform
-from streamrl.engine.policies.verification import VerifyOnArrival
+from streamrl.engine.policies.staleness import (
+    BoundedAdmission,
+    BoundedBacklog,
+    DropStale,
+    TakeInLine,
+)
+from streamrl.engine.policies.streaming import Stream, VerifyOnArrival, WholeBatch
 from streamrl.engine.policies.weight_sync import (
     AbortAndResume,
     Barrier,
@@ -46,22 +52,18 @@ from streamrl.engine.policies.weight_sync import (
     LoadBetweenBatches,
     LoadInFlight,
 )
-from streamrl.engine.presets import choose_system, window_of
-from streamrl.engine.recent import RecentLengths
-from streamrl.engine.setbacks import Setbacks
+from streamrl.engine.presets import AdmissionWindow, choose_system, window_of
 from streamrl.engine.state import State
-from streamrl.engine.stream_share import StreamShare
-from streamrl.engine.trainer_side import LEADER, TrainerSide
-from streamrl.engine.window import AdmissionWindow
+from streamrl.engine.trainer_side import LEADER, Batch, StreamShare, TrainerSide
 from streamrl.runfile.config import Run
+from streamrl.runfile.files import with_secondary_trainer
+from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
 from streamrl.runfile.policies_config import (
     OrderName,
     PoliciesConfig,
     StreamingName,
     WeightSyncName,
 )
-from streamrl.runfile.pools import most_replicas, replicas_per_node
-from streamrl.runfile.reading import with_follower
 
 PASSES_PER_COMMAND = (
     4  # a streamed command is at most this many fills: work that arrives waits no longer
@@ -79,7 +81,7 @@ def build_policies(run: Run) -> list[Policy]:
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
         KeepReplicas(run.policies.max_restarts, Promotion.of(run)),
         RetryThenDrop(run.policies.max_attempts),
-        GiveUp(run.policies.max_dropped_groups, run.policies.max_step_time),
+        StopWithoutProgress(run.policies.max_dropped_groups, run.policies.max_step_time),
         StartOver(),
         WindDown(),
         CheckpointEvery(LEADER, run.execute.checkpoint_every, run.policies.max_attempts),
@@ -96,7 +98,7 @@ def build_policies(run: Run) -> list[Policy]:
             for trainer in range(LEADER + 1, run.num_trainers)
             for policy in _follow(run, trainer)
         ),
-        FollowJoined(run.num_trainers, _policies_of_joined),
+        JoinedTrainers(run.num_trainers, _policies_of_joined),
     ]
 
 
@@ -111,9 +113,9 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     seen = run.as_seen_by(trainer)
     backlog = run.followers[trainer - 1].backlog
     if run.followers[trainer - 1].takes_share:
-        yield LeaveOutShare(trainer)
+        yield SkipOutsideShare(trainer)
     yield CheckpointEvery(trainer, run.execute.checkpoint_every, run.policies.max_attempts)
-    yield LetGo(trainer)
+    yield StopDetached(trainer)
     yield from _leave_out(run, trainer)
     yield TakeInLine(trainer)
     yield BoundedBacklog(trainer, backlog * run.algorithm.prompts_per_step)
@@ -125,7 +127,7 @@ def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
     promotion = Promotion.of(run) if trainer == LEADER else None
     heirs = () if promotion is None else (promotion.trainer,)
     if any(run.as_seen_by(each).algorithm.leaves_out_uniform for each in (trainer, *heirs)):
-        yield LeaveOutUniform(trainer)
+        yield SkipUniform(trainer)
 
 
 def _leave_over(run: Run, window: AdmissionWindow) -> Iterator[Policy]:
@@ -134,9 +136,9 @@ def _leave_over(run: Run, window: AdmissionWindow) -> Iterator[Policy]:
         return
     match run.policies.left_over:
         case "drop":
-            yield DropLeftOver(window)
+            yield DropSurplus(window)
         case "keep":
-            yield KeepLeftOver(window)
+            yield KeepSurplus(window)
         case _:
             assert_never(run.policies.left_over)
 
@@ -315,7 +317,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         fleet=make_fleet(run),
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
-        setbacks=Setbacks(deque(maxlen=run.policies.max_failures_per_minute)),
+        failure_counts=FailureCounts(deque(maxlen=run.policies.max_failures_per_minute)),
         make_side=partial(_side_that_joins, run),
         sync_every=run.policies.sync_every,
     )
@@ -324,7 +326,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
 def _side_that_joins(run: Run, sides: Sequence[TrainerSide], event: TrainerJoined) -> TrainerSide:
     """Make the side of a trainer that joins, of the run as those that joined before it have made it."""
     before = sides[-1].joined_as or run
-    side = _build_side(joined := with_follower(before, event.follower), event.trainer)
+    side = _build_side(joined := with_secondary_trainer(before, event.follower), event.trainer)
     side.joined_as = joined
     return side
 

@@ -1,4 +1,11 @@
-"""One trainer as the engine sees it: what it has made, what it does, and what of the stream lies ahead of it.
+"""One trainer as the engine sees it: its version, its batch, its queue of groups, and the share of the stream that it takes.
+
+What part of the stream a trainer that follows takes: what is left out is lost to it, with the reason.
+
+A group is judged once it is complete, by what is known then: how far behind its oldest token is, its mean reward, the
+family of its prompt, and last how many came before it that all else lets pass.
+
+One trainer as the engine sees it: what it has made, what it does, and what of the stream lies ahead of it.
 
 Groups are a stream that every trainer reads with a cursor of its own: `line` is what lies ahead of it. The trainer
 that leads sees a group from its draw on, or from when it is complete, as its consumption wants; one that follows
@@ -7,13 +14,15 @@ sees it once it is complete. Each takes what its next step is made of, in its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from streamrl.engine.batch import Batch
-from streamrl.engine.entities import Group, Rollout
-from streamrl.engine.lines import GroupLine
+from streamrl.engine.entities import Group, GroupLine, Rollout
+from streamrl.engine.estimates import StepTimer
 from streamrl.engine.messages import (
+    Command,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -25,9 +34,180 @@ from streamrl.engine.messages import (
     Train,
     Trained,
 )
-from streamrl.engine.pace import Pace
-from streamrl.engine.stream_share import StreamShare
+from streamrl.engine.presets import choose_system
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.keys import join_key, trainer_key
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
+
+
+@dataclass(slots=True)
+class Batch:
+    """Taken groups, and their rollouts in the order in which they became fit for the trainer."""
+
+    trains_whole_groups: bool
+    needs_score: bool
+    groups: dict[int, Group] = field(default_factory=dict)
+    unscored: deque[Rollout] = field(default_factory=deque)
+    """Rollouts to run forward passes of."""
+    trainable: deque[Rollout] = field(default_factory=deque)
+    """Rollouts to train on."""
+    in_hand: list[Rollout] = field(default_factory=list)
+    """Rollouts that the trainer works on."""
+    in_gradient: list[Rollout] = field(default_factory=list)
+    """Rollouts whose gradient the coming step has."""
+
+    def take(self, group: Group) -> None:
+        """Enter that `group` is part of the step, with what is ready of it."""
+        self.groups[group.id] = group
+        is_any_ready = group.num_missing < len(group.rollouts)
+        if not group.num_missing or (is_any_ready and not self.trains_whole_groups):
+            self._supply(r for r in group.rollouts if r.phase == "ready")
+
+    def add_ready(self, rollout: Rollout) -> None:
+        """Enter that a rollout has its reward, if its group was taken."""
+        if rollout.group.id not in self.groups:
+            return
+        if not self.trains_whole_groups:
+            self._supply((rollout,))
+        elif not rollout.group.num_missing:
+            self._supply(rollout.group.rollouts)
+
+    def begin(self, command: Command) -> None:
+        """Take what a command to the trainer is about from the head of its line."""
+        match command:
+            case Score(rollouts):
+                self._hand_over(self.unscored, rollouts)
+            case Train(rollouts):
+                self._hand_over(self.trainable, rollouts)
+            case _:
+                pass  # is about no rollout
+
+    def _hand_over(self, line: deque[Rollout], rollouts: tuple[int, ...]) -> None:
+        """Take `rollouts` from the head of `line` into the trainer's hands."""
+        for rollout_id in rollouts:
+            rollout = line.popleft()
+            if rollout.id != rollout_id:
+                raise ValueError(f"rollout {rollout.id} comes before {rollout_id}")
+            self.in_hand.append(rollout)
+
+    def end(self, event: Scored | Trained) -> None:
+        """Enter that the forward passes of rollouts are done, or that their gradient is accumulated.
+
+        What was left out of the batch meanwhile stays out.
+        """
+        held, self.in_hand = self.in_hand, []
+        if tuple(rollout.id for rollout in held) != event.rollouts:
+            raise ValueError(f"the trainer was not given rollouts {event.rollouts}")
+        wanted = [rollout for rollout in held if rollout.group.id in self.groups]
+        (self.trainable if isinstance(event, Scored) else self.in_gradient).extend(wanted)
+
+    def has_begun(self, group: Group) -> bool:
+        """Return whether the trainer works, or has worked, on any rollout of `group`."""
+        return any(rollout.group is group for rollout in (*self.in_hand, *self.in_gradient))
+
+    def leave_out(self, group: Group) -> bool:
+        """Leave a group out, if it was taken; what the trainer has in hand of it is for the trainer to end."""
+        if self.groups.pop(group.id, None) is None:
+            return False
+        self.in_gradient = [r for r in self.in_gradient if r.group is not group]
+        self.unscored = deque(r for r in self.unscored if r.group is not group)
+        self.trainable = deque(r for r in self.trainable if r.group is not group)
+        return True
+
+    def clear(self) -> list[Group]:
+        """Begin the next batch; return the groups of this one."""
+        groups = list(self.groups.values())
+        self.groups = {}
+        self.in_gradient = []
+        return groups
+
+    def abandon(self) -> list[Group]:
+        """Forget what the trainer has worked on; return the groups that it was to train on."""
+        self.unscored.clear()
+        self.trainable.clear()
+        self.in_hand = []
+        return self.clear()
+
+    def _supply(self, rollouts: Iterable[Rollout]) -> None:
+        (self.unscored if self.needs_score else self.trainable).extend(rollouts)
+
+
+OF_FAMILY = "outside its share: family"
+OF_STALENESS = "outside its share: staleness"
+OF_REWARD = "outside its share: reward"
+OF_COUNT = "outside its share: every"
+"""Why groups are left out: by the key that leaves them out, and the first that does where several would."""
+
+ROUNDING = 1e-9
+"""A mean of rewards such as 0.1 is off by some 1e-17: so much beyond a bound is still within it."""
+
+
+@dataclass(slots=True)
+class StreamShare:
+    """See the module; counts what it lets pass."""
+
+    every: int = 1
+    min_staleness: int = 0
+    max_staleness: float = math.inf
+    min_reward: float = -math.inf
+    max_reward: float = math.inf
+    families: frozenset[str] = frozenset()
+    """Of prompts; all where there are none."""
+    num_passed: int = 0
+    """Groups that all else let pass so far: every so many one is taken, the first of them too."""
+
+    @classmethod
+    def of(cls, follower: SecondaryTrainerConfig) -> StreamShare | None:
+        """Return what a trainer's section says; None where it takes all."""
+        if not follower.takes_share:
+            return None
+        least, most = follower.min_staleness, follower.max_staleness
+        return cls(
+            every=follower.every,
+            min_staleness=0 if least is None else least,
+            max_staleness=math.inf if most is None else most,
+            min_reward=-math.inf if follower.min_reward is None else follower.min_reward,
+            max_reward=math.inf if follower.max_reward is None else follower.max_reward,
+            families=frozenset(follower.families),
+        )
+
+    def leaves_out(self, group: Group, version: int) -> str | None:
+        """Return why a complete group is left out, the leading trainer being at `version`; None where it is taken."""
+        if self.families and group.family not in self.families:
+            return OF_FAMILY
+        if not self.min_staleness <= _staleness(group, version) <= self.max_staleness:
+            return OF_STALENESS
+        reward = _mean_reward(group)
+        if not self.min_reward - ROUNDING <= reward <= self.max_reward + ROUNDING:
+            return OF_REWARD
+        self.num_passed += 1
+        return None if (self.num_passed - 1) % self.every == 0 else OF_COUNT
+
+
+def check_reach(run: Run) -> None:
+    """Raise `RunError` where no group is ever as stale as a trainer wants it: the leader's bound holds for all."""
+    system = choose_system(run.policies)
+    if not system.keeps_bound:
+        return
+    most = system.staleness_bound
+    for number, follower in enumerate(run.followers, start=1):
+        if (least := follower.min_staleness) is not None and least > most:
+            key = join_key(trainer_key(number), "min_staleness")
+            why = f"as policies.system {run.policies.system!r} lets no rollout be further behind"
+            text = f"{key} must be at most {most}, {why}, got {least}"
+            raise RunError(key, least, Bounds(0, most), text, ("policies.max_staleness",))
+
+
+def _staleness(group: Group, version: int) -> int:
+    """Return how many versions the oldest token of a group is behind the leader's."""
+    born = [rollout.born for rollout in group.rollouts if rollout.born is not None]
+    return version - min(born, default=version)
+
+
+def _mean_reward(group: Group) -> float:
+    return math.fsum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
+
 
 LEADER = 0
 """Trainer whose versions replicas load."""
@@ -88,7 +268,7 @@ class TrainerSide:
     """What broke beyond what a retry can mend."""
 
     line: GroupLine = field(default_factory=GroupLine)
-    pace: Pace = field(default_factory=Pace)
+    pace: StepTimer = field(default_factory=StepTimer)
     num_trained: int = 0
     """Rollouts that its steps were made of, those of steps that were rolled back left out."""
     lost: dict[str, int] = field(default_factory=dict)

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import NamedTuple, assert_never
 
 from streamrl.hardware.model_shape import BYTES, LatentAttention, ModelShape
-from streamrl.hardware.slices import stage_layers
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.hardware.parallelism import stage_layers
+from streamrl.runfile.roles_config import TrainerConfig
 
 EAGER_LOGIT_BYTES = 16
 """Bytes a logit where one operation follows the other: the logit in 16 bits, its float32 copy, their log-softmax and
@@ -112,7 +112,7 @@ def layer_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> tuple[
     share each expert hold each other's copies.
     """
     found = layer_activations(model)
-    if trainer.deals_experts:
+    if trainer.shards_experts:
         found = found._replace(dispatched=trainer.expert_slices * found.dispatched)
     if trainer.kernels != "fused":
         found = found._replace(dispatched=2 * found.dispatched)

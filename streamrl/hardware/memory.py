@@ -1,4 +1,11 @@
-"""What fits: bytes on one GPU of each side, item by item, and how many tokens of KV cache a replica holds.
+"""Whether a run fits: bytes on a GPU of replicas, trainer and reward model, item by item, and in the memory of hosts.
+
+What an inference engine takes of a GPU beside weights and KV cache: the fullest moment of a forward pass.
+
+vLLM runs one pass of as many tokens as it may, samples for as many rollouts as may run, and gives the cache what is
+then left of `memory_utilization`. CUDA graphs are captured later, outside of that share.
+
+What fits: bytes on one GPU of each side, item by item, and how many tokens of KV cache a replica holds.
 
 | on a GPU of the trainer | none of it waits in host memory | with `trainer.offload`              |
 |-------------------------|---------------------------------|-------------------------------------|
@@ -13,25 +20,128 @@ Of an actor that learns adapters, gradients and optimizer are of these alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
+from math import inf
+from pathlib import Path
+from typing import NamedTuple, assert_never
+
+from msgspec.structs import replace
 
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
-from streamrl.hardware.formats import shard_weight_bytes
-from streamrl.hardware.linear_layers import lora_parameters
-from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.hugging_face import read_config_json
+from streamrl.hardware.model_shape import BYTES, ModelShape, lora_parameters
+from streamrl.hardware.parallelism import (
+    check_split,
+    replica_shards,
+    split_over_stages,
+    stage_layers,
+)
 from streamrl.hardware.precision import (
+    kept_bytes,
     rollout_precision,
+    shard_weight_bytes,
     trained_dtype,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.replica_shards import over_stages
-from streamrl.hardware.slices import stage_layers
-from streamrl.hardware.split import check_split
-from streamrl.hardware.stage_bytes import StageBytes, stage_bytes
-from streamrl.hardware.workspace import workspace_bytes
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import RunError
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.keys import pool_key
+from streamrl.runfile.roles_config import REWARD_MODEL, SpeculativeConfig, TrainerConfig
+from streamrl.runfile.workload_config import HUB
+
+PREFILL_CHUNK = 8192
+"""Tokens of one forward pass: vLLM's default of max_num_batched_tokens for throughput."""
+SAMPLE_BYTES = 20
+"""Bytes a logit while sampling: logits and probabilities in float32, sorted ones, and their places in 64 bits."""
+
+
+def workspace_bytes(
+    model: ModelShape,
+    dtype: str,
+    max_running: int,
+    tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+) -> float:
+    """Return the bytes on one GPU that a pass of `PREFILL_CHUNK` tokens or sampling needs, whichever is more.
+
+    A pass holds the residual stream, its norm and the widest of its blocks: gate, up and their product. Logits
+    of every rollout are whole on each GPU.
+    """
+    width = max(2, BYTES.get(dtype, 2))
+    mlp = 3.0 * model.intermediate_size / tensor_parallel if model.num_dense_layers else 0.0
+    routed = 0.0
+    if model.experts is not None:
+        split = max(tensor_parallel, expert_parallel)
+        chosen = model.experts.experts_per_token
+        routed = chosen * (3.0 * model.experts.intermediate_size + model.hidden_size) / split
+    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim / tensor_parallel
+    a_pass = PREFILL_CHUNK * (2 * model.hidden_size + max(mlp, routed, attention)) * width
+    return max(a_pass, float(max_running) * model.vocab_size * SAMPLE_BYTES)
+
+
+def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
+    """Return the shape of a draft: one layer of the model, with attention to everything, where no other is named.
+
+    A module for multi-token prediction has a product of two hidden sizes beside it (DeepSeek-V3, arXiv 2412.19437, section 2.2),
+    which is not counted.
+    """
+    if config.model is not None:
+        return load_model(ModelConfig(name=config.model))
+    experts = model.experts and replace(model.experts, num_dense_layers=0)
+    window = {"sliding_window": None, "num_window_layers": None}
+    return replace(model, num_layers=1, experts=experts, linear=None, **window)
+
+
+def draft_bytes(run: Run, model: ModelShape) -> tuple[float, float]:
+    """Return the bytes of a draft's weights on a GPU of a replica, and those that a token leaves in its cache there.
+
+    It is in the formats of the replica. A module shares embedding and head with its model.
+    """
+    rollout, own = run.rollout, rollout_precision(run)
+    if rollout.drafts is None:
+        return 0.0, 0.0
+    draft, degree = draft_of(model, rollout.drafts), rollout.tensor_parallel
+    experts = rollout.expert_parallel if draft.experts is not None else 1
+    weights = shard_weight_bytes(draft, own.weights, own.wide, degree, experts)
+    if rollout.drafts.model is None:
+        num_tables = 1 if draft.has_tied_embeddings else 2
+        weights -= num_tables * draft.num_embedding_parameters / degree * BYTES[own.wide]
+    return weights, draft.shard_kv_bytes_per_token(own.cache, degree)
+
+
+class StageBytes(NamedTuple):
+    """What a GPU of one stage holds."""
+
+    weights: float
+    """Of the model, in `rollout.dtype`, scales among them."""
+    draft: float
+    """Weights of what drafts tokens."""
+    token: float
+    """Keys and values of one token in `rollout.kv_dtype`, of model and draft."""
+
+    @property
+    def held(self) -> float:
+        """Bytes of all weights."""
+        return self.weights + self.draft
+
+
+def stage_bytes(run: Run, model: ModelShape) -> list[StageBytes]:
+    """Return what a GPU of each stage holds of a model, the first stage first.
+
+    Raises:
+        RunError: as `replica_shards`.
+    """
+    own, rollout = rollout_precision(run), run.rollout
+    per_layer = model.shard_kv_bytes_per_token(own.cache, rollout.tensor_parallel)
+    per_layer /= model.num_layers
+    draft, drafted = draft_bytes(run, model)
+    found = []
+    for shard in replica_shards(model, rollout):
+        sizes = (shard.parameters, shard.linear_parameters)
+        weights = kept_bytes(*sizes, own.weights, own.wide, model.hidden_size)
+        found.append(StageBytes(weights, draft, per_layer * shard.num_layers + drafted))
+    return found
+
 
 OPTIMIZER_BYTES = 12
 """Bytes a parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
@@ -40,7 +150,7 @@ GRADIENT_BYTES = 4
 ROOMY = 0.9
 """Share of a GPU past which a trainer is tight: buffers of collectives and what the allocator cannot use are not
 counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
-LARGE = 0.1
+LARGE_MODEL = 0.1
 """Share of a trainer's bytes past which logits are worth a word."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO 3 holds whole: the one that computes and the one that is fetched meanwhile."""
@@ -252,12 +362,12 @@ def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
     shard = shard_parameters(model, trainer) * trainer.pipeline_parallel
-    return over_stages(model, shard, trainer.pipeline_parallel, trainer.tensor_parallel)
+    return split_over_stages(model, shard, trainer.pipeline_parallel, trainer.tensor_parallel)
 
 
 def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
     """Parameters of experts on one GPU, where ranks share them out, on average over pipeline stages."""
-    if model.experts is None or not trainer.deals_experts:
+    if model.experts is None or not trainer.shards_experts:
         return 0.0
     routed = model.num_expert_layers * model.experts.num_experts * model.expert_parameters
     return routed / trainer.expert_ranks / trainer.pipeline_parallel
@@ -337,12 +447,12 @@ def check_trainer_memory(run: Run, key: str) -> None:
             f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{trainer.data_parallel}, {context}tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
-            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_way_out(run, key, items)}",
+            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_suggest_fixes(run, key, items)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),
         )
 
 
-def _way_out(run: Run, key: str, items: dict[str, float]) -> str:
+def _suggest_fixes(run: Run, key: str, items: dict[str, float]) -> str:
     """Name the switches that are still open."""
     ways = []
     if not run.trainer.offload and num_models(run) > 1:
@@ -351,7 +461,9 @@ def _way_out(run: Run, key: str, items: dict[str, float]) -> str:
         ways.append(f"{key}.offload=true lets the optimizer wait in host memory")
     if run.trainer.recompute != "full":
         ways.append(f'{key}.recompute="full" keeps fewer activations')
-    if run.trainer.logits != "chunked" and items.get("logits", 0.0) > LARGE * sum(items.values()):
+    if run.trainer.logits != "chunked" and items.get("logits", 0.0) > LARGE_MODEL * sum(
+        items.values()
+    ):
         ways.append(f'{key}.logits="chunked" holds few logits at once')
     return f"; {', '.join(ways)}" if ways else ""
 
@@ -360,3 +472,127 @@ def _steps_alone(run: Run, items: dict[str, float]) -> bool:
     """Whether a GPU holds what a step of the optimizer takes, once passes have left it."""
     taken = items["weights"] + items["gradients"] + items["optimizer"]
     return taken <= load_gpu(run.cluster.pools[run.trainer.pool].gpu).usable_memory
+
+
+def check_host_memory(run: Run, key: str = "trainer") -> None:
+    """Raise `RunError` where the models that `trainer.offload` moves out do not fit the host memory of a node.
+
+    `key` is the section of the trainer of `run`.
+    """
+    need, held = offloaded_bytes(run), host_memory(run)
+    if need > held:
+        raise RunError(
+            f"{key}.offload",
+            True,
+            None,
+            f"{key}.offload: {need / 1e9:.0f} GB wait in the host memory of a node, but "
+            f"{pool_key(run.trainer.pool, 'host_memory')} is {held / 1e9:.0f} GB",
+            (f"{key}.data_parallel", pool_key(run.trainer.pool, "host_memory")),
+        )
+
+
+def host_memory(run: Run) -> float:
+    """Return the bytes of host memory of a node of the trainer; without end where none is known to bind."""
+    pool = run.cluster.pools[run.trainer.pool]
+    if pool.host_memory is not None:
+        return pool.host_memory
+    share = load_gpu(pool.gpu).host_memory
+    return inf if share is None else share * pool.gpus_per_node
+
+
+def offloaded_bytes(run: Run) -> float:
+    """Bytes of a node's GPUs of the trainer that wait in its host memory at most: all but the model at work."""
+    if not run.trainer.offload:
+        return 0.0
+    model = load_model(run.model)
+    states = model_states(model, run.trainer, trained_dtype(run))
+    others, trained = num_models(run) - 1, trained_models(run)
+    a_gpu = max(others * state.weights + trained * state.optimizer for state in states)
+    num_gpus = min(run.cluster.pools[run.trainer.pool].gpus_per_node, run.trainer.num_gpus)
+    return num_gpus * a_gpu
+
+
+def check_sync_buffer(run: Run) -> None:
+    """Raise `RunError` where a replica has no room for a bucket of the weights that it is sent.
+
+    The bucket comes beside what `rollout.memory_utilization` gives weights and cache; GPUs that train too are
+    sent theirs between themselves.
+    """
+    if run.shares_gpus or run.sync.mode != "full":
+        return
+    gpu = load_gpu(run.cluster.pools[run.rollout.pool].gpu)
+    room = gpu.usable_memory * (1 - run.rollout.memory_utilization)
+    bucket = min(run.sync.bucket_size, weight_bytes(run))
+    if bucket > room:
+        raise RunError(
+            "sync.bucket_size",
+            run.sync.bucket_size,
+            Bounds(0, room),
+            f"sync.bucket_size must fit beside rollout.memory_utilization "
+            f"{run.rollout.memory_utilization:g} of {gpu.name}, which leaves {room / 1e9:.2f} GB, "
+            f"got {bucket / 1e9:.2f} GB",
+            ("rollout.memory_utilization",),
+        )
+
+
+def reward_model_key(run: Run) -> str:
+    """Return the key of a run's reward model."""
+    places = (at for at, each in enumerate(run.verifier.reward) if each.scorer == REWARD_MODEL)
+    return f"verifier.reward.{next(places)}.model"
+
+
+def reward_shape(run: Run) -> ModelShape | None:
+    """Return the shape of a run's reward model; None where it has none, or one of the hub, whose shape is not here.
+
+    Raises:
+        RunError: its directory has no config.json that is known.
+    """
+    reward = run.verifier.reward_model
+    if reward is None or reward.model is None or reward.model.startswith(HUB):
+        return None
+    try:
+        return read_config_json(Path(reward.model) / "config.json")
+    except RunError as error:
+        key = reward_model_key(run)
+        text = str(error).replace("model.path", key, 1)
+        raise RunError(key, reward.model, text=text) from None
+
+
+def reward_model_bytes(run: Run) -> dict[str, float]:
+    """Return the bytes on a GPU of the verifier's, by what takes them; nothing where the shape is not known.
+
+    Its head has one output in place of one for each token, which takes next to nothing.
+    """
+    shape = reward_shape(run)
+    if shape is None:
+        return {}
+    verifier, dtype = run.verifier, run.model.dtype
+    degree = max(1, verifier.gpus_per_worker)
+    parameters = shape.num_parameters
+    if not shape.has_tied_embeddings:
+        parameters -= shape.vocab_size * shape.hidden_size
+    chunks = max(verifier.max_tokens_per_pass, longest_sequence(run)) / PREFILL_CHUNK
+    return {
+        "weights": parameters * BYTES[dtype] / degree,
+        "workspace": workspace_bytes(shape, dtype, 0, degree) * chunks,
+    }
+
+
+def check_reward_memory(run: Run) -> None:
+    """Raise `RunError` where a GPU of the verifier's pool does not hold the reward model, with the numbers."""
+    items, pool = reward_model_bytes(run), run.verifier.pool
+    if not items or pool is None:
+        return
+    gpu = load_gpu(run.cluster.pools[pool].gpu)
+    need = sum(items.values())
+    if need > gpu.usable_memory:
+        listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
+        degree = run.verifier.gpus_per_worker
+        raise RunError(
+            "verifier.gpus_per_worker",
+            degree,
+            None,
+            f"verifier: {need / 1e9:.1f} GB a GPU ({listed}) of the reward model with gpus_per_worker={degree}, but "
+            f"{gpu.name} has {gpu.usable_memory / 1e9:.1f} GB for tensors",
+            ("verifier.pool", "verifier.max_tokens_per_pass"),
+        )

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar, assert_never
 
 import msgspec
 
-from streamrl.hardware.config_json import read_config_json
+from streamrl.hardware.hugging_face import read_config_json
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
@@ -22,7 +22,7 @@ from streamrl.runfile.keys import pool_key
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 FORMATS_COMPUTED = (*BYTES, "mxfp8", "int8", "nvfp4")
-"""What products may be computed in; `streamrl.hardware.formats` says how the narrow ones are kept."""
+"""What products may be computed in; `streamrl.hardware.precision` says how the narrow ones are kept."""
 PROFILES = Path(__file__).parents[1] / "profiles"
 
 _Profile = TypeVar("_Profile")

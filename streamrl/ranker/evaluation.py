@@ -5,7 +5,7 @@ prompt length   longer prompts have longer outputs?
 family          the mean of its task family; only of several families together
 text            fitted to the other prompts' texts
 N past          the mean log length of N other outputs of the prompt
-prior + N past  their posterior: see `streamrl.workload.posterior`
+prior + N past  their posterior: see `streamrl.workload.length_posterior`
 hindsight       the mean log length of all other outputs of the prompt: what a ranker of prompts comes to in the end
 
 A figure is of one output of each prompt, averaged over outputs; its standard error is over prompts, by bootstrap.
@@ -19,11 +19,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.ranker.known_lengths import KnownPrompt, families_of
-from streamrl.ranker.score_files import PROMPT, TOKENS, ScoreFile
+from streamrl.ranker.score_files import PROMPT, TOKENS, KnownPrompt, ScoreFile, families_of
 from streamrl.ranker.text_ranker import LEAST_PROMPTS, folds, held_out
-from streamrl.workload.posterior import KnownGroup, Posterior
-from streamrl.workload.ranker import recall_at
+from streamrl.workload.length_posterior import KnownGroup, Posterior
+from streamrl.workload.simulated_ranker import recall_at
 
 Floats = npt.NDArray[np.float64]
 

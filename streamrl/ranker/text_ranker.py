@@ -1,4 +1,6 @@
-"""A ranker of prompts by text: words and shape against log length, by ridge or by boosted trees.
+"""A ranker of prompts by text: features, ridge regression and boosted trees, and its file.
+
+A ranker of prompts by text: words and shape against log length, by ridge or by boosted trees.
 
 Which of the two, and how strongly ridge is held back, cross-validation over prompts decides. What is fitted is arrays
 alone, so that a file of it can hold nothing that runs.
@@ -6,17 +8,105 @@ alone, so that a file of it can hold nothing that runs.
 
 from __future__ import annotations
 
+import json
+import re
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.ranker.shape import NAMES, shape_of
-from streamrl.ranker.trees import Trees, boost
-
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+NUM_TREES, DEPTH, RATE, SHARE = 200, 3, 0.05, 0.7
+"""Small steps of shallow trees on part of the prompts each: the usual remedy against few examples (Friedman 2002)."""
+LEAF = -1  # scikit-learn's mark of a node without children
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Nodes of trees of at most `DEPTH`, [trees, nodes]; a leaf is its own child."""
+
+    feature: Ints
+    threshold: Floats
+    left: Ints
+    right: Ints
+    value: Floats
+
+    def predict(self, columns: Floats) -> Floats:
+        """Return the sum over trees for each row of `columns` [rows, features]."""
+        columns = columns.astype(np.float32)  # as scikit-learn compares them
+        rows = np.arange(len(columns))
+        total = np.zeros(len(columns))
+        for tree in range(len(self.feature)):
+            node = np.zeros(len(columns), dtype=np.int64)
+            for _ in range(DEPTH):
+                goes_left = columns[rows, self.feature[tree][node]] <= self.threshold[tree][node]
+                node = np.where(goes_left, self.left[tree][node], self.right[tree][node])
+            total += self.value[tree][node]
+        return total
+
+
+def boost(columns: Floats, targets: Floats) -> tuple[float, Trees]:
+    """Grow trees; return what they start from and the trees."""
+    from sklearn.ensemble import GradientBoostingRegressor
+
+    model = GradientBoostingRegressor(
+        n_estimators=NUM_TREES, max_depth=DEPTH, learning_rate=RATE, subsample=SHARE, random_state=0
+    ).fit(columns, targets)
+    grown = [stage[0].tree_ for stage in model.estimators_]
+    size = max(tree.node_count for tree in grown)
+    nodes = np.arange(size)
+    feature, threshold, left, right, value = [], [], [], [], []
+    for tree in grown:
+        own = nodes[: tree.node_count]
+        is_leaf = tree.children_left == LEAF
+        feature.append(_padded(np.where(is_leaf, 0, tree.feature), size))
+        threshold.append(_padded(tree.threshold, size))
+        left.append(_padded(np.where(is_leaf, own, tree.children_left), size))
+        right.append(_padded(np.where(is_leaf, own, tree.children_right), size))
+        value.append(_padded(RATE * tree.value[:, 0, 0], size))
+    whole = (np.array(feature, dtype=np.int64), np.array(threshold))
+    children = np.array(left, dtype=np.int64), np.array(right, dtype=np.int64)
+    return float(targets.mean()), Trees(*whole, *children, np.array(value))
+
+
+def _padded(values: npt.NDArray[np.generic], size: int) -> npt.NDArray[np.generic]:
+    return np.pad(values, (0, size - len(values)))
+
+
+NUMBER = re.compile(r"\d+")
+MOST_DIGITS = 15  # of a number whose size counts: a float holds it, and none asks for so much
+COUNTED = ("+-*/=^<>", "\\", "\n", "?", ",.;:", "([{", "_$")
+"""Sets of characters; how many of each a prompt has."""
+NAMES = ("characters", "words", "numbers", "largest", "last", "sum", "upper", *COUNTED)
+
+
+def text_features(texts: Sequence[str]) -> Floats:
+    """Return the features of prompts [prompts, len(NAMES)], each log(1 + a count or a size)."""
+    return np.log1p(
+        np.array([_features(text) for text in texts], dtype=np.float64).reshape(-1, len(NAMES))
+    )
+
+
+def _features(text: str) -> list[float]:
+    numbers = [float(digits[:MOST_DIGITS]) for digits in NUMBER.findall(text)] or [0.0]
+    return [
+        len(text),
+        len(text.split()),
+        len(numbers),
+        max(numbers),
+        numbers[-1],
+        sum(numbers),
+        sum(map(str.isupper, text)),
+        *(sum(map(text.count, symbols)) for symbols in COUNTED),
+    ]
+
+
 Fit = Callable[["Features", Floats], "Regression"]
 
 FOLDS = 5  # of prompts, each of which is scored by a ranker fitted to the others
@@ -84,7 +174,7 @@ class TextRanker:
         return found
 
     def _features(self, texts: Sequence[str]) -> Features:
-        shape = (shape_of(texts) - self.means) / self.spreads
+        shape = (text_features(texts) - self.means) / self.spreads
         return Features(make_vectorizer(self.words, self.idf).transform(texts), shape)
 
 
@@ -116,7 +206,7 @@ def fit_text(texts: Sequence[str], lengths: Floats, seed: int = 0) -> TextRanker
     Raises:
         ValueError: there are too few prompts, or scikit-learn is missing.
     """
-    vectorizer, features, means, spreads = _read(texts)
+    vectorizer, features, means, spreads = _read_texts(texts)
     fits = {f"ridge {penalty:g}": _ridge(penalty) for penalty in PENALTIES} | {
         "boosting": _boosting
     }
@@ -143,7 +233,7 @@ def folds(
     return [(np.flatnonzero(fold_of == k), np.flatnonzero(fold_of != k)) for k in range(num_folds)]
 
 
-def _read(texts: Sequence[str]) -> tuple[Any, Features, Floats, Floats]:
+def _read_texts(texts: Sequence[str]) -> tuple[Any, Features, Floats, Floats]:
     """Return what reads words, the features of prompts, and the means and spreads of their shapes."""
     if len(texts) < LEAST_PROMPTS:
         raise ValueError(
@@ -155,7 +245,7 @@ def _read(texts: Sequence[str]) -> tuple[Any, Features, Floats, Floats]:
     except ValueError:  # no word is in two prompts
         vectorizer = make_vectorizer([""], np.ones(1))
         words = vectorizer.transform(texts)
-    shape = shape_of(texts)
+    shape = text_features(texts)
     means, spreads = shape.mean(axis=0), shape.std(axis=0)
     spreads[spreads == 0] = 1.0
     return vectorizer, Features(words, (shape - means) / spreads), means, spreads
@@ -196,3 +286,65 @@ def _boosting(features: Features, lengths: Floats) -> Regression:
     start, trees = boost(columns, lengths)
     zeros = np.zeros(features.words.shape[1]), np.zeros(len(NAMES))
     return Regression(start, *zeros, topics, trees)
+
+
+FORMAT = 1
+ARRAYS = ("idf", "means", "spreads", "of_words", "of_shape")
+TREES = ("feature", "threshold", "left", "right", "value")
+
+
+def write_ranker(path: Path, ranker: TextRanker) -> None:
+    """Write a ranker to a file, whatever its name ends in."""
+    regression = ranker.regression
+    arrays = {name: getattr(ranker, name, None) for name in ARRAYS[:3]}
+    arrays |= {name: getattr(regression, name) for name in ARRAYS[3:]}
+    if regression.trees is not None:
+        arrays |= {name: getattr(regression.trees, name) for name in TREES}
+        arrays["topics"] = regression.topics
+    header = {
+        "format": FORMAT,
+        "kind": ranker.kind,
+        "intercept": regression.intercept,
+        "words": ranker.words,
+    }
+    text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    with path.open("wb") as file:
+        np.savez_compressed(file, header=text, **arrays)  # type: ignore[arg-type]  # arrays by name
+
+
+def read_ranker(path: Path) -> TextRanker:
+    """Read what `write_ranker` wrote.
+
+    Raises:
+        ValueError: naming the file, and what is wrong with it.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return _read_arrays({name: arrays[name] for name in arrays.files})
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path}: not a ranker that `streamrl ranker fit` wrote: {error}"
+        ) from None
+
+
+def _read_arrays(
+    arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]],
+) -> TextRanker:
+    header = json.loads(arrays["header"].tobytes())
+    if header["format"] != FORMAT:
+        raise ValueError(f"of format {header['format']!r}, not {FORMAT}")
+    words = tuple(map(str, header["words"]))
+    if not len(words) == len(arrays["idf"]) == len(arrays["of_words"]):
+        raise ValueError("words and weights differ in number")
+    trees = Trees(*(arrays[name] for name in TREES)) if "topics" in arrays else None  # type: ignore[arg-type]  # whole numbers among them
+    regression = Regression(
+        float(header["intercept"]),
+        arrays["of_words"],
+        arrays["of_shape"],
+        arrays.get("topics"),
+        trees,
+    )
+    idf, means, spreads = (arrays[name] for name in ARRAYS[:3])
+    return TextRanker(words, idf, means, spreads, regression, str(header["kind"]))

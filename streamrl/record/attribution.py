@@ -1,7 +1,7 @@
 """Where the GPU-seconds of a run went: busy by activity, idle by cause, together all of them.
 
 Of the seconds in which replicas decode, those that full batches would not have needed are "underfilled": busy, not
-idle, and lost all the same (`streamrl.record.underfilled`).
+idle, and lost all the same (`streamrl.record.decode_efficiency`).
 
 cause         who                           waits for
 start-up      replica, trainer, verifier    itself, or the replicas that come up with it
@@ -39,17 +39,15 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from streamrl.engine.presets import choose_system
+from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
-from streamrl.hardware.tables import Floats
-from streamrl.record.counts import ChangeReader, Counts
-from streamrl.record.entries import Entry
-from streamrl.record.generation_parts import Parts, PartsReader
-from streamrl.record.ledger import Ledger
+from streamrl.hardware.operator_tables import Floats
+from streamrl.record.decode_efficiency import Parts, PartsReader, YieldSource
+from streamrl.record.interval_sums import IntervalSums
+from streamrl.record.state_counts import ChangeReader, Counts
 from streamrl.record.timeline import Timeline, TimelineReader
-from streamrl.record.trace import Trace
-from streamrl.record.underfilled import YieldSource
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides import kind_name
+from streamrl.runfile.gpu_pools import kind_name
 
 UNDERFILLED = "underfilled"
 BUSY = ("prefill", "decode", UNDERFILLED, "score", "train", "verify")
@@ -66,7 +64,7 @@ IDLE = (
     "wind-down",
 )
 TRAINER, SHARED, VERIFIER = "trainer", "shared", "verifier"
-"""Names of sides, as in `streamrl.runfile.sides`; replicas and a trainer that follows have their own."""
+"""Names of sides, as in `streamrl.runfile.gpu_pools`; replicas and a trainer that follows have their own."""
 
 
 class Attribution(NamedTuple):
@@ -112,7 +110,7 @@ class AttributionReader:
         self._timeline = TimelineReader()
         self._changes = ChangeReader(run, is_endless=trace.is_endless, joined=trace.joined)
         self._parts = PartsReader(run, trace.decode)
-        self._seconds = Ledger[tuple[str, str]]()
+        self._seconds = IntervalSums[tuple[str, str]]()
         """GPU-seconds of each side by activity or cause."""
         self._here: dict[tuple[str, str], float] = defaultdict(float)
         """Those of the slot that the sweep is in."""
@@ -249,7 +247,7 @@ def _all_shares(
         yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
     for number, follower in enumerate(run.followers, start=1):
         num_gpus = 0 if counts.trainers[number]["away"] else follower.num_gpus
-        yield follower.name, _follower_activity(counts, number), num_gpus
+        yield follower.name, _secondary_trainer_activity(counts, number), num_gpus
     if run.verifier.num_gpus:
         yield from _verifier_shares(counts, run, is_on_policy)
 
@@ -313,7 +311,7 @@ def _leader_activity(counts: Counts) -> str:
     return _lack(counts, LEADER) or ("sync" if _is_syncing(counts) else "pipeline")
 
 
-def _follower_activity(counts: Counts, trainer: int) -> str:
+def _secondary_trainer_activity(counts: Counts, trainer: int) -> str:
     """Return what a trainer that follows does, or waits for: complete groups, of which the leader decides."""
     found = _work(counts, trainer) or _lack(counts, trainer)
     if found is not None:

@@ -1,4 +1,6 @@
-"""A run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+"""Write a run as a Chrome trace for ui.perfetto.dev and chrome://tracing.
+
+A run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
     process     tracks
     replicas    a thread a replica with its activities; its rollouts as overlapping (async) slices; how many run on all,
@@ -14,12 +16,409 @@ array of the same events, which need not be in order of time and whose closing b
 
 from __future__ import annotations
 
-import msgspec
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Literal, TypeAlias
 
-from streamrl.record.chrome_events import ChromeReader
-from streamrl.record.chrome_format import TraceEvent
-from streamrl.record.trace import Trace, blaming_damage
-from streamrl.record.underfilled import read_underfilled
+import msgspec
+import numpy as np
+
+from streamrl.engine.messages import (
+    Drop,
+    Failed,
+    Generate,
+    Generated,
+    PromptsDrawn,
+    ReplicaLost,
+    RunStarted,
+    Step,
+    Stepped,
+    Train,
+    TrainerJoined,
+    TrainerLost,
+    TrainerStarted,
+    TrainerStopped,
+)
+from streamrl.engine.trace import DecodeYield, Entry, Trace, blaming_damage
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.decode_efficiency import DecodingReader, Underfilled, lost_of, read_underfilled
+from streamrl.record.timeline import Span, Timeline, TimelineReader
+from streamrl.runfile.config import Run
+from streamrl.runfile.gpu_pools import trainer_names
+
+REPLICAS, TRAINERS, LINKS, VERIFIERS = 1, 2, 3, 4
+PROCESSES = {REPLICAS: "replicas", TRAINERS: "trainers", LINKS: "links", VERIFIERS: "verifiers"}
+MICROSECONDS = 1e6
+
+Arguments: TypeAlias = dict[str, str | int | float]
+Thread: TypeAlias = tuple[int, int]
+"""Process, and thread of it."""
+
+
+class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One trace event: X slice, b and e ends of an async slice, C counter, i instant, M metadata.
+
+    Every event says its thread: where `tid` is absent, Perfetto takes the thread numbered as the process is.
+    """
+
+    ph: Literal["X", "b", "e", "C", "i", "M"]
+    name: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float | None = None
+    cat: str = ""
+    id: int | None = None
+    s: Literal["g", ""] = ""
+    """Scope of an instant: g is the whole trace."""
+    args: Arguments | None = None
+
+
+def slice_event(span: Span, thread: Thread) -> TraceEvent:
+    """Return a slice of a thread."""
+    start, end = microseconds(span.start), microseconds(span.end)
+    return TraceEvent(
+        ph="X",
+        name=span.activity,
+        pid=thread[0],
+        tid=thread[1],
+        ts=start,
+        dur=end - start,
+        args={"what": span.label} if span.label else None,
+    )
+
+
+def rollout_event(
+    ph: Literal["b", "e"], replica: int, attempt: int, ts: float, args: Arguments | None
+) -> TraceEvent:
+    """Return an end of a rollout's slice, which is of its replica."""
+    return TraceEvent(
+        ph=ph,
+        name=f"rollouts of replica {replica}",
+        cat="rollout",
+        pid=REPLICAS,
+        tid=replica,
+        id=attempt,
+        ts=ts,
+        args=args,
+    )
+
+
+def name_thread(pid: int, tid: int, name: str) -> Iterator[TraceEvent]:
+    """Yield the name of a thread, and its place among the others."""
+    yield metadata_event("thread_name", pid, tid, {"name": name})
+    yield metadata_event("thread_sort_index", pid, tid, {"sort_index": tid})
+
+
+def metadata_event(name: str, pid: int, tid: int, args: Arguments) -> TraceEvent:
+    """Return what names a process or a thread, or gives it its place."""
+    return TraceEvent(ph="M", name=name, pid=pid, tid=tid, ts=0.0, args=args)
+
+
+def counter_event(name: str, pid: int, time: float, value: float) -> TraceEvent:
+    """Return what a counter says from an instant on."""
+    return TraceEvent(
+        ph="C", name=name, pid=pid, tid=0, ts=microseconds(time), args={"value": value}
+    )
+
+
+def instant_event(name: str, time: float) -> TraceEvent:
+    """Return a mark over the whole trace."""
+    return TraceEvent(ph="i", name=name, pid=TRAINERS, tid=0, ts=microseconds(time), s="g")
+
+
+def microseconds(seconds: float) -> float:
+    """Return microseconds to the nanosecond, which is as fine as viewers go."""
+    return round(max(seconds, 0.0) * MICROSECONDS, 3)
+
+
+BEFORE = 1e-6
+"""Seconds before an event at which a block is cut, so that nothing but the cut happens at that instant."""
+
+
+class ChromeReader:
+    """Reads a run block by block; what it keeps is what is under way, and rollouts that wait to be trained on."""
+
+    def __init__(self, run: Run, curves: Sequence[DecodeYield] = ()) -> None:
+        """Take the run file, and what a full batch of each kind of replica yields.
+
+        Without curves nothing is told of underfilled GPUs: that takes the whole run, see `count_underfilled`.
+        """
+        self._run = run
+        self._curves = curves
+        self._timeline = TimelineReader()
+        self._decoding = DecodingReader()
+        self._rollouts = _Rollouts()
+        self._trainers = trainer_names(run)
+        self._versions = [0] * run.num_trainers
+        self._cut_at = -inf
+        """Where the last block ended."""
+        self._cut: dict[Thread, Span] = {}
+        """By thread: what went on then."""
+        self._named: set[int] = set()
+        self._kinds: dict[int, int] = {}
+        self._running = _Counter("running rollouts")
+        self._underfilled = _Counter("underfilled GPUs")
+
+    def names(self) -> Iterator[TraceEvent]:
+        """Name processes and threads, and keep trainers in order; replicas are named as they come."""
+        shown = {pid: name for pid, name in PROCESSES.items() if pid != VERIFIERS}
+        if self._run.verifier.num_gpus:
+            shown[VERIFIERS] = PROCESSES[VERIFIERS]
+            yield metadata_event("thread_name", VERIFIERS, 0, {"name": "verifier"})
+        for pid, name in shown.items():
+            yield metadata_event("process_name", pid, 0, {"name": name})
+            yield metadata_event("process_sort_index", pid, 0, {"sort_index": pid})
+        for trainer, name in enumerate(self._trainers):
+            yield from name_thread(TRAINERS, trainer, name)
+        yield metadata_event("thread_name", LINKS, 0, {"name": "push"})
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[TraceEvent]:
+        """Take the entries that come after those before, and yield what is known at once."""
+        self._timeline.read(entries)
+        if self._curves:
+            self._decoding.read(entries)
+        for entry in entries:
+            yield from self._mark(entry)
+            yield from self._rollouts.read(entry)
+
+    def settle(self) -> Iterator[TraceEvent]:
+        """Yield what can be known by now, so that it need not be kept."""
+        until = self._timeline.known_until - BEFORE
+        if until > self._cut_at:
+            yield from self._go_on(self._timeline.take(until))
+
+    def finish(self) -> Iterator[TraceEvent]:
+        """Yield what is left, once every entry is read."""
+        yield from self._rollouts.finish()
+        yield from self._go_on(self._timeline.finish(), is_last=True)
+
+    def count_underfilled(self, found: Underfilled) -> Iterator[TraceEvent]:
+        """Count the GPUs whose decoding full batches would not have needed, from all that a run lost."""
+        self._enter_lost(found)
+        yield from self._underfilled.until(inf, inf)
+
+    def _go_on(self, timeline: Timeline, *, is_last: bool = False) -> Iterator[TraceEvent]:
+        """Yield what happened since the last block; what is cut waits for its end."""
+        self._kinds = timeline.kinds
+        for replica in timeline.replicas:
+            if replica not in self._named:
+                self._named.add(replica)
+                yield from name_thread(REPLICAS, replica, f"replica {replica}")
+        pieces: dict[Thread, list[Span]] = {thread: [] for thread in self._cut}
+        pieces |= {(REPLICAS, r): _activities(spans) for r, spans in timeline.replicas.items()}
+        pieces |= {(TRAINERS, t): spans for t, spans in timeline.trainers.items()}
+        pieces[LINKS, 0] = timeline.link
+        if self._run.verifier.num_gpus:
+            pieces[VERIFIERS, 0] = timeline.verifier
+        until = inf if is_last else timeline.end
+        for thread, spans in pieces.items():
+            yield from self._slices(thread, spans, until)
+        for spans in timeline.rollouts.values():
+            for span in spans:
+                self._running.add(span.start, 1)
+                self._running.add(span.end, -1)
+        yield from self._running.until(until, self._cut_at)
+        if self._curves:
+            yield from self._lose(timeline.end, is_last=is_last)
+        self._cut_at = timeline.end
+
+    def _slices(self, thread: Thread, spans: Sequence[Span], until: float) -> Iterator[TraceEvent]:
+        """Yield what one thread did, pieces put together where the last block was cut."""
+        cut = self._cut.pop(thread, None)
+        for number, span in enumerate(spans):
+            if cut is not None and number == 0 and _goes_on(cut, span):
+                span = span._replace(start=cut.start)
+            elif cut is not None:
+                yield slice_event(cut, thread)
+            cut = None
+            if span.end == until:
+                cut = span
+            else:
+                yield slice_event(span, thread)
+        if cut is not None and cut.end == until:
+            self._cut[thread] = cut
+        elif cut is not None:
+            yield slice_event(cut, thread)
+
+    def _lose(self, until: float, *, is_last: bool) -> Iterator[TraceEvent]:
+        """Count the GPUs that were underfilled in the stretches that ended."""
+        found = self._decoding.finish() if is_last else self._decoding.take(until)
+        self._enter_lost(lost_of(found, self._curves, self._run, self._kinds))
+        begun = min(map(self._decoding.began_at, self._named), default=inf)
+        yield from self._underfilled.until(inf if is_last else min(until, begun), inf)
+
+    def _enter_lost(self, found: Underfilled) -> None:
+        kinds = self._run.rollout.kinds
+        for replica, lost in found.replicas.items():
+            degree = kinds[self._kinds.get(replica, 0)].gpus_per_replica
+            for start, end, share in zip(*map(np.ndarray.tolist, lost), strict=True):
+                self._underfilled.add(start, share * degree)
+                self._underfilled.add(end, -share * degree)
+
+    def _mark(self, entry: Entry) -> Iterator[TraceEvent]:
+        """Count policy versions, and mark what concerns the whole run."""
+        time, event, _ = entry
+        match event:
+            case RunStarted(version):
+                yield self._count_version(LEADER, version, time)
+            case Stepped(version, trainer):
+                yield self._count_version(trainer, version, time)
+                if trainer == LEADER:
+                    yield instant_event(f"step {version}", time)
+            case TrainerStarted(trainer, version) if version != self._versions[trainer]:
+                yield self._count_version(trainer, version, time)
+            case TrainerJoined(trainer):
+                yield from self._name_joined(event)
+                yield instant_event(f"{self._trainers[trainer]} joined", time)
+            case TrainerStopped(trainer):
+                yield instant_event(f"{self._trainers[trainer]} left", time)
+            case TrainerLost(trainer, reason):
+                yield instant_event(f"{self._trainers[trainer]} lost: {reason}", time)
+            case ReplicaLost(replica, reason):
+                yield instant_event(f"replica {replica} lost: {reason}", time)
+            case Failed(_, reason):
+                yield instant_event(f"failed: {reason}", time)
+            case _:
+                pass  # concerns one resource
+
+    def _name_joined(self, event: TrainerJoined) -> Iterator[TraceEvent]:
+        """Name the thread of a trainer that joined, where the run file has not got it."""
+        if event.trainer == len(self._trainers):
+            self._trainers.append(str(event.follower.get("name")))
+            self._versions.append(0)
+            yield from name_thread(TRAINERS, event.trainer, self._trainers[-1])
+
+    def _count_version(self, trainer: int, version: int, time: float) -> TraceEvent:
+        self._versions[trainer] = version
+        name = f"version of {self._trainers[trainer]}" if trainer else "policy version"
+        return counter_event(name, TRAINERS, time, version)
+
+
+class _Rollouts:
+    """Makes an async slice of each attempt that reported its end, once its rollout is trained on or given up.
+
+    Slices of a replica share one name: viewers make a track of each name, and there are too many rollouts
+    for a track of their own. An attempt has an id of its own, as a rollout may be tried again.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[int, int] = {}
+        """By rollout: where its attempt runs."""
+        self._given_up: set[int] = set()
+        """Rollouts that were dropped while an attempt ran."""
+        self._num_attempts = 0
+        self._ended: defaultdict[int, list[tuple[TraceEvent, TraceEvent]]] = defaultdict(list)
+        """By rollout: begin and end of each attempt."""
+        self._born: dict[int, int] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._version = 0
+        """Of the trainer that leads."""
+
+    def read(self, entry: Entry) -> Iterator[TraceEvent]:
+        """Take an entry, and yield the attempts at rollouts that it ends."""
+        time, event, commands = entry
+        match event:
+            case Generated():
+                self._end(event, time)
+                if event.rollout in self._given_up:
+                    self._given_up.remove(event.rollout)
+                    yield from self._tell(event.rollout)
+            case Failed(Generate(rollout)):
+                self._replicas.pop(rollout, None)
+                self._given_up.discard(rollout)
+            case PromptsDrawn():
+                self._groups |= {drawn.group: drawn.rollouts for drawn in event.groups}
+            case RunStarted(version):
+                self._version = version
+            case Stepped(version, trainer) | TrainerStarted(trainer, version):
+                if trainer == LEADER:  # no replica loads the others
+                    self._version = version
+            case _:
+                pass  # says nothing of rollouts
+        for command in commands:
+            match command:
+                case Generate():
+                    self._replicas[command.rollout] = command.replica
+                case Train() if command.trainer == LEADER:
+                    for rollout in command.rollouts:
+                        yield from self._tell(rollout, is_trained=True)
+                case Step() if command.trainer == LEADER:
+                    for group in command.groups:
+                        self._groups.pop(group, None)
+                case Drop(group):
+                    for rollout in self._groups.pop(group, ()):
+                        yield from self._tell(rollout)
+                        if rollout in self._replicas:
+                            self._given_up.add(rollout)
+                case _:
+                    pass  # says nothing of rollouts
+
+    def finish(self) -> Iterator[TraceEvent]:
+        """Yield the attempts at rollouts that nobody has trained on."""
+        for rollout in list(self._ended):
+            yield from self._tell(rollout)
+
+    def _end(self, event: Generated, time: float) -> None:
+        self._num_attempts += 1
+        rollout, replica = event.rollout, self._replicas.pop(event.rollout)
+        if event.tokens:
+            self._born.setdefault(rollout, event.version)
+        args: Arguments = {
+            "rollout": rollout,
+            "tokens": event.tokens,
+            "version": event.version,
+            "finish": event.finish,
+            "prefill_time": event.prefill_time,
+        }
+        start = microseconds(time - event.run_time)
+        both = (
+            rollout_event("b", replica, self._num_attempts, start, args),
+            rollout_event("e", replica, self._num_attempts, microseconds(time), None),
+        )
+        self._ended[rollout].append(both)
+
+    def _tell(self, rollout: int, *, is_trained: bool = False) -> Iterator[TraceEvent]:
+        """Yield the attempts at a rollout, with how many versions it was behind when it was trained on."""
+        born = self._born.pop(rollout, None)
+        for begin, end in self._ended.pop(rollout, ()):
+            args = begin.args
+            if is_trained and born is not None and args and args["finish"] != "aborted":
+                args["staleness"] = self._version - born
+            yield begin
+            yield end
+
+
+class _Counter:
+    """Adds up changes, and tells the sum at each instant once no earlier change can come."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changes: defaultdict[float, float] = defaultdict(int)
+        self._value: float = 0
+
+    def add(self, time: float, change: float) -> None:
+        """Enter a change."""
+        self._changes[time] += change
+
+    def until(self, time: float, cut_at: float) -> Iterator[TraceEvent]:
+        """Yield the sums at instants before `time`; at a cut nothing changes but what is put together again."""
+        for at in sorted(at for at in self._changes if at < time):
+            change = self._changes.pop(at)
+            self._value += change
+            if change or at != cut_at:
+                yield counter_event(self._name, REPLICAS, at, round(self._value, 3))
+
+
+def _goes_on(cut: Span, span: Span) -> bool:
+    return span.start == cut.end and span[2:] == cut[2:]
+
+
+def _activities(spans: Sequence[Span]) -> list[Span]:
+    """Return what a replica did in order; which rollouts ran is told beside it."""
+    return sorted(s._replace(label="") if s.activity == "generate" else s for s in spans)
+
 
 CHROME_TRACE = "chrome_trace.json"
 """In a run's directory."""

@@ -1,103 +1,634 @@
-"""Amounts by what they are of, and by when: between each two marks, so that any stretch of time can be summed up later.
+"""The ledger of a run: check that each drawn rollout was trained on once or dropped with its reason.
 
-Marks are the ends of steps, of which only the end of a run tells which count. A number for each mark and key is all
-that is kept.
+Do the books of a run balance: what became of every rollout that was drawn, and of every version that was served?
+
+What must hold, told from the trace alone, whoever decided it:
+
+1. Each trainer has trained once on every rollout that was drawn, or has given it up with a reason. Others are open: only
+   a record that breaks off, of a run that was killed or is simulated without an end, may have any of these.
+2. Every token that the leader trained on came from a version that it still stood by, and inside the bound on staleness
+   where the run has one.
+3. Every replica that serves a version which was pushed has found the checksum that it was pushed with, and samples with
+   no version but those that it said to serve.
+
+Steps that a loss of their trainer took back are given up, "rolled back". What a resume took back is in no book: its
+prompts are drawn again. A rollout is forgotten once every trainer is done with it.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from math import inf
-from typing import Generic, NamedTuple, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
-from streamrl.hardware.tables import Floats
+from streamrl.engine.entities import kept_of
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    Command,
+    DrawnGroup,
+    Drop,
+    Event,
+    Generated,
+    Interrupted,
+    PromptsDrawn,
+    RunStarted,
+    SaveCheckpoint,
+    Skip,
+    Step,
+    Stepped,
+    Stop,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    TrainerStarted,
+    TrainerStopped,
+)
+from streamrl.engine.presets import choose_system
+from streamrl.engine.trace import Trace
+from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK, drawn_again
+from streamrl.record.served_versions import ServedVersions
+from streamrl.runfile.gpu_pools import trainer_names
 
-Key = TypeVar("Key")
+MOST_FAULTS = 3
+"""Faults that are told one by one: the first ones say what is wrong."""
 
 
-FIRST_ROOM = 1 << 15
-"""Slots of a new column: enough that the system maps pages for it, of which it takes those that are written."""
+class TrainerTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the rollouts that were drawn, as one trainer sees them."""
+
+    name: str
+    trained: int
+    """Those that a step which stayed was made of."""
+    dropped: dict[str, int]
+    """Those that it gave up, by reason."""
+    open: int
+    """Those that were still under way when the record ended."""
 
 
-class Pieces(NamedTuple):
-    """Stretches of time cut at the marks, as arrays."""
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the books of a run balance, and what is in them."""
 
-    whole: npt.NDArray[np.intp]
-    """Place of the stretch that each is a piece of."""
-    slot: npt.NDArray[np.intp]
-    start: Floats
-    end: Floats
+    is_balanced: bool
+    drawn: int
+    """Rollouts, those that a resume took back left out."""
+    trainers: list[TrainerTotals]
+    """The one that leads first."""
+    staleness: int
+    """Most versions that a token was behind the one that was trained from."""
+    max_staleness: int | None
+    """Most that the run file allows; None where its consumption keeps no bound."""
+    checksummed: int | None
+    """Versions of which every replica that served them found the checksum that was pushed; None of a simulation."""
+    unverified: int = 0
+    """Versions that were pushed without one, as in records of earlier versions of this program."""
+    legs: int = 1
+    """How often the run was begun or resumed."""
+    first_leg: int = 1
+    """The one that the books begin with: a later one where the records of those before are not there."""
+    taken_back: int = 0
+    """Rollouts whose end a resume took back."""
+    faults: list[str] = []
+    """What is wrong, the first few."""
+    num_faults: int = 0
 
 
-class Ledger(Generic[Key]):
-    """Sums by key and slot: the first slot lies before the first mark, the last after the last one."""
+@dataclass(slots=True)
+class Faults:
+    """What is wrong with the books."""
 
-    def __init__(self, marks: Iterable[float] = ()) -> None:
-        self.marks = array("d", marks)
-        self._columns: dict[Key, Floats] = {}
+    count: int = 0
+    first: list[str] = field(default_factory=list)
 
-    def slot_of(self, time: float) -> int:
-        """Return the slot in which an instant lies; a mark lies in the one before it."""
-        return bisect_left(self.marks, time)
+    def add(self, fault: str, of: str = "") -> None:
+        """Take note of one, of whom `of` tells."""
+        self.count += 1
+        if self.count <= MOST_FAULTS:
+            self.first.append(of + fault)
 
-    def add(self, slot: int, amounts: Mapping[Key, float]) -> None:
-        """Add amounts to those of a slot."""
-        for key, amount in amounts.items():
-            column = self._columns.get(key)
-            if column is None or len(column) <= slot:
-                column = self._columns[key] = _longer(column, slot)
-            column[slot] += amount
 
-    def add_pieces(self, key: Key, slots: npt.NDArray[np.intp], amounts: Floats) -> None:
-        """Add an amount to that of each piece's slot."""
-        if len(slots):
-            first = int(slots.min())
-            for slot, amount in enumerate(np.bincount(slots - first, amounts).tolist(), first):
-                self.add(slot, {key: amount})
+KEPT_ACCOUNTS = 4
+"""Checkpoints that are complete and whose books are kept: more than a run keeps on disk."""
 
-    def cut(self, start: Floats, end: Floats) -> Pieces:
-        """Cut stretches of time at the marks."""
-        base = bisect_right(self.marks, start.min(initial=inf))
-        marks = np.array(self.marks[base:])
-        first = np.searchsorted(marks, start, "right")
-        num = np.maximum(np.searchsorted(marks, end, "left") - first, 0) + 1
-        whole = np.repeat(np.arange(len(start)), num)
-        slot = np.arange(len(whole)) - np.repeat(np.cumsum(num) - num, num) + first[whole]
-        edges = np.concatenate([[-inf], marks, [inf]])
-        return Pieces(
-            whole,
-            base + slot,
-            np.maximum(start[whole], edges[slot]),
-            np.minimum(end[whole], edges[slot + 1]),
-        )
 
-    def until(self, marks: Iterable[float]) -> Iterator[tuple[Key, Floats]]:
-        """Yield each key with its sums before some of the marks."""
-        slots = np.array([self.slot_of(mark) for mark in marks])
-        num_slots = slots.max(initial=0) + 1
-        for key, column in self._columns.items():
-            yield key, np.cumsum(column[:num_slots])[np.minimum(slots, len(column) - 1)]
+class SavedAccount(NamedTuple):
+    """What a trainer's book held when a checkpoint was asked for."""
 
-    def between(self, start: float, end: float) -> dict[Key, float]:
-        """Return the sums between two marks; the time before the first mark belongs to 0."""
-        first = self.slot_of(start) + 1 if start > 0 else 0
-        last = self.slot_of(end)
-        return {
-            key: sum(column[first : last + 1].tolist()) for key, column in self._columns.items()
+    groups_done: int
+    done_ahead: frozenset[int]
+    trained: int
+    dropped: Counter[str]
+
+
+class SavedAccounts:
+    """Keeps the book of each of the newest checkpoints, and of the one that the run was resumed from.
+
+    What was asked for since the oldest of these is kept too: a checkpoint may be on disk though nobody said so.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._accounts: dict[int, SavedAccount] = {}
+        """By version, in the order in which they were asked for."""
+        self._complete: list[int] = []
+        """Versions whose checkpoint is on disk, the newest last."""
+        self._resumed: dict[int, SavedAccount] = {}
+        """The one that the run was resumed from, which stays on disk."""
+
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return len(self._accounts.keys() | self._resumed.keys())
+
+    def ask(self, version: int, book: SavedAccount) -> None:
+        """Enter that a checkpoint was asked for."""
+        self._accounts.pop(version, None)
+        self._accounts[version] = book
+
+    def complete(self, version: int) -> None:
+        """Enter that the checkpoint of `version` is on disk, and forget those that no run goes back to any more."""
+        if version not in self._accounts:
+            return  # nobody asked for it, so there is nothing to go back to
+        kept = [*(other for other in self._complete if other != version), version]
+        self._complete = kept[-KEPT_ACCOUNTS:]
+        if len(kept) > KEPT_ACCOUNTS:
+            asked = list(self._accounts)
+            for old in asked[: asked.index(self._complete[0])]:
+                del self._accounts[old]
+
+    def resume(self, version: int) -> SavedAccount | None:
+        """Enter that the run goes on from a checkpoint; return its book, None where it was never asked for."""
+        book = self._accounts.get(version, self._resumed.get(version))
+        self._resumed = {} if book is None else {version: book}
+        return book
+
+
+@dataclass(slots=True)
+class TrainerAccount:
+    """See the module; `streamrl.record.ledger` tells it what happens."""
+
+    name: str
+    complain: Callable[[str], None]
+    """Told what is wrong."""
+    is_there: bool = True
+    """False of one that joins later in a leg, until it does."""
+    version: int = 0
+    newest: int = 0
+    """Newest version that it ever made, taken back or not."""
+    num_trained: int = 0
+    """Rollouts that steps which stayed were made of."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Rollouts that it gave up, by reason."""
+    open: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rollouts of the groups that it is to train on, in the order of their draw."""
+    done_before: frozenset[int] = frozenset()
+    """Groups that are drawn again by a resume though its checkpoint has them."""
+    groups: tuple[int, ...] = ()
+    """Groups of the step under way, or of the last one."""
+
+    _in_gradient: set[int] = field(default_factory=set)
+    _unsaved: array[int] = field(default_factory=lambda: array("q"))
+    """Rollouts of each step since the last checkpoint, up to the one that made `version`."""
+
+    @property
+    def num_open(self) -> int:
+        """Rollouts that it is to train on."""
+        return sum(map(len, self.open.values()))
+
+    @property
+    def num_ended(self) -> int:
+        """Rollouts that it trained on or gave up."""
+        return self.num_trained + sum(self.dropped.values())
+
+    def draw(self, drawn: DrawnGroup) -> None:
+        """Enter that a group was drawn, which it is to train on unless it has."""
+        if self.is_there and drawn.group not in self.done_before:
+            self.open[drawn.group] = drawn.rollouts
+
+    def train(self, rollouts: tuple[int, ...]) -> None:
+        """Enter that the gradient of rollouts is accumulated."""
+        for rollout in self._in_gradient.intersection(rollouts):
+            self.complain(f"rollout {rollout} was trained on twice in one step")
+        self._in_gradient.update(rollouts)
+
+    def end_step(self, version: int) -> set[int]:
+        """Enter that a step has made `version`; return the rollouts that the trainer is done with."""
+        made_of = {r for group in self.groups for r in self.open.pop(group, ())}
+        trained, self._in_gradient = self._in_gradient, set()
+        if trained != made_of:
+            self._blame(version, trained - made_of, made_of - trained)
+        self.version = version
+        self.newest = max(self.newest, version)
+        self.num_trained += len(made_of)
+        self._unsaved.append(len(made_of))
+        return made_of
+
+    def _blame(self, version: int, others: set[int], missing: set[int]) -> None:
+        """Complain of what a step was made of beside its open groups, and of what it left out of these."""
+        is_open = {r for rollouts in self.open.values() for r in rollouts}
+        for rollout in sorted(others):
+            why = "is of none of its groups" if rollout in is_open else "was not open any more"
+            self.complain(f"step {version} trained on rollout {rollout}, which {why}")
+        for rollout in sorted(missing):
+            self.complain(f"step {version} lost rollout {rollout} of its own groups")
+
+    def save(self, version: int) -> None:
+        """Enter that its checkpoint of `version` is on disk."""
+        del self._unsaved[: max(0, len(self._unsaved) - (self.version - version))]
+
+    def lose(self) -> None:
+        """Enter that it is lost, and with it every step since its last checkpoint."""
+        if num := sum(self._unsaved):
+            self.num_trained -= num
+            self.dropped[ROLLED_BACK] += num
+        del self._unsaved[:]
+        self._in_gradient = set()
+
+    def leave_out(self, group: int, reason: str) -> tuple[int, ...]:
+        """Enter that it gives a group up; return its rollouts, none where it is done with them."""
+        rollouts = self.open.pop(group, ())
+        if rollouts:
+            self.dropped[reason] += len(rollouts)
+            self._in_gradient.difference_update(rollouts)
+        return rollouts
+
+    def fall_back_to(self, version: int, saved: SavedAccount | None) -> None:
+        """Enter that the run begins, or goes on, at a version, with nothing under way and what was saved in the book."""
+        self.version, self.open = version, {}
+        self.num_trained = 0 if saved is None else saved.trained
+        self.dropped = Counter() if saved is None else saved.dropped.copy()
+        self.groups, self._in_gradient, self.done_before = (), set(), frozenset()
+        del self._unsaved[:]
+
+
+MISSED = "missed with a resume"
+"""Why a trainer that follows has not trained on what the leader's checkpoint has, and its own has not."""
+NO_TOKEN = sys.maxsize
+"""Version of a rollout that has no token yet: later than any."""
+
+
+@dataclass(slots=True)
+class Draws:
+    """Which group comes next in draw order."""
+
+    next: int = 0
+    done_ahead: frozenset[int] = frozenset()
+    """Groups that are done, and so are left out."""
+    is_known: bool = True
+    """False of a resumed run of whose earlier legs nothing is known: there nobody can say what was done ahead."""
+
+    def pass_to(self, group: int) -> str:
+        """Enter that a group was drawn; return what is wrong with that, if anything."""
+        expected = self.next
+        while expected in self.done_ahead:
+            expected += 1
+        self.next = max(self.next, group + 1)
+        if group < expected or group in self.done_ahead:
+            return f"group {group} was drawn again, though it was done"
+        if group > expected and self.is_known:
+            return f"group {expected} was never drawn"
+        return ""
+
+
+class LedgerReader:
+    """Reads a run block by block, leg by leg; keeps what is open, and a few numbers of each checkpoint."""
+
+    def __init__(self, trace: Trace) -> None:
+        """Open the books.
+
+        Args:
+            trace: the record of the run's first leg, or of the first that is left; its entries are read by `read`.
+        """
+        self._faults = Faults()
+        has_many = bool(trace.run.followers)
+        self._trainers = [self._open(name, has_many) for name in trainer_names(trace.run)]
+        self._leader = self._trainers[LEADER]
+        self._draws = Draws()
+        self._resumed_at = 0
+        self._oldest: dict[int, int] = {}
+        """Oldest version that a token of each rollout is of, while it is open to the leader."""
+        self._aborted_at: dict[int, int] = {}
+        """Tokens of those that are generated in several attempts."""
+        self._staleness = 0
+        self._has_ended = False
+        """Whether the run has wound down, so that nothing may be open."""
+        self._saved = [SavedAccounts() for _ in self._trainers]
+        self._taken_back = 0
+        self._has_begun = False
+        self._first_leg = trace.leg
+        self._served = ServedVersions(self._faults.add) if trace.world == "real" else None
+        self.begin_trace(trace)
+        self._observe: dict[type[Event], Callable[[Any], None]] = {
+            Generated: self._see_tokens,
+            Trained: self._see_trained,
+            Stepped: self._end_step,
+            PromptsDrawn: self._see_drawn,
+            CheckpointSaved: self._see_saved,
+            TrainerStarted: self._see_started,
+            TrainerLost: self._see_lost,
+            TrainerStopped: self._see_lost,
+            TrainerJoined: self._see_joined,
+            RunStarted: self._begin,
+            Interrupted: self._see_end,
+            **(self._served.observe if self._served else {}),
+        }
+        self._obey: dict[type[Command], Callable[[Any], None]] = {
+            Train: self._check_staleness,
+            Step: self._begin_step,
+            Drop: self._drop,
+            Skip: self._skip,
+            Stop: self._see_end,
+            SaveCheckpoint: self._keep,
+            **(self._served.obey if self._served else {}),
         }
 
+    def _open(self, name: str, has_many: bool = True) -> TrainerAccount:
+        return TrainerAccount(name, partial(self._faults.add, of=f"{name}: " if has_many else ""))
 
-def _longer(column: Floats | None, slot: int) -> Floats:
-    """Return a column with room for a slot, in pages that take memory only once they are written."""
-    room = FIRST_ROOM
-    while room <= slot:
-        room *= 2
-    longer = np.zeros(room)
-    if column is not None:
-        longer[: len(column)] = column
-    return longer
+    def read(self, entries: Iterable[tuple[float, Event, Sequence[Command]]]) -> None:
+        """Take the entries that come after those before."""
+        observe, obey = self._observe.get, self._obey.get
+        for _, event, commands in entries:
+            if (see := observe(type(event))) is not None:
+                see(event)
+            for command in commands:
+                if (take := obey(type(command))) is not None:
+                    take(command)
+
+    def balance(self) -> Ledger:
+        """Say how the books stand, once all is read."""
+        leader, served = self._leader, self._served
+        self._check_end()
+        if served:
+            served.check_end()
+        if served and served.checksummed and served.unverified:
+            versions = _list(sorted(served.unverified))
+            self._faults.add(f"versions {versions} were served without a checksum")
+        return Ledger(
+            is_balanced=not self._faults.count,
+            drawn=leader.num_trained + sum(leader.dropped.values()) + leader.num_open,
+            trainers=[
+                TrainerTotals(
+                    name=book.name,
+                    trained=book.num_trained,
+                    dropped=dict(book.dropped),
+                    open=book.num_open,
+                )
+                for book in self._trainers
+            ],
+            staleness=self._staleness,
+            max_staleness=self._max_staleness,
+            checksummed=len(served.checksummed) if served else None,
+            unverified=len(served.unverified) if served else 0,
+            legs=self._leg,
+            first_leg=self._first_leg,
+            taken_back=self._taken_back,
+            faults=list(self._faults.first),
+            num_faults=self._faults.count,
+        )
+
+    # Legs -----------------------------------------------------------------------------------------
+
+    def begin_trace(self, trace: Trace) -> None:
+        """Take what a leg's trace says of its run file; its entries come next."""
+        for name in trainer_names(trace.run)[len(self._trainers) :]:
+            self._trainers.append(self._open(name))
+            self._saved.append(SavedAccounts())
+        for number in trace.joined:
+            self._trainers[number].is_there = False
+        system = choose_system(trace.run.policies)
+        self._leg = trace.leg
+        self._is_in_line = system.consumption == "strict-fifo"
+        """Whether the leader takes groups in the order of their draw."""
+        self._max_staleness = system.staleness_bound if system.keeps_bound else None
+        self._bound = sys.maxsize if self._max_staleness is None else self._max_staleness
+        self._group_size = trace.run.algorithm.group_size
+        self._num_steps = sys.maxsize if trace.is_endless else trace.run.algorithm.steps
+
+    def _begin(self, event: RunStarted) -> None:
+        """Enter that the run begins, or goes on: with a later leg all is as it was at its checkpoint."""
+        if self._has_begun:
+            self._check_end()
+        saved = self._saved[LEADER].resume(event.version)
+        self._draws, self._resumed_at = Draws(event.groups_done), event.version
+        if saved is not None:
+            self._draws.done_ahead = saved.done_ahead
+        elif event.version and not self._has_begun and self._leg == self._first_leg:
+            self._draws.is_known = False
+        elif event.version:
+            self._faults.add(f"a leg resumes from step {event.version}, which was never saved")
+        if saved is not None and saved.groups_done != event.groups_done:
+            known = f"but its checkpoint from group {saved.groups_done}"
+            self._faults.add(f"a leg resumes from group {event.groups_done}, {known}")
+        if self._served is not None:
+            self._served.begin(event.version)
+        ended = self._leader.num_ended
+        self._leader.fall_back_to(event.version, saved)
+        self._taken_back += ended - self._leader.num_ended
+        for book in self._trainers[LEADER + 1 :]:
+            book.fall_back_to(0, None)
+        for begun in event.followers:
+            self._begin_secondary_trainer(event, begun)
+        for book in filter(attrgetter("is_there"), self._trainers[LEADER + 1 :]):
+            own = len(book.done_before - self._draws.done_ahead) * self._group_size
+            if missed := self._leader.num_ended - (book.num_ended - own):
+                book.dropped[MISSED] += missed
+        self._oldest.clear()
+        self._aborted_at.clear()
+        self._has_begun, self._has_ended = True, False
+
+    def _begin_secondary_trainer(self, event: RunStarted, begun: SaveCheckpoint) -> None:
+        """Enter that a trainer which follows goes on from a checkpoint of its own."""
+        book = self._trainers[begun.trainer]
+        saved = self._saved[begun.trainer].resume(begun.version)
+        if saved is None and self._first_leg == 1:
+            book.complain(f"goes on from step {begun.version}, which was never saved")
+        book.fall_back_to(begun.version, saved)
+        book.done_before = drawn_again(event, begun)
+
+    def _keep(self, command: SaveCheckpoint) -> None:
+        """Keep what a resume goes back to, once the checkpoint is there; that may be the last thing a run did."""
+        ahead, book = frozenset(command.done_ahead), self._trainers[command.trainer]
+        for group in book.open:
+            if group < command.groups_done or group in ahead:
+                book.complain(f"group {group} is done by a checkpoint, though it is open")
+        kept = SavedAccount(command.groups_done, ahead, book.num_trained, book.dropped.copy())
+        self._saved[command.trainer].ask(command.version, kept)
+
+    def _see_end(self, _: Stop | Interrupted) -> None:
+        self._has_ended = True
+
+    def _check_end(self) -> None:
+        """Take note of what is open though the run wound down."""
+        for book in self._trainers if self._has_ended else ():
+            for group, rollouts in book.open.items():
+                book.complain(f"rollouts {_list(rollouts)} of group {group} were lost")
+
+    # Rollouts -------------------------------------------------------------------------------------
+
+    def _see_drawn(self, event: PromptsDrawn) -> None:
+        for drawn in event.groups:
+            if fault := self._draws.pass_to(drawn.group):
+                self._faults.add(fault)
+            for book in self._trainers:
+                book.draw(drawn)
+            self._oldest.update(dict.fromkeys(drawn.rollouts, NO_TOKEN))
+            if drawn.kept:
+                self._see_kept(drawn)
+
+    def _see_kept(self, drawn: DrawnGroup) -> None:
+        """Enter tokens that rollouts have from before the run was resumed."""
+        newest = self._resumed_at if self._leg > 1 else -1
+        for rollout, tokens, version in kept_of(drawn):
+            if version > newest:
+                what = f"with tokens of version {version}, which was made before no resume"
+                self._faults.add(f"rollout {rollout} was drawn {what}")
+            else:
+                self._oldest[rollout], self._aborted_at[rollout] = version, tokens
+
+    def _see_tokens(self, event: Generated) -> None:
+        if self._served is not None:
+            self._served.see_sampled(event)
+        rollout, version = event.rollout, event.version
+        oldest = self._oldest.get(rollout, version)  # of one that was given up nobody wants to know
+        if version < oldest and event.tokens > self._aborted_at.get(rollout, 0):
+            self._oldest[rollout] = version
+        if event.finish == "aborted" and rollout in self._oldest:
+            self._aborted_at[rollout] = event.tokens
+
+    def _check_staleness(self, command: Train) -> None:
+        """Compare the tokens that the leader trains on with the version that it trains from."""
+        if command.trainer != LEADER:
+            return
+        newest = self._leader.version
+        versions = [self._oldest.get(rollout, newest) for rollout in command.rollouts]
+        staleness = newest - min(versions, default=newest)
+        if staleness > self._staleness:
+            self._staleness = staleness
+        if max(versions, default=newest) > newest or staleness > self._bound:
+            self._blame(command.rollouts)
+
+    def _blame(self, rollouts: tuple[int, ...]) -> None:
+        """Take note of every rollout that may not be trained on with the tokens it has."""
+        newest, bound = self._leader.version, self._bound
+        for rollout in rollouts:
+            oldest = self._oldest.get(rollout, newest)
+            if oldest == NO_TOKEN:
+                self._faults.add(f"rollout {rollout} was trained on without a token")
+            elif oldest > newest:
+                is_made = oldest <= self._leader.newest
+                why = "was taken back" if is_made else "was never made by then"
+                taken = f"with tokens of version {oldest}, which {why}"
+                self._faults.add(f"rollout {rollout} was trained on {taken}")
+            elif newest - oldest > bound:
+                behind = f"{newest - oldest} versions behind, {bound} are allowed"
+                self._faults.add(f"rollout {rollout} was trained on with tokens {behind}")
+
+    # Trainers -------------------------------------------------------------------------------------
+
+    def _see_started(self, event: TrainerStarted) -> None:
+        self._trainers[event.trainer].version = event.version
+
+    def _see_trained(self, event: Trained) -> None:
+        self._trainers[event.trainer].train(event.rollouts)
+
+    def _begin_step(self, command: Step) -> None:
+        self._trainers[command.trainer].groups = command.groups
+
+    def _end_step(self, event: Stepped) -> None:
+        book = self._trainers[event.trainer]
+        done = book.end_step(event.version)
+        if book is not self._leader:
+            return
+        self._forget(done)
+        newest = max(book.groups, default=0)
+        if self._is_in_line and (first := next(iter(book.open), newest)) < newest:
+            rollouts = _list(book.open[first])
+            self._faults.add(f"rollouts {rollouts} of group {first} were lost: later ones trained")
+        self._has_ended = self._has_ended or event.version >= self._num_steps
+
+    def _see_saved(self, event: CheckpointSaved) -> None:
+        self._trainers[event.trainer].save(event.version)
+        self._saved[event.trainer].complete(event.version)
+
+    def _see_joined(self, event: TrainerJoined) -> None:
+        book = self._trainers[event.trainer]
+        if not book.is_there:
+            book.is_there = True
+            if missed := self._leader.num_ended + self._leader.num_open:
+                book.dropped[ABSENT] = missed
+
+    def _see_lost(self, event: TrainerLost | TrainerStopped) -> None:
+        self._trainers[event.trainer].lose()
+
+    def _skip(self, command: Skip) -> None:
+        rollouts = self._trainers[command.trainer].leave_out(command.group, command.reason)
+        if not rollouts:
+            self._faults.add(f"group {command.group} was given up twice, or after a step")
+        if command.trainer == LEADER:
+            self._forget(rollouts)
+
+    def _drop(self, command: Drop) -> None:
+        left = [book.leave_out(command.group, command.reason) for book in self._trainers]
+        if not any(left):
+            self._faults.add(f"group {command.group} was given up twice, or after a step")
+        self._forget(left[LEADER])
+
+    def _forget(self, rollouts: Iterable[int]) -> None:
+        for rollout in rollouts:
+            self._oldest.pop(rollout, None)
+            if self._aborted_at:
+                self._aborted_at.pop(rollout, None)
+
+
+def _list(rollouts: Iterable[int]) -> str:
+    return ", ".join(map(str, rollouts))
+
+
+def ledger_line(ledger: Ledger) -> str:
+    """Return what became of all rollouts and versions: `ledger: 32 rollouts drawn: 32 trained once; …`."""
+    return "ledger: " + "; ".join(_parts(ledger))
+
+
+def describe_faults(ledger: Ledger) -> str:
+    """Return what is wrong with the books, as far as it is told one by one; nothing where they balance."""
+    more = ledger.num_faults - len(ledger.faults)
+    return ", ".join(ledger.faults) + (f" and {more:,} more" if more else "")
+
+
+def _parts(ledger: Ledger) -> Iterator[str]:
+    if not ledger.is_balanced:
+        yield f"does not balance: {describe_faults(ledger)}"
+    if ledger.first_leg > 1:
+        yield f"the books begin with leg {ledger.first_leg}, what was before is not known"
+    leader, *followers = ledger.trainers
+    yield f"{ledger.drawn:,} rollouts drawn: {_fates(leader)}"
+    for follower in followers:
+        yield f"{follower.name}: {_fates(follower)}"
+    bound = ", not bounded" if ledger.max_staleness is None else f" of {ledger.max_staleness}"
+    yield f"staleness at most {ledger.staleness}{bound}"
+    if ledger.checksummed is not None:
+        yield f"{ledger.checksummed:,} versions checksummed"
+    if ledger.unverified:
+        yield f"{ledger.unverified:,} recorded without checksums"
+    if ledger.legs > 1:
+        yield f"{ledger.legs} legs, {ledger.taken_back:,} rollouts taken back"
+
+
+def _fates(trainer: TrainerTotals) -> str:
+    """Return what became of the rollouts that one trainer was to train on."""
+    fates = [f"{trainer.trained:,} trained once"]
+    if trainer.dropped:
+        by_reason = (
+            f"{' '.join(reason.split())}: {num:,}" for reason, num in trainer.dropped.items()
+        )
+        fates.append(f"{sum(trainer.dropped.values()):,} dropped ({', '.join(by_reason)})")
+    if trainer.open:
+        fates.append(f"{trainer.open:,} open")
+    return ", ".join(fates)

@@ -1,4 +1,10 @@
-"""What a run achieved and cost, from its trace alone: the same code for simulated and real runs."""
+"""Compute every figure of a run from its trace, block by block, for simulated and real runs alike.
+
+Reads a run block by block, so that all of its figures can be told without its entries.
+
+A trace in memory is read as one block; of one in a large file, and of a simulation that goes on for thousands of steps,
+entries come and go block by block. What is kept is a few numbers of each step, and what is under way.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +15,101 @@ from statistics import median
 
 import msgspec
 
-from streamrl.record.attribution import Attribution, SidesAttribution
-from streamrl.record.balance import Balance
-from streamrl.record.flow import Flow
-from streamrl.record.leader_steps import LeaderSteps, read_steps
-from streamrl.record.rent import dollars_per_second, egress_dollars
-from streamrl.record.run_reader import PaceReader, RunReader, read_run
+from streamrl.engine.messages import Event, Interrupted, Stepped, Stop
+from streamrl.engine.trace import Entry, Trace, blaming_damage
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.attribution import Attribution, AttributionReader, SidesAttribution
+from streamrl.record.charges import PaidReplicas, Pushes, dollars_per_second, egress_dollars
+from streamrl.record.decode_efficiency import YieldSource
+from streamrl.record.ledger import Ledger, LedgerReader
+from streamrl.record.rollout_flow import Flow
 from streamrl.record.selection import SelectionMetrics
-from streamrl.record.speed import Speed
-from streamrl.record.steady import Steady, count_steps
-from streamrl.record.steady_run import find_steady_of, tell_doubts, tell_unfinished
-from streamrl.record.trace import Trace, blaming_damage
+from streamrl.record.steady_state import (
+    LeaderSteps,
+    Speed,
+    Steady,
+    count_steps,
+    describe_unfinished,
+    find_steady_of,
+    read_steps,
+    steady_state_caveats,
+)
 from streamrl.record.uncertainty import (
     OPERATION_OF_ACTIVITY,
     Uncertainty,
     read_uncertainty,
-    tell_unmeasured,
+    unmeasured_warning,
 )
-from streamrl.record.underfilled import YieldSource
 from streamrl.record.whole_run import WholeRun, make_whole_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides import sides_of, trainer_names
+from streamrl.runfile.gpu_pools import sides_of, trainer_names
+
+
+class PaceReader:
+    """Reads what steps and rollouts tell of seconds and dollars."""
+
+    def __init__(self, trace: Trace) -> None:
+        """Take what a trace says of its run; its entries are read by `read`."""
+        self.trace = trace
+        self.flow = Flow(trace.run.num_trainers, trace.joined)
+        self.replicas = PaidReplicas(trace.run.rollout.num_replicas)
+        self.pushes = Pushes()
+        self.stopped_for = ""
+        """Why a run stopped by itself, or was interrupted; empty where neither."""
+        self.end = 0.0
+        """Instant of the last entry."""
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        self.flow.read(entries)
+        self.replicas.read(entries)
+        self.pushes.read(entries)
+        stops = [c.reason for _, _, commands in entries for c in commands if type(c) is Stop]
+        stops += [event.reason for _, event, _ in entries if type(event) is Interrupted]
+        if stops:
+            self.stopped_for = stops[-1]
+        if entries:
+            self.end = entries[-1].time
+
+
+class RunReader(PaceReader):
+    """Reads all that figures are made of: where every GPU-second went too, and whether the books balance."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.attribution = AttributionReader(trace)
+        self.books = LedgerReader(trace)
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        self.books.read(entries)
+        super().read(entries)
+        self.attribution.mark([time for time, event, _ in entries if _is_leaders_step(event)])
+        self.attribution.read(entries)
+
+    def settle(self) -> None:
+        """Add up what can be known by now, so that it need not be kept."""
+        self.attribution.settle()
+
+    def finish(self) -> None:
+        """Add up what is left, once every entry is read."""
+        self.attribution.finish()
+
+
+def read_run(trace: Trace) -> RunReader:
+    """Read a whole trace."""
+    reader = RunReader(trace)
+    for number, block in enumerate(trace.blocks()):
+        if number:
+            reader.settle()
+        reader.read(block)
+    reader.finish()
+    return reader
+
+
+def _is_leaders_step(event: Event) -> bool:
+    return type(event) is Stepped and event.trainer == LEADER
+
 
 VERIFY, SYNC = "verify", "sync"
 """What a verifier's GPUs do, and the operation whose costs say how long."""
@@ -98,7 +178,7 @@ class Metrics(Speed, frozen=True, kw_only=True):
     tiers: dict[str, float]
     """Share of the seconds in which GPUs work or wait for weights, by where they came from: measured, composed, roofline.
     Those of verifiers only where a reward model's are composed."""
-    ledger: Balance
+    ledger: Ledger
     """What became of every rollout and every version, of what is recorded here."""
     uncertainty: Uncertainty | None = None
     """How far simulated seconds may be off, by stage and of the step; None of a real run."""
@@ -146,7 +226,7 @@ def measure_read(
     window = leader.window(first, last)
     shares = reader.attribution.between(*window)
     worked = _tiers(trace, _weights(trace.run, shares, trace.facts))
-    notes = [note for note in (speed.note, tell_unmeasured(worked)) if note]
+    notes = [note for note in (speed.note, unmeasured_warning(worked)) if note]
     speed = msgspec.structs.replace(speed, note="; ".join(notes))
     return Metrics(
         world=trace.world,
@@ -187,7 +267,7 @@ def _measure_speed(
     dollars = dollars_per_second(trace.run, reader.replicas.mean(began, ended))
     egress = egress_dollars(trace.run, reader.pushes.num_bytes(began, ended))
     step_times = leader.step_times()
-    unfinished = tell_unfinished(trace.run, steps.version, reader.stopped_for)
+    unfinished = describe_unfinished(trace.run, steps.version, reader.stopped_for)
     return Speed(
         step_time=steady.step_time,
         step_time_interval=steady.interval,
@@ -196,7 +276,7 @@ def _measure_speed(
         step_tokens=leader.made.num_tokens.tolist(),
         counted_steps=(first + 1, last),
         steps_before=steps.num_before,
-        note=tell_doubts(trace, steps, steady, unfinished),
+        note=steady_state_caveats(trace, steps, steady, unfinished),
         unfinished=unfinished,
         throughput=(num_tokens + sum(flow.lost_tokens(began, ended).values())) / (ended - began),
         goodput=num_tokens / (ended - began),

@@ -35,9 +35,8 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import TrainerCommand
-from streamrl.record.entries import Entry
-from streamrl.record.trace import Trace
 
 TRAINER_WORK: dict[type, str] = {
     StartTrainer: "start-up",

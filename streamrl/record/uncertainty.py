@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from streamrl.engine.trace import Trace
 from streamrl.record.attribution import UNDERFILLED, SidesAttribution
-from streamrl.record.trace import Trace
 
 OPERATION_OF_ACTIVITY = {
     "prefill": "prefill",
@@ -84,7 +84,7 @@ def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | No
     return uncertainty_of(errors, sides, p90)
 
 
-def tell_unmeasured(tiers: Mapping[str, float]) -> str:
+def unmeasured_warning(tiers: Mapping[str, float]) -> str:
     """Warn where more than a fifth of the busy seconds come from datasheets alone; say nothing otherwise."""
     share = tiers.get("roofline", 0.0)
     if share <= MOST_UNMEASURED:

@@ -1,23 +1,25 @@
-"""A run against another on a terminal: their figures beside each other, and whether the one is worth it."""
+"""Report whether run A is worth it over run B, on a terminal and as against.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import assert_never
+from pathlib import Path
+from typing import Any, assert_never
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.record.against import (
+from streamrl.record.run_comparison import (
     Against,
     BreakEvenBandwidth,
     BreakEvenPrice,
     GpuUse,
     Known,
     PairedRun,
+    is_significant,
 )
-from streamrl.record.set_against import is_told
 from streamrl.report.run_tables import (
     format_count,
     format_dollars,
@@ -83,7 +85,7 @@ def _end(against: Against) -> str:
 def _at_most(against: Against) -> str:
     """Say of a faster run that may be dearer or cheaper what an hour costs that it saves, both doubts together."""
     dollars, ratio = against.cost_per_step.interval, against.step_time_ratio
-    if dollars is None or ratio.value > 1 or not is_told(ratio, against.unshared_error):
+    if dollars is None or ratio.value > 1 or not is_significant(ratio, against.unshared_error):
         return ""
     dearer = dollars[1] + (against.unshared_error or 0.0) * against.b.cost_per_step
     most = dearer / -against.step_time.value * SECONDS_PER_HOUR
@@ -129,7 +131,9 @@ def _speed(against: Against) -> str:
     else:
         text = f"takes {ratio.value:.2f}{_plus_minus(ratio, '{:.2f}'.format)} times as long"
     return (
-        text if is_told(ratio, error) else f"{text}, within the {error:.0%} that costs may be off"
+        text
+        if is_significant(ratio, error)
+        else f"{text}, within the {error:.0%} that costs may be off"
     )
 
 
@@ -245,3 +249,54 @@ def _plus_minus(known: Known, show: Callable[[float], str]) -> str:
 
 def _gbps(bandwidth: float) -> str:
     return f"{bandwidth * BITS_PER_BYTE / 1e9:.3g} Gbps"
+
+
+AGAINST_JSON = "against.json"
+
+
+class AgainstFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Two runs, and what is known of their difference."""
+
+    names: tuple[str, str]
+    """What A is and what B is, in a line each."""
+    against: Against
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures of the difference, the names and the verdict, as data."""
+        told = {"verdict": verdict(self.against), "names": self.names}
+        return {**msgspec.to_builtins(self.against), **told}
+
+
+def write_comparison(comparison: AgainstFile, directory: Path) -> Path:
+    """Write against.json to a directory, which is made; return its path.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    path = directory / AGAINST_JSON
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(comparison.as_json())))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
+    return path
+
+
+def read_comparison(path: Path) -> AgainstFile:
+    """Read against.json; its verdict is said anew from the figures.
+
+    Raises:
+        ValueError: the file is missing or holds no comparison.
+    """
+    try:
+        data = path.read_bytes()
+        names = msgspec.json.decode(data, type=_Names).names
+        return AgainstFile(names=names, against=msgspec.json.decode(data, type=Against))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}: not a run set against another: {error}") from None
+
+
+class _Names(msgspec.Struct, frozen=True):
+    names: tuple[str, str]

@@ -8,12 +8,11 @@ from itertools import accumulate
 import msgspec
 from rich.table import Table
 
+from streamrl.engine.trace import Trace
 from streamrl.record.attribution import IDLE, UNDERFILLED, attribute
-from streamrl.record.flow import read_flow
+from streamrl.record.charges import dollars_per_second, read_replicas
 from streamrl.record.metrics import measure
-from streamrl.record.rent import dollars_per_second
-from streamrl.record.replicas import read_replicas
-from streamrl.record.trace import Trace
+from streamrl.record.rollout_flow import read_flow
 from streamrl.report.run_tables import format_dollars, format_share
 
 WORTH_SAYING = 0.005  # share of a step's GPU-seconds below which a bubble is not written about

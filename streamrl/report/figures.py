@@ -1,4 +1,4 @@
-"""Pictures of runs and studies as matplotlib figures, for files and notebooks; matplotlib is loaded where one is drawn."""
+"""Draw pictures of runs and studies as matplotlib figures, and write the timeline and Chrome trace of a run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.engine.trace import Trace
+from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.trace import Trace
 from streamrl.report.bubbles import Bubbles
 from streamrl.report.pictures.drawing import Picture
-from streamrl.report.pictures.shares import shares_picture
-from streamrl.report.pictures.steps import Steps, timeline_picture
-from streamrl.report.pictures.study_metric import study_picture
-from streamrl.report.pictures.waits import bubbles_picture
+from streamrl.report.pictures.stacked_bars import bubbles_picture, shares_picture
+from streamrl.report.pictures.step_timeline import Steps, timeline_picture
+from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_table import MetricTable
 
 if TYPE_CHECKING:
@@ -67,3 +67,9 @@ def _draw(picture: Picture, path: Path | None) -> Figure:
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def write_views(trace: Trace, directory: Path) -> None:
+    """Write `timeline.png` and `chrome_trace.json`."""
+    (directory / "chrome_trace.json").write_bytes(chrome_trace(trace))
+    timeline_figure(trace, directory / "timeline.png")

@@ -9,10 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.record.uncertainty import unshared_error
-from streamrl.report.plan import Choice, Plan, PlannedFramework, Runner
-from streamrl.report.run_tables import format_dollars, format_duration, format_step_time
-from streamrl.report.whole_text import fact_lines, headline
+from streamrl.report.run_tables import (
+    fact_lines,
+    format_dollars,
+    format_duration,
+    format_step_time,
+    headline,
+)
 from streamrl.runfile.plan_config import ObjectiveName
+from streamrl.sim.planner.plan import Choice, Plan, PlannedFramework, RunnerUp
 
 VALUES: dict[ObjectiveName, Callable[[float], str]] = {
     "cost-per-million-tokens": lambda value: f"{format_dollars(value)} per million tokens",
@@ -161,7 +166,7 @@ def _unsaid(chosen: Choice, other: Choice) -> str:
     return ", ".join(found) or "otherwise the same"
 
 
-def _cells(plan: Plan, runner: Runner) -> tuple[str, ...]:
+def _cells(plan: Plan, runner: RunnerUp) -> tuple[str, ...]:
     choice = runner.choice
     return (
         _behind_text(plan, runner),
@@ -184,7 +189,7 @@ def _step_text(choice: Choice) -> str:
     return format_step_time(choice.step_time, choice.step_time_interval)
 
 
-def _behind_text(plan: Plan, runner: Runner) -> str:
+def _behind_text(plan: Plan, runner: RunnerUp) -> str:
     """Say by how much a plan is behind, and where that may be chance, or what the costs of the two may be off by.
 
     What both do alike on the same GPUs is off by the same, and says nothing of which is better.

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.record.metrics import Metrics
-from streamrl.record.set_beside import Rerun
+from streamrl.record.run_comparison import Rerun
 from streamrl.report.run_tables import (
     LABELS,
     RATIOS,

@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.report.findings import Question
-from streamrl.report.study_table import check_metrics
-from streamrl.runfile.grid import Axis, Scale, parse_axis
+from streamrl.report.study_table import Question, check_metrics
+from streamrl.runfile.sweep import Axis, Scale, parse_axis
 
 NUM_SEEDS = 1  # whose interval says what more would
 DEFAULT_METRICS = ("step_time", "cost_per_million_tokens")

@@ -1,28 +1,31 @@
-"""A study's rows, and the table of one metric over its grid: median, least and most over seeds."""
+"""Put the rows of a study into one table for each metric, and state in words what the table shows.
+
+What a study found, said in words that its rows bear out: nothing here is typed in by hand.
+
+kind        says
+best        which point is best, and how much worse the worst one is
+knee        from where on, or up to where, a metric stays near its best
+crossover   which series wins where, and where the winner changes
+ratio       how much a metric grows along the first axis, and what each series is to the first one
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import isnan, nan
+from itertools import groupby, pairwise, product
+from math import exp, isfinite, isnan, log, nan
 from statistics import median
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
 from streamrl.hardware.tiers import Tier
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.metrics import Metrics
-from streamrl.report.run_tables import (
-    LABELS,
-    RATIOS,
-    format_figure,
-    format_share,
-    format_step_time,
-)
-from streamrl.runfile.grid import Axis
+from streamrl.report.run_tables import LABELS, RATIOS, format_figure, format_share, format_step_time
+from streamrl.runfile.sweep import Axis
 
 BETTER_LESS = (
     *("step_time", "cost_per_step", "cost_per_million_tokens", "dropped", "wasted"),
@@ -214,3 +217,270 @@ def check_metrics(metrics: Iterable[str]) -> None:
             close = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]}?" if close else f" of {', '.join(METRICS)}"
             raise ValueError(f"--metric {metric!r} is none{hint}")
+
+
+Kind = Literal["best", "knee", "crossover", "ratio"]
+NEAR = 0.02  # relative distance up to which two medians are called alike: what seeds do to a run
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a study looks for."""
+
+    kind: Kind = "best"
+    tolerance: float = NEAR
+    """Share by which a value may be worse than the best and still count as near it."""
+
+
+def find(finding: Question, table: MetricTable) -> list[str]:
+    """Say what a table shows, in a few sentences.
+
+    Raises:
+        ValueError: a crossover is looked for where nothing is compared.
+    """
+    return list(SENTENCES[finding.kind](table, finding.tolerance))
+
+
+def _best(table: MetricTable, tolerance: float) -> Iterator[str]:
+    tops = []
+    for series in table.series():
+        values = {at: spread.median for at, spread in series.spreads.items()}
+        best = table.best(values.values())
+        first, *others = sorted(values, key=lambda at: abs(values[at] - best))
+        alike = [at for at in others if table.is_near(values[at], best, tolerance)]
+        text = f"the {table.word} {table.name} is {table.format(best)}, at {table.points[first]}"
+        if alike:
+            text += f" ({_within(table, tolerance)}: {_names(table, sorted(alike))})"
+        far = {at: value for at, value in values.items() if at not in (first, *alike)}
+        tops.append((series.label, best))
+        yield _say(series, f"{text}{_worst(table, far, best)}.")
+    if len(tops) > 1:
+        yield _rank(table, tops)
+
+
+def _rank(table: MetricTable, tops: list[tuple[str, float]]) -> str:
+    """Set the best of every series beside the best of all."""
+    best = table.best(value for _, value in tops)
+    (top, _), *others = sorted(tops, key=lambda each: abs(each[1] - best))
+    parts = [f"{label} comes to {table.format(v)}{_times(table, v, best)}" for label, v in others]
+    return f"Best of all is {table.format(best)} with {top}; {'; '.join(parts)}."
+
+
+def _knee(table: MetricTable, tolerance: float) -> Iterator[str]:
+    """Name where each series leaves its best; those that never do share a sentence."""
+    flat = []
+    for series in table.series():
+        values = {at: spread.median for at, spread in series.spreads.items()}
+        best = table.best(values.values())
+        near = [at for at in values if table.is_near(values[at], best, tolerance)]
+        far = {at: value for at, value in values.items() if at not in near}
+        if not far:
+            flat.append(f"{series.label} {table.format(best)}".strip())
+            continue
+        text = f"{table.name} is {_within(table, tolerance)} of its best ({table.format(best)}) "
+        text += f"{_where(table, near, list(values))}{_worst(table, far, best)}."
+        yield _say(series, text)
+    if flat:
+        text = f"{_capital(table.name)} stays {_within(table, tolerance)} of its best everywhere"
+        yield f"{text}: {'; '.join(flat)}."
+
+
+def _crossover(table: MetricTable, tolerance: float) -> Iterator[str]:
+    """Compare the series of the second axis, for each combination of the axes beyond it."""
+    if len(table.axes) < 2:
+        raise ValueError("finding 'crossover' needs two axes: what changes, and what is compared")
+    beyond = table.axes[2:]
+    for rest, found in groupby(sorted(table.series(), key=_beyond), key=_beyond):
+        rivals = list(found)
+        head = f"{label_of(beyond, rest)}: " if beyond else ""
+        names = {r.rest: table.axes[1].point_labels[r.rest[0]] for r in rivals}
+        shared = [at for at in range(len(table.points)) if all(at in r.spreads for r in rivals)]
+        if len(rivals) < 2 or not shared:
+            yield f"{head}Nothing to compare."
+            continue
+        won = [(at, _winner(table, rivals, at)) for at in shared]
+        text = f"{head}{_capital(table.name)} is {table.word} with "
+        if len({winner.rest for _, winner in won}) == 1:
+            yield f"{text}{names[won[0][1].rest]} throughout{_margins(table, rivals, shared)}."
+            continue
+        spans = []
+        for winner, run in groupby(won, key=lambda pair: pair[1].rest):
+            spans.append(f"{names[winner]} {_span(table, [at for at, _ in run], shared)}")
+        crossings = [
+            _crossing(table, (a, b), (before, after))
+            for (a, before), (b, after) in pairwise(won)
+            if before.rest != after.rest
+        ]
+        yield f"{text}{', with '.join(spans)}; they cross {' and '.join(crossings)}."
+
+
+def _ratio(table: MetricTable, tolerance: float) -> Iterator[str]:
+    found = list(table.series())
+    for series in found:
+        values = {at: spread.median for at, spread in series.spreads.items()}
+        first, last = min(values), max(values)
+        if table.axes[0].places and len(set(map(table.format, values.values()))) == 1:
+            yield _say(series, f"{table.name} is {table.format(values[first])} throughout.")
+        elif table.axes[0].places:
+            text = f"from {table.points[first]} to {table.points[last]} {table.name} goes from "
+            text += f"{table.format(values[first])} to {table.format(values[last])}"
+            yield _say(series, f"{text}{_times(table, values[last], values[first])}.")
+        elif len(found) == 1:
+            yield from _against_first(table, values)
+    for series in found[1:]:
+        yield _against(table, series, found[0])
+
+
+def _against_first(table: MetricTable, values: dict[int, float]) -> Iterator[str]:
+    """Set every point beside the first."""
+    base = values[min(values)]
+    parts = []
+    for at, value in values.items():
+        times = _times(table, value, base) if at != min(values) else ""
+        parts.append(f"{table.format(value)} at {table.points[at]}{times}")
+    yield f"{_capital(table.name)}: {'; '.join(parts)}."
+
+
+def _against(table: MetricTable, series: MetricSeries, base: MetricSeries) -> str:
+    """Say what a series is to the first one, where that is least and where most."""
+    pairs = {
+        at: (spread.median, base.spreads[at].median)
+        for at, spread in series.spreads.items()
+        if at in base.spreads
+    }
+    sizes = {at: _size(table, *pair) for at, pair in pairs.items()}
+    if not sizes:
+        return f"{series.label} and {base.label}: nothing to compare."
+    least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    ats = sorted({least, most})
+    if table.is_share:
+        parts = [
+            f"{table.format(pairs[at][0])} where {base.label} has {table.format(pairs[at][1])}, "
+            f"at {table.points[at]}"
+            for at in ats
+        ]
+        return f"{_capital(table.name)}: {series.label} has {'; '.join(parts)}."
+    text = f"{series.label} has {sizes[ats[0]]:.2f} times the {table.name} of {base.label}"
+    if f"{sizes[least]:.2f}" == f"{sizes[most]:.2f}":
+        return f"{text}{' throughout' if len(sizes) > 1 else ''}."
+    return f"{text} at {table.points[ats[0]]}, {sizes[ats[1]]:.2f} times at {table.points[ats[1]]}."
+
+
+def _size(table: MetricTable, value: float, base: float) -> float:
+    """Return what a value is to another: their ratio, of shares their difference."""
+    if table.is_share:
+        return value - base
+    return value / base if base else 1.0
+
+
+SENTENCES: dict[Kind, Callable[[MetricTable, float], Iterator[str]]] = {
+    "best": _best,
+    "knee": _knee,
+    "crossover": _crossover,
+    "ratio": _ratio,
+}
+assert set(SENTENCES) == set(get_args(Kind))
+
+
+# Words --------------------------------------------------------------------------------------------
+
+
+def _say(series: MetricSeries, text: str) -> str:
+    """Put the series before a sentence where there is more than one."""
+    return f"{series.label}: {text}" if series.label else _capital(text)
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _names(table: MetricTable, ats: list[int]) -> str:
+    return ", ".join(table.points[at] for at in ats)
+
+
+def _within(table: MetricTable, tolerance: float) -> str:
+    return f"within {tolerance * 100:g} {'points' if table.is_share else '%'}"
+
+
+def _worst(table: MetricTable, far: dict[int, float], best: float) -> str:
+    """Say what is farthest from the best; nothing where nothing is far."""
+    if not far:
+        return ""
+    worst = max(far, key=lambda at: abs(far[at] - best))
+    value = f"{table.format(far[worst])}{_times(table, far[worst], best)}"
+    return f"; at {table.points[worst]} it is {value}"
+
+
+def _times(table: MetricTable, value: float, base: float, of: str = "") -> str:
+    """Say how many times one value is another, but for shares and where that is no number."""
+    if table.is_share or not base or not isfinite(value / base):
+        return ""
+    return f", {value / base:.2f} times {of or 'as much'}"
+
+
+def _where(table: MetricTable, near: list[int], places: list[int]) -> str:
+    """Say which points lie together: from one on, up to one, or each by name."""
+    if near == places[-len(near) :]:
+        return (
+            f"from {table.points[near[0]]} on" if len(near) > 1 else f"at {table.points[near[0]]}"
+        )
+    if near == places[: len(near)] and len(near) > 1:
+        return f"up to {table.points[near[-1]]}"
+    return f"at {_names(table, near)}"
+
+
+def _span(table: MetricTable, ats: list[int], places: list[int]) -> str:
+    """Say from where to where a series wins."""
+    if ats[0] == places[0]:
+        return f"up to {table.points[ats[-1]]}"
+    if ats[-1] == places[-1]:
+        return f"from {table.points[ats[0]]} on"
+    first, last = table.points[ats[0]], table.points[ats[-1]]
+    return f"at {first}" if first == last else f"from {first} to {last}"
+
+
+# Comparing series ---------------------------------------------------------------------------------
+
+
+def _beyond(series: MetricSeries) -> tuple[int, ...]:
+    return series.rest[1:]
+
+
+def _badness(table: MetricTable, spread: Spread) -> float:
+    return spread.median if table.is_less_better else -spread.median
+
+
+def _winner(table: MetricTable, rivals: list[MetricSeries], at: int) -> MetricSeries:
+    return min(rivals, key=lambda rival: _badness(table, rival.spreads[at]))
+
+
+def _margins(table: MetricTable, rivals: list[MetricSeries], ats: list[int]) -> str:
+    """Say what the next best has, from where it is nearest to the best to where it is farthest."""
+    found = []
+    for at in ats:
+        best, second, *_ = sorted(_badness(table, rival.spreads[at]) for rival in rivals)
+        found.append(_size(table, abs(second), abs(best)))
+    found.sort(key=lambda size: abs(size - (0.0 if table.is_share else 1.0)))
+    near, far = (
+        f"{each * 100:+.1f} points" if table.is_share else f"{each:.2f}"
+        for each in (found[0], found[-1])
+    )
+    text = near if near == far else f"{near} to {far}"
+    return f", the next is {text} off" if table.is_share else f", the next has {text} times as much"
+
+
+def _crossing(
+    table: MetricTable, ats: tuple[int, int], rivals: tuple[MetricSeries, MetricSeries]
+) -> str:
+    """Say where two series cross, on the straight line between two points of the first axis."""
+    axis = table.axes[0]
+    before, after = (rivals[0].spreads[at].median - rivals[1].spreads[at].median for at in ats)
+    between = f"between {table.points[ats[0]]} and {table.points[ats[1]]}"
+    if not axis.places or before == after:
+        return between
+    share = before / (before - after)
+    start, end = (axis.places[at] for at in ats)
+    if axis.drawn_as == "log":
+        place = exp(log(start) + share * (log(end) - log(start)))
+    else:
+        place = start + share * (end - start)
+    return f"at about {place:.3g}" if axis.is_plain else between

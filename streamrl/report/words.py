@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from streamrl.report.plan import SHORT, PlannedSide
 from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides import kind_name
-from streamrl.runfile.sides_config import FollowerConfig, RolloutConfig, TrainerConfig
+from streamrl.runfile.gpu_pools import kind_name
+from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig, TrainerConfig
+from streamrl.sim.planner.plan import SHORT, PlannedSide
 
 NBSP = "\N{NO-BREAK SPACE}"
 CAUSES = {
@@ -120,7 +120,7 @@ def tiers_text(tiers: Mapping[str, float] | None) -> str:
     return ", ".join(found)
 
 
-class Team(NamedTuple):
+class PlannedSides(NamedTuple):
     """Who generates and who trains, as a plan says it, and who else works beside them."""
 
     rollout: PlannedSide
@@ -129,14 +129,14 @@ class Team(NamedTuple):
     """By what it does, as a sentence has it."""
 
 
-def team_of(run: Run) -> Team:
+def planned_sides_of(run: Run) -> PlannedSides:
     """Return all sides of a run file: a plan has the first two."""
     rollout, *more = (_rollout_side(run, own) for own in run.rollout.kinds)
     others = {f"generate as {kind_name(kind)}": own for kind, own in enumerate(more, start=1)}
     others |= {f"train {each.name}": _trainer_side(run, each) for each in run.followers}
     if run.verifier.pool is not None and run.verifier.num_gpus:
         others["verify"] = _side(run, run.verifier.pool, run.verifier.num_gpus, {})
-    return Team(
+    return PlannedSides(
         rollout,
         _trainer_side(run, run.trainer),
         others,
@@ -184,7 +184,7 @@ def split_text(side: PlannedSide) -> str:
     return (split or "one GPU") + offload
 
 
-def share_text(follower: FollowerConfig) -> str:
+def share_text(follower: SecondaryTrainerConfig) -> str:
     """Say which complete groups a trainer takes: "one in 2 with staleness at most 2"."""
     limits = [f"of {listing(list(follower.families))}"] if follower.families else []
     for what in ("staleness", "reward"):
@@ -195,7 +195,7 @@ def share_text(follower: FollowerConfig) -> str:
     return f"{which} {', '.join(limits)}" if limits else which
 
 
-def rent_text(team: Team, system: str) -> str:
+def rent_text(team: PlannedSides, system: str) -> str:
     """Say what is rented, for a sentence: "8 H20 to generate and 8 H800 to train"."""
     rollout, trainer, others = team
     rest = [f"{gpus_text(side)} to {what}" for what, side in others.items()]
@@ -205,7 +205,7 @@ def rent_text(team: Team, system: str) -> str:
     return listing([f"{gpus_text(rollout)} to generate", f"{gpus_text(trainer)} to train", *rest])
 
 
-def what_text(team: Team, system: str) -> str:
+def sides_text(team: PlannedSides, system: str) -> str:
     """Say who generates, who trains, who else does what and in which mode, for a table."""
     rollout, trainer, others = team
     between = " and" if system == "colocated" else f", {gpus_text(trainer)}"

@@ -1,28 +1,343 @@
-"""What may not stand together in a run file."""
+"""Check that the values of a run file fit together; raises `RunError` for the first that do not."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
-from math import ceil
+from math import ceil, fsum, inf, isfinite
 from typing import get_args
+from urllib.parse import urlsplit
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.bounds import POSITIVE, SHARE, check_bounds
 from streamrl.runfile.config import DEVICE, Run
-from streamrl.runfile.dtypes import NARROW
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
-from streamrl.runfile.fault_checks import check_faults
+from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
+from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
+from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.paths import paths_of
-from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
-from streamrl.runfile.pools import POOL_CHECKS
-from streamrl.runfile.prompt_checks import check_prompt_sources
-from streamrl.runfile.reward_checks import check_rewards
-from streamrl.runfile.share_checks import check_shares
-from streamrl.runfile.sides import kind_key
-from streamrl.runfile.trainers import trainer_key
-from streamrl.runfile.workload_config import FreeRanker
+from streamrl.runfile.roles_config import (
+    NARROW,
+    REWARD_MODEL,
+    RewardConfig,
+    ScorerName,
+    SecondaryTrainerConfig,
+    function_of,
+)
+from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultConfig, FaultKind
+from streamrl.runfile.workload_config import HUB, FreeRanker
+
+PLAN_LISTS = (
+    *("rollout_pools", "trainer_pools", "rollout_gpus", "trainer_gpus"),
+    *("rollout_pipeline_parallel", "rollout_data_parallel", "speculative"),
+    *("rollout_tensor_parallel", "trainer_tensor_parallel", "pipeline_parallel"),
+    *(
+        "expert_parallel",
+        "expert_tensor_parallel",
+        "context_parallel",
+        "micro_batch",
+        "zero",
+        "systems",
+        "max_staleness",
+        "dispatch",
+    ),
+    *("sync_modes", "order", "recompute", "max_running"),
+)
+LEAST_IN_PLAN = {"max_staleness": 0, "speculative": 0}
+"""Least entry of a list of numbers; 1 where it is not named."""
+MOST_IN_PLAN = {"speculative": MOST_DRAFTED}
+"""Largest entry, where there is one."""
+
+
+def check_plan(run: Run) -> None:
+    """Raise `RunError` where a list is empty, or names an unknown pool or a number out of bounds."""
+    for name in PLAN_LISTS:
+        _check_list(name, getattr(run.plan, name), run)
+    if run.plan.speculative is not None and run.rollout.speculative is None:
+        key, named = "plan.speculative", run.plan.speculative
+        text = (
+            f"{key}={named} needs rollout.speculative: nobody knows but you what drafts, and how many of its tokens "
+            "are accepted"
+        )
+        raise RunError(key, named, None, text, ("rollout.speculative.acceptance",))
+
+
+def _check_list(name: str, entries: list[int] | list[str] | None, run: Run) -> None:
+    key = f"plan.{name}"
+    if entries is not None and not entries:
+        text = f"{key} is empty, got []: leave it out, or name what is open"
+        raise RunError(key, entries, list, text)
+    bounds = Bounds(LEAST_IN_PLAN.get(name, 1), MOST_IN_PLAN.get(name, inf))
+    for entry in entries or []:
+        if name.endswith("_pools") and entry not in run.cluster.pools:
+            text = f"{key} names {entry!r}, which is none of the pools {sorted(run.cluster.pools)}"
+            raise RunError(key, entries, OneOf(sorted(run.cluster.pools)), text)
+        if isinstance(entry, int) and not bounds.hold(entry):
+            raise RunError(key, entries, bounds, f"{key} must be {bounds}, got {entry}")
+
+
+KEYS_OF_ONE_SOURCE = ("prompts", "subset", "split", "fields", "template")
+"""Keys of `[workload]` that each `[[workload.source]]` has of its own."""
+
+
+def check_prompt_sources(run: Run) -> None:
+    """Refuse a mixture beside a data set of its own, two of one name, and what has no name on the hub."""
+    workload = run.workload
+    for name in KEYS_OF_ONE_SOURCE if workload.source else ():
+        if value := getattr(workload, name):
+            key = f"workload.{name}"
+            text = f"{key} stands beside [[workload.source]], each of which has its own, got {shown(value)}"
+            raise RunError(key, value, text=text, others=("workload.source",))
+    for place, source in enumerate(workload.sources):
+        key = workload.key(place)
+        if source.prompts == HUB:
+            text = f"{key} must name a data set after {HUB}, got {shown(source.prompts)}"
+            raise RunError(key, source.prompts, str, text)
+    names = [source.name for source in workload.source if source.name is not None]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        place = [source.name for source in workload.source].index(twice)
+        key = f"workload.source.{place}.name"
+        raise RunError(key, twice, None, f"{key} must be of one source, got {shown(twice)} twice")
+    _check_reward_sources(run, names)
+
+
+def _check_reward_sources(run: Run, names: list[str]) -> None:
+    """Refuse a reward of a source that there is not, where every source has a name."""
+    if not names or len(names) < len(run.workload.source):
+        return
+    for place, reward in enumerate(run.verifier.reward):
+        for family in reward.families:
+            if family not in names:
+                key = f"verifier.reward.{place}.families"
+                allowed = OneOf(names)
+                raise RunError(
+                    key, family, allowed, f"{key} must name {allowed}, got {shown(family)}"
+                )
+
+
+MOST_AT_ONCE = 256
+POSITIVE_SECONDS = Bounds(0, 1e6, excludes_least=True)
+SCORER_NAMES: tuple[str, ...] = get_args(ScorerName)
+SCORER_PARAMETERS = {
+    "pattern": ("regex", "format"),
+    "beyond": ("length-penalty",),
+    "until": ("length-penalty",),
+    "endpoint": ("judge",),
+    "model": ("judge", "reward-model"),
+}
+"""Keys that some scorers need, and no other has."""
+
+
+def check_rewards(run: Run) -> None:
+    """Refuse scorers that are none, and such as lack what they need or have what they do not know."""
+    verifier = run.verifier
+    if verifier.scorer is not None and verifier.reward:
+        text = f"verifier.scorer {shown(verifier.scorer)} stands beside {len(verifier.reward)} [[verifier.reward]]: one of both says what scores"
+        raise RunError("verifier.scorer", verifier.scorer, text=text, others=("verifier.reward",))
+    for place, reward in enumerate(verifier.rewards):
+        _check_scorer(verifier.key(place), reward)
+    for place, reward in enumerate(verifier.reward):
+        _check_numbers(f"verifier.reward.{place}", reward, run.rollout.max_tokens)
+    _check_reward_model(run)
+    labels = [reward.label for reward in verifier.rewards]
+    for place, label in enumerate(labels):
+        if label in labels[:place]:
+            key = f"verifier.reward.{place}.name"
+            text = f"{key} must differ from that of every other reward, got {shown(label)} twice"
+            raise RunError(key, verifier.rewards[place].name, str, text)
+
+
+def _check_scorer(key: str, reward: RewardConfig) -> None:
+    scorer = reward.scorer
+    if scorer not in SCORER_NAMES and function_of(scorer) is None:
+        ours = f"{OneOf(SCORER_NAMES)}, python:FILE.py:FUNCTION or MODULE:FUNCTION"
+        raise RunError(
+            key, scorer, OneOf(SCORER_NAMES), f"{key} must be {ours}, got {shown(scorer)}"
+        )
+    for name, scorers in SCORER_PARAMETERS.items():
+        value = getattr(reward, name)
+        here = f"{key.removesuffix('.scorer')}.{name}"
+        if scorer in scorers and value is None:
+            text = f"{here} is missing: scorer {scorer} needs it"
+            if key == "verifier.scorer":
+                text = f"{key} {scorer!r} needs a {name}, which a [[verifier.reward]] has"
+            raise RunError(here, None, text=text, others=(key,), problem="missing key")
+        if scorer not in scorers and value is not None:
+            text = f"{here} is known by {' and '.join(scorers)} alone, got {shown(value)} of scorer {shown(scorer)}"
+            raise RunError(here, value, text=text, others=(key,))
+
+
+def _check_reward_model(run: Run) -> None:
+    """Refuse a reward model without GPUs, a second one, and keys of one where there is none."""
+    verifier = run.verifier
+    models = [at for at, each in enumerate(verifier.rewards) if each.scorer == REWARD_MODEL]
+    if models and verifier.pool is None:
+        text = f"verifier.pool is missing: {verifier.key(models[0])} {REWARD_MODEL!r} computes in a pool"
+        raise RunError("verifier.pool", None, str, text, (verifier.key(models[0]),))
+    if len(models) > 1:
+        key = verifier.key(models[1])
+        text = f"{key} {REWARD_MODEL!r} stands beside {verifier.key(models[0])}: verifier.pool has one reward model"
+        raise RunError(key, REWARD_MODEL, text=text, others=(verifier.key(models[0]),))
+    for at, reward in enumerate(verifier.rewards):
+        if reward.step_end is not None and (reward.scorer != REWARD_MODEL or not reward.step_end):
+            key = f"verifier.reward.{at}.step_end"
+            text = f"{key} must be the end of a step, of {REWARD_MODEL} alone, got {shown(reward.step_end)} of {reward.scorer}"
+            raise RunError(key, reward.step_end, str, text, (verifier.key(at),))
+
+
+def _check_judge(key: str, reward: RewardConfig) -> None:
+    if not 1 <= reward.at_once <= MOST_AT_ONCE:
+        raise RunError(f"{key}.at_once", reward.at_once, Bounds(1, MOST_AT_ONCE))
+    if not 0 < reward.request_time < float("inf"):
+        raise RunError(f"{key}.request_time", reward.request_time, POSITIVE_SECONDS)
+    if reward.endpoint is None:
+        return
+    try:
+        url = urlsplit(reward.endpoint)
+        is_one = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        text = f"{key}.endpoint must be the URL of a server, such as http://127.0.0.1:8000/v1, got {shown(reward.endpoint)}"
+        raise RunError(f"{key}.endpoint", reward.endpoint, str, text)
+
+
+def _check_numbers(key: str, reward: RewardConfig, max_tokens: int) -> None:
+    if not isfinite(reward.weight) or reward.weight == 0:
+        text = f"{key}.weight must be a finite number other than 0, got {reward.weight}"
+        raise RunError(f"{key}.weight", reward.weight, float, text)
+    low, high = reward.bounds
+    if not (isfinite(low) and isfinite(high) and low < high):
+        text = (
+            f"{key}.bounds must be two finite numbers in rising order, got {shown(reward.bounds)}"
+        )
+        raise RunError(f"{key}.bounds", reward.bounds, list, text)
+    _check_judge(key, reward)
+    if reward.pattern is not None:
+        try:
+            re.compile(reward.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            text = f"{key}.pattern is no regular expression: {error}, got {shown(reward.pattern)}"
+            raise RunError(f"{key}.pattern", reward.pattern, str, text) from None
+    if reward.beyond is None or reward.until is None:
+        return
+    for name, number, bounds in (
+        ("beyond", reward.beyond, Bounds(0, max_tokens - 1)),
+        ("until", reward.until, Bounds(reward.beyond + 1)),
+    ):
+        if not bounds.hold(number):
+            raise RunError(f"{key}.{name}", number, bounds)
+
+
+SHARE_ROUNDING = 1e-6
+"""By which shares that add up to 1 may miss it as they are written down."""
+
+
+def check_shares(run: Run) -> None:
+    """Refuse bounds that no group lies within, families without a name, several GPUs of one that counts, and rewards whose shares do not add up."""
+    for number, follower in enumerate(run.followers, start=1):
+        key = trainer_key(number)
+        _check_order(key, follower, "staleness")
+        _check_order(key, follower, "reward")
+        _check_trainer_families(key, follower)
+        _check_counting(key, follower)
+    _check_group_rewards(run)
+
+
+def _check_order(key: str, follower: SecondaryTrainerConfig, what: str) -> None:
+    least, most = getattr(follower, f"min_{what}"), getattr(follower, f"max_{what}")
+    if least is None or most is None or least <= most:
+        return
+    lower, upper = join_key(key, f"min_{what}"), join_key(key, f"max_{what}")
+    text = f"{upper} must be at least {lower}={least:g}, got {most:g}"
+    raise RunError(upper, most, Bounds(least), text, (lower,))
+
+
+def _check_trainer_families(key: str, follower: SecondaryTrainerConfig) -> None:
+    for place, family in enumerate(follower.families):
+        if not family or family in follower.families[:place]:
+            here = join_key(key, "families")
+            what = "have a name each" if not family else "be named once each"
+            text = f"{here} must {what}, got {shown(list(follower.families))}"
+            raise RunError(here, list(follower.families), None, text)
+
+
+def _check_counting(key: str, follower: SecondaryTrainerConfig) -> None:
+    if follower.counts_only and follower.num_gpus > 1:
+        here = join_key(key, "counts_only")
+        text = (
+            f"{here} must be false for {follower.num_gpus} GPUs: who only counts has one, got True"
+        )
+        raise RunError(here, True, OneOf([False]), text, (join_key(key, "data_parallel"),))
+
+
+def _check_group_rewards(run: Run) -> None:
+    pairs, key = run.workload.group_rewards, "workload.group_rewards"
+    for reward, share in pairs:
+        if not (Bounds(-1e9, 1e9).hold(reward) and Bounds(0, 1, excludes_least=True).hold(share)):
+            text = f"{key} must hold pairs of a mean reward and a share in (0, 1], got {[reward, share]}"
+            raise RunError(key, pairs, None, text)
+    total = fsum(share for _, share in pairs)
+    if pairs and abs(total - 1) > SHARE_ROUNDING:
+        text = f"{key} must have shares that add up to 1, got {total:g}"
+        raise RunError(key, pairs, None, text)
+
+
+FAULT_MOMENTS = ("step", "time", "count")
+FAULT_KEYS: dict[FaultKind, tuple[str, ...]] = {
+    "link-slows": ("duration", "factor"),
+    "verifier-stalls": ("duration",),
+}
+"""What a kind needs to be told beside its moment; the others need nothing, and take none of it."""
+
+
+def check_faults(run: Run) -> None:
+    """Raise `RunError` where a fault has no moment, or several, or says too little or too much."""
+    for number, fault in enumerate(run.faults):
+        key = f"faults.{number}"
+        _check_victim(fault, f"{key}.kind", run)
+        _check_moment(fault, key, run.algorithm.steps)
+        for name in ("duration", "factor"):
+            _check_said(fault, key, name)
+
+
+def _check_victim(fault: FaultConfig, key: str, run: Run) -> None:
+    if fault.kind in OF_REWARD_MODEL and run.verifier.reward_model is None:
+        text = f"{key} {fault.kind!r} strikes a reward model, and no [[verifier.reward]] is one"
+        raise RunError(key, fault.kind, None, text, ("verifier.reward",))
+
+
+def _check_moment(fault: FaultConfig, key: str, steps: int) -> None:
+    given = [name for name in FAULT_MOMENTS if getattr(fault, name) is not None]
+    if len(given) != 1:
+        text = f"{key} ({fault.kind}) needs exactly one of step, time and count, got {', '.join(given) or 'none'}"
+        others = tuple(f"{key}.{name}" for name in FAULT_MOMENTS[1:])
+        raise RunError(f"{key}.step", fault.step, None, text, others)
+    last = fault.last_step(steps)
+    if fault.step is not None and fault.step > last:
+        why = " (the last version is not pushed)" if last < steps else ""
+        text = (
+            f"{key}.step must be at most {last} of algorithm.steps={steps}{why}, got {fault.step}"
+        )
+        raise RunError(f"{key}.step", fault.step, Bounds(1, last), text, ("algorithm.steps",))
+    if fault.seed is not None and fault.count is None:
+        text = f"{key}.seed={fault.seed} is of random moments: it needs {key}.count"
+        raise RunError(f"{key}.seed", fault.seed, None, text, (f"{key}.count",))
+
+
+def _check_said(fault: FaultConfig, key: str, name: str) -> None:
+    value, is_needed = getattr(fault, name), name in FAULT_KEYS.get(fault.kind, ())
+    if (value is not None) != is_needed:
+        kinds = [kind for kind, names in FAULT_KEYS.items() if name in names]
+        text = (
+            f"{key}.{name} is missing: kind is {fault.kind!r}"
+            if is_needed
+            else f"{key}.{name}={value} is of {' and '.join(kinds)}, but kind is {fault.kind!r}"
+        )
+        raise RunError(f"{key}.{name}", value, OneOf(kinds), text, (f"{key}.kind",))
+
 
 MOST_ROLLOUTS = 10**7
 """Of one step; every rollout under way is held in memory."""

@@ -1,4 +1,6 @@
-"""The run file as frozen structs: one file that simulate, plan and execute all read.
+"""The whole run file as frozen structs (`Run`), which simulate, plan and execute all read; paths in it are relative to the file.
+
+The run file as frozen structs: one file that simulate, plan and execute all read.
 
 `load_run` reads TOML, applies `--set` overrides, and raises `ValueError` with the key's path and value
 where anything is wrong. Paths in a run file are relative to the file.
@@ -7,26 +9,28 @@ where anything is wrong. Paths in a run file are relative to the file.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Literal
 
 import msgspec
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
-from streamrl.runfile.failures_config import FailuresConfig
-from streamrl.runfile.faults_config import FaultConfig
-from streamrl.runfile.framework_config import FrameworkConfig
 from streamrl.runfile.plan_config import PlanConfig
-from streamrl.runfile.policies_config import PoliciesConfig
-from streamrl.runfile.section import Section
-from streamrl.runfile.sides_config import (
-    FollowerConfig,
+from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
+from streamrl.runfile.roles_config import (
     RolloutConfig,
+    SecondaryTrainerConfig,
     TrainerConfig,
     VerifierConfig,
 )
-from streamrl.runfile.simulate_config import SimulateConfig
-from streamrl.runfile.sync_config import SyncConfig
+from streamrl.runfile.section import Section
+from streamrl.runfile.simulation_config import (
+    FailuresConfig,
+    FaultConfig,
+    FrameworkConfig,
+    SimulateConfig,
+)
 from streamrl.runfile.units import Duration
 from streamrl.runfile.workload_config import WorkloadConfig
 
@@ -119,7 +123,7 @@ class Run(Section, frozen=True, kw_only=True):
     failures: FailuresConfig = FailuresConfig()
     faults: tuple[FaultConfig, ...] = ()
     framework: FrameworkConfig = FrameworkConfig()
-    followers: tuple[FollowerConfig, ...] = ()
+    followers: tuple[SecondaryTrainerConfig, ...] = ()
     """What a run file writes as the second `[[trainer]]` and those after it."""
 
     @property
@@ -146,7 +150,7 @@ class Run(Section, frozen=True, kw_only=True):
         return 1 + len(self.followers)
 
     @property
-    def follower_names(self) -> tuple[str, ...]:
+    def secondary_trainer_names(self) -> tuple[str, ...]:
         """The names of its trainers that follow."""
         return tuple(follower.name for follower in self.followers)
 
@@ -181,14 +185,14 @@ class Run(Section, frozen=True, kw_only=True):
         return seen
 
     @property
-    def heeds_families(self) -> bool:
+    def filters_by_family(self) -> bool:
         """Whether a trainer takes groups by the family of their prompt, so that the engine is told of it."""
         return any(follower.families for follower in self.followers)
 
     @property
-    def heeds_rewards(self) -> bool:
+    def filters_by_reward(self) -> bool:
         """Whether a trainer takes groups by their mean reward."""
-        return any(follower.heeds_rewards for follower in self.followers)
+        return any(follower.filters_by_reward for follower in self.followers)
 
     @property
     def leaves_out_uniform(self) -> bool:
@@ -199,12 +203,12 @@ class Run(Section, frozen=True, kw_only=True):
     @property
     def computed_share(self) -> float:
         """Simulated share of the rollouts in a step of the trainer that leads whose gradient is computed."""
-        return self.taught_share * (
+        return self.trained_group_share * (
             1.0 if self.algorithm.computes_all else self.algorithm.computed_of_group
         )
 
     @property
-    def taught_share(self) -> float:
+    def trained_group_share(self) -> float:
         """The same of groups of which any rollout's gradient is computed."""
         if self.algorithm.computes_all or self.algorithm.leaves_out_uniform:
             return 1.0
@@ -253,3 +257,14 @@ class Run(Section, frozen=True, kw_only=True):
         generate = sum(kind.num_gpus for kind in self.rollout.kinds)
         both = (generate, self.trainer.num_gpus)
         return max(both) if self.shares_gpus else sum(both)
+
+
+def whole_groups(share: float, prompts_per_step: int) -> int:
+    """Return `share` steps as groups, rounded down: 0.29 of 100 prompts are 29, which floats make 28 of."""
+    return int(Fraction(repr(share)) * prompts_per_step)
+
+
+def num_extra(run: Run) -> int:
+    """Return the groups that are drawn for a step beyond those that it is made of (`policies.oversampling`)."""
+    prompts = run.algorithm.prompts_per_step
+    return whole_groups(run.policies.oversampling, prompts) - prompts

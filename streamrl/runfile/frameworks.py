@@ -17,11 +17,15 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.framework_config import FrameworkName
-from streamrl.runfile.keys import place_of
-from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
-from streamrl.runfile.sync_config import SyncConfig
-from streamrl.runfile.trainers import full_key
+from streamrl.runfile.keys import full_key, place_of
+from streamrl.runfile.policies_config import (
+    DispatchName,
+    OrderName,
+    SyncConfig,
+    SyncMode,
+    SystemName,
+)
+from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Duration, read_quantity
 
 FRAMEWORKS = Path(__file__).parents[1] / "profiles" / "frameworks"
@@ -72,14 +76,14 @@ class ExtraPass(_Table, frozen=True, kw_only=True):
     runs: str
 
 
-class WayToRun(_Table, frozen=True, kw_only=True):
+class SupportedSystem(_Table, frozen=True, kw_only=True):
     """A system that the framework has, and what turns it on there."""
 
     name: SystemName
     how: str
 
 
-class WayToSync(_Table, frozen=True, kw_only=True):
+class SupportedSync(_Table, frozen=True, kw_only=True):
     """What a weight sync of the framework may send, and what turns it on there."""
 
     mode: SyncMode
@@ -88,7 +92,7 @@ class WayToSync(_Table, frozen=True, kw_only=True):
     """How `costs.engine` begins, where only that inference engine takes it."""
 
 
-class WayToGenerate(_Table, frozen=True, kw_only=True):
+class SupportedEngine(_Table, frozen=True, kw_only=True):
     """An inference engine that the framework generates with."""
 
     name: str
@@ -139,9 +143,9 @@ class Framework(_Table, frozen=True, kw_only=True):
     licence: str
     settings: list[Setting] = []
     passes: list[ExtraPass] = []
-    systems: list[WayToRun]
-    sync: list[WayToSync]
-    engines: list[WayToGenerate] = []
+    systems: list[SupportedSystem]
+    sync: list[SupportedSync]
+    engines: list[SupportedEngine] = []
     """None where it generates with whatever `costs.engine` names."""
     layouts: list[Layout]
     dispatch: list[DispatchName]

@@ -1,10 +1,13 @@
-"""Dotted keys of a run file, as errors name them and `--set` takes them: `cluster.links.0.latency`."""
+"""Dotted keys of a run file such as `cluster.links.0.latency`: build them, split them, and set them as `--set key=value` does."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from typing import Any
+
+from streamrl.runfile.errors import RunError, shown
 
 _PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^."]+')
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -44,3 +47,98 @@ def place_of(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     for parent in parents:
         table = table.setdefault(parent, {})
     return table, last
+
+
+TRAINER, FOLLOWERS = "trainer", "followers"
+
+
+def trainer_key(trainer: int) -> str:
+    """Return the key of a trainer's section, the leading one first."""
+    return f"{TRAINER}.{trainer}" if trainer else TRAINER
+
+
+def is_list(table: dict[str, Any]) -> bool:
+    """Return whether a run file's table has its trainers in a list."""
+    return isinstance(table.get(TRAINER), list)
+
+
+def full_key(table: dict[str, Any], parts: list[str]) -> list[str]:
+    """Return a dotted key with the number of the trainer that leads, where it names none."""
+    if is_list(table) and parts[0] == TRAINER and len(parts) > 1 and not parts[1].isdigit():
+        return [TRAINER, "0", *parts[1:]]
+    return parts
+
+
+def split_trainers(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table, in which no error was found, with the trainer that leads apart from those that follow."""
+    if not is_list(table):
+        return table
+    leader, *followers = table[TRAINER]
+    return {**table, TRAINER: leader, FOLLOWERS: followers}
+
+
+def join_trainers(table: dict[str, Any]) -> dict[str, Any]:
+    """Return what `split_trainers` took apart as a run file has it."""
+    followers = table.pop(FOLLOWERS, [])
+    if followers:
+        table[TRAINER] = [table[TRAINER], *followers]
+    return table
+
+
+INSTEAD: dict[tuple[str, ...], str] = {("model", "path"): "name", ("model", "name"): "path"}
+"""Keys of which a section has one: the one that is set takes the other's place, as of a plan that names its model."""
+
+
+def override(table: dict[str, Any], change: str) -> None:
+    """Set one dotted key, as `key=value` says; tables on the way are made, entries of lists are numbered from 0.
+
+    Where a section has one of two keys (`INSTEAD`), the other one goes.
+
+    Raises:
+        RunError: the text is no `key=value`, or the key leads through what is no table.
+    """
+    name, separator, text = change.partition("=")
+    key = name.strip()
+    try:
+        *parents, last = full_key(table, split_key(key))
+    except ValueError:
+        separator = ""
+    if not separator:
+        raise RunError(key, change, text=f"--set {shown(change)} must read key=value")
+    place: Any = table
+    path = ""
+    for part in parents:
+        path = join_key(path, part)
+        place = _enter(place, part, path)
+    if isinstance(place, list):
+        place[_index(place, last, key)] = read_value(text.strip())
+    else:
+        place[last] = read_value(text.strip())
+        place.pop(INSTEAD.get((*parents, last)), None)
+
+
+def _enter(place: Any, part: str, path: str) -> Any:
+    if isinstance(place, list):
+        inner = place[_index(place, part, path)]
+    else:
+        inner = place.setdefault(part, {})
+    if not isinstance(inner, dict | list):
+        text = f"--set {path}: {shown(inner)} is no table"
+        raise RunError(path, inner, dict, text)
+    return inner
+
+
+def _index(entries: list[Any], part: str, path: str) -> int:
+    if part not in map(str, range(len(entries))):
+        text = f"--set {path}: no entry {part!r} in a list of {len(entries)}"
+        raise RunError(path, entries, list, text)
+    return int(part)
+
+
+def read_value(text: str) -> object:
+    """Read a TOML value; what is none is a text."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return table["value"] if len(table) == 1 else text

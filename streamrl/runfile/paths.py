@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.reward_config import REWARD_MODEL, file_of, with_file
+from streamrl.runfile.roles_config import REWARD_MODEL, file_of, with_file
 from streamrl.runfile.section import Section
 from streamrl.runfile.workload_config import HUB
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
+from streamrl.runfile.roles_config import Recompute
 from streamrl.runfile.section import Section
-from streamrl.runfile.sides_config import Recompute
 from streamrl.runfile.units import Duration
 
 ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]

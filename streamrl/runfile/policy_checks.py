@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import Run, num_extra, whole_groups
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
-from streamrl.runfile.group_counts import num_extra, whole_groups
 
 
 def _check_tail_batching(run: Run) -> None:
@@ -161,7 +160,7 @@ def _check_promotion(run: Run) -> None:
             text = f"{key} is missing: policies.on_leader_loss 'promote' says that a trainer takes the leader's place"
             raise RunError(key, None, str, text, ("policies.on_leader_loss",))
         return
-    names = run.follower_names
+    names = run.secondary_trainer_names
     if policies.promote not in names:
         known = OneOf(names) if names else "left out where no trainer follows"
         text = f"{key} must be {known}, got {shown(policies.promote)}"

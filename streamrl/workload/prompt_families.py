@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
-from streamrl.runfile.keys import join_key
-from streamrl.runfile.trainers import trainer_key
+from streamrl.runfile.keys import join_key, trainer_key
 
 FAMILY = "family"
 """Of a prompt's record, where it has no task."""
 
 
-def told_family(record: Mapping[str, object]) -> str | None:
+def prompt_family(record: Mapping[str, object]) -> str | None:
     """Return the family that figures of a run count a prompt to: its task, or else its family; None of one without."""
     family = record.get("task", record.get(FAMILY))
     return None if family is None else str(family)

@@ -1,4 +1,4 @@
-"""Prompts and output lengths, seeded: the same run file draws the same rollouts, however it asks for them."""
+"""Draw groups with seeded prompts and output lengths: the same run file draws the same rollouts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,125 @@ from typing import NamedTuple, Protocol, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
+from streamrl.engine.messages import DrawnGroup, Drop, ExpectationsChanged, Generated, PromptsDrawn
+from streamrl.engine.trace import read_trace
+from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import find_profile
-from streamrl.hardware.tables import Floats
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.workload_config import LengthsConfig
-from streamrl.workload.csv_rows import read_csv
-from streamrl.workload.drift import Drift
-from streamrl.workload.epochs import PromptOrder, make_order
-from streamrl.workload.expectations import Expectations
+from streamrl.workload.data_files import read_csv
+from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families
-from streamrl.workload.ranker import load_ranker
-from streamrl.workload.recorded import Recorded
-from streamrl.workload.tail_batching import TailBatches
+from streamrl.workload.prompt_order import PromptOrder, TailBatches, make_order
+from streamrl.workload.simulated_ranker import load_ranker
+
+
+class Drift:
+    """The line on which lengths grow, and with them whatever else depends on how old a figure is."""
+
+    def __init__(self, run: Run) -> None:
+        lengths = run.workload.lengths
+        steps = run.algorithm.steps
+        if lengths is not None and lengths.drift_steps is not None:
+            steps = lengths.drift_steps
+        self._last = max(1, steps - 1)
+        self._prompts_per_step = run.algorithm.prompts_per_step
+
+    def at(self, groups: Floats, first: float, last: float | None) -> Floats:
+        """Return a figure for each of `groups`: `first` in the first step, `last` from the end of the drift on.
+
+        A group belongs to the step that it is drawn for where none before it is dropped. Where `last` is
+        absent nothing drifts.
+        """
+        if last is None:
+            return np.full(len(groups), first)
+        share = np.minimum(1.0, groups // self._prompts_per_step / self._last)
+        drifted: Floats = first + (last - first) * share
+        return drifted
+
+
+Lengths = npt.NDArray[np.int64]
+
+
+class RecordedGroups:
+    """The groups of a trace file in the order in which they were drawn.
+
+    A group that was lost has no lengths, and none takes its place: the run drew another one for it. One that was
+    under way when the record ended has those of another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read a trace.
+
+        Raises:
+            ValueError: it is none, or holds no group whose lengths are known.
+        """
+        self._path = path
+        drawn: dict[int, DrawnGroup] = {}
+        tokens: dict[int, int] = {}
+        dropped: set[int] = set()
+        for _, event, commands in read_trace(path).entries:
+            if isinstance(event, PromptsDrawn):
+                drawn.update((group.group, group) for group in event.groups)
+            elif isinstance(event, Generated) and event.finish != "aborted":
+                tokens[event.rollout] = event.tokens
+            dropped.update(command.group for command in commands if isinstance(command, Drop))
+        self._finished = [g for _, g in sorted(drawn.items()) if g.rollouts and _is_in(g, tokens)]
+        if not self._finished:
+            raise ValueError(f"{path} records no finished group")
+        finished = {group.group for group in self._finished}
+        self._groups = [
+            group
+            for number, group in sorted(drawn.items())
+            if number in finished or number not in dropped
+        ]
+        self._tokens = tokens
+        self._known = finished
+
+    def block(self, first: int, num_groups: int, group_size: int) -> tuple[Lengths, Lengths]:
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]; past the recorded ones it starts over."""
+        groups = self._picks(first, num_groups, group_size)
+        lengths = [[self._tokens[rollout] for rollout in group.rollouts] for group in groups]
+        return np.array(lengths), np.array([group.prompt_tokens for group in groups])
+
+    def expected(self, first: int, num_groups: int, group_size: int) -> Lengths:
+        """Return what the recorded run expected of these groups when it drew them, as `block` does lengths."""
+        groups = self._picks(first, num_groups, group_size)
+        return np.array([group.expected_tokens for group in groups])
+
+    def prompts(self, first: int, num_groups: int, group_size: int) -> list[int]:
+        """Return which line of the prompts file each of these groups is of; empty where the record does not say."""
+        lines = [group.prompt for group in self._picks(first, num_groups, group_size)]
+        return [line for line in lines if line is not None] if None not in lines else []
+
+    @property
+    def known_families(self) -> set[str]:
+        """The families that recorded groups are of, as far as the record says."""
+        return {group.family for group in self._groups if group.family is not None}
+
+    def families(self, first: int, num_groups: int, group_size: int) -> list[str | None]:
+        """Return the family of the prompt of each of these groups; None where the record does not say."""
+        return [group.family for group in self._picks(first, num_groups, group_size)]
+
+    def _picks(self, first: int, num_groups: int, group_size: int) -> list[DrawnGroup]:
+        size = len(self._finished[0].rollouts)
+        if size != group_size:
+            raise ValueError(
+                f"algorithm.group_size is {group_size}, but {self._path} records groups of {size}"
+            )
+        return [self._pick(place) for place in range(first, first + num_groups)]
+
+    def _pick(self, place: int) -> DrawnGroup:
+        """Return the group that was drawn there, or where its lengths are not known one of which they are."""
+        if place < len(self._groups) and self._groups[place].group in self._known:
+            return self._groups[place]
+        return self._finished[place % len(self._finished)]
+
+
+def _is_in(group: DrawnGroup, tokens: dict[int, int]) -> bool:
+    return all(rollout in tokens for rollout in group.rollouts)
+
 
 BLOCK = (
     1024  # groups drawn from one random stream: large enough for numpy, fixed so that draws agree
@@ -31,8 +136,6 @@ MOST_NUMBER = (
     1e15  # of a table of lengths: what an array of whole numbers holds with room for a scale
 )
 CALIBRATION = 1 << 16  # lengths that a ranker sees: recall@20% is then true within 0.003
-
-Lengths = npt.NDArray[np.int64]
 
 
 class Draw(NamedTuple):
@@ -81,8 +184,8 @@ class SimulatedWorkload:
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._source = load_source(config)
-        self._tells_families = run.heeds_families
-        if run.heeds_families:
+        self._tells_families = run.filters_by_family
+        if run.filters_by_family:
             check_families(run, self._known_families())
         self._drift = Drift(run)
         self._order: PromptOrder | None = None
@@ -112,7 +215,7 @@ class SimulatedWorkload:
 
     def _known_families(self) -> set[str]:
         source = self._source
-        return source.known_families if isinstance(source, Recorded | Groups) else set()
+        return source.known_families if isinstance(source, RecordedGroups | Groups) else set()
 
     def _longest(self, first: int, num: int) -> list[int]:
         """Return the expected tokens of the longest rollout of groups of the data."""
@@ -143,7 +246,7 @@ class SimulatedWorkload:
         """Draw a block of groups."""
         ids: list[int] = []
         families: list[str | None] = []
-        if isinstance(self._source, Recorded):
+        if isinstance(self._source, RecordedGroups):
             ids = self._source.prompts(block * BLOCK, BLOCK, self._group_size)
             if self._tells_families:
                 families = self._source.families(block * BLOCK, BLOCK, self._group_size)
@@ -164,7 +267,7 @@ class SimulatedWorkload:
         if self._ranker is not None:
             age = self._drift.at(groups, 0.0, 1.0)
             expected = self._scaled(self._ranker.expect(block, lengths, age), scale)
-        elif isinstance(self._source, Recorded) and self._config.ranker == "recorded":
+        elif isinstance(self._source, RecordedGroups) and self._config.ranker == "recorded":
             known = self._source.expected(block * BLOCK, BLOCK, self._group_size)
             expected = self._scaled(known, scale)
         return _Block(self._scaled(lengths, scale), expected, prompts.tolist(), ids, families)
@@ -183,7 +286,7 @@ class SimulatedWorkload:
 
     def _population(self) -> Lengths:
         """Draw lengths for a ranker to be calibrated on, whatever the run's seed."""
-        if isinstance(self._source, Recorded):
+        if isinstance(self._source, RecordedGroups):
             return self._source.block(0, BLOCK, self._group_size)[0]
         rng = np.random.default_rng(CALIBRATION)
         return self._source.sample(rng, CALIBRATION // self._group_size + 1, self._group_size)[0]
@@ -303,7 +406,7 @@ class Groups:
         return found
 
 
-def load_source(config: LengthsConfig) -> Source | Recorded:
+def load_source(config: LengthsConfig) -> Source | RecordedGroups:
     """Read the distribution that `workload.lengths` names.
 
     Raises:
@@ -316,9 +419,9 @@ def load_source(config: LengthsConfig) -> Source | Recorded:
         raise RunError("workload.lengths.source", config.source, text=text) from None
 
 
-def _read_source(config: LengthsConfig) -> Source | Recorded:
+def _read_source(config: LengthsConfig) -> Source | RecordedGroups:
     if config.kind == "trace":
-        return Recorded(Path(config.source))
+        return RecordedGroups(Path(config.source))
     if config.names_a_file:
         path = Path(config.source)
     else:

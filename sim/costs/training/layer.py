@@ -1,9 +1,22 @@
-"""Seconds of one layer's passes over a micro-batch on one GPU, term by term.
+"""Seconds of one layer's forward and backward passes on one GPU, with LoRA adapters and context parallelism.
+
+Seconds that LoRA adapters add to a layer: bytes through memory, beside which their products are few.
+
+| bytes through memory, times a value       | fused                      | otherwise                  |
+|-------------------------------------------|----------------------------|----------------------------|
+| forward: of a layer's inputs, its outputs | 1, 2: added as it is made  | 1, 4: written, then added  |
+| backward: the same of their gradients     | 3, 2                       | 5, 2                       |
+
+A reads the inputs, B's product comes to the outputs; backward, the outputs' gradient is read for that of B and for what goes on
+to A, the inputs are read again for that of A, and what comes out is added to the inputs' gradient. A roofline: nothing
+published says what adapters alone take.
+
+Seconds of one layer's passes over a micro-batch on one GPU, term by term.
 
 | term        | forward                                                                | backward |
 |-------------|------------------------------------------------------------------------|----------|
 | products    | FLOPs at the rate that kernel tables give for their size               | twice, once beside adapters |
-| adapters    | bytes through memory, `streamrl.sim.costs.training.adapter_pass`                | its own  |
+| adapters    | bytes through memory, `streamrl.sim.costs.training.layer`                | its own  |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
 | linear      | of layers with linear attention that of a chunked prefill, by tokens   | 2.55 x   |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
@@ -17,6 +30,19 @@
 
 Recomputation adds the forward pass to the backward one, or (mlp) the MLP's share of it, or (selective) what it takes
 to make norms and activations again. Every term is a constant, so much a token, and so much a pair of tokens.
+
+What context ranks send each other, so that the tokens of one attend to those of the others, and what of it shows.
+
+| exchange   | bytes that a rank sends of one layer, forward                           | backward | hidden behind            |
+|------------|-------------------------------------------------------------------------|----------|--------------------------|
+| ring       | keys and values of its tokens, c - 1 times, to its neighbour            | twice    | attention over the parts |
+| all-gather | the same to all, by rings over all ports of a node                      | twice    | nothing                  |
+| all-to-all | of its tokens' queries, keys, values and output the heads of the others | as much  | nothing                  |
+
+The backward pass of the first two needs keys and values again, and returns their gradients (ring attention: Liu et al. 2023,
+arXiv 2310.01889; gathered: Llama 3, arXiv 2407.21783, section 3.3.2; heads dealt out: DeepSpeed Ulysses, arXiv 2309.14509).
+Parts of a sequence are paired so that each rank has as many pairs of tokens. That kernels run slower on the short parts of a
+ring is not counted.
 """
 
 from __future__ import annotations
@@ -24,17 +50,92 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log, sqrt
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from streamrl.hardware.activations import layer_activations
-from streamrl.hardware.operators import HEAD_DIM
+from streamrl.hardware.activations import context_channels, layer_activations
+from streamrl.hardware.model_shape import passed_layers
+from streamrl.hardware.operator_tables import HEAD_DIM, Floats
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.training.adapter_pass import adapters_of
-from streamrl.sim.costs.training.pass_time import Pass, product
 from streamrl.sim.costs.training.profile import Constants, ExpertRate, GemmRate
 from streamrl.sim.costs.training.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Seconds of a pass over one micro-batch."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    """For each pair of a token and one before it."""
+
+    def __add__(self, other: Pass) -> Pass:
+        """One after the other."""
+        return Pass(
+            fixed=self.fixed + other.fixed,
+            per_token=self.per_token + other.per_token,
+            per_pair=self.per_pair + other.per_pair,
+        )
+
+    def __mul__(self, times: float) -> Pass:
+        """The same `times` over."""
+        return Pass(
+            fixed=self.fixed * times,
+            per_token=self.per_token * times,
+            per_pair=self.per_pair * times,
+        )
+
+    def shared(self, ranks: int) -> Pass:
+        """Return the seconds of one of `ranks` that share the micro-batch; a product of few tokens is slow as before."""
+        return Pass(
+            fixed=self.fixed, per_token=self.per_token / ranks, per_pair=self.per_pair / ranks
+        )
+
+    def time(self, tokens: Floats, pairs: Floats) -> Floats:
+        """Return the seconds of micro-batches of so many tokens and pairs."""
+        return self.fixed + self.per_token * tokens + self.per_pair * pairs
+
+
+def product(rate: GemmRate, columns: float, rows: float) -> Pass:
+    """Return the seconds of (tokens, rows) times (rows, columns), at the rate of a product of that size."""
+    seconds = 2 * columns * rows / rate.flops
+    slower = 1 + rate.columns / columns + rate.rows / rows
+    return Pass(fixed=seconds * rate.tokens, per_token=seconds * slower)
+
+
+class AdapterPasses(NamedTuple):
+    """What adapters add to a mean layer, where the actor learns them."""
+
+    forward: Pass
+    backward: Pass
+
+
+def adapters_of(ranks: Ranks, flops: float) -> AdapterPasses:
+    """Return what they add on one GPU.
+
+    Args:
+        ranks: the trainer's.
+        flops: FLOP/s of its products.
+    """
+    if not ranks.frozen:
+        return AdapterPasses(Pass(), Pass())
+    layers = list(passed_layers(ranks.model))
+    inputs = sum(inner * count for inner, _, count in layers)
+    outputs = sum(outer * count for _, outer, count in layers)
+    weights = ranks.adapter_rank * (inputs + outputs)
+    once, added = (2, 3) if ranks.trainer.kernels == "fused" else (4, 5)
+    bandwidth = ranks.gpu.memory_bandwidth * ranks.gpu.roofline.bandwidth_efficiency
+    share = ranks.frozen / ranks.model.num_layers / ranks.trainer.tensor_parallel
+
+    def a_pass(values: float, products: float) -> Pass:
+        seconds = values * ranks.width / bandwidth + products * 2 * weights / flops
+        return Pass(per_token=share * seconds)
+
+    forward = a_pass(inputs + once * outputs, 1)
+    return AdapterPasses(forward, a_pass(added * inputs + 2 * outputs, 2))
+
 
 BACKWARD = 2.0
 """Forward passes that a backward pass costs: one for the gradient of inputs, one for that of weights."""
@@ -270,7 +371,7 @@ class Layer:
         seconds = 2 * copies * 3 * hidden * width / rate.flops
         share = copies * max(1, trainer.expert_parallel) / experts.num_experts
         traffic = constants.permutation_traffic
-        if trainer.deals_experts and trainer.dispatch == "all-to-all":
+        if trainer.shards_experts and trainer.dispatch == "all-to-all":
             traffic += constants.unfused_traffic
         moved = traffic * 2 * copies * hidden * ranks.width / ranks.gpu.memory_bandwidth
         found = Pass(
@@ -289,7 +390,7 @@ class Layer:
         if model.experts is None:
             return Pass()
         shown = 1 - constants.trade_overlap if self.ranks.trainer.overlaps_dispatch else 1.0
-        traded = 2 * constants.trade * self._trade_time() * self._imbalance()
+        traded = 2 * constants.trade * self._all_to_all_time() * self._imbalance()
         share = model.num_expert_layers / model.num_layers
         sliced = 2 * constants.reduce * self._slice_time() * self._imbalance()
         routed = Pass(fixed=constants.routing_time, per_token=traded) * (share * shown)
@@ -301,13 +402,13 @@ class Layer:
         Where copies are saved they are sent to every one of these ranks at once (Megatron's flex dispatcher).
         """
         ranks, trainer = self.ranks, self.ranks.trainer
-        if not trainer.deals_experts or trainer.dispatch == "deduplicated":
+        if not trainer.shards_experts or trainer.dispatch == "deduplicated":
             return 0.0
         num_bytes = ranks.model.hidden_size * ranks.width
         own = self._copies() / trainer.expert_slices
         return (trainer.expert_slices - 1) * own * num_bytes / ranks.gpu.nvlink
 
-    def _trade_time(self) -> float:
+    def _all_to_all_time(self) -> float:
         """Seconds of one all-to-all for a token of the micro-batch.
 
         Where copies are saved, a token crosses to each other node, and then to each GPU, at most once, however
@@ -315,7 +416,7 @@ class Layer:
         """
         ranks, trainer, experts = self.ranks, self.ranks.trainer, self.ranks.model.experts
         degree = trainer.expert_parallel
-        if not trainer.deals_experts or experts is None:
+        if not trainer.shards_experts or experts is None:
             return 0.0
         nodes = max(1.0, trainer.expert_ranks / ranks.nvlink_domain)
         chosen = experts.experts_per_token
@@ -351,3 +452,50 @@ def _attention_line(gpu: str, dtype: str, heads: float, caches: float) -> Pass:
     if per_token < 0:
         per_token, per_pair = 0.0, terms[:, 1].sum() / (terms[:, 1] ** 2).sum()
     return Pass(per_token=float(per_token), per_pair=float(per_pair))
+
+
+RETURNS = 2.0
+"""Times that a backward pass sends what a forward one does, where keys and values are sent and not heads."""
+
+
+def late_forward(layer: Layer) -> Pass:
+    """Return the seconds by which a layer waits for other ranks in its forward pass; less than none where it does not."""
+    return Pass(per_token=_sent(layer.ranks)) + _meanwhile(layer) * -1.0
+
+
+def late_backward(layer: Layer) -> list[Pass]:
+    """Return the same of its backward pass, and of the forward one that full recomputation adds."""
+    again = [late_forward(layer)] if layer.ranks.trainer.recompute == "full" else []
+    times = 1.0 if layer.ranks.trainer.context_exchange == "all-to-all" else RETURNS
+    hidden = _meanwhile(layer) * -ATTENTION_BACKWARD
+    return [Pass(per_token=times * _sent(layer.ranks)) + hidden, *again]
+
+
+def _meanwhile(layer: Layer) -> Pass:
+    """Return the attention of a rank that computes while keys and values are under way: all parts but the last."""
+    ranks = layer.ranks.trainer.context_parallel
+    if layer.ranks.trainer.context_exchange != "ring":
+        return Pass()
+    return layer.attention().shared(ranks) * ((ranks - 1) / ranks)
+
+
+def _sent(ranks: Ranks) -> float:
+    """Seconds of one layer's forward exchange, for each token of a micro-batch."""
+    trainer = ranks.trainer
+    degree, near = trainer.context_parallel, ranks.context_ranks_of_a_node
+    queries, caches = context_channels(ranks.model, trainer)
+    share = (degree - 1) / degree * ranks.width
+    match trainer.context_exchange:
+        case "ring":
+            wire = ranks.gpu.nvlink if near == degree else ranks.network
+            return ranks.collective * share * caches / wire
+        case "all-gather":
+            return ranks.ring_time(ranks.width * caches, degree, trainer.tensor_parallel)
+        case "all-to-all":
+            heads = max(1.0, ranks.model.num_kv_heads / trainer.tensor_parallel)
+            num_bytes = (2 * queries + caches * max(1.0, degree / heads)) / degree * ranks.width
+            outside, inside = (degree - near) / degree, (near - 1) / degree
+            seconds = outside / ranks.network + inside / ranks.gpu.nvlink
+            return ranks.collective * num_bytes * seconds
+        case other:
+            assert_never(other)

@@ -1,4 +1,12 @@
-"""The stages of one data-parallel rank, each free from a time of its own: one forward, one backward in turn.
+"""Pipeline schedules of a trainer: 1F1B and interleaved, and when a trainer can take more work.
+
+The interleaved schedule: each GPU has several thin slices of the model, so that a pipeline fills sooner.
+
+Device s of p holds chunks s, s + p, s + 2p … of p v slices. Forward passes run through groups of p micro-batches,
+chunk after chunk; a device does (p - s - 1) 2 + (v - 1) p of them before forward and backward take turns
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the order is Megatron-LM's).
+
+The stages of one data-parallel rank, each free from a time of its own: one forward, one backward in turn.
 
 Stage s of p holds at most p - s micro-batches between their forward and their backward pass. A micro-batch enters
 a stage once the one before has sent it, and the stage has done what came earlier: forward passes until it is full,
@@ -6,14 +14,102 @@ then backward and forward in turn (1F1B: Narayanan et al. 2021, arXiv 2104.04473
 the last has left the first stage keep the pipeline full; otherwise it drains, and fills again.
 
 Passes without a backward one (scores) go through in one direction.
+
+A trainer's passes one after the other, as commands bring them: when it can take more, and when all is done.
+
+Each data-parallel rank works off what it was dealt, and waits for the others at the step. Ranks that share out
+experts, or gather weights for every micro-batch, go in step instead: all wait for the slowest.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain, islice, zip_longest
+from math import inf
+from statistics import fmean
+from typing import NamedTuple, Protocol, TypeAlias
+
+from streamrl.hardware.operator_tables import Floats
+from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
+from streamrl.sim.costs.training.stage_times import StageTimes
+
+Seconds = Sequence[Sequence[float]]
+"""(micro-batches, devices x chunks): of each slice, in the order of the model."""
+
+
+class _Op(NamedTuple):
+    is_forward: bool
+    chunk: int
+    micro: int
+
+
+def interleave(
+    forward: Seconds,
+    backward: Seconds | None,
+    chunks: int,
+    free_at: Sequence[float],
+    sends: Sequence[float],
+) -> list[float]:
+    """Put micro-batches through; return when each device is free.
+
+    Args:
+        forward: seconds of forward passes.
+        backward: of backward passes; None where there are none, as of scores.
+        chunks: slices of each device.
+        free_at: (devices,) when each can begin.
+        sends: (micro-batches,) seconds of each between two slices.
+    """
+    devices = len(free_at)
+    last = devices * chunks - 1
+    orders = [_order(device, devices, chunks, len(forward)) for device in range(devices)]
+    if backward is None:
+        orders, backward = [[op for op in order if op.is_forward] for order in orders], []
+    free, turns = list(free_at), [0] * devices
+    sent = [[inf] * (last + 1) for _ in forward]
+    returned = [[inf] * (last + 1) for _ in forward]
+    remaining = sum(map(len, orders))
+    while remaining:
+        for device, order in enumerate(orders):
+            while turns[device] < len(order):
+                op = order[turns[device]]
+                place = op.chunk * devices + device
+                if op.is_forward:
+                    ready = 0.0 if place == 0 else sent[op.micro][place - 1] + sends[op.micro]
+                    seconds = forward[op.micro][place]
+                elif place == last:
+                    ready, seconds = sent[op.micro][last], backward[op.micro][last]
+                else:
+                    ready = returned[op.micro][place + 1] + sends[op.micro]
+                    seconds = backward[op.micro][place]
+                if ready == inf:
+                    break
+                free[device] = max(free[device], ready) + seconds
+                (sent if op.is_forward else returned)[op.micro][place] = free[device]
+                turns[device] += 1
+                remaining -= 1
+    return free
+
+
+def _order(device: int, devices: int, chunks: int, num_micro: int) -> list[_Op]:
+    """Return what a device does, in order; micro-batches are a multiple of devices, or all are warm-up."""
+    turns = range(num_micro * chunks)
+    forward = [_at(turn, devices, chunks, is_forward=True) for turn in turns]
+    backward = [_at(turn, devices, chunks, is_forward=False) for turn in turns]
+    if num_micro % devices:
+        raise ValueError(f"{num_micro} micro-batches on {devices} devices: not a multiple")
+    before = min(len(forward), (devices - device - 1) * 2 + (chunks - 1) * devices)
+    pairs = zip_longest(forward[before:], backward)
+    return [*forward[:before], *(op for op in chain.from_iterable(pairs) if op is not None)]
+
+
+def _at(turn: int, devices: int, chunks: int, *, is_forward: bool) -> _Op:
+    group, rest = divmod(turn, devices * chunks)
+    chunk, micro = divmod(rest, devices)
+    return _Op(is_forward, chunk if is_forward else chunks - 1 - chunk, group * devices + micro)
+
 
 ROUNDING = 1e-12
 """Share of an instant by which two sums of the same durations may differ: what comes so late is not late."""
@@ -105,3 +201,217 @@ class Pipeline:
         self.free_at[stage] = start + batch.backward[stage]
         if stage:
             self._returned_at[stage - 1].append(self.free_at[stage] + batch.send)
+
+
+class TrainerSchedule(Protocol):
+    """What a simulated trainer asks for seconds."""
+
+    def score(self, lengths: Sequence[int], now: float) -> float:
+        """Put rollouts (tokens of prompt and output) through forward passes; return when more can come."""
+        ...
+
+    def train(self, lengths: Sequence[int], now: float) -> float:
+        """Put rollouts through forward and backward passes; return when more can come."""
+        ...
+
+    def finish(self, now: float) -> float:
+        """Return when everything is done."""
+        ...
+
+
+TimeOf: TypeAlias = Callable[[Sequence[int]], float]
+"""Seconds of a command's rollouts, by the tokens of each."""
+
+
+class SerialSchedule:
+    """One rank without a pipeline, whose commands take so many seconds each."""
+
+    def __init__(self, score_time: TimeOf, train_time: TimeOf) -> None:
+        self._score_time, self._train_time = score_time, train_time
+        self._free_at = 0.0
+
+    def score(self, lengths: Sequence[int], now: float) -> float:
+        """See `TrainerSchedule`."""
+        self._free_at = max(now, self._free_at) + self._score_time(lengths)
+        return self._free_at
+
+    def train(self, lengths: Sequence[int], now: float) -> float:
+        """See `TrainerSchedule`."""
+        self._free_at = max(now, self._free_at) + self._train_time(lengths)
+        return self._free_at
+
+    def finish(self, now: float) -> float:
+        """See `TrainerSchedule`."""
+        return max(now, self._free_at)
+
+
+class PipelinedSchedule:
+    """Ranks with their pipelines."""
+
+    def __init__(
+        self,
+        stages: StageTimes,
+        trainer: TrainerConfig,
+        *,
+        scores: Sequence[float],
+        trains: Sequence[float],
+        share: float = 1.0,
+        epochs: int = 1,
+        mini_batch: float = inf,
+        update_time: float = 0.0,
+    ) -> None:
+        """Begin with every rank free.
+
+        Args:
+            stages: seconds of micro-batches.
+            trainer: how ranks share the work.
+            scores: for every model that scores rollouts, the seconds in which it comes from host memory.
+            trains: the same for every model that is trained.
+            share: of the seconds of passes that are spent; rollouts of advantage 0 are skipped.
+            epochs: times that rollouts are trained on.
+            mini_batch: rollouts between two optimizer steps; the last of a step is the trainer's own command.
+            update_time: seconds of an optimizer step before that.
+        """
+        self._stages, self._trainer = stages, trainer
+        self._scores, self._trains, self._share = scores, trains, share
+        self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
+        self._num_trained = 0
+        """Rollouts since the last optimizer step, or those of it that are under way."""
+        self._batch: list[int] = []
+        """Rollouts of the step so far, where there are epochs to come."""
+        self._goes_in_step = trainer.zero >= 2 or trainer.shards_experts
+        num_clocks = 1 if self._goes_in_step else trainer.data_parallel
+        self._ranks = [Pipeline(trainer.pipeline_parallel) for _ in range(num_clocks)]
+
+    def score(self, lengths: Sequence[int], now: float) -> float:
+        """See `TrainerSchedule`."""
+        dealt = self._micro_batches_by_rank(lengths, now)
+        times = self._by_clock(dealt, self._stages.scored_times, self._share)
+        sends = self._sends(dealt)
+        for switch_time in self._scores:
+            self._wait(switch_time, now)
+            for rank, rows, between in zip(self._ranks, times, sends, strict=True):
+                if self._trainer.virtual_stages > 1:
+                    self._interleave(rank, rows, None, between, now)
+                    continue
+                for row, send in zip(rows, between, strict=True):
+                    rank.score(row, send, now)
+        return self._open_until(now)
+
+    def train(self, lengths: Sequence[int], now: float) -> float:
+        """See `TrainerSchedule`."""
+        if self._epochs > 1:
+            self._batch += lengths
+        self._train_in_mini_batches(lengths, now)
+        return self._open_until(now)
+
+    def finish(self, now: float) -> float:
+        """See `TrainerSchedule`; now that the batch is whole, what it is trained on again follows."""
+        for _ in range(1, self._epochs if self._batch else 1):
+            self._update()
+            self._train_in_mini_batches(self._batch, now)
+        self._num_trained, self._batch = 0, []
+        return max(now, *(rank.drain() for rank in self._ranks))
+
+    # Helpers --------------------------------------------------------------------------------------
+
+    def _train_in_mini_batches(self, lengths: Sequence[int], now: float) -> None:
+        rest = list(lengths)
+        while rest:
+            if self._num_trained >= self._mini_batch:
+                self._update()
+            room = self._mini_batch - self._num_trained
+            part = rest if len(rest) <= room else rest[: int(room)]
+            rest = rest[len(part) :]
+            self._num_trained += len(part)
+            self._train(part, now)
+
+    def _train(self, lengths: Sequence[int], now: float) -> None:
+        dealt = self._micro_batches_by_rank(lengths, now)
+        forward = self._by_clock(dealt, self._stages.forward_times, self._share)
+        backward = self._by_clock(dealt, self._stages.backward_times, self._share)
+        sends = self._sends(dealt)
+        for switch_time in self._trains:
+            self._wait(switch_time, now)
+            for rank, rows, others, between in zip(
+                self._ranks, forward, backward, sends, strict=True
+            ):
+                if self._trainer.virtual_stages > 1:
+                    self._interleave(rank, rows, others, between, now)
+                    continue
+                for one, other, send in zip(rows, others, between, strict=True):
+                    rank.train(one, other, send, now)
+
+    def _update(self) -> None:
+        """Make an optimizer step between two mini-batches: every rank waits for the slowest."""
+        done_at = max(rank.drain() for rank in self._ranks) + self._update_time
+        for rank in self._ranks:
+            rank.resume_at(done_at)
+        self._num_trained = 0
+
+    def _wait(self, seconds: float, now: float) -> None:
+        """Let every stage spend seconds in which nothing else can be done."""
+        if seconds:
+            for rank in self._ranks:
+                rank.pause(seconds, now)
+
+    def _micro_batches_by_rank(self, lengths: Sequence[int], now: float) -> list[list[MicroBatch]]:
+        """Return the micro-batches of each data-parallel rank."""
+        trainer = self._trainer
+        if self._goes_in_step:
+            loads = [0.0] * trainer.data_parallel
+        else:
+            loads = [max(0.0, rank.free_at[0] - now) for rank in self._ranks]
+        dealt = distribute_rollouts(lengths, loads, self._stages.rollout_time, trainer)
+        return [micro_batches(part, trainer) for part in dealt]
+
+    def _by_clock(
+        self,
+        dealt: Sequence[Sequence[MicroBatch]],
+        times_of: Callable[[Sequence[MicroBatch]], Floats],
+        share: float,
+    ) -> list[list[list[float]]]:
+        """Return, for each clock, the seconds of each micro-batch in every slice.
+
+        Ranks that go in step keep one clock: a micro-batch takes as long as on the rank where it takes longest.
+        """
+        rows = iter((times_of([b for part in dealt for b in part]) * share).tolist())
+        by_rank = [list(islice(rows, len(part))) for part in dealt]
+        if not self._goes_in_step:
+            return by_rank
+        none = [0.0] * self._trainer.num_slices
+        in_step = zip_longest(*by_rank, fillvalue=none)
+        return [[[max(each) for each in zip(*ranks, strict=True)] for ranks in in_step]]
+
+    def _sends(self, dealt: Sequence[Sequence[MicroBatch]]) -> list[list[float]]:
+        """Return, for each clock, the seconds that each micro-batch takes from stage to stage."""
+        by_rank = [[self._stages.send * tokens for tokens, _ in part] for part in dealt]
+        if not self._goes_in_step:
+            return by_rank
+        return [[max(each) for each in zip_longest(*by_rank, fillvalue=0.0)]]
+
+    def _interleave(
+        self,
+        rank: Pipeline,
+        forward: list[list[float]],
+        backward: list[list[float]] | None,
+        sends: Sequence[float],
+        now: float,
+    ) -> None:
+        """Put a command through by itself; micro-batches of no work make them a multiple of the stages."""
+        if not forward:
+            return
+        missing = -len(forward) % self._trainer.pipeline_parallel
+        none = [[0.0] * self._trainer.num_slices] * missing
+        free_at = interleave(
+            forward + none,
+            None if backward is None else backward + none,
+            self._trainer.virtual_stages,
+            [max(now, free) for free in rank.free_at],
+            [*sends, *([0.0] * missing)],
+        )
+        rank.occupy(free_at)
+
+    def _open_until(self, now: float) -> float:
+        """Return when a mean rank can take more; one that was dealt nothing can at once."""
+        return fmean(max(now, rank.open_until) for rank in self._ranks)

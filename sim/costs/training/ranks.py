@@ -17,7 +17,7 @@ from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.precision import trained_dtype, training_dtype
 from streamrl.hardware.profiles import Gpu, gpu_of, load_model
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.roles_config import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from streamrl.hardware.slices import stage_layers
-from streamrl.hardware.tables import Floats
-from streamrl.sim.costs.training.adapter_pass import adapters_of
-from streamrl.sim.costs.training.context import late_backward, late_forward
-from streamrl.sim.costs.training.layer import BACKWARD, Layer
-from streamrl.sim.costs.training.packing import MicroBatch
-from streamrl.sim.costs.training.pass_time import Pass
+from streamrl.hardware.operator_tables import Floats
+from streamrl.hardware.parallelism import stage_layers
+from streamrl.sim.costs.training.layer import (
+    BACKWARD,
+    Layer,
+    Pass,
+    adapters_of,
+    late_backward,
+    late_forward,
+)
+from streamrl.sim.costs.training.micro_batches import MicroBatch
 from streamrl.sim.costs.training.ranks import Ranks
 
 Lines: TypeAlias = tuple[Floats, Floats]

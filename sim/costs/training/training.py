@@ -26,11 +26,10 @@ from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides_config import TrainerConfig
-from streamrl.sim.costs.calibrated import training_factors
-from streamrl.sim.costs.framework_time import own_step_time
+from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.sim.costs.corrections import own_step_time, training_factors
 from streamrl.sim.costs.training.layer import Layer
-from streamrl.sim.costs.training.line import Line, PipelinedLine
+from streamrl.sim.costs.training.pipeline import PipelinedSchedule, TrainerSchedule
 from streamrl.sim.costs.training.profile import (
     ExpertRate,
     GemmRate,
@@ -132,9 +131,9 @@ class TrainingCosts:
             trainer=run.trainer,
         )
 
-    def line(self) -> Line:
+    def line(self) -> TrainerSchedule:
         """Return the trainer's passes, before the first."""
-        return PipelinedLine(
+        return PipelinedSchedule(
             self.stages,
             self.trainer,
             scores=[self.switches.score_time] * self.num_scored,

@@ -1,18 +1,57 @@
-"""Which replica generates a rollout.
+"""Which replica generates a rollout, and in which order a replica starts its rollouts.
+
+Which replica generates a rollout.
 
 Rollouts are sent as soon as a replica promises a fresh enough version, and wait in its queue. Commands to
 a replica take effect in order, so a rollout sent after a load starts under what was loaded or newer.
+
+Batches that do not mix on a replica: it finishes its share of one, and begins its share of the next.
+
+Replicas do so each in its own time, and load between the two where `LoadBetweenBatches` has them. StreamRL
+(arXiv 2504.15930) generates batches back to back with the newest weights received.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heapreplace
+from typing import Protocol
 
 from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.messages import Command, Generate
-from streamrl.engine.policies.order import Order
 from streamrl.engine.state import State
+
+MOST_TOKENS = 1 << 32  # no rollout is longer: steps stay apart in a longest-first priority
+
+
+class Order(Protocol):
+    """Gives each rollout its place in a replica's queue."""
+
+    def priority(self, rollout: Rollout) -> int:
+        """Say how early `rollout` starts; smaller is earlier, ties go by id."""
+        ...
+
+
+class FirstInFirstOut:
+    """Start rollouts in the order their prompts were drawn."""
+
+    def priority(self, rollout: Rollout) -> int:
+        """Return the id: ids follow draw order."""
+        return rollout.id
+
+
+class LongestFirst:
+    """Start the rollouts of the oldest step first, and among them the one expected to be longest.
+
+    Longest processing time first: on identical machines the makespan is at most 4/3 of the best
+    (Graham 1969).
+    """
+
+    def priority(self, rollout: Rollout) -> int:
+        """Return the step, then the expected length from long to short."""
+        return rollout.group.step * MOST_TOKENS - rollout.expected_tokens
+
 
 AHEAD = 1  # rollouts: in a real run the engine hears of a free place a moment later
 
@@ -63,7 +102,7 @@ class JustInTime(LeastLoaded):
     """Send a rollout only once a replica has room to run it: until then its place in line may change.
 
     A replica gets `AHEAD` more than it runs, so that a place that becomes free is taken at once; or no more than its
-    KV cache has places for, where these are counted (`streamrl.engine.places`).
+    KV cache has places for, where these are counted (`streamrl.engine.concurrency`).
     """
 
     def __init__(self, order: Order, max_running: int) -> None:
@@ -160,3 +199,75 @@ def in_units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]
     for rollout in rollouts:
         units.setdefault(rollout.group.id, []).append(rollout)
     return list(units.values())
+
+
+class EvenShares(Dealt):
+    """Deal in draw order, the next to whoever has least: what other dispatch comes to where all are idle."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__(dispatch.order, dispatch.keeps_groups)
+
+    def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Share the units out."""
+        self.share_out(units, replicas)
+
+
+class BatchByBatch(Dispatch):
+    """Deal a batch as another dispatch does, and send each replica its share once it is idle.
+
+    A batch is dealt when the last share of the one before is sent. What comes back is dealt again.
+    """
+
+    def __init__(self, dealt: Dealt) -> None:
+        super().__init__(dealt.order, dealt.keeps_groups)
+        self.dealt = dealt
+        self._shares: dict[int, list[Rollout]] = {}
+        """What each replica begins with once it is idle."""
+        self._places: dict[int, int] = {}
+        """Replica of each rollout of the batch that was dealt last."""
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the shares of idle replicas."""
+        return super().decide(state) if state.fleet.idle else ()
+
+    def _send(self, state: State) -> Iterator[Command]:
+        if not self._is_dealt(state) and not self._deal(state):
+            return
+        for replica in [state.fleet.replicas[r] for r in state.fleet.idle if r in self._shares]:
+            yield from self._begin(replica)
+
+    def _begin(self, replica: Replica) -> Iterator[Command]:
+        oldest = max(rollout.group.oldest_version for rollout in self._shares[replica.id])
+        if not replica.promises(oldest):
+            return  # it loads first
+        for rollout in self._shares.pop(replica.id):
+            if not rollout.group.is_dropped:
+                yield self.send(rollout, replica)
+
+    def _is_dealt(self, state: State) -> bool:
+        """Return whether the first rollout in line has a replica, and that is still there."""
+        first = state.waiting.first()
+        if first is None:
+            return True
+        replica = self._places.get(first.id)
+        return replica in self._shares and replica in state.fleet.replicas
+
+    def _deal(self, state: State) -> bool:
+        """Share out what waits of the oldest step over all replicas, once an idle one may begin with it.
+
+        Who is still busy, or has older weights, is dealt its share too: it will load before it begins.
+        """
+        first = state.waiting.first()
+        assert first is not None
+        oldest = first.group.oldest_version
+        if not any(replica.promises(oldest) for replica in state.fleet.idle.values()):
+            return False
+        self.dealt.places.clear()
+        units = in_units(state.waiting.of_step(first.group.step), self.keeps_groups)
+        self.dealt.deal(state, units, state.fleet.serving())
+        self._shares, self._places = defaultdict(list), {}
+        for unit in units:
+            replica = self.dealt.places[unit[0].id]
+            self._shares[replica] += unit
+            self._places |= {rollout.id: replica for rollout in unit}
+        return True

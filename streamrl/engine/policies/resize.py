@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import NamedTuple
 
-from streamrl.engine.latency import Latency
+from streamrl.engine.estimates import Latency, StepTimes
 from streamrl.engine.messages import (
     Command,
     Promote,
@@ -17,7 +17,6 @@ from streamrl.engine.messages import (
     Stop,
     StopReplica,
 )
-from streamrl.engine.pace import StepPace
 from streamrl.engine.state import State
 from streamrl.runfile.config import Run
 
@@ -36,7 +35,7 @@ class Promotion(NamedTuple):
         if policies.promote is None:
             return None
         after = 0 if policies.on_leader_loss == "promote" else policies.max_restarts
-        return cls(1 + run.follower_names.index(policies.promote), after)
+        return cls(1 + run.secondary_trainer_names.index(policies.promote), after)
 
 
 class KeepReplicas:
@@ -106,7 +105,7 @@ class KeepReplicas:
             yield StopReplica(idle.id)
 
     def _stop(self, what: str, state: State) -> Stop:
-        return Stop(f"{what} (policies.max_restarts){state.setbacks}")
+        return Stop(f"{what} (policies.max_restarts){state.failure_counts}")
 
 
 def _promote(state: State, promotion: Promotion) -> Iterator[Command]:
@@ -141,7 +140,7 @@ class AdjustReplicas:
         self.most = most
         self.window = window
         self.shrink_after = shrink_after
-        self._steps = deque[StepPace](maxlen=max(window, shrink_after or 0))
+        self._steps = deque[StepTimes](maxlen=max(window, shrink_after or 0))
         """The last steps in a row that began with as many replicas."""
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -163,14 +162,14 @@ class AdjustReplicas:
         elif wanted > self.unit and self._is_worth_shrinking(state, steps):
             yield Resize(wanted - self.unit)
 
-    def is_worth_growing(self, state: State, steps: list[StepPace]) -> bool:
+    def is_worth_growing(self, state: State, steps: list[StepTimes]) -> bool:
         """Return whether generation lags by at least what one more unit takes off it."""
         generation_time = median(step.generation_time for step in steps)
         left = self._ratio(state, self.unit)
         lag = median(step.lag for step in steps)
         return lag > 0 and lag >= generation_time * (1 - left)
 
-    def _is_worth_shrinking(self, state: State, steps: list[StepPace]) -> bool:
+    def _is_worth_shrinking(self, state: State, steps: list[StepTimes]) -> bool:
         """Return whether generation was the faster side for long enough, and stays it with a unit less."""
         if self.shrink_after is None or len(steps) < self.shrink_after:
             return False

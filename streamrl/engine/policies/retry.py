@@ -1,4 +1,4 @@
-"""What happens to work that failed, and to what is left when a run ends."""
+"""Retry failed work, drop what fails for good, and stop a run that makes no progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RetryThenDrop:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield drops for what failed too often."""
-        is_calm = not state.setbacks.failed and state.failure is None
+        is_calm = not state.failure_counts.failed and state.failure is None
         return () if is_calm and not self._is_futile(state) else self._give_up(state)
 
     def _give_up(self, state: State) -> Iterator[Command]:
@@ -31,8 +31,10 @@ class RetryThenDrop:
             yield Stop(state.failure)
         elif self._is_futile(state) and state.stop_reason is None:
             what = f"a push or a checkpoint failed {self.max_attempts} times in a row (policies.max_attempts)"
-            yield Stop(f"{what}{state.setbacks}")
-        hopeless = [r for r in state.setbacks.failed.values() if r.failures >= self.max_attempts]
+            yield Stop(f"{what}{state.failure_counts}")
+        hopeless = [
+            r for r in state.failure_counts.failed.values() if r.failures >= self.max_attempts
+        ]
         for rollout in hopeless:
             if rollout.group.is_dropped:
                 continue
@@ -44,7 +46,7 @@ class RetryThenDrop:
     def _is_futile(self, state: State) -> bool:
         """Whether a push or a checkpoint has been tried often enough."""
         return (
-            max(state.setbacks.num_failed_pushes, state.leader.num_failed_saves)
+            max(state.failure_counts.num_failed_pushes, state.leader.num_failed_saves)
             >= self.max_attempts
         )
 
@@ -101,3 +103,35 @@ def drop(group: Group, reason: str) -> Iterator[Command]:
         if rollout.replica is not None and not rollout.is_aborting:
             yield Abort(rollout.id, rollout.replica.id)
     yield Drop(group.id, reason)
+
+
+MINUTE = 60.0  # seconds
+
+
+class StopWithoutProgress:
+    """Stop a run that makes no progress, with the most frequent reason of what failed since its last step.
+
+    It looks whenever something happens. Where nothing does, there is nothing to count: a hang is the world's to
+    notice, and to report as a loss.
+    """
+
+    def __init__(self, max_dropped: int, max_step_time: float) -> None:
+        self.max_dropped = max_dropped
+        """Groups dropped in a row."""
+        self.max_step_time = max_step_time
+        """Seconds without a step."""
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Return the end of the run once a limit is reached."""
+        failure_counts = state.failure_counts
+        if state.is_stopping:
+            return ()
+        if failure_counts.num_dropped >= self.max_dropped:
+            limit = f"{failure_counts.num_dropped:,} groups in a row were dropped (policies.max_dropped_groups)"
+        elif failure_counts.is_storm(state.now, MINUTE):
+            limit = f"{len(failure_counts.failed_at):,} rollouts failed within a minute (policies.max_failures_per_minute)"
+        elif state.now - failure_counts.last_step_at > self.max_step_time:
+            limit = f"no step was made in {self.max_step_time:,.0f} s (policies.max_step_time)"
+        else:
+            return ()
+        return (Stop(f"{limit}{failure_counts}"),)

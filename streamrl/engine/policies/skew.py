@@ -12,10 +12,8 @@ from functools import partial
 from typing import assert_never
 
 from streamrl.engine.entities import Replica, Rollout
-from streamrl.engine.latency import Latency
-from streamrl.engine.policies.dispatch import Dealt
-from streamrl.engine.policies.order import Order
-from streamrl.engine.recent import quantile
+from streamrl.engine.estimates import Latency, quantile
+from streamrl.engine.policies.dispatch import Dealt, Order
 from streamrl.engine.state import State
 from streamrl.runfile.policies_config import SkewObjective
 

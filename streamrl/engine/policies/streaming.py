@@ -1,4 +1,6 @@
-"""When the trainer works on what: batch by batch, or in micro-batches as rollouts arrive.
+"""When rewards are computed, and when the trainer works on rollouts: as they arrive, or batch by batch.
+
+When the trainer works on what: batch by batch, or in micro-batches as rollouts arrive.
 
 The gradient of a step is the sum over its micro-batches, so both give the same weights; streaming only
 begins earlier. Where rollouts need forward passes first (reference, critic, proximal policy), these run
@@ -12,9 +14,17 @@ from collections.abc import Iterable
 from itertools import islice
 
 from streamrl.engine.entities import Rollout
-from streamrl.engine.messages import Command, Score, Step, Train
+from streamrl.engine.messages import Command, Score, Step, Train, Verify
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
+
+
+class VerifyOnArrival:
+    """Ask for a rollout's reward as soon as it is generated."""
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Return a command for each that has arrived."""
+        return [Verify(rollout.id) for rollout in state.unverified] if state.unverified else ()
 
 
 class Stream:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from streamrl.engine.presets import choose_system
 from streamrl.hardware.memory import longest_sequence
 from streamrl.hardware.profiles import load_model
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import Run, num_extra
 from streamrl.runfile.frameworks import Framework, Value
-from streamrl.runfile.group_counts import num_extra
 
 MEGABYTE = 1e6
 IN_FLIGHT = ("load-in-flight", "abort-and-resume")

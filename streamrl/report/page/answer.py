@@ -8,7 +8,7 @@ from typing import NamedTuple
 from streamrl.report.against_report import verdict
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
-from streamrl.report.whole_text import dollars_text, headline, time_text
+from streamrl.report.run_tables import dollars_text, headline, time_text
 from streamrl.report.words import CAUSES, change, dollars, percent, rounded, step_seconds
 
 SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run

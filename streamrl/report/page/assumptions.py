@@ -6,19 +6,19 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from streamrl.engine.trace import Trace
 from streamrl.hardware.calibration_file import named_calibration
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, gpu_of, load_gpu, price_of
-from streamrl.record.trace import Trace
-from streamrl.report.plan import Plan
 from streamrl.report.words import dollars, listing, percent, share_text, tiers_text
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import framework_of, settings_of
-from streamrl.runfile.trainers import trainer_key
+from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
+from streamrl.sim.planner.plan import Plan
 
 OPERATIONS = {
     "prefill": "reading prompts (prefill)",
@@ -107,7 +107,7 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
         yield Assumption(
             f"algorithm of {follower.name}", value, f"{RUN_FILE}: {trainer_key(number)}"
         )
-    if run.heeds_rewards and run.workload.group_rewards:
+    if run.filters_by_reward and run.workload.group_rewards:
         pairs = [f"{reward:g} of {share:.0%}" for reward, share in run.workload.group_rewards]
         source = f"{RUN_FILE}: workload.group_rewards"
         yield Assumption("mean rewards of groups, simulated", listing(pairs), source)

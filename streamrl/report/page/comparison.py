@@ -1,17 +1,17 @@
-"""Sections that set the options beside each other: a table, bars, speed against cost, and what differs."""
+"""Write the sections that compare options: table, bars, speed against cost, differing keys, and one run against another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from streamrl.report.against_report import break_even_lines, figures, notes, verdict
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.options import Option, is_aside
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
-from streamrl.report.page.sources import PlanMade, Sources
-from streamrl.report.pictures.bars import Bar, bars_picture
+from streamrl.report.page.sources import PlanMade, RecordedComparison, Sources
 from streamrl.report.pictures.drawing import Picture
+from streamrl.report.pictures.range_bars import Bar, bars_picture
 from streamrl.report.pictures.scatter import Point, front_of, scatter_picture
-from streamrl.report.plan import Plan
 from streamrl.report.words import (
     change,
     dollars,
@@ -23,6 +23,7 @@ from streamrl.report.words import (
     tiers_text,
     tokens_per_second,
 )
+from streamrl.sim.planner.plan import Plan
 
 MOST_ROWS = 30  # options of a table that is still read
 MOST_KEYS = 24  # of run files that differ; more are told as a number
@@ -333,3 +334,21 @@ def _value(value: object) -> str:
             return f"{value:g}"
         case _:
             return str(value)
+
+
+def against_sections(comparisons: Sequence[RecordedComparison]) -> Iterator[PageSection]:
+    """Yield a section for each two runs that were set against each other."""
+    for index, recorded in enumerate(comparisons):
+        names, against = recorded.found.names, recorded.found.against
+        section = PageSection(f"against-{index}", f"Is it worth it? {recorded.name}")
+        section.text.append(verdict(against))
+        section.text += [f"{letter} is {name}." for letter, name in zip("AB", names, strict=True)]
+        section.text += break_even_lines(against)
+        rows = [cells(*row) for row in figures(against)]
+        section.tables.append(PageTable("", ("", "A", "B", "A - B"), rows, numbers=(1, 2, 3)))
+        first, last = against.counted_steps
+        section.notes.append(
+            f"Both simulated on the same prompts and lengths; steps {first} to {last} of both count. ± is half a 95 % interval."
+        )
+        section.notes += notes(against)
+        yield section

@@ -1,9 +1,13 @@
-"""Sections on what runs did and how sure that is: idle by cause, a step, sensitivity, uncertainty, studies, assumptions."""
+"""Write the sections on the whole run, idle time, one step, sensitivity, uncertainty, studies and assumptions."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from streamrl.engine.trace import Trace
+from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page import band
 from streamrl.report.page.answer import chosen_of
@@ -11,24 +15,131 @@ from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds,
 from streamrl.report.page.options import Option
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import RecordedRun, Sources
-from streamrl.report.page.study_json import RecordedStudy
-from streamrl.report.page.what_if import Sensitivity, of_plan, of_run
-from streamrl.report.pictures.bands import Range, bands_picture
 from streamrl.report.pictures.drawing import Picture
-from streamrl.report.pictures.shares import segments, shares_picture
-from streamrl.report.pictures.steps import timeline_picture, typical_step
-from streamrl.report.pictures.study_metric import study_picture
-from streamrl.report.pictures.tornado import tornado_picture
+from streamrl.report.pictures.range_bars import Range, Swing, bands_picture, tornado_picture
+from streamrl.report.pictures.stacked_bars import segments, shares_picture
+from streamrl.report.pictures.step_timeline import timeline_picture, typical_step
+from streamrl.report.pictures.study_chart import study_picture
+from streamrl.report.run_tables import facts, headline
+from streamrl.report.study_report import RecordedStudy
 from streamrl.report.study_table import MetricTable, Spread, name_of
-from streamrl.report.words import (
-    ACTIVITIES,
-    CAUSES,
-    TIERS,
-    change,
-    listing,
-    percent,
-    tiers_text,
+from streamrl.report.words import ACTIVITIES, CAUSES, TIERS, change, listing, percent, tiers_text
+from streamrl.runfile.gpu_pools import sides_of
+from streamrl.sim.planner.plan import Change, Plan
+
+
+def whole_section(chosen: Option | None) -> Iterator[PageSection]:
+    """Yield the section of the option that a report is about, where its whole run is known."""
+    if chosen is None or chosen.whole_run is None:
+        return
+    section = PageSection("whole", "The whole run")
+    section.text.append(f"{headline(chosen.whole_run)}: {chosen.rent}.")
+    section.notes.append(NOTE)
+    rows = [
+        [PageCell(name.strip()), PageCell(figure), PageCell(note)]
+        for name, figure, note in facts(chosen.whole_run)
+    ]
+    section.tables.append(PageTable("", ("", "in all", ""), rows, numbers=(1,)))
+    yield section
+
+
+NOTE = (
+    "All training steps with the start: steps before the steady state as they were, all others at its mean. The interval is that "
+    "of the mean step; what the costs of kernels may be off by is not in it."
 )
+
+
+SHIFT = re.compile(r"(?P<what>.+) (?P<sign>[+-])(?P<share>\d+) ?%")
+BY = 0.2
+"""Share by which prices of a run are shifted, as a plan's are."""
+WANTED = {
+    "prices": "price",
+    "lengths": "length",
+    "bandwidth": "bandwidth",
+    "training speed (MFU)": "training|mfu",
+}
+"""What a reader will ask for, and what the name of a swing must have to answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """Swings of one figure."""
+
+    of: str
+    """Which option, and which figure."""
+    by: str
+    swings: list[Swing]
+    changes: list[Change]
+    """What a plan says beside the numbers: what would be chosen then."""
+    missing: list[str]
+    """What nobody varied."""
+    source: str
+
+
+def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
+    """Read a plan's what-ifs; each is planned again, and its figure is that of the chosen plan then."""
+    base = plan.objective.value
+    found: dict[str, dict[str, float]] = {}
+    notes: dict[str, str] = {}
+    shares: dict[str, None] = {}
+    used: set[str] = set()
+    for each in plan.sensitivity:
+        match = SHIFT.fullmatch(each.what)
+        what = match["what"] if match else each.what
+        sign = "+" if match is None or match["sign"] == "+" else "-"
+        found.setdefault(what, {})[sign] = each.value / base - 1
+        if match:
+            shares[f"{match['share']} %"] = None
+        if each.is_used:
+            used.add(what)
+        if each.is_other:
+            notes[what] = each.choice
+    swings = [
+        Swing(what, values.get("-"), values.get("+"), notes.get(what, ""), what in used)
+        for what, values in found.items()
+    ]
+    return Sensitivity(
+        of=f"{plan.objective.unit} of {name}",
+        by=" or ".join(shares) or "as named",
+        swings=swings,
+        changes=list(plan.sensitivity),
+        missing=_missing(swings),
+        source=source,
+    )
+
+
+def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
+    """Shift the price of each pool: what a pool costs is a fixed share of all dollars."""
+    dollars: dict[str, float] = dict(_dollars_by_pool(trace))
+    total = sum(dollars.values()) or 1.0
+    swings = [
+        Swing(f"price of {pool}", -BY * part / total, BY * part / total)
+        for pool, part in dollars.items()
+    ]
+    return Sensitivity(
+        of=f"dollars per million tokens of {name}",
+        by=percent(BY),
+        swings=swings,
+        changes=[],
+        missing=_missing(swings),
+        source=source,
+    )
+
+
+def _dollars_by_pool(trace: Trace) -> Iterator[tuple[str, float]]:
+    """Yield each pool with the dollars an hour of its allocated GPUs."""
+    run = trace.run
+    found: dict[str, float] = {}
+    for side in sides_of(run):
+        dollars = side.num_gpus * price_of(run.cluster.pools[side.pool])
+        found[side.pool] = found.get(side.pool, 0.0) + dollars
+    yield from found.items()
+
+
+def _missing(swings: list[Swing]) -> list[str]:
+    named = " ".join(swing.what.lower() for swing in swings)
+    return [what for what, pattern in WANTED.items() if not re.search(pattern, named)]
+
 
 MOST_STEPS = 3  # runs whose step is drawn; the figures are large
 MOST_REASONS = 6

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from streamrl.hardware.profiles import price_of
-from streamrl.record.rent import dollars_per_second
+from streamrl.record.charges import dollars_per_second
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
-from streamrl.report.plan import Choice
-from streamrl.report.words import Team, rent_text, team_of, what_text
+from streamrl.report.words import PlannedSides, planned_sides_of, rent_text, sides_text
+from streamrl.runfile.checks import KEYS_OF_ONE_SOURCE
 from streamrl.runfile.config import Run
-from streamrl.runfile.prompt_checks import OF_ONE
-from streamrl.runfile.reading import values_by_key
-from streamrl.runfile.sides import kind_name
+from streamrl.runfile.files import values_by_key
+from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
+from streamrl.sim.planner.plan import Choice
 
 Kind = Literal["plan", "runner-up", "front", "run"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -141,7 +141,7 @@ def _of_choice(
     """Describe a choice whose objective is `value`, by which its seeds are seen; None where it is not known."""
     beside = choice.rollout.beside
     others = {} if beside is None else {f"generate as {kind_name(1)}": beside}
-    team = Team(choice.rollout, choice.trainer, others)
+    team = PlannedSides(choice.rollout, choice.trainer, others)
     system = str(choice.settings["policies.system"])
     per_second = choice.cost_per_step / choice.step_time
     cost = choice.cost_per_million_tokens
@@ -153,7 +153,7 @@ def _of_choice(
     return Option(
         name=name,
         kind=kind,
-        what=what_text(team, system),
+        what=sides_text(team, system),
         rent=rent_text(team, system),
         config={**flatten(made.run, made.inputs), **choice.settings},
         world="simulated",
@@ -177,11 +177,11 @@ def _of_choice(
 
 def _of_run(run: RecordedRun) -> Option:
     metrics, config = run.metrics, run.trace.run
-    team, system = team_of(config), config.policies.system
+    team, system = planned_sides_of(config), config.policies.system
     return Option(
         name=run.name,
         kind="run",
-        what=what_text(team, system),
+        what=sides_text(team, system),
         rent=rent_text(team, system),
         config=flatten(config, run.inputs),
         world="executed" if metrics.world == "real" else "simulated",
@@ -225,7 +225,7 @@ def _is_same(option: Option, found: Mapping[str, object]) -> bool:
 
 def _is_data(key: str) -> bool:
     """Whether a key says which prompts are asked, which a simulation does not read."""
-    return key.startswith(tuple(f"workload.{name}" for name in (*OF_ONE, "source")))
+    return key.startswith(tuple(f"workload.{name}" for name in (*KEYS_OF_ONE_SOURCE, "source")))
 
 
 def is_aside(key: str) -> bool:

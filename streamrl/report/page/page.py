@@ -1,4 +1,4 @@
-"""Put a report together and write it: one self-contained HTML page, Markdown, or JSON."""
+"""Assemble the report of several directories and write it as one HTML page, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from streamrl.report.page.against_section import against_sections
 from streamrl.report.page.answer import answer_of, chosen_of, tiles_of
-from streamrl.report.page.comparison import compare_options, differences
+from streamrl.report.page.comparison import against_sections, compare_options, differences
 from streamrl.report.page.details import (
     assumption_sections,
     idle_section,
+    of_plan,
     sensitivity_section,
     step_section,
     study_sections,
     uncertainty_section,
+    whole_section,
 )
-from streamrl.report.page.learning import learning_json, learning_sections
+from streamrl.report.page.learning import learning_json, learning_sections, selection_sections
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
-from streamrl.report.page.selected import selection_sections
 from streamrl.report.page.sources import Sources, read_sources
-from streamrl.report.page.what_if import of_plan
-from streamrl.report.page.whole import whole_section
-from streamrl.report.pictures.drawing import swatch
-from streamrl.report.pictures.style import COLOURS, rules
-from streamrl.report.pictures.svg import element
+from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
 from streamrl.report.words import GLOSSARY, listing
 
 
@@ -179,3 +175,12 @@ def _code(text: str) -> Markup:
 
 _ENVIRONMENT.filters |= {"cell": _table_text, "code": _code, "element": element, "swatch": swatch}
 _ENVIRONMENT.globals |= {"colours": COLOURS, "rules": rules()}
+
+
+def report_html(directories: Sequence[Path]) -> str:
+    """Return what directories hold as one self-contained page, as `streamrl report` writes it.
+
+    Raises:
+        ValueError: a directory or a file in it, and why it cannot be reported.
+    """
+    return render_html(make_page(read_report(directories)))

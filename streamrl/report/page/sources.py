@@ -9,25 +9,27 @@ from typing import NamedTuple
 
 import msgspec
 
+from streamrl.engine.trace import Trace, read_trace
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
-from streamrl.record.completions import SampledGroup, read_completions
-from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.run_lines import (
+from streamrl.record.run_directory import (
+    CONFIG,
     METRICS,
     SAMPLES,
     TRACE,
     Line,
-    follower_directory,
+    kept_names,
     read_metrics,
+    secondary_trainer_directory,
+    with_kept_inputs,
 )
-from streamrl.record.trace import Trace, read_trace
-from streamrl.report.against_file import AGAINST_JSON, AgainstFile, read_comparison
-from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
-from streamrl.report.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
+from streamrl.record.samples import SampledGroup, read_completions
+from streamrl.report.against_report import AGAINST_JSON, AgainstFile, read_comparison
+from streamrl.report.study_report import STUDY_CSV, RecordedStudy, read_study
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.files import load_run
+from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
 
 REPORTED = (TRACE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
 
@@ -38,7 +40,7 @@ class Learned(NamedTuple):
     who: str
     """The run's name of the trainer that leads, its own of one that follows."""
     steps: Sequence[Line]
-    """The figures of each step that stayed; see `streamrl.executor.trainer.step_figures`."""
+    """The figures of each step that stayed; see `streamrl.executor.trainer.step_record`."""
     samples: Sequence[SampledGroup]
     """What was generated for the first, a middle and the last step of the one that leads."""
 
@@ -53,7 +55,7 @@ class RecordedRun:
     metrics: Metrics
     model: ModelShape
     inputs: Mapping[str, str]
-    """Names of the files that it was read from, by key of the run file; see `streamrl.record.inputs`."""
+    """Names of the files that it was read from, by key of the run file; see `streamrl.record.run_directory`."""
     learned: Sequence[Learned] = ()
     """Of an executed run: by trainer that has made a step, the one that leads first."""
 
@@ -181,8 +183,8 @@ def _read_learned(trace: Trace, directory: Path, name: str) -> Iterator[Learned]
     if not steps:
         return
     yield Learned(name, steps, _read_samples(directory))
-    for number, follower in enumerate(trace.run.follower_names, start=1):
-        own = follower_directory(directory, number, follower)
+    for number, follower in enumerate(trace.run.secondary_trainer_names, start=1):
+        own = secondary_trainer_directory(directory, number, follower)
         if (own / METRICS).exists() and (steps := read_metrics(own)):
             yield Learned(follower, steps, ())
 

@@ -20,6 +20,7 @@ from matplotlib.patches import Rectangle as Box
 from matplotlib.textpath import TextPath
 
 from streamrl.report.pictures.drawing import (
+    COLOURS,
     LARGE,
     SMALL,
     Anchor,
@@ -29,11 +30,12 @@ from streamrl.report.pictures.drawing import (
     Polyline,
     Rectangle,
     Shape,
+    Style,
     Text,
+    style_of,
     swatch,
     width_of,
 )
-from streamrl.report.pictures.style import COLOURS, Style, style_of
 
 POINTS = 72.0  # of an inch; a unit of a drawing is one
 DPI = 110

@@ -1,0 +1,400 @@
+"""Refuse, before anything is written, run files that the built-in back ends cannot carry out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from streamrl.engine.presets import choose_system
+from streamrl.engine.trainer_side import check_reach
+from streamrl.executor.adapter_layers import VLLM_PLACES
+from streamrl.executor.launchers.placement import device_of
+from streamrl.hardware.hugging_face import read_positions
+from streamrl.hardware.memory import longest_sequence
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.gpu_pools import kind_key
+from streamrl.runfile.keys import trainer_key
+from streamrl.runfile.roles_config import RolloutBackend
+
+
+class Limit(NamedTuple):
+    """A key, whether its value can be executed, and what it must be instead."""
+
+    key: str
+    value: object
+    is_met: bool
+    must: str
+    """Such as "1 for backend torch"."""
+    way_out: str = ""
+
+
+ADMITS: dict[RolloutBackend, str] = {
+    "transformers": "reserves the longest output of max_running rollouts",
+    "static": "holds the outputs of max_running rollouts as they grow",
+    "vllm": "lets in what fits now, and preempts what outgrows its memory",
+}
+"""What each engine does about KV memory."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's kernels for CPUs compute (0.32.0, v1/attention/backends/cpu_attn.py); with
+others its core dies of the first request."""
+
+
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""What vLLM samples at (0.32.0, vllm/sampling_params.py): it raises lower ones to the least without a word, and takes
+no higher ones."""
+
+
+def check_back_ends(run: Run) -> None:
+    """Raise `ValueError` where a run asks for what its back ends cannot do, or nobody, or would do less of than it says."""
+    check_reach(run)
+    _refuse(_limits(run))
+
+
+def check_back_end_of(run: Run, trainer: int) -> None:
+    """Raise `ValueError` where one trainer of a run asks for what its back end cannot do, or nobody."""
+    check_reach(run)
+    _refuse(_limits_of_trainer(run.as_seen_by(trainer), trainer))
+
+
+def _refuse(limits: Iterable[Limit]) -> None:
+    for limit in limits:
+        if not limit.is_met:
+            way_out = f": {limit.way_out}" if limit.way_out else ""
+            raise ValueError(f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}")
+
+
+def _limits(run: Run) -> Iterator[Limit]:
+    """Yield what back ends demand."""
+    rollout = run.rollout
+    yield Limit(
+        "framework.name",
+        run.framework.name,
+        run.framework.name in (None, "streamrl"),
+        "'streamrl', or left out, to be executed",
+        "what starts another framework is written by `streamrl export`",
+    )
+    yield Limit(
+        "verifier.pool",
+        run.verifier.pool,
+        not run.verifier.num_gpus or run.verifier.reward_model is not None,
+        "left out to be executed, where no reward-model scores in it: other rewards are computed on CPUs",
+    )
+    yield Limit(
+        "verifier.gpus_per_worker",
+        run.verifier.gpus_per_worker,
+        run.verifier.gpus_per_worker <= 1,
+        "1 to be executed: a replica of the reward model has one GPU",
+    )
+    yield Limit(
+        "execute.launcher",
+        run.execute.launcher,
+        not run.faults or run.execute.launcher != "in-process",
+        "'local' or 'ray' where there are faults, which strike processes",
+    )
+    for kind, own in enumerate(rollout.kinds):
+        yield Limit(
+            f"{kind_key(kind)}.tensor_parallel",
+            own.tensor_parallel,
+            own.tensor_parallel == 1 or own.backend == "vllm",
+            f"1 for backend {rollout.backend}",
+            "--set rollout.backend=vllm executes the run on several GPUs a replica",
+        )
+        yield Limit(
+            "execute.device",
+            run.execute.device,
+            own.tensor_parallel == 1 or ":" not in run.execute.device,
+            f"'auto' or 'cuda' where {kind_key(kind)}.tensor_parallel is {own.tensor_parallel}",
+        )
+        yield Limit(
+            f"{kind_key(kind)}.speculative",
+            "a draft",
+            own.drafts is None,
+            "left out to be executed: no back end drafts tokens here",
+        )
+        for name in ("pipeline_parallel", "data_parallel"):
+            degree = getattr(own, name)
+            yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
+    for own in rollout.kinds:
+        if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
+            heads = load_model(run.model).head_dim
+            yield Limit(
+                "model.path",
+                f"{run.model.path}, whose heads have {heads}",
+                heads in CPU_HEADS,
+                f"a model whose attention heads have {', '.join(map(str, CPU_HEADS))} values for backend vllm on CPUs",
+                "--set rollout.backend=transformers executes it",
+            )
+    yield Limit(
+        "rollout.chunked_prefill",
+        rollout.chunked_prefill,
+        rollout.chunked_prefill,
+        "true to be executed: engines decode on beside new prompts",
+    )
+    if rollout.backend == "vllm":
+        yield from _limits_of_vllm(run)
+    yield Limit(
+        "policies.concurrency",
+        run.policies.concurrency,
+        run.policies.concurrency == "fixed" or rollout.backend != "static",
+        "'fixed' for backend static, whose batch is full or at its end",
+    )
+    yield from _limits_of_attention(run)
+    yield Limit(
+        "rollout.admission",
+        rollout.admission,
+        rollout.admission == "on-demand",
+        f"'on-demand' for backend {rollout.backend}, which {ADMITS[rollout.backend]}",
+        "--set rollout.admission=on-demand executes the run with rollout.max_running at once",
+    )
+    yield Limit(
+        "rollout.migration_transfer",
+        rollout.migration_transfer,
+        rollout.migration_transfer == "recompute",
+        f"'recompute' for backend {rollout.backend}, which cannot send a KV cache",
+    )
+    yield Limit(
+        "policies.promote",
+        run.policies.promote,
+        run.policies.promote is None or not uses_relays(run),
+        "left out where weights go over relays (launcher ray, sync.mode lora or delta): these are where the leader began",
+    )
+    for number in range(run.num_trainers):
+        yield from _limits_of_trainer(run.as_seen_by(number), number)
+    yield Limit(
+        "sync.wire",
+        run.sync.wire,
+        run.sync.wire == "chunks" or uses_relays(run),
+        "'chunks' where weights lie in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
+    )
+    yield Limit(
+        "sync.mode",
+        run.sync.mode,
+        run.sync.mode != "lora" or load_model(run.model).experts is None,
+        "'full' or 'delta' to be executed with a mixture of experts, beside which no adapters are put",
+    )
+    others = [own.backend for own in rollout.kinds if own.backend != "vllm"]
+    yield Limit(
+        "sync.merge_adapters",
+        run.sync.merge_adapters,
+        not (run.serves_adapters and others),
+        f"true, or left out, for backend {'/'.join(others)}, which computes with no adapters beside weights",
+    )
+    times = run.framework.epochs
+    yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
+    for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):
+        yield _one_format(run, f"rollout.{key}", dtype, rollout.backend)
+    yield Limit(
+        "model.dtype",
+        run.model.dtype,
+        run.model.dtype != "float16",
+        f"'bfloat16' or 'float32' for backend {run.trainer.backend}",
+    )
+    if run.execute.deterministic:
+        yield from _limits_of_determinism(run)
+
+
+def _limits_of_attention(run: Run) -> Iterator[Limit]:
+    """Yield what engines have no attention for: keys that latent attention makes, and a learned sink of each head.
+
+    transformers says of sinks (gpt_oss) only as it loads the model that torch's attention (`sdpa`) computes none (5.23,
+    models/gpt_oss: `_supports_sdpa = False`), and of keys as it writes the first to its paged cache.
+    """
+    shape = load_model(run.model)
+    sinks = f"for {run.model.path}, whose attention has sinks (gpt_oss), which torch's (sdpa) does not compute"
+    latent = "'vllm' or 'static' for latent attention, whose keys have no room in the paged cache of transformers"
+    for kind, own in enumerate(run.rollout.kinds):
+        key, backend = f"{kind_key(kind)}.backend", own.backend
+        yield Limit(key, backend, shape.latent is None or backend != "transformers", latent)
+        yield Limit(key, backend, not shape.has_sinks or backend == "vllm", f"'vllm' {sinks}")
+    for number, trainer in enumerate(run.trainers):
+        key, is_met = f"{trainer_key(number)}.packing", trainer.packing == "padded"
+        yield Limit(key, trainer.packing, not shape.has_sinks or is_met, f"'padded' {sinks}")
+
+
+def _limits_of_vllm(run: Run) -> Iterator[Limit]:
+    """Yield what vLLM would sample otherwise than the run file says, or not start with."""
+    temperature, (least, most) = run.rollout.temperature, VLLM_TEMPERATURES
+    yield Limit(
+        "rollout.temperature",
+        temperature,
+        least <= temperature <= most,
+        f"from {least} to {most:g} for backend vllm, which samples at no other",
+    )
+    positions = None if run.model.path is None else read_positions(Path(run.model.path))
+    longest = longest_sequence(run)
+    yield Limit(
+        "workload.max_prompt_tokens + rollout.max_tokens",
+        longest,
+        positions is None or longest <= positions,
+        f"at most the model's {positions} positions (max_position_embeddings) for backend vllm",
+    )
+
+    yield Limit(
+        "sync.lora_rank",
+        run.sync.lora_rank,
+        not run.serves_adapters or run.sync.lora_rank <= VLLM_PLACES[-1],
+        f"at most {VLLM_PLACES[-1]} for backend vllm",
+        "--set sync.merge_adapters=true executes it",
+    )
+
+
+def uses_relays(run: Run) -> bool:
+    """Return whether weights lie where not all who read them see them, or in another form than they read."""
+    return run.sync.mode != "full" or run.execute.launcher == "ray"
+
+
+def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
+    """Yield what a trainer may compute, and how it may be split, of a run as it sees it."""
+    trainer, launcher, algorithm = run.trainer, run.execute.launcher, run.algorithm
+    key, of_backend = trainer_key(number), f"for backend {trainer.backend}"
+    its = f"{key}.algorithm" if number else "algorithm"
+    yield Limit(
+        f"{its}.old_log_probs",
+        algorithm.old_log_probs,
+        algorithm.old_log_probs == "engine",
+        "'engine' to be executed: log-probabilities come with the tokens",
+    )
+    yield _one_format(run, f"{key}.dtype", trainer.dtype, trainer.backend)
+    for name, value, done in (
+        ("kernels", trainer.kernels, "eager"),
+        ("order", trainer.order, "sorted"),
+    ):
+        yield Limit(f"{key}.{name}", value, value == done, f"{done!r} {of_backend}")
+    yield Limit(
+        f"{key}.routing",
+        trainer.routing,
+        trainer.routing == "natural" or load_model(run.model).experts is None,
+        f"'natural' {of_backend}, whose router chooses",
+    )
+    yield Limit(
+        f"{key}.offload",
+        trainer.offload,
+        not trainer.offload or run.shares_gpus,
+        f"False {of_backend}, but where it takes turns with replicas",
+    )
+    steps = run.framework.optimizer_steps
+    yield Limit(
+        "framework.optimizer_steps",
+        steps,
+        steps == 1 or (trainer.backend == "torch" and algorithm.name != "dpo"),
+        f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
+        "the weights that they were scored at",
+    )
+    splits = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
+    for name in (*splits, "expert_tensor_parallel"):
+        degree = getattr(trainer, name) or 1
+        yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
+    has_group = trainer.data_parallel > 1 or trainer.backend == "deepspeed"
+    yield Limit(
+        "execute.launcher",
+        launcher,
+        launcher != "in-process" or not has_group,
+        "'local' or 'ray' where the trainer has several ranks, or is deepspeed's: each is a process",
+    )
+    yield Limit(
+        "execute.launcher",
+        launcher,
+        launcher != "ray" or not run.shares_gpus,
+        "'local' where replicas and trainer share GPUs, which Ray gives to one of them",
+    )
+    yield Limit(
+        "execute.device",
+        run.execute.device,
+        launcher != "ray" or ":" not in run.execute.device,
+        "'auto', 'cpu' or 'cuda' for launcher ray, which chooses GPUs itself",
+    )
+    yield Limit(
+        "execute.device",
+        run.execute.device,
+        trainer.data_parallel == 1 or ":" not in run.execute.device,
+        f"'auto', 'cpu' or 'cuda' where {key}.data_parallel is {trainer.data_parallel}: each rank has a GPU of its own",
+    )
+    if trainer.backend == "torch":
+        yield Limit(
+            f"{key}.zero",
+            trainer.zero,
+            trainer.zero == 0 or trainer.data_parallel == 1,
+            "0 for backend torch, of which every rank has all weights and all of the optimizer",
+            f"--set {key}.zero=0 does so, --set {key}.backend=deepspeed splits them",
+        )
+        return
+    yield Limit(
+        f"{key}.zero",
+        trainer.zero,
+        trainer.zero > 1 or run.model.dtype == "float32",
+        f"2 or 3 {of_backend} in {run.model.dtype}: below, gradients of many passes are added up in it",
+    )
+    yield Limit(
+        f"{key}.logits",
+        trainer.logits,
+        trainer.logits in (None, "eager") or trainer.zero < 3 or trainer.data_parallel == 1,
+        f"'eager' {of_backend} with zero 3 on several ranks: each chunk would gather the output layer, and ranks have other "
+        "numbers of them",
+    )
+    on_cpu = device_of(run, trainer.pool) == "cpu"
+    yield Limit(
+        f"{key}.backend",
+        trainer.backend,
+        on_cpu or not run.shares_gpus,
+        "'torch' where replicas and trainer share GPUs: deepspeed does not give its memory back",
+    )
+
+
+def _one_format(run: Run, key: str, dtype: str | None, backend: str) -> Limit:
+    """Return that a side has the format of `model.dtype`."""
+    return Limit(
+        key,
+        dtype,
+        dtype in (None, run.model.dtype),
+        f"left out or model.dtype {run.model.dtype!r} for backend {backend}, which has one format",
+        f"simulate and plan know what {key} would do",
+    )
+
+
+def _limits_of_determinism(run: Run) -> Iterator[Limit]:
+    """Yield what keeps the order and the shapes of all sums, and so their bits, from depending on what comes when."""
+    where = "where execute.deterministic is true"
+    system, policies = choose_system(run.policies), run.policies
+    key = "policies.system" if policies.max_staleness is None else "policies.max_staleness"
+    yield Limit(
+        key,
+        policies.system if policies.max_staleness is None else policies.max_staleness,
+        system.max_staleness == 0,
+        f"one that trains on fresh rollouts alone {where}",
+    )
+    yield Limit("policies.sync_every", system.sync_every, system.sync_every == 1, f"1 {where}")
+    yield Limit(
+        "policies.consumption",
+        system.consumption,
+        system.consumption == "strict-fifo",
+        f"'strict-fifo' {where}",
+    )
+    yield Limit(
+        "policies.migration",
+        policies.migration,
+        policies.migration == "none",
+        f"'none' {where}: what a moved rollout computes again has another shape",
+    )
+    for kind, own in enumerate(run.rollout.kinds):
+        name, device = kind_key(kind), device_of(run, own.pool)
+        yield Limit(
+            f"{name}.backend",
+            own.backend,
+            own.backend == "static",
+            f"'static' {where}, which samples each rollout from a seed of its own",
+        )
+        yield Limit(
+            f"{name}.max_running",
+            own.max_running,
+            own.max_running == 1,
+            f"1 {where}: what runs beside a rollout changes the last bits of its logits",
+        )
+        yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
+    for trainer in run.trainers:
+        device = device_of(run, trainer.pool)
+        yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
+    yield Limit(
+        "execute.threads", run.execute.threads, run.execute.threads in (None, 1), f"1 {where}"
+    )

@@ -1,0 +1,92 @@
+"""Say whether the back ends of a run file were ever run by this project's tests or benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from streamrl.executor.launchers.placement import device_of
+from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Finding, Level
+
+NEVER = "never"
+H200 = "by hand, on one H200"
+
+
+class Ran(NamedTuple):
+    """A choice of a run file, and what ran it."""
+
+    choice: str
+    """Key and value."""
+    on_cpu: str
+    on_gpu: str
+
+
+RAN = {
+    ran.choice: ran
+    for ran in (
+        Ran("rollout.backend = transformers", "every test and benchmark", H200),
+        Ran("rollout.backend = static", "`make test`", NEVER),
+        Ran("rollout.backend = vllm", "`make test-vllm`, in float32", H200),
+        Ran("rollout.tensor_parallel > 1", "`make test-vllm`, 2 in float32", NEVER),
+        Ran("trainer.backend = torch", "every test and benchmark", H200),
+        Ran("trainer.backend = deepspeed", "`make test-deepspeed`, in float32", NEVER),
+        Ran("trainer.data_parallel > 1", "`make test`, `make test-deepspeed`", NEVER),
+        Ran("execute.launcher = local", "every test and benchmark", H200),
+        Ran("execute.launcher = in-process", "`make test`", NEVER),
+        Ran("execute.launcher = ray", "`make test-ray`", NEVER),
+        Ran("sync.mode = full", "every test and benchmark", H200),
+        Ran("sync.mode = delta", "`make test`, in bfloat16", NEVER),
+        Ran("sync.mode = lora", "`make test`", NEVER),
+        Ran("sync.merge_adapters = false", "`make test-vllm`, in float32", NEVER),
+    )
+}
+
+
+def choices_of(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what a run file chooses, as `RAN` names it, each with the device that it is run on."""
+    trains_on = device_of(run, run.trainer.pool)
+    for own in run.rollout.kinds:
+        device = device_of(run, own.pool)
+        yield f"rollout.backend = {own.backend}", device
+        if own.tensor_parallel > 1:
+            yield "rollout.tensor_parallel > 1", device
+    for trainer in run.trainers:
+        device = device_of(run, trainer.pool)
+        yield f"trainer.backend = {trainer.backend}", device
+        if trainer.data_parallel > 1:
+            yield "trainer.data_parallel > 1", device
+    yield f"execute.launcher = {run.execute.launcher}", trains_on
+    yield f"sync.mode = {run.sync.mode}", trains_on
+    if run.serves_adapters:
+        yield "sync.merge_adapters = false", device_of(run, run.rollout.pool)
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find which of the chosen paths nobody has run yet, of a run that has weights to execute."""
+    if run.model.path is None:
+        return
+    chosen = list(dict.fromkeys(choices_of(run)))
+    new = [(choice, device) for choice, device in chosen if _where(choice, device) == NEVER]
+    for choice, device in new:
+        text = f"{choice} on {_name(device)} was never run by this project's own tests: docs/running.md"
+        yield _finding(
+            "warning", text, "begin with a few steps, and look at logprob_gap and reward"
+        )
+    if not new:
+        ran = "; ".join(
+            f"{choice} on {_name(device)} by {_where(choice, device)}" for choice, device in chosen
+        )
+        yield _finding("ok", f"run before: {ran}")
+
+
+def _where(choice: str, device: str) -> str:
+    return RAN[choice].on_cpu if device == "cpu" else RAN[choice].on_gpu
+
+
+def _name(device: str) -> str:
+    return "a CPU" if device == "cpu" else "a GPU"
+
+
+def _finding(level: Level, text: str, fix: str = "") -> Finding:
+    return Finding(level=level, topic="versions", name="where-run", text=text, fix=fix)

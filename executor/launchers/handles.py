@@ -1,0 +1,456 @@
+"""Call a role through one async handle, wherever it lives, and notice when its process is dead.
+
+Does a process live? It answers pings, or it computes; one that is stopped, or waits for what never comes, does neither.
+
+Time is counted in pings, so that a controller that was itself stopped for an hour finds its workers alive.
+
+One async handle on a role, wherever it lives: in this process (tests), or in a local process of its own.
+
+`await handle.call("method", ...)` gives its result; `streamrl.executor.launchers.handles` makes such calls out of a role's
+contract. Calls on one handle begin in the order they are made. A process that dies, gives no sign of life for too
+long, or has a role that can do nothing any more, and one whose handle is closed, makes every pending and later call
+raise `WorkerLostError`.
+
+Several ranks of one trainer behind one handle: each call goes to all of them, samples are dealt out among them.
+
+The gradient of a batch is the same however its samples are dealt; by tokens, ranks have about as much to do. A rollout
+that was scored is trained where it was scored. Ranks wait for each other inside, so that what ends one ends all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import socket
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar, cast, get_type_hints, runtime_checkable
+
+from streamrl.executor.launchers import processes
+from streamrl.executor.launchers.worker import (
+    PING,
+    Answer,
+    Call,
+    decode,
+    make_role,
+    read_frame,
+    write_frame,
+)
+from streamrl.executor.roles import AnswerError, RoleLostError, Sample
+from streamrl.executor.tokens import count_ids, count_tokens
+from streamrl.runfile.config import ExecuteConfig
+
+PING_TIME = (
+    1.0  # seconds between two pings: far shorter than any patience, far longer than an answer takes
+)
+PATIENCE = ExecuteConfig().patience
+"""Seconds without a sign of life, where nothing else is said."""
+FACTOR = 10
+"""How many times as long as the longest silence so far a process may be silent, and as `patience` while it starts and
+imports what its role needs."""
+
+
+class Heartbeat:
+    """The signs of life of one process, counted in pings; it is told when one is due and when one is answered."""
+
+    def __init__(self, pid: int | None, patience: float) -> None:
+        """Begin with a process of this machine, or with one whose CPU time nobody tells."""
+        self._pid = pid
+        self._patience = patience
+        self._num_silent = 0
+        """Pings for which there was no sign of life."""
+        self._longest = 0.0
+        self._has_started = False
+        self._is_waiting = False
+        self._work_time = 0
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a sign of life."""
+        return self._num_silent * PING_TIME
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has been silent for too long."""
+        most = max(self._patience, FACTOR * self._longest)
+        return self.silence > (most if self._has_started else FACTOR * self._patience)
+
+    def is_asked_for(self) -> bool:
+        """Enter that it is time for a ping; return whether one should be sent, as none waits for its answer."""
+        if not self._is_waiting:
+            self._is_waiting = True
+            return True
+        work_time = 0 if self._pid is None else cpu_ticks(self._pid)
+        if work_time != self._work_time:
+            self._work_time = work_time
+            self._num_silent = 0
+        else:
+            self._num_silent += 1
+        return False
+
+    def answer(self, has_started: bool = True) -> None:
+        """Enter that the last ping was answered, and whether by a process that has made its role."""
+        if self._has_started:
+            self._longest = max(self._longest, self.silence)
+        self._has_started = has_started
+        self._is_waiting = False
+        self._num_silent = 0
+
+
+def cpu_ticks(pid: int) -> int:
+    """Return the CPU time of a process so far, in clock ticks (proc(5), utime and stime); 0 where nobody tells."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return int(user) + int(system)
+    return 0
+
+
+CLOSE_TIME = 5.0  # seconds that a worker gets to leave before it is killed
+
+T = TypeVar("T")
+Config = dict[str, object]
+"""A role's configuration as plain data; the role's own class checks it."""
+
+
+class WorkerLostError(ConnectionError):
+    """The process that a role lives in has died."""
+
+
+@runtime_checkable
+class Process(Protocol):
+    """A handle on a process that faults can strike."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that nothing more comes from it."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Let the process suffer a signal."""
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Run a method of the role."""
+
+    def kill(self, reason: str) -> None:
+        """Kill the process."""
+
+    async def close(self) -> None:
+        """End the process."""
+
+
+class Handle(ABC):
+    """A role that can be called."""
+
+    _lost: WorkerLostError | None = None
+    """Why nothing more comes from it; None while something may."""
+
+    @abstractmethod
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Run a method of the role and return its result, as `returns`."""
+
+    @abstractmethod
+    def kill(self, reason: str) -> None:
+        """Let every pending and later call raise `WorkerLostError`; a process ends at once, whatever it does."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the role; nothing of it is left behind."""
+
+    def _result_of(self, answer: Answer, returns: type[T]) -> T:
+        """Return what another process has answered.
+
+        Raises:
+            AnswerError: the call failed there.
+            WorkerLostError: the role can do nothing any more; it is killed.
+        """
+        if answer.kind == "result":
+            return decode(answer.value, returns)
+        error = decode(answer.value, str)
+        if answer.kind == "error":
+            raise AnswerError(error)
+        self.kill(f"can do nothing any more: {error}")
+        assert self._lost is not None
+        raise self._lost
+
+
+class InProcess(Handle):
+    """A role in this process and this event loop."""
+
+    def __init__(self, role_path: str, config: Config) -> None:
+        self._role: Any = make_role(role_path, config)
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Await the role's own method."""
+        if self._lost is not None:
+            raise self._lost
+        work: asyncio.Task[T] = asyncio.ensure_future(getattr(self._role, method)(*arguments))
+        self._calls.add(work)
+        try:
+            return await work
+        except RoleLostError as error:
+            self.kill(f"can do nothing any more: {error}")
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+        finally:
+            self._calls.discard(work)
+        assert self._lost is not None
+        raise self._lost
+
+    def kill(self, reason: str) -> None:
+        """Cancel what runs; a computation in a thread goes on to its end, for nobody."""
+        self._lost = self._lost or WorkerLostError(f"role in this process {reason}")
+        for work in self._calls:
+            work.cancel()
+
+    async def close(self) -> None:
+        """Let the role stop."""
+        await self._role.stop()
+
+
+class LocalProcess(Handle):
+    """A role in a process of its own on this machine, at the other end of a socket pair."""
+
+    def __init__(
+        self,
+        process: processes.WorkerProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        patience: float,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._num_calls = 0
+        self._listener = asyncio.create_task(self._listen())
+        self._heartbeat = Heartbeat(process.pid, patience)
+        self._beating = asyncio.create_task(self._beat())
+
+    @classmethod
+    async def start(
+        cls,
+        role_path: str,
+        config: Config,
+        log: Path,
+        environment: dict[str, str],
+        patience: float = PATIENCE,
+        begin: processes.Begin = processes.spawn,
+    ) -> LocalProcess:
+        """Start the process; its output goes to `log`, and it is killed where it seems dead for `patience` seconds."""
+        ours, theirs = socket.socketpair()
+        with log.open("ab") as output, theirs:
+            process = await begin(role_path, theirs, output, {**os.environ, **environment})
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        write_frame(writer, config)
+        return cls(process, reader, writer, patience)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that nothing more comes from it."""
+        return self._lost is not None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Let the process suffer a signal."""
+        os.kill(self.pid, number)
+
+    @property
+    def exit_status(self) -> int | None:
+        """The process's exit status, negative for a signal; None while it lives."""
+        return self._process.returncode
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Send the call now, wait for its result."""
+        return self._result_of(await self._send(method, arguments), returns)
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, also one that is stopped, and say why it is lost."""
+        self._lose(reason)
+        self._process.kill()
+
+    async def close(self) -> None:
+        """Hang up, wait a little, then kill."""
+        self._listener.cancel()
+        self._lose("was closed")
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> int:
+        """Wait for the process, but not for ever; return its exit status."""
+        try:
+            return self._process.wait(CLOSE_TIME)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _send(self, method: str, arguments: tuple[object, ...]) -> asyncio.Future[Answer]:
+        if self._lost is not None:
+            raise self._lost
+        self._num_calls += 1
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[self._num_calls] = answer
+        write_frame(self._writer, Call(self._num_calls, method, list(arguments)))
+        return answer
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                answer = decode(await read_frame(self._reader), Answer)
+                if answer.id == PING:
+                    self._heartbeat.answer()
+                    continue
+                waiting = self._answers.pop(answer.id)
+                if not waiting.done():  # else its caller was cancelled
+                    waiting.set_result(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            status = await asyncio.to_thread(self._end)
+            self._lose(f"ended with status {status}")
+        except (ValueError, KeyError) as error:
+            self.kill(f"sent what is no answer and was killed: {error}")
+
+    async def _beat(self) -> None:
+        """Ask for a sign of life now and then, until there has been none for too long."""
+        while not self._heartbeat.is_over:
+            if self._heartbeat.is_asked_for():
+                write_frame(self._writer, Call(PING, "", []))
+            await asyncio.sleep(PING_TIME)
+        self.kill(f"gave no sign of life for {self._heartbeat.silence:.0f} s and was killed")
+
+    def _lose(self, how: str) -> None:
+        """Hang up, and fail every pending and later call."""
+        if self._lost is None:
+            self._lost = WorkerLostError(f"worker process {self.pid} {how}")
+            self._beating.cancel()
+            self._writer.close()
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(self._lost)
+        self._answers.clear()
+
+
+R = TypeVar("R")
+
+
+def remote(role: Callable[..., R], handle: Handle) -> R:
+    """Return the role that lives behind `handle`: each async method of its Protocol is a call.
+
+    Args:
+        role: the Protocol, as a callable only because a type checker takes no abstract class for `type[R]`.
+        handle: reaches an implementation of it; closing it is the caller's, as `stop` alone leaves its process.
+    """
+    methods = inspect.getmembers(role, inspect.iscoroutinefunction)
+    return cast(R, SimpleNamespace(**{name: _caller(handle, each) for name, each in methods}))
+
+
+def _caller(handle: Handle, method: Any) -> Callable[..., Awaitable[Any]]:
+    """Return what calls one method, its arguments in the order and its result of the type that it declares."""
+    name, signature = method.__name__, inspect.signature(method)
+    returns = get_type_hints(method)["return"]
+
+    def call(*arguments: object, **named: object) -> Awaitable[Any]:
+        if named:  # binding takes longer than the rest of a call
+            arguments = signature.bind(None, *arguments, **named).args[1:]
+        return handle.call(name, *arguments, returns=returns)
+
+    return call
+
+
+END_TIME = 30.0
+"""Seconds that the others get to end a call that failed on one rank: longer than they take where none waits for it."""
+DEALT = {"score", "train"}
+"""Methods whose argument is samples."""
+OTHER_RANK = "another rank"
+"""In what a rank says that refuses nothing itself, as `streamrl.executor.trainer.rank_group` words it."""
+
+
+class RankHandles(Handle):
+    """The ranks of one trainer."""
+
+    def __init__(self, ranks: Sequence[Handle], forget: Callable[[], None]) -> None:
+        """Take a handle on each rank, and what removes that through which they found each other."""
+        self.ranks = list(ranks)
+        self._forget_rendezvous = forget
+        self._rank_of: dict[int, int] = {}
+        """By rollout that was scored; the other one of its pair goes there too."""
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Call every rank, and return what the first one does."""
+        shares: list[tuple[object, ...]] = [arguments] * len(self.ranks)
+        if method in DEALT:
+            samples: Any = arguments[0]
+            shares = [(share,) for share in self.deal(method, samples)]
+        calls = [
+            asyncio.ensure_future(rank.call(method, *share, returns=returns))
+            for rank, share in zip(self.ranks, shares, strict=True)
+        ]
+        try:
+            return await self._first_of(calls, method)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _first_of(self, calls: Sequence[asyncio.Future[T]], method: str) -> T:
+        """Return what the first rank answers once all have; raise what went wrong."""
+        _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        errors = _errors(calls)
+        if waiting and not any(isinstance(error, WorkerLostError) for error in errors):
+            _, waiting = await asyncio.wait(waiting, timeout=END_TIME)
+            errors = _errors(calls)
+        lost = next((error for error in errors if isinstance(error, WorkerLostError)), None)
+        if lost is not None or waiting:
+            reason = f"a rank failed in {method}: {errors[0]}" if lost is None else str(lost)
+            self.kill(f"was killed with the other ranks: {reason}")
+            raise lost or WorkerLostError(reason)
+        if errors:
+            raise min(errors, key=lambda error: OTHER_RANK in str(error))
+        return calls[0].result()
+
+    def deal(self, method: str, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Return the samples of each rank: of the longest first, to whoever has the fewest tokens."""
+        shares: list[list[Sample]] = [[] for _ in self.ranks]
+        filled = [0] * len(self.ranks)
+        for sample in sorted(samples, key=lambda sample: (-_tokens_of(sample), sample.rollout)):
+            least = min(range(len(filled)), key=filled.__getitem__)
+            partner = -1 if sample.partner is None else sample.partner
+            rank = self._rank_of.pop(sample.rollout, self._rank_of.get(partner, least))
+            if method == "score":
+                self._rank_of[sample.rollout] = rank
+            shares[rank].append(sample)
+            filled[rank] += _tokens_of(sample)
+        return shares
+
+    def kill(self, reason: str) -> None:
+        """Kill every rank."""
+        for rank in self.ranks:
+            rank.kill(reason)
+        self._forget()
+
+    async def close(self) -> None:
+        """End every rank."""
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
+        self._forget()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self._forget_rendezvous()
+
+
+def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+    """Return what went wrong so far, in order of ranks."""
+    done = (call for call in calls if call.done() and not call.cancelled())
+    return [error for call in done if (error := call.exception()) is not None]
+
+
+def _tokens_of(sample: Sample) -> int:
+    return count_ids(sample.prompt) + count_tokens(sample.output)

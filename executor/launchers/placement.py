@@ -1,0 +1,309 @@
+"""Place the roles of a run on the GPUs and CPU cores of this machine.
+
+Which GPUs of which node each role of a run has; what a launcher makes of them is its own business.
+
+Replicas have the lowest GPUs of their pool, then the trainers, the reward model, then replicas that are added. The GPUs of one replica,
+and of one tensor-parallel group of the trainer, are on one node, where they talk over NVLink.
+
+Which GPUs of this machine the places of a run stand for.
+
+All pools are on this one machine, whatever their nodes: GPUs are numbered as the run takes them. Those of the first
+replicas come first, then the trainers', the reward model's, then those of replicas that are added. Roles on the CPU have none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple
+
+from streamrl.hardware.parallelism import threads_per_role
+from streamrl.runfile.config import DEVICE, Run
+from streamrl.runfile.gpu_pools import most_replicas, trainer_names
+
+
+class Place(NamedTuple):
+    """GPUs of one node."""
+
+    pool: str
+    node: int
+    """Index of the node within the pool."""
+    gpus: tuple[int, ...]
+    """Indices of the GPUs on that node, rising."""
+
+
+class Placement:
+    """Knows which GPUs are taken, and gives a replica those that nobody has."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._free: dict[str, list[set[int]]] = {
+            name: [set(range(pool.gpus_per_node)) for _ in range(pool.nodes)]
+            for name, pool in run.cluster.pools.items()
+        }
+        self._replicas: dict[int, Place] = {}
+        first = run.rollout.kind_of_each
+        if not run.shares_gpus:
+            for replica, kind in enumerate(first):
+                self.replica(replica, kind)
+        self.trainers = [self._take_trainer(number) for number in range(run.num_trainers)]
+        """The place of each rank of each trainer, one GPU each, since a rank is a process of its own. Ranks of one
+        tensor-parallel group follow each other, then those of data parallelism, then stages:
+        rank = (stage x data + d) x tensor + t."""
+        self.reward_models = list(self._take_reward_models())
+        """The place of each replica of the reward model."""
+        for replica in range(len(first)):
+            self.free(replica)
+
+    def join(self, run: Run) -> None:
+        """Take GPUs for the last trainer of a run, which joins the others.
+
+        Raises:
+            RuntimeError: no node has as many.
+        """
+        before, self._run = self._run, run
+        try:
+            self.trainers.append(self._take_trainer(len(self.trainers)))
+        except RuntimeError:
+            self._run = before
+            raise
+
+    def replica(self, replica: int, kind: int = 0) -> Place:
+        """Take the lowest GPUs that nobody has for a replica of a kind.
+
+        Raises:
+            RuntimeError: no node has as many.
+        """
+        rollout = self._run.rollout.kinds[kind]
+        place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
+        self._replicas[replica] = place
+        return place
+
+    def free(self, replica: int) -> None:
+        """Give the GPUs of a replica that is gone back; its replacement finds them."""
+        place = self._replicas.pop(replica, None)
+        if place is not None:
+            self._free[place.pool][place.node].update(place.gpus)
+
+    def _take_trainer(self, number: int) -> tuple[Place, ...]:
+        run = self._run.as_seen_by(number)
+        trainer, role = run.trainer, trainer_names(self._run)[number]
+        num_groups = trainer.copies * trainer.pipeline_parallel
+        groups = [
+            self._take(trainer.pool, trainer.tensor_parallel, role) for _ in range(num_groups)
+        ]
+        if run.shares_gpus:  # replicas have the same ones while it rests
+            for place in groups:
+                self._free[place.pool][place.node].update(place.gpus)
+        return tuple(
+            Place(group.pool, group.node, (gpu,)) for group in groups for gpu in group.gpus
+        )
+
+    def _take_reward_models(self) -> Iterator[Place]:
+        verifier = self._run.verifier
+        if verifier.pool is not None:
+            for number in range(verifier.workers):
+                yield self._take(verifier.pool, verifier.gpus_per_worker, f"reward model {number}")
+
+    def _take(self, pool: str, num_gpus: int, role: str) -> Place:
+        for node, free in enumerate(self._free[pool]):
+            if len(free) >= num_gpus:
+                place = Place(pool, node, tuple(sorted(free)[:num_gpus]))
+                free.difference_update(place.gpus)
+                return place
+        raise RuntimeError(f"no node of pool {pool!r} has {num_gpus} GPUs left for {role}")
+
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
+"""An entry of CUDA_VISIBLE_DEVICES; whatever else hides itself and all that follow (CUDA C++ Programming Guide,
+section CUDA Environment Variables)."""
+
+
+def device_of(run: Run, pool: str) -> str:
+    """Return the device, as torch names it, of the roles in `pool`."""
+    if run.execute.device != "auto":
+        return run.execute.device
+    return "cpu" if run.cluster.pools[pool].gpu == "cpu" else "cuda"
+
+
+def index_of(device: str) -> int | None:
+    """Return the GPU that a device names, as in cuda:1; None where it names none."""
+    match = DEVICE.fullmatch(device)
+    return None if match is None or match["index"] is None else int(match["index"])
+
+
+def gpus_needed(run: Run) -> int:
+    """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
+    kinds = run.rollout.kinds
+    on_gpus = [own for own in kinds if device_of(run, own.pool) != "cpu"]
+    trainers = [
+        0 if device_of(run, trainer.pool) == "cpu" else trainer.num_gpus for trainer in run.trainers
+    ]
+    rewards = 0 if on_cpus(run) else run.verifier.num_gpus
+    if not on_gpus and not any(trainers) and not rewards:
+        return 0
+    named = index_of(run.execute.device)
+    if named is not None:
+        return named + 1
+    if run.execute.launcher == "in-process":
+        return 1
+    added = (_most_replicas(run) - run.rollout.num_replicas) * run.rollout.tensor_parallel
+    for_replicas = sum(own.num_gpus for own in on_gpus) + (added if kinds[0] in on_gpus else 0)
+    leader, *followers = trainers
+    for_both = max(for_replicas, leader) if run.shares_gpus else for_replicas + leader
+    return for_both + sum(followers) + rewards
+
+
+def on_cpus(run: Run) -> bool:
+    """Whether what scores needs no GPU of its own."""
+    pool = run.verifier.pool
+    return pool is None or device_of(run, pool) == "cpu"
+
+
+class LocalGpus:
+    """Turns a place into GPUs of this machine, as `VARIABLE` names them."""
+
+    def __init__(self, run: Run, names: Sequence[str]) -> None:
+        """Number the GPUs that a run may take.
+
+        Args:
+            run: whose places they are.
+            names: the GPUs that it claimed; see `claim_gpus`.
+        """
+        self._run = run
+        self._names = names
+        self._numbers: dict[tuple[str, int, int], int] = {}
+        for place in _places_in_order(run):
+            if device_of(run, place.pool) == "cuda":
+                for gpu in place.gpus:
+                    self._numbers.setdefault((place.pool, place.node, gpu), len(self._numbers))
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """Return what lets a process see the GPUs of its place and no other.
+
+        Nothing where it works on the CPU; the one that `execute.device` names, where it names any.
+        """
+        device = device_of(self._run, place.pool)
+        if device == "cpu":
+            return {}
+        if (named := index_of(device)) is not None:
+            return {VARIABLE: self._names[named]}
+        numbers = [self._numbers[place.pool, place.node, gpu] for gpu in place.gpus]
+        return {VARIABLE: ",".join(self._names[number] for number in numbers)}
+
+
+def usable_gpus(inherited: str | None, num_seen: int) -> list[str]:
+    """Return the GPUs that this process may use, each as `VARIABLE` names it to a worker of its own.
+
+    Args:
+        inherited: the variable as this process has it, None where it is not set: indices, UUIDs of GPUs or of
+            MIG instances; one that is empty or begins with -1 hides all.
+        num_seen: GPUs that torch counts under it.
+    """
+    if inherited is None:
+        return [str(index) for index in range(num_seen)]
+    names = list(takewhile(NAME.fullmatch, map(str.strip, inherited.split(","))))
+    instances = list(takewhile(lambda name: name.startswith("MIG-"), names))
+    if num_seen and instances:
+        return (
+            instances  # a process sees one of its MIG instances, but each worker can have another
+        )
+    return names[:num_seen]
+
+
+def find_gpus() -> list[str]:
+    """Return `usable_gpus` of this process; none where torch, or CUDA, is missing."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return usable_gpus(os.environ.get(VARIABLE), num_seen)
+
+
+def claim_gpus(run: Run) -> list[str]:
+    """Return the GPUs that the places of a run stand for, in order; torch is asked only where it needs any.
+
+    Raises:
+        ValueError: there are fewer than it needs.
+    """
+    needed = gpus_needed(run)
+    found = find_gpus() if needed else []
+    if len(found) < needed:
+        raise ValueError(
+            f"execute.device {run.execute.device!r} needs {needed} GPUs of this machine, {say_seen(len(found))}: "
+            "--set execute.device=cpu executes the run without"
+        )
+    return found
+
+
+def say_seen(num_gpus: int) -> str:
+    """Say how many GPUs there are, and under which variable."""
+    inherited = os.environ.get(VARIABLE)
+    return f"torch sees {num_gpus}" + ("" if inherited is None else f" ({VARIABLE}={inherited!r})")
+
+
+def _places_in_order(run: Run) -> Iterator[Place]:
+    """Yield every place that a run may take: of its first replicas, its trainers, and replicas that are added."""
+    placement, first = Placement(run), run.rollout.kind_of_each
+    yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
+    for places in placement.trainers:
+        yield from places
+    yield from placement.reward_models
+    yield from map(placement.replica, range(len(first), _most_replicas(run)))
+
+
+def _most_replicas(run: Run) -> int:
+    if run.policies.resize == "keep":
+        return run.rollout.num_replicas
+    return run.policies.max_replicas or most_replicas(run)
+
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of CPU time that a container has in each period, and that period, in cgroup v2; "max" where it has all."""
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: those of its affinity, and no more than its container's share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, _allowed(QUOTA)))
+
+
+def roles_on_cores(run: Run) -> int:
+    """Return how many processes of a run compute on the CPU: replicas at the start, ranks of trainers that learn, reward models."""
+    return sum(number for number, pool in _roles(run) if device_of(run, pool) == "cpu")
+
+
+def _roles(run: Run) -> Iterator[tuple[int, str]]:
+    """Yield how many processes of a kind there are, each with their pool."""
+    for kind in run.rollout.kinds:
+        yield kind.replicas, kind.pool
+    for number, trainer in enumerate(run.trainers):
+        if not run.only_counts(number):
+            yield trainer.num_gpus, trainer.pool
+    if run.verifier.pool is not None:
+        yield run.verifier.workers, run.verifier.pool
+
+
+def threads_of(run: Run) -> int:
+    """Return the CPU threads of each worker process; where all have GPUs, weights are written and checked with them."""
+    if run.execute.threads is not None:
+        return run.execute.threads
+    if run.execute.deterministic:
+        return 1
+    roles = roles_on_cores(run) or sum(number for number, _ in _roles(run))
+    return threads_per_role(usable_cores(), roles)
+
+
+def _allowed(quota: Path) -> int:
+    """Return the cores that a quota is worth, a part of one counted whole."""
+    try:
+        allowed, period = quota.read_text(encoding="ascii").split()
+        return ceil(int(allowed) / int(period))
+    except (OSError, ValueError):  # no cgroup v2, or "max": no limit
+        return 10**6

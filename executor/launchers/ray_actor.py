@@ -1,0 +1,320 @@
+"""Run a role in a Ray actor: the actor itself and the controller's handle on it.
+
+The actor that a role lives in on a Ray cluster: serves calls as `streamrl.executor.launchers.worker` does, over Ray.
+
+Ray pickles what an actor is called with; that is bytes here, always, in which a role's own data is MessagePack. This module
+imports nothing that computes: what a role needs is imported once its environment is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from streamrl.executor.launchers.handles import (
+    PATIENCE,
+    PING_TIME,
+    Config,
+    Handle,
+    Heartbeat,
+    WorkerLostError,
+)
+from streamrl.executor.launchers.worker import (
+    Answer,
+    Call,
+    decode,
+    encode,
+    failure,
+    make_role,
+    typed_arguments,
+)
+
+GATHER_TIME = 0.01
+"""Seconds from one sending of answers to the next: Ray takes a millisecond of two processes for each thing that it
+brings. Who answers alone, as at a barrier, waits for nobody."""
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
+    """Where an actor lives."""
+
+    node: str
+    """Ray's id of its node."""
+    address: str
+    """IP address that the other nodes reach it at."""
+    free_port: int
+    pid: int
+
+
+class RayRole:
+    """One role; it has none until `begin`."""
+
+    def __init__(self) -> None:
+        self._role: Any = None
+        self._next = 1
+        """Number of the calls that begin next: Ray may bring them in another order."""
+        self._early: dict[int, asyncio.Future[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._answers: list[Answer] = []
+        self._is_answered = asyncio.Event()
+
+    async def where(self) -> bytes:
+        """Say where this is."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.create_server((address, 0)) as server:
+            port = server.getsockname()[1]
+        node = ray.get_runtime_context().get_node_id()
+        return msgspec.msgpack.encode(Whereabouts(node, address, port, os.getpid()))
+
+    async def begin(self, role_path: str, config: bytes, directory: str, log: str) -> None:
+        """Make the role from its configuration, in the driver's directory; its output goes to a file, where both are here."""
+        with suppress(OSError):
+            os.chdir(directory)  # to which paths of a run file are relative
+        with suppress(OSError):
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+        _talk_over(msgspec.msgpack.decode(await self.where(), type=Whereabouts).address)
+        module, _, _ = role_path.partition(":")
+        await asyncio.to_thread(importlib.import_module, module)  # for long: pings are answered
+        self._role = make_role(role_path, msgspec.msgpack.decode(config))
+
+    async def take(self, number: int, calls: bytes) -> None:
+        """Begin calls, which were made after those of every smaller number."""
+        if number != self._next:
+            turn = self._early[number] = asyncio.get_running_loop().create_future()
+            await turn
+        for call in msgspec.msgpack.decode(calls, type=list[Call]):
+            task = asyncio.ensure_future(self._run(call))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        self._next = number + 1
+        waiting = self._early.pop(self._next, None)
+        if waiting is not None:
+            waiting.set_result(None)
+
+    async def answers(self) -> AsyncIterator[bytes]:
+        """Yield answers as they come, those that come soon after others together."""
+        clock = asyncio.get_running_loop().time
+        sent_at = clock() - GATHER_TIME
+        while True:
+            await self._is_answered.wait()
+            await asyncio.sleep(max(0.0, sent_at + GATHER_TIME - clock()))
+            sent_at = clock()
+            answers, self._answers = self._answers, []
+            self._is_answered.clear()
+            yield msgspec.msgpack.encode(answers)
+
+    async def ping(self) -> None:
+        """Give a sign of life."""
+
+    async def suffer(self, number: int) -> None:
+        """Send this process a signal, for faults that are planned."""
+        os.kill(os.getpid(), signal.Signals(number))
+
+    async def _run(self, call: Call) -> None:
+        try:
+            method: Callable[..., Any] = getattr(self._role, call.method)
+            result = await method(*typed_arguments(method, call.arguments))
+            answer = Answer(call.id, "result", encode(result))
+        except Exception as error:
+            traceback.print_exc()
+            answer = failure(call, error)
+        self._answers.append(answer)
+        self._is_answered.set()
+
+
+def _talk_over(address: str) -> None:
+    """Let ranks talk over the network that Ray does: the name of this machine often stands for its loopback."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(own.address == address for own in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+T = TypeVar("T")
+
+
+class RayActor(Handle):
+    """A role in a process of its own on some node of the cluster."""
+
+    def __init__(
+        self,
+        actor: Any,
+        name: str,
+        patience: float = PATIENCE,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take an actor of `RayRole`.
+
+        Args:
+            actor: Ray's handle on it.
+            name: of the role, for messages.
+            patience: seconds without a sign of life after which it is killed.
+            let_go: gives back what was reserved for it.
+        """
+        self._actor = actor
+        self._name = name
+        self._let_go = let_go
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        """Calls that wait, by number."""
+        self._outbox: list[Call] = []
+        """Calls of this moment, which are sent together."""
+        self._num_calls = self._num_sent = 0
+        self._heartbeat = Heartbeat(None, patience)
+        self._beating: asyncio.Task[None] | None = None
+        self._has_begun = False
+        self.whereabouts: Whereabouts | None = None
+
+    async def locate(self) -> Whereabouts:
+        """Wait until the actor lives, and return where."""
+        self.whereabouts = msgspec.msgpack.decode(
+            await self._await(self._actor.where.remote()), type=Whereabouts
+        )
+        return self.whereabouts
+
+    async def begin(self, role_path: str, config: Config, log: str) -> None:
+        """Make the role from its configuration, and watch over it from now on."""
+        self._beating = asyncio.create_task(self._beat())
+        await self._await(
+            self._actor.begin.remote(role_path, bytes(encode(config)), str(Path.cwd()), log)
+        )
+        self._has_begun = True
+        self._keep(self._listen())
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Send the call now, wait for its result."""
+        if self._lost is not None:
+            raise self._lost
+        self._num_calls += 1
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[self._num_calls] = answered
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outbox.append(Call(self._num_calls, method, list(arguments)))
+        return self._result_of(await answered, returns)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that nothing more comes from it."""
+        return self._lost is not None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Let the process suffer a signal, which it sends itself."""
+        self._actor.suffer.remote(int(number))
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, and say why it is lost."""
+        self._lose(reason)
+
+    async def close(self) -> None:
+        """Kill the process: what it holds lies elsewhere, or is nobody's any more."""
+        self._lose("was closed")
+
+    def _send(self) -> None:
+        """Send the calls of this moment."""
+        calls, self._outbox = self._outbox, []
+        if self._lost is None:
+            self._num_sent += 1
+            self._keep(self._await(self._actor.take.remote(self._num_sent, bytes(encode(calls)))))
+
+    async def _listen(self) -> None:
+        """Hand answers to those who wait for them, as long as the actor lives."""
+        stream = self._actor.answers.remote()
+        while self._lost is None:
+            try:
+                ref = await anext(stream)
+            except RayError as error:
+                self._lose_to(error)
+                return
+            for answer in decode(await self._await(ref), list[Answer]):
+                answered = self._answers.pop(answer.id)
+                if not answered.done():  # else its caller was cancelled
+                    answered.set_result(answer)
+
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Do something beside, until this is lost; its errors are told elsewhere."""
+        task = asyncio.ensure_future(_until_lost(work))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    def _lose_to(self, error: RayError) -> None:
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        self._lose(f"is lost: {first}")
+
+    async def _await(self, ref: Any) -> Any:
+        """Wait for what Ray brings; an error of Ray's is the role's loss."""
+        if self._lost is not None:
+            raise self._lost
+        waiting = asyncio.ensure_future(_result(ref))
+        self._waiting.add(waiting)
+        try:
+            return await waiting
+        except RayError as error:
+            self._lose_to(error)
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+        finally:
+            self._waiting.discard(waiting)
+        assert self._lost is not None
+        raise self._lost
+
+    async def _beat(self) -> None:
+        """Ask for a sign of life now and then, until there has been none for too long."""
+        while not self._heartbeat.is_over:
+            if self._heartbeat.is_asked_for():
+                self._keep(self._ping())
+            await asyncio.sleep(PING_TIME)
+        self.kill(f"gave no sign of life for {self._heartbeat.silence:.0f} s and was killed")
+
+    async def _ping(self) -> None:
+        with contextlib.suppress(RayError):
+            await _result(self._actor.ping.remote())
+            self._heartbeat.answer(self._has_begun)
+            return
+        self._lose("is lost: its process or its node has ended")
+
+    def _lose(self, how: str) -> None:
+        """Kill the actor, and fail every pending and later call."""
+        if self._lost is not None:
+            return
+        self._lost = WorkerLostError(f"the actor of {self._name} {how}")
+        if self._beating is not None:
+            self._beating.cancel()
+        for waiting in self._waiting:
+            if waiting is not asyncio.current_task():
+                waiting.cancel()
+        for answered in self._answers.values():
+            if not answered.done():
+                answered.set_exception(self._lost)
+        self._answers.clear()
+        with contextlib.suppress(RayError, ValueError):  # it has died already
+            ray.kill(self._actor, no_restart=True)
+        with contextlib.suppress(RayError, ValueError):
+            self._let_go()
+
+
+async def _until_lost(work: Coroutine[Any, Any, Any]) -> None:
+    with contextlib.suppress(WorkerLostError):
+        await work
+
+
+async def _result(ref: Any) -> Any:
+    return await ref

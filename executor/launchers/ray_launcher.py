@@ -1,0 +1,184 @@
+"""Starts roles as actors of a Ray cluster.
+
+| role              | lives                                                                                   |
+|-------------------|-----------------------------------------------------------------------------------------|
+| a replica         | on one node of its pool, in a placement group of its own, so that replicas come and go    |
+| a trainer         | in one placement group, a bundle a rank, on as few nodes of its pool as can be            |
+| a reward model's replica | on one node of the verifier's pool, in a placement group of its own                 |
+| a relay           | on the node whose replicas it serves, and one on the node of the leader's first rank      |
+
+A node says which pool it is of by a resource, `ray start --resources='{"pool-NAME": 1}'`, so that a pool is a datacenter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.launchers.handles import FACTOR, Config, Handle, RankHandles
+from streamrl.executor.launchers.launcher import (
+    RELAY,
+    REPLICA,
+    REWARD_MODEL,
+    TRAINER,
+    Launcher,
+    name_of,
+    worker_environment,
+)
+from streamrl.executor.launchers.placement import device_of
+from streamrl.executor.launchers.ray_actor import RayActor, RayRole
+from streamrl.executor.launchers.ray_cluster import CALLS_AT_ONCE, LEAST, pool_resource
+from streamrl.executor.record import RunDirectory
+from streamrl.runfile.config import Run
+
+Bundle = dict[str, float]
+
+
+class RayLauncher(Launcher):
+    """Puts each role on a node of its pool; the cluster is joined already."""
+
+    def __init__(self, run: Run, directory: RunDirectory) -> None:
+        super().__init__(run, directory)
+        self._node_of: dict[int, str] = {}
+        """By replica."""
+        self._trainer_node: str | None = None
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of each role."""
+        return self._run.execute.threads or 1
+
+    def free(self, replica_id: int) -> None:
+        """Ray has what a replica had as soon as its placement group is removed."""
+        self._node_of.pop(replica_id, None)
+
+    def place_of(self, replica_id: int) -> str:
+        """Replicas of one node share a relay."""
+        return self._node_of[replica_id]
+
+    def trainer_place(self) -> str:
+        """Return the leading trainer's node."""
+        return self._trainer_node or ""
+
+    async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
+        own = self._run.rollout.kinds[kind]
+        name = f"replica-{replica_id}"
+        (actor,) = await self._reserve([name], [self._bundle(own.pool, own.tensor_parallel)])
+        await self._begin(actor, REPLICA, config, name)
+        assert actor.whereabouts is not None
+        self._node_of[replica_id] = actor.whereabouts.node
+        return actor
+
+    async def _start_trainer(self, number: int, config: Config) -> Handle:
+        name, bundle = name_of(number), self._bundle(self._run.trainers[number].pool, 1)
+        (actor,) = await self._reserve([name], [bundle])
+        await self._begin(actor, self._trainer_role(number), config, name)
+        assert actor.whereabouts is not None
+        if number == LEADER:
+            self._trainer_node = actor.whereabouts.node
+        return actor
+
+    async def _start_ranks(self, number: int, configs: list[Config]) -> Handle:
+        names = [f"{name_of(number)}-{rank}" for rank in range(len(configs))]
+        bundle = self._bundle(self._run.trainers[number].pool, 1)
+        actors = await self._reserve(names, [bundle] * len(configs))
+        first = actors[0].whereabouts
+        assert first is not None
+        rendezvous = f"tcp://{first.address}:{first.free_port}"
+        if number == LEADER:
+            self._trainer_node = first.node
+        await asyncio.gather(
+            *(
+                self._begin(actor, TRAINER, {**config, "rendezvous": rendezvous}, name)
+                for actor, config, name in zip(actors, configs, names, strict=True)
+            )
+        )
+        return RankHandles(actors, lambda: None)
+
+    async def _start_reward_model(self, number: int, config: Config) -> Handle:
+        verifier, name = self._run.verifier, f"reward-model-{number}"
+        assert verifier.pool is not None, "check_rewards wants one"
+        (actor,) = await self._reserve([name], [self._bundle(verifier.pool, 1)])
+        await self._begin(actor, REWARD_MODEL, config, name)
+        return actor
+
+    async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle:
+        node = self._trainer_node if place is None else place
+        strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        actor = self._actor(name, {"num_cpus": 0, "scheduling_strategy": strategy})
+        await self._locate([actor])
+        await self._begin(actor, RELAY, config, name)
+        return actor
+
+    def _bundle(self, pool: str, num_gpus: int) -> Bundle:
+        """Return what a process takes of a node of its pool."""
+        bundle: Bundle = {"CPU": self.num_threads, pool_resource(pool): LEAST}
+        if device_of(self._run, pool) != "cpu":
+            bundle["GPU"] = num_gpus
+        return bundle
+
+    async def _reserve(self, names: list[str], bundles: list[Bundle]) -> list[RayActor]:
+        """Start an actor in each bundle of a new placement group.
+
+        Raises:
+            RuntimeError: the cluster has no room for it.
+        """
+        group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "PACK")
+        patience = FACTOR * self._run.execute.patience
+        try:
+            await asyncio.wait_for(_ready(group), patience)
+        except TimeoutError:
+            remove_placement_group(group)
+            raise RuntimeError(
+                f"the Ray cluster has had no room for {', '.join(names)} for {patience:.0f} s: "
+                f"{bundles[0]} each"
+            ) from None
+        actors: list[RayActor] = []
+
+        def let_go() -> None:
+            if all(actor.is_lost for actor in actors):
+                remove_placement_group(group)
+
+        for index, (name, bundle) in enumerate(zip(names, bundles, strict=True)):
+            strategy = PlacementGroupSchedulingStrategy(group, index)
+            options = {
+                "num_cpus": bundle["CPU"],
+                "num_gpus": bundle.get("GPU", 0),
+                "scheduling_strategy": strategy,
+            }
+            actors.append(self._actor(name, options, let_go))
+        await self._locate(actors)
+        return actors
+
+    def _actor(self, name: str, options: dict[str, Any], let_go: Any = lambda: None) -> RayActor:
+        environment = worker_environment(self.num_threads)
+        actor = (
+            ray.remote(RayRole)
+            .options(
+                max_concurrency=CALLS_AT_ONCE,
+                max_restarts=0,
+                runtime_env={"env_vars": environment},
+                **options,
+            )
+            .remote()
+        )
+        return RayActor(actor, name, self._run.execute.patience, let_go)
+
+    async def _locate(self, actors: list[RayActor]) -> None:
+        await asyncio.gather(*(actor.locate() for actor in actors))
+
+    async def _begin(self, actor: RayActor, role: str, config: Config, name: str) -> None:
+        log = (self._directory.logs / f"{name}.log").resolve()
+        await actor.begin(role, config, str(log))
+
+
+async def _ready(group: Any) -> None:
+    await group.ready()

@@ -1,0 +1,60 @@
+"""Make synthetic work to time: random tokens, and a model directory whose outputs do not end early."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from streamrl.executor.roles import Sample
+from streamrl.executor.tokens import TokenSegment, encode_ids, write_block
+
+
+class SyntheticTokens:
+    """Draws tokens of a vocabulary, the same ones every time."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._random = random.Random(0)
+
+    def tokens(self, count: int) -> list[int]:
+        """Return so many token ids."""
+        return [self._random.randrange(self._vocabulary) for _ in range(count)]
+
+    def samples(self, rollouts: int, width: int, advantage: float) -> list[Sample]:
+        """Return rollouts of `width` tokens, a quarter of them prompt."""
+        prompt = max(1, width // 4)
+        output = width - prompt
+        return [
+            Sample(
+                rollout=index,
+                prompt=encode_ids(self.tokens(prompt)),
+                output=(write_block(self.tokens(output), [-1.0] * output, None),),
+                segments=(TokenSegment(output, is_policy=True),),
+                advantage=advantage,
+            )
+            for index in range(rollouts)
+        ]
+
+
+END_KEYS = ("eos_token_id",)
+CONFIG_FILES = ("config.json", "generation_config.json")
+
+
+def without_end(model: Path, copy: Path) -> Path:
+    """Link a model directory, its end-of-sequence tokens left out of the configs."""
+    copy.mkdir()
+    for file in model.iterdir():
+        if file.name not in CONFIG_FILES:
+            (copy / file.name).symlink_to(file.resolve())
+    for name in CONFIG_FILES:
+        if (model / name).is_file():
+            table = json.loads((model / name).read_text(encoding="utf-8"))
+            kept = {key: value for key, value in table.items() if key not in END_KEYS}
+            (copy / name).write_text(json.dumps(kept), encoding="utf-8")
+    return copy
+
+
+def vocabulary_of(model: Path) -> int:
+    """Return the number of token ids of a model directory."""
+    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])

@@ -1,0 +1,139 @@
+"""Check before a run that its prompts have what their scorers need and that its reward model is one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from streamrl.executor.verifier.scorers import Scorer, is_scored, make_scorer
+from streamrl.executor.verifier.verifier import Verifier
+from streamrl.hardware.hugging_face import weight_problems
+from streamrl.hardware.memory import reward_model_key
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import shown
+from streamrl.runfile.roles_config import RewardConfig
+from streamrl.runfile.workload_config import HUB
+from streamrl.workload.prompt_families import FAMILY
+from streamrl.workload.prompt_records import PromptSource, Record, read_sources
+
+OF_TOKENS, OF_SEQUENCES = "ForTokenClassification", "ForSequenceClassification"
+
+
+def check_reward_model(run: Run) -> None:
+    """Raise `ValueError` where a run's reward model lies here and is none; of one on the hub its replica says so."""
+    reward = run.verifier.reward_model
+    if reward is None or reward.model is None or reward.model.startswith(HUB):
+        return
+    key, path = reward_model_key(run), Path(reward.model)
+    try:
+        table = json.loads((path / "config.json").read_text(encoding="utf-8-sig"))
+        names = [str(name) for name in table.get("architectures") or ()]
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{key}: {path} has no config.json that can be read: {error}") from None
+    kind = OF_SEQUENCES if reward.step_end is None else OF_TOKENS
+    if not any(name.endswith(kind) for name in names):
+        found = ", ".join(names) or "none"
+        raise ValueError(f"{key}: {path} must have an architecture ...{kind}, got {found}")
+    for problem in weight_problems(path):
+        raise ValueError(f"{key}: {path} {problem}")
+
+
+SHOWN = 3
+"""Lines of a prompts file that are named."""
+
+
+class MissingFields(NamedTuple):
+    """Lines of a prompts file that have none of some fields."""
+
+    fields: tuple[str, ...]
+    lines: list[int]
+    """Their numbers, from 1."""
+
+    def say(self, source: PromptSource) -> str:
+        """Say which lines of a data set have no such field."""
+        names = " or ".join(map(repr, self.fields))
+        more = ", ..." if len(self.lines) > SHOWN else ""
+        shown = ", ".join(map(str, self.lines[:SHOWN])) + more
+        return f"{source.key}: {len(self.lines)} lines of {source.name} have no {names} (lines {shown})"
+
+
+def find_missing_fields(
+    source: PromptSource,
+    wanted: Iterable[tuple[str, ...]],
+    counts: Callable[[Record], bool] = lambda record: True,
+) -> Iterator[MissingFields]:
+    """Yield what records lack, where each that `counts` should have one field of every tuple."""
+    for fields in wanted:
+        numbered = enumerate(source.records, start=1)
+        lines = [
+            number
+            for number, record in numbered
+            if counts(record) and all(record.get(name) is None for name in fields)
+        ]
+        if lines:
+            yield MissingFields(fields, lines)
+
+
+def check_prompts(run: Run) -> None:
+    """Raise `ValueError` where the run's scorers could not score every rollout of some prompts."""
+    sources = read_sources(run.workload)
+    for source in sources:
+        _check_all_are_scored(source, run.verifier.rewards)
+    for place, reward in enumerate(run.verifier.rewards):
+        scorer, key = make_scorer(reward), run.verifier.key(place)
+        for source in sources:
+            for lack in find_missing_fields(
+                source, scorer.fields, partial(is_scored, reward=reward)
+            ):
+                raise ValueError(f"{lack.say(source)}: {key} {reward.scorer!r} needs it")
+        _check_records(sources, reward, scorer)
+    _try_functions(run, sources)
+
+
+def _check_all_are_scored(source: PromptSource, rewards: Sequence[RewardConfig]) -> None:
+    """Refuse a prompt that no reward is of: its rollouts would all have reward 0."""
+    for at, record in enumerate(source.records):
+        if not any(is_scored(record, reward) for reward in rewards):
+            raise ValueError(
+                f"{source.key}: {source.line(at)}: no verifier.reward is of its family {shown(record.get(FAMILY))}"
+            )
+
+
+def _check_records(sources: Iterable[PromptSource], reward: RewardConfig, scorer: Scorer) -> None:
+    """Refuse records that have their fields, and cannot be scored by them all the same."""
+    check = scorer.make_check()
+    places = ((source, at) for source in sources for at in range(len(source.records)))
+    scored = (each for each in places if is_scored(each[0].records[each[1]], reward))
+    for source, at in islice(scored, scorer.most_checked):
+        if (complaint := check(source.records[at])) is not None:
+            raise ValueError(f"{source.key}: {source.line(at)}: {complaint}")
+
+
+def _try_functions(run: Run, sources: Iterable[PromptSource]) -> None:
+    """Let each function of the user's score once, where it will be called: it may not import, or want what the sandbox refuses."""
+    rewards = run.verifier.rewards
+    functions = [place for place, each in enumerate(rewards) if not make_scorer(each).is_own]
+    if functions:
+        asyncio.run(_try_out(run, functions, list(sources)))
+
+
+async def _try_out(run: Run, functions: Iterable[int], sources: Sequence[PromptSource]) -> None:
+    with closing(Verifier(run.verifier)) as verifier:
+        for place in functions:
+            reward, key = run.verifier.rewards[place], run.verifier.key(place)
+            for source in sources:
+                scored = (at for at, each in enumerate(source.records) if is_scored(each, reward))
+                if (at := next(scored, None)) is None:
+                    continue
+                try:
+                    await verifier.try_out(place, source.records[at])
+                except RuntimeError as error:
+                    raise ValueError(
+                        f"{key}: {reward.scorer} cannot score {source.line(at)}: {error}"
+                    ) from None

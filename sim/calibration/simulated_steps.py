@@ -1,0 +1,152 @@
+"""Simulate the same number of steps as were measured, each with output lengths of the measured mean."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil
+from statistics import fmean
+
+from msgspec.structs import replace
+
+from streamrl.engine.messages import ExpectationsChanged, Generated
+from streamrl.logs.measured_steps import MeasuredStep, read_run_steps
+from streamrl.runfile.config import Run
+from streamrl.sim.batch_generation import step_batches
+from streamrl.sim.calibration.disagreement import takes_turns
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.policy_estimates import fill_policies
+from streamrl.sim.world import SimWorld
+from streamrl.workload.workload import Draw, SimulatedWorkload
+
+LEAST_STEPS = 8
+"""That are simulated, so that the mean of a stage does not hang on the longest rollout of one draw."""
+WARM_UP = 2
+"""Steps before those that count: nothing was generated before the first, nor loaded."""
+ROUNDS = 20
+"""In which a scale is looked for that gives a batch its mean under the cap."""
+
+
+class StepwiseWorkload:
+    """The groups of a run, scaled step by step to the mean that was measured."""
+
+    def __init__(self, run: Run, steps: Sequence[MeasuredStep]) -> None:
+        """Take note of the means.
+
+        Args:
+            run: the run file.
+            steps: those that are simulated, in order; what comes after them is as the last.
+        """
+        self._inner = SimulatedWorkload(run)
+        self._steps = steps
+        self._size = run.algorithm.prompts_per_step
+        self._batches = step_batches(run, self._inner)
+        self._ends: list[int] = []
+        """Of each step the group after its last one, as far as they were drawn."""
+        self._most = run.rollout.max_tokens
+        self._scales: dict[int, float] = {}
+
+    def draw(self, first_group: int, num_groups: int) -> list[Draw]:
+        """Return groups `first_group` and following, with the lengths of their steps."""
+        draws = self._inner.draw(first_group, num_groups)
+        return [self._scaled(draw, self._step_of(draw.drawn.group)) for draw in draws]
+
+    def learn(self, event: Generated) -> ExpectationsChanged | None:
+        """See `Workload`."""
+        return self._inner.learn(event)
+
+    def forget(self, group: int) -> None:
+        """See `Workload`."""
+        self._inner.forget(group)
+
+    def _step_of(self, group: int) -> int:
+        """Return the step, from 0 on, for which a group is drawn."""
+        while not self._ends or self._ends[-1] <= group:
+            self._ends.append(next(self._batches).drawn[-1].drawn.group + 1)
+        return bisect_right(self._ends, group)
+
+    def _measured(self, step: int) -> MeasuredStep:
+        return self._steps[min(step, len(self._steps) - 1)]
+
+    def _scaled(self, draw: Draw, step: int) -> Draw:
+        if step not in self._scales:
+            self._scales[step] = self._scale(step)
+        scale, most = self._scales[step], self._cap(step)
+        lengths = tuple(max(1, min(most, round(length * scale))) for length in draw.lengths)
+        return draw._replace(lengths=lengths)
+
+    def _cap(self, step: int) -> int:
+        longest = self._measured(step).longest_output
+        return self._most if not longest else min(self._most, ceil(longest))
+
+    def _scale(self, step: int) -> float:
+        """Return what gives the batch of a step the mean that was measured, each output capped."""
+        wanted, most = self._measured(step).output_tokens, self._cap(step)
+        if wanted is None:
+            return 1.0
+        first = self._ends[step - 1] if step else 0
+        draws = self._inner.draw(first, self._size)
+        lengths = [length for draw in draws for length in draw.lengths]
+        scale = wanted / fmean(lengths)
+        for _ in range(ROUNDS):
+            mean = fmean(min(most, length * scale) for length in lengths)
+            if abs(mean / wanted - 1) < 1e-3:
+                break
+            scale *= wanted / mean
+        return scale
+
+
+@dataclass(frozen=True)
+class SimulatedSteps:
+    """What a run file predicts of each measured step, in their order."""
+
+    steps: list[MeasuredStep]
+    overhead: float
+    """Seconds of a step beside its stages."""
+
+
+def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps:
+    """Simulate as many steps as were measured, each of its own lengths; of few steps several times.
+
+    Raises:
+        ValueError: the run file asks for what its profiles or memory do not allow.
+        RuntimeError: nothing is left that could happen.
+    """
+    run = replace(run, faults=())
+    repeats = ceil(LEAST_STEPS / len(measured))
+    wanted = [*[measured[0]] * WARM_UP, *list(measured) * repeats]
+    costs = Costs.load(run)
+    filled = fill_policies(run, costs)
+    workload = StepwiseWorkload(run, wanted)
+    world = SimWorld(filled, costs, workload, is_endless=True)
+    trace = world.run(is_enough=lambda: len(world.steps) >= len(wanted))
+    overhead = costs.training.overhead_time
+    made = read_run_steps(trace, overhead, takes_turns=takes_turns(run))[WARM_UP : len(wanted)]
+    if len(made) < len(wanted) - WARM_UP:
+        reason = world.engine.stop_reason or "it stops"
+        raise RuntimeError(f"the run stopped after step {len(made) + WARM_UP}: {reason}")
+    if not takes_turns(run):
+        made = _with_generation(filled, costs, made)
+    return SimulatedSteps(
+        [_mean(made[place :: len(measured)]) for place in range(len(measured))], overhead
+    )
+
+
+def _with_generation(run: Run, costs: Costs, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Add what each step's batch takes replicas that have nothing else: a run that trains meanwhile does not tell."""
+    batches = islice(step_batches(run, StepwiseWorkload(run, steps)), len(steps))
+    seconds = [batch.generate(run, costs).in_turn[-1].time for batch in batches]
+    return [replace(step, generation=s) for step, s in zip(steps, seconds, strict=True)]
+
+
+def _mean(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """Return the mean of steps of the same work, column by column."""
+    found: dict[str, float] = {}
+    for column in MeasuredStep.__struct_fields__[1:]:
+        values = [getattr(step, column) for step in steps]
+        known = [value for value in values if value is not None]
+        if known:
+            found[column] = fmean(known)
+    return MeasuredStep(step=steps[0].step, **found)

@@ -1,0 +1,114 @@
+"""NVLink domains and networks between the GPUs of a replica, and seconds of all-reduce and all-to-all across them.
+
+What connects the GPUs of a replica, and seconds of what crosses more than one NVLink domain: datasheet rates, marked so.
+
+Within a domain kernel tables have the collectives. Tensor ranks of k domains reduce within each domain, then each GPU its
+share between domains over its own network port, then gather within the domain.
+
+Seconds in which tokens go to the experts of other GPUs and come back: wide expert parallelism of a replica.
+
+Few tokens go straight to each of their experts (DeepEP's low-latency kernels), many once to each node and GPU that has any of
+them (its normal ones). What goes over the network hides what goes over NVLink, or the other way round:
+
+    seconds = START_TIME + max(bytes over the network / its bandwidth, bytes over NVLink / its bandwidth) / ACHIEVED
+
+This has the twelve published latencies of 8 to 256 H800 within 10 % (tests/test_token_trade.py). Nothing was measured on
+the GPUs and tokens that are asked about, so it counts as a roofline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+import numpy as np
+
+from streamrl.hardware.model_shape import Experts
+from streamrl.hardware.operator_tables import Floats
+from streamrl.hardware.profiles import gpu_of
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.sim.costs.kernels import Estimate, unmeasured
+from streamrl.sim.costs.sync_profiles import load_transport
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """A pool's NVLink domains and the network between them."""
+
+    domain: int
+    """GPUs that NVLink joins."""
+    nvlink: float
+    """Bytes a second of a GPU within its domain, one direction."""
+    network: float
+    """Bytes a second of a GPU to other domains, one direction."""
+    latency: float
+    """Seconds of a message between domains."""
+    source: str
+
+    @classmethod
+    def of(cls, pool: PoolConfig) -> Interconnect:
+        """Return those of a pool."""
+        gpu, transport = gpu_of(pool), load_transport(pool.transport)
+        return cls(
+            domain=pool.domain,
+            nvlink=gpu.nvlink,
+            network=gpu.network * transport.efficiency,
+            latency=transport.message_latency,
+            source=f"roofline of {gpu.name}: network between nodes",
+        )
+
+    def reduced_between(self, num_bytes: Floats, domains: int) -> Estimate:
+        """Return the seconds of an all-reduce of `num_bytes` a GPU between domains, within which it was reduced."""
+        wire = 2 * (domains - 1) / domains * num_bytes / self.network
+        return unmeasured(wire + 2 * ceil(log2(domains)) * self.latency, self.source)
+
+    def sent_on(self, num_bytes: Floats, num_gpus: int) -> Estimate:
+        """Return the seconds in which a GPU sends `num_bytes` to the next stage of a replica of `num_gpus`.
+
+        Stages are in different domains unless all of the replica is in one, where no message is waited for.
+        """
+        if num_gpus <= self.domain:
+            return unmeasured(num_bytes / self.nvlink, self.source)
+        return unmeasured(num_bytes / self.network + self.latency + np.zeros(1), self.source)
+
+
+START_TIME, ACHIEVED = 40e-6, 0.9
+"""Seconds of a dispatch or combine of no tokens, and share of the wires' rates that a large one reaches, of DeepEP's
+low-latency kernels on H800 with a 400 Gbps port each, 128 tokens a GPU (deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT)."""
+MOST_DIRECT = 256
+"""Tokens of a GPU up to which the low-latency kernels are used (the same page, their buffers' advice)."""
+SCALE = 1 + 4 / 128
+"""Bytes of a value that is dispatched in fp8, with a float32 scale for each 128."""
+
+
+def routed_copies(
+    tokens: Floats, experts: Experts, ranks: int, domain: int
+) -> tuple[Floats, Floats]:
+    """Return the copies of a token that a GPU sends to other domains, and to other GPUs of its own, by how many tokens it has.
+
+    Of the `ranks` GPUs that share the experts out, each has as many of them.
+    """
+    chosen, near = experts.experts_per_token, min(domain, ranks)
+    direct = (chosen * (1 - near / ranks), chosen * (near - 1) / ranks)
+    domains = ranks / near
+    reached = domains * (1 - (1 - 1 / domains) ** chosen)
+    once = (reached * (1 - 1 / domains), (ranks - 1) * (1 - (1 - 1 / ranks) ** chosen))
+    is_direct = tokens <= MOST_DIRECT
+    outside, inside = (np.where(is_direct, *pair) for pair in zip(direct, once, strict=True))
+    return outside, inside
+
+
+def all_to_all_time(
+    wires: Interconnect, tokens: Floats, experts: Experts, hidden_size: int, ranks: int, dtype: str
+) -> Estimate:
+    """Return the seconds of one layer's dispatch and combine, for `tokens` of each GPU.
+
+    Weights in fp8 are sent inputs in fp8; outputs come back in 16 bits.
+    """
+    outside, inside = routed_copies(tokens, experts, ranks, wires.domain)
+    seconds = np.zeros(len(tokens))
+    for width in (SCALE if dtype == "fp8" else 2.0, 2.0):
+        num_bytes = tokens * hidden_size * width
+        wire = np.maximum(outside / wires.network, inside / wires.nvlink) * num_bytes
+        seconds += START_TIME + wire / ACHIEVED
+    return unmeasured(seconds, f"{wires.source}; dispatch of tokens as DeepEP on H800")

@@ -1,0 +1,350 @@
+"""The costs of a run from a profile that was measured for its model on its machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from streamrl.hardware.measured_profile import (
+    MeasuredProfile,
+    ModelOperation,
+    check_fits,
+    read_measured,
+    scaled_to_mean_speed,
+)
+from streamrl.hardware.memory import most_running, num_trained_models
+from streamrl.hardware.parallelism import threads_per_role
+from streamrl.hardware.profile_fit import (
+    MEDIAN,
+    PassFit,
+    fit_decode,
+    fit_line,
+    fit_padded_share,
+    fit_passes,
+    fit_prefill,
+)
+from streamrl.hardware.profiles import load_model
+from streamrl.hardware.tiers import Provenance
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.gpu_pools import find_link
+from streamrl.runfile.roles_config import Packing
+from streamrl.sim.costs.corrections import own_step_time, training_factors
+from streamrl.sim.costs.cpu_contention import CoreSharing
+from streamrl.sim.costs.curves import DecodeCurve
+from streamrl.sim.costs.training.pipeline import SerialSchedule, TrainerSchedule
+from streamrl.sim.costs.weight_sync import Payload, SyncCosts, link_hop, sending_time
+
+
+@dataclass(frozen=True)
+class MeasuredPrefill:
+    """Seconds that prefixes add to a pass, each rollout's own work counted."""
+
+    fit: PassFit
+    turnover: float
+    """Seconds that a rollout adds to the replica's passes by coming and going; counted as it comes."""
+    provenance: Provenance
+
+    def time(
+        self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int
+    ) -> float:
+        """Return the seconds beside what `num_running` decoding rollouts take; alone, those of the whole pass."""
+        added = self.fit.beside(num_rollouts, num_tokens, context_pairs)
+        added += self.turnover * num_rollouts
+        return added if num_running else added + self.fit.alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTraining:
+    """Seconds of a trainer that fills its passes as `executor` does, call by call."""
+
+    train: PassFit
+    score: PassFit
+    call: tuple[float, float]
+    """Seconds of a call of the trainer, and of each token that it sends."""
+    optimizer_time: float
+    num_scored: int
+    """Models that score rollouts before training."""
+    num_trained: int
+    """Models that a step updates: a critic takes what the actor does, though its last layer has one output."""
+    informative_share: float
+    """Share of rollouts that the passes compute; the others are sent and skipped."""
+    trained_group_share: float
+    """Share of groups of which they compute any."""
+    group_size: int
+    max_tokens_per_pass: int
+    packing: Packing
+
+    overhead_time: float = 0.0
+    """Seconds of a step beside, where a run file states them: calls were measured with all that they do."""
+
+    def line(self) -> TrainerSchedule:
+        """Return the trainer's passes, before the first: of one GPU there is no pipeline to fill."""
+        return SerialSchedule(self.score_time, self.train_time)
+
+    def train_time(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
+        return self._call_time(lengths) + self.num_trained * self._computed(self.train, lengths)
+
+    def score_time(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
+        return self._call_time(lengths) + self.num_scored * self._computed(self.score, lengths)
+
+    def _call_time(self, lengths: Sequence[int]) -> float:
+        fixed, per_token = self.call
+        return fixed + per_token * sum(lengths)
+
+    def _computed(self, one: PassFit, lengths: Sequence[int]) -> float:
+        """Return the seconds of passes over those rollouts that are computed; none where no group has any."""
+        each = passes(lengths, self.max_tokens_per_pass, self.packing)
+        share = self.informative_share
+        any_taught = 1 - (1 - self.trained_group_share) ** ceil(len(lengths) / self.group_size)
+        alone = max(share * len(each), any_taught if share else 0.0)
+        return alone * one.alone + share * sum(one.beside(*size) for size in each)
+
+
+def passes(
+    lengths: Sequence[int], max_tokens: int, packing: Packing
+) -> list[tuple[int, int, float]]:
+    """Return (rollouts, tokens, pairs of tokens) of each pass: by falling length, as many as fill `max_tokens`.
+
+    Padded rollouts count as if all of a pass were as long as its longest.
+    """
+    found: list[tuple[int, int, float]] = []
+    longest = 0
+    for length in sorted(lengths, reverse=True):
+        count, tokens, pairs = found[-1] if found else (0, 0, 0.0)
+        taken = length if packing == "packed" or not count else longest
+        if count and tokens + taken <= max_tokens:
+            found[-1] = (count + 1, tokens + taken, pairs + taken * taken / 2)
+        else:
+            longest = length
+            found.append((1, length, length * length / 2))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineCosts:
+    """What the profile of a machine says of a run, in fields that `Costs` has too."""
+
+    decode: DecodeCurve
+    prefill: MeasuredPrefill
+    sync: SyncCosts
+    training: MeasuredTraining
+    padded_share: float
+    tokens_per_pass: float
+    refill_passes: int
+    sharing: CoreSharing | None
+    handling_time: float
+    provenance: Provenance
+    """Of every operation but `decode`, which has its own."""
+
+    @classmethod
+    def load(cls, run: Run, path: Path) -> MachineCosts:
+        """Read the seconds of every operation of a run from a profile.
+
+        Raises:
+            RunError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
+        """
+        try:
+            as_measured = read_measured(path)
+        except ValueError as error:
+            raise RunError("costs.profile", str(path), text=f"costs.profile: {error}") from None
+        check_fits(as_measured, run, path)
+        profile = scaled_to_mean_speed(as_measured)
+        measured = Provenance.of("measured", [_source(as_measured, path)])
+        generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
+        fit = fit_decode(profile.decode, most_running(run))
+        return cls(
+            decode=DecodeCurve(
+                base=fit.base, per_context_token=fit.per_context_token, provenance=generated
+            ),
+            prefill=MeasuredPrefill(
+                fit_prefill(profile.prefill, profile.join), _once(profile.turnover), measured
+            ),
+            sync=_sync(profile, run, path, measured).calibrated(run),
+            training=_training(profile, run),
+            padded_share=_padded_share(profile),
+            tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
+            refill_passes=profile.refill_passes,
+            sharing=CoreSharing.of(profile.sharing, profile.host),
+            handling_time=_handling_time(profile, run),
+            provenance=measured,
+        )
+
+
+def _once(measured: ModelOperation | None) -> float:
+    return 0.0 if measured is None else measured.seconds[MEDIAN]
+
+
+def _handling_time(profile: MeasuredProfile, run: Run) -> float:
+    if run.execute.launcher == "ray" and profile.handling_over_ray is not None:
+        return _once(profile.handling_over_ray)
+    return _once(profile.handling)
+
+
+def _padded_share(profile: MeasuredProfile) -> float:
+    if not profile.mixed:
+        return float(profile.pads_context)
+    most = max(row.running for row in profile.mixed)
+    return fit_padded_share(profile.mixed, fit_decode(profile.decode, most))
+
+
+def _source(profile: MeasuredProfile, path: Path) -> str:
+    made_of = f"{profile.source}, {profile.host.device}, {profile.backend}, {profile.date}"
+    return f"{path}: {made_of}" + (f", pace {profile.pace:.3f}" if profile.pace else "")
+
+
+def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
+    """Say where a run may go beyond what was measured."""
+    most = max(row.running for row in profile.decode)
+    longest = max(row.context for row in profile.decode)
+    wanted = run.rollout.max_tokens + run.workload.max_prompt_tokens
+    notes = []
+    if (running := most_running(run)) > most:
+        notes.append(f"decode extrapolated from {most} to {running} rollouts")
+    if wanted > longest:
+        notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
+    roles = run.rollout.num_replicas + run.num_trainers
+    roles += run.verifier.workers if run.verifier.reward_model is not None else 0
+    threads = run.execute.threads or threads_per_role(profile.host.cores, roles)
+    if run.trainer.packing != profile.packing:
+        notes.append(f"training measured {profile.packing}, not {run.trainer.packing}")
+    if profile.gpu != "cpu" and run.trainer.recompute != profile.recompute:
+        notes.append(
+            f"training measured with recompute {profile.recompute}, not {run.trainer.recompute}"
+        )
+    if run.sync.mode == "lora" and profile.lora_rank != run.sync.lora_rank:
+        measured = "of all weights" if profile.lora_rank is None else f"of rank {profile.lora_rank}"
+        ours = f"adapters of rank {run.sync.lora_rank}"
+        notes.append(f"training and pushes measured {measured}, not with {ours}")
+    if profile.lora_rank is not None and run.serves_adapters != profile.serves_adapters:
+        how = "beside weights" if profile.serves_adapters else "merged"
+        notes.append(f"replicas measured with adapters {how}, here they are not")
+    if profile.lora_rank is not None and run.algorithm.has_reference:
+        notes.append("passes of the reference measured with adapters, which it has not")
+    if profile.pace is None:
+        notes.append(
+            "as if every second were one of its usual pace, as slower spells were not measured"
+        )
+    if profile.gpu == "cpu" and threads != profile.host.threads:
+        notes.append(f"measured with {profile.host.threads} threads a role, not {threads}")
+    if profile.gpu == "cpu" and not profile.sharing and roles > 1:
+        notes.append(f"{roles} roles as if none slowed another down, which was not measured")
+    if profile.gpu == "cpu" and profile.handling is None:
+        notes.append("as if those who decide and reward took no core, which was not measured")
+    is_over_ray = profile.gpu == "cpu" and run.execute.launcher == "ray"
+    if is_over_ray and profile.handling_over_ray is None:
+        notes.append("as if Ray itself took no core, which was not measured")
+    if is_over_ray and profile.relay and profile.push_over_ray is None:
+        notes.append("as if calls of a push over Ray took nothing, which was not measured")
+    return notes
+
+
+HANDSHAKES = 4
+"""Ways over a link that a push to a relay takes beside its bytes: sent and acknowledged, told to unpack, told of."""
+OBJECT_BYTES, OBJECT_WAYS = 100 * 1024, 4
+"""What is larger is an object of Ray's store, which the far node asks for, once it has asked who has it (Ray's
+`max_direct_call_object_size`, and its object manager)."""
+CALLS, CALLS_IN_PLACE = 5, 3
+"""Calls of roles that a push over a link takes, for the trainer to write, and for relays to pack, read, receive and
+unpack; and that on one machine, where nothing is read or received."""
+
+
+def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
+    """Return what a push takes, to the directory that all replicas read, or to relays.
+
+    Raises:
+        RunError: the profile does not know relays.
+    """
+    if run.sync.mode != "full" or find_link(run) is not None:
+        return _relayed(profile, run, path, measured)
+    return SyncCosts(
+        wire_bytes=profile.push.bytes,
+        fill_time=profile.push.seconds[MEDIAN] + _over_ray(profile, run),
+        wire_time=0.0,
+        drain_time=0.0,
+        load_time=profile.load.seconds[MEDIAN],
+        tier=measured.tier,
+        sources=measured.sources,
+    )
+
+
+def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
+    """Return what a push over relays takes: what is sent is made of it, crosses the link, and is made weights of.
+
+    Where no adapters were measured, they are merged about as fast as whole weights are copied and checked.
+    """
+    mode, index = run.sync.mode, find_link(run)
+    rows = {row.mode: row for row in profile.relay}
+    row = rows.get(mode) or (rows.get("full") if mode == "lora" else None)
+    if row is None:
+        text = f"costs.profile: {path} has no relays for sync.mode {mode!r}: streamrl profile measures them"
+        raise RunError("costs.profile", str(path), None, text, ("sync.mode",))
+    payload = Payload.load(run).num_bytes
+    if mode == "full":
+        payload = row.bytes
+    elif row.mode == "lora" and profile.lora_rank is not None:
+        payload = round(row.bytes / profile.lora_rank * run.sync.lora_rank)
+    elif mode == "delta" and row.values:
+        payload = round(
+            row.bytes / row.values * load_model(run.model).num_parameters * run.sync.changed_share
+        )
+    link = None if index is None else run.cluster.links[index]
+    latency = 0.0 if link is None else link.latency
+    brings = run.execute.launcher == "ray" and run.sync.wire != "gloo"
+    ways = HANDSHAKES + (OBJECT_WAYS if brings and payload > OBJECT_BYTES else 0)
+    return SyncCosts(
+        wire_bytes=payload,
+        fill_time=profile.push.seconds[MEDIAN] + row.encode[MEDIAN],
+        wire_time=0.0
+        if link is None
+        else sending_time(payload, link_hop(link).bandwidth, 2 * link.latency),
+        drain_time=ways * latency + _calls_over_ray(profile, run),
+        unpack_time=row.decode[MEDIAN],
+        load_time=profile.load.seconds[MEDIAN],
+        tier=measured.tier if row.mode == mode else "composed",
+        sources=measured.sources,
+    )
+
+
+def _over_ray(profile: MeasuredProfile, run: Run) -> float:
+    """Return what a push that stays on its machine takes more where roles are actors: relays and their calls."""
+    if run.execute.launcher != "ray" or profile.push_over_ray is None:
+        return 0.0
+    return max(0.0, profile.push_over_ray.seconds[MEDIAN] - profile.push.seconds[MEDIAN])
+
+
+def _calls_over_ray(profile: MeasuredProfile, run: Run) -> float:
+    """Return what calls of a push over relays take where roles are actors: in a run, more than what they ask for."""
+    pushed = "full" if profile.lora_rank is None else "lora"
+    row = next((row for row in profile.relay if row.mode == pushed), None)
+    if row is None:
+        return 0.0
+    calls = max(0.0, _over_ray(profile, run) - row.decode[MEDIAN])
+    return calls if find_link(run) is None else calls * CALLS / CALLS_IN_PLACE
+
+
+def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
+    algorithm = run.algorithm
+    call = fit_line(
+        [row.tokens for row in profile.call], [row.seconds[MEDIAN] for row in profile.call]
+    )
+    score, train = training_factors(run)
+    return MeasuredTraining(
+        train=fit_passes(profile.train).at(train),
+        score=fit_passes(profile.score).at(score),
+        call=call,
+        optimizer_time=call[0]
+        + num_trained_models(run) * profile.optimizer.seconds[MEDIAN] / train,
+        num_scored=algorithm.num_scored,
+        num_trained=num_trained_models(run),
+        informative_share=run.computed_share,
+        trained_group_share=run.trained_group_share,
+        group_size=run.algorithm.group_size,
+        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+        packing=run.trainer.packing,
+        overhead_time=own_step_time(run).seconds,
+    )

@@ -1,0 +1,121 @@
+"""Fill in the latencies and shares that policies need and the run file leaves out, from the costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from streamrl.engine.estimates import Latency
+from streamrl.engine.systems import moves_caches, needs_latency
+from streamrl.hardware.memory import longest_sequence, most_running
+from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+
+Points: TypeAlias = tuple[tuple[int, float], ...]
+HALVINGS = 60
+"""Of the interval in which shares are looked for."""
+
+
+def fill_policies(run: Run, costs: Costs) -> Run:
+    """Return the run with the seconds that its policies ask for; those that it states stay."""
+    run = fill_kinds(run, costs)
+    if not needs_latency(run):
+        return run
+    run = fill_latency(run, costs)
+    if run.policies.migration == "none" or run.policies.context_time is not None:
+        return run
+    return replace(run, policies=replace(run.policies, context_time=_context_time(run, costs)))
+
+
+def empty_policies(run: Run, costs: Costs) -> Run:
+    """Return a recorded run without the seconds that `fill_policies` gave it, so that they follow what changes."""
+    others = tuple(replace(kind, latency=None, share=None) for kind in run.rollout.others)
+    empty: Run = replace(
+        run,
+        policies=replace(run.policies, latency=None, context_time=None),
+        rollout=replace(run.rollout, others=others),
+    )
+    return empty if fill_policies(empty, costs) == run else run
+
+
+def _context_time(run: Run, costs: Costs) -> float:
+    """Return the seconds of each token of context that moves: its transfer, or prefill at the longest context."""
+    if moves_caches(run):
+        return costs.cache_transfer.token_time
+    context = longest_sequence(run)
+    return costs.prefill_time(context, context**2 / 2, 0) / context
+
+
+def fill_latency(run: Run, costs: Costs) -> Run:
+    """Return the run with `policies.latency` filled in from the decode curve, where it is absent."""
+    if run.policies.latency is not None:
+        return run
+    points = latency_points(run.of_kind(0), costs)
+    return replace(run, policies=replace(run.policies, latency=points))
+
+
+def latency_points(run: Run, costs: Costs) -> Points:
+    """Return the seconds of a decode step by batch.
+
+    Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds of
+    these, or of the longest where admission reserves them.
+    """
+    context = longest_sequence(run) / 2
+    most = most_running(run)
+    if run.rollout.admission == "on-demand":
+        most = max(1, min(most, int(costs.kv_capacity / context)))
+    batches = [b for b in (2**i for i in range(17)) if b < most] + [most]
+    return tuple((b, costs.decode.step_time(b, b * context)) for b in batches)
+
+
+def fill_kinds(run: Run, costs: Costs) -> Run:
+    """Return the run with latency and share of each kind of replica in `rollout.others`, where they are absent."""
+    others = run.rollout.others
+    if not others:
+        return run
+    points = [
+        latency_points(run.of_kind(kind), costs.of_kind(kind)) for kind in range(run.num_kinds)
+    ]
+    numbers = [kind.replicas for kind in run.rollout.kinds]
+    shares = even_shares([*map(Latency, points)], numbers, run.algorithm.rollouts_per_step)
+    filled = tuple(
+        replace(other, latency=other.latency or own, share=other.share or share / shares[0])
+        for other, own, share in zip(others, points[1:], shares[1:], strict=True)
+    )
+    return replace(run, rollout=replace(run.rollout, others=filled))
+
+
+def even_shares(
+    latencies: Sequence[Latency], numbers: Sequence[int], num_rollouts: int
+) -> list[float]:
+    """Return the rollouts for one replica of each kind with which all take equally long for a token of each.
+
+    Args:
+        latencies: of each kind.
+        numbers: replicas of each kind.
+        num_rollouts: what they share.
+    """
+
+    def shares(seconds: float) -> list[float]:
+        return [_share_within(latency, seconds) for latency in latencies]
+
+    low, high = 0.0, max(latency.time(num_rollouts, 1.0, 1) for latency in latencies)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        given = sum(number * share for number, share in zip(numbers, shares(middle), strict=True))
+        low, high = (middle, high) if given < num_rollouts else (low, middle)
+    return shares(high)
+
+
+def _share_within(latency: Latency, seconds: float) -> float:
+    """Return how many rollouts a replica gives a token each in so many seconds: one at least, which it cannot divide."""
+    most = latency.most_running
+    if seconds >= latency.step_time(most):
+        return most * seconds / latency.step_time(most)
+    low, high = 1.0, float(most)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if latency.step_time(middle) < seconds else (low, middle)
+    return low

@@ -1,0 +1,425 @@
+"""Seconds and bytes of a weight synchronisation: gather, encode, cross the link, broadcast, load.
+
+What a connection over a long link takes beside its bytes: TCP begins slowly, and begins anew after each pause.
+
+A sender has ten segments under way at first (RFC 6928) and twice as many with every round trip, until the link is full; a
+connection that rested for longer than a retransmission timeout starts from there again (RFC 5681, section 4.1), as that
+between two pushes of weights does.
+
+Seconds of a weight synchronisation: gather, encode, cross the link, broadcast, load.
+
+    trainer ranks ──gather──► root(s) ──link──► one node ──tree──► nodes ──NVLink──► GPUs ──load──► weights
+
+The payload is cut into equal buckets that follow each other through the legs, so n buckets take
+
+    sum of every leg's time for one bucket  +  (n - 1) * the slowest leg's time for one bucket
+
+Across pools one copy crosses the link however many replicas wait; in one pool every data-parallel rank is
+the root of a tree with its share of the bytes (StreamRL, arXiv 2504.15930, section 6). A push runs beside
+generation, as if replicas kept what arrives in buffers of their own; only the load pauses a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import assert_never
+
+from streamrl.hardware.calibration_file import load_calibration
+from streamrl.hardware.memory import fullest_stage, weight_bytes
+from streamrl.hardware.model_shape import BYTES, ModelShape, linear_layers, lora_parameters
+from streamrl.hardware.precision import quantised_bytes, rollout_precision
+from streamrl.hardware.profiles import Gpu, gpu_of, load_model
+from streamrl.hardware.tiers import TIERS, Tier
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
+from streamrl.runfile.config import Run
+from streamrl.runfile.gpu_pools import find_link
+from streamrl.sim.costs.sync_profiles import (
+    SyncBackend,
+    Transport,
+    load_backend,
+    load_delta,
+    load_transport,
+)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One copy of what is sent."""
+
+    num_bytes: int
+    num_tensors: int
+
+    @classmethod
+    def load(cls, run: Run) -> Payload:
+        """Return the payload of a run's `sync.mode`."""
+        model, sync = load_model(run.model), run.sync
+        match sync.mode:
+            case "full":
+                return cls(_sent_bytes(run), num_tensors(model))
+            case "lora":
+                parameters = lora_parameters(model, sync.lora_rank)
+                num_adapted = sum(count for _, _, count in linear_layers(model))
+                return cls(parameters * BYTES[run.model.dtype], 2 * num_adapted)
+            case "delta":
+                changed = model.num_parameters * sync.changed_share
+                return cls(round(changed * load_delta().bytes_per_value), num_tensors(model))
+            case _:
+                assert_never(sync.mode)
+
+
+def _sent_bytes(run: Run) -> int:
+    """Bytes of all weights: as replicas keep them, or as they are trained where each replica quantises its own."""
+    if run.sync.quantise_at == "trainer":
+        return weight_bytes(run)
+    return load_model(run.model).num_parameters * BYTES[rollout_precision(run).wide]
+
+
+def num_tensors(model: ModelShape) -> int:
+    """Tensors of a checkpoint as the hub has it, each expert's projections apart."""
+    linear = sum(count for _, _, count in linear_layers(model))
+    per_layer = 2 + 3 * model.has_qkv_bias + 2 * model.has_qk_norm
+    if model.latent is not None:
+        per_layer += 1 if model.latent.q_lora_rank is None else 2
+    per_router = 0 if model.experts is None else 1 + model.experts.has_router_bias
+    tables = 1 if model.has_tied_embeddings else 2
+    return (
+        linear
+        + model.num_layers * per_layer
+        + model.num_expert_layers * per_router
+        + tables
+        + 1  # the last norm
+    )
+
+
+INITIAL_WINDOW = 10 * 1448.0
+"""Bytes under way at first, in segments of an MTU of 1500."""
+
+
+def sending_time(num_bytes: float, bandwidth: float, round_trip: float) -> float:
+    """Return the seconds until the last byte has left over one connection that rested.
+
+    Args:
+        num_bytes: what is sent.
+        bandwidth: bytes a second that the link carries.
+        round_trip: seconds to the other end and back.
+    """
+    seconds, sent, window = 0.0, 0.0, INITIAL_WINDOW
+    while sent + window < num_bytes and window < bandwidth * round_trip:
+        seconds += round_trip
+        sent += window
+        window *= 2
+    return seconds + (num_bytes - sent) / bandwidth
+
+
+COPY_TRAFFIC = 2
+"""Bytes of memory traffic for each byte copied within a GPU: read once, written once."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A stretch of the way that one bucket after the other takes."""
+
+    bandwidth: float
+    message_latency: float = 0.0
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds of one bucket."""
+        return num_bytes / self.bandwidth + self.message_latency
+
+
+@dataclass(frozen=True)
+class TransferTimes:
+    """Seconds of a payload on its way: until its slowest leg begins, in that leg, and after it."""
+
+    fill_time: float
+    hold_time: float
+    drain_time: float
+
+    @classmethod
+    def through(cls, legs: Sequence[Hop], num_bytes: float, bucket_size: float) -> TransferTimes:
+        """Send `num_bytes` through `legs` in equal buckets of at most `bucket_size`."""
+        num_buckets = max(1, ceil(num_bytes / bucket_size))
+        times = [leg.time(num_bytes / num_buckets) for leg in legs]
+        slowest = times.index(max(times))
+        return cls(sum(times[:slowest]), num_buckets * times[slowest], sum(times[slowest + 1 :]))
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first byte sent to the last one received."""
+        return self.fill_time + self.hold_time + self.drain_time
+
+
+@dataclass(frozen=True)
+class SyncSide:
+    """One side's pool, GPU and network."""
+
+    pool: PoolConfig
+    gpu: Gpu
+    num_gpus: int
+    network: Transport
+
+    @classmethod
+    def load(cls, run: Run, pool_name: str, num_gpus: int) -> SyncSide:
+        """Read what the pool of a side is made of."""
+        pool = run.cluster.pools[pool_name]
+        return cls(pool, gpu_of(pool), num_gpus, load_transport(pool.transport))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the side's GPUs fill, or NVLink domains of several."""
+        return -(-self.num_gpus // self.pool.domain)
+
+    @property
+    def rank_bandwidth(self) -> float:
+        """Bytes a second between a GPU of this side and another node."""
+        return self.gpu.network * self.network.efficiency
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes a second between two of them, all their network cards together."""
+        return self.rank_bandwidth * self.pool.domain
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCosts:
+    """Seconds and bytes of one weight synchronisation."""
+
+    wire_bytes: int
+    """Bytes that leave the trainer for the replicas."""
+    fill_time: float
+    """Seconds of a push before its bytes move at their pace: setup, encoding, the first bucket's way."""
+    wire_time: float
+    """Seconds for which a push holds the wire."""
+    drain_time: float
+    """Seconds of the last bucket's way, the link's latency and calls of roles counted."""
+    unpack_time: float = 0.0
+    """Seconds after that in which weights are made of what arrived, on cores that others may want: a host's."""
+    load_time: float
+    """Seconds in which a replica takes pushed weights over, while it generates nothing."""
+    tier: Tier
+    sources: tuple[str, ...]
+    """Files of profiles/ that the figures come from."""
+
+    @property
+    def push_time(self) -> float:
+        """Seconds of a push that finds the wire free."""
+        return self.fill_time + self.wire_time + self.drain_time + self.unpack_time
+
+    def calibrated(self, run: Run) -> SyncCosts:
+        """Return what it takes by the calibration that a run names, where that knows the GPUs of its replicas."""
+        calibration, gpu = load_calibration(run), run.cluster.pools[run.rollout.pool].gpu
+        if calibration is None or calibration.sync is None:
+            return self
+        factor = calibration.factor("sync", gpu)
+        return replace(
+            self,
+            fill_time=self.fill_time / factor,
+            wire_time=self.wire_time / factor,
+            drain_time=self.drain_time / factor,
+            unpack_time=self.unpack_time / factor,
+            load_time=self.load_time / factor,
+            sources=(*self.sources, calibration.tell("sync", gpu, str(run.costs.calibration))),
+        )
+
+    @classmethod
+    def load(cls, run: Run) -> SyncCosts:
+        """Put the costs of a run's synchronisation together; loads are those of the kind of replica named first.
+
+        Raises:
+            ValueError: a profile is missing or wrong.
+        """
+        kinds = [run.of_kind(kind) for kind in range(run.num_kinds)]
+        alone = [_Route.load(each).costs().calibrated(each) for each in kinds]
+        return _side_by_side(run, alone) if len(alone) > 1 else alone[0]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The way from a run's trainer to its replicas."""
+
+    run: Run
+    backend: SyncBackend
+    payload: Payload
+    trainer: SyncSide
+    rollout: SyncSide
+    link: LinkConfig | None
+
+    @classmethod
+    def load(cls, run: Run) -> _Route:
+        index = find_link(run)
+        return cls(
+            run,
+            load_backend(run.sync.backend),
+            Payload.load(run),
+            SyncSide.load(run, run.trainer.pool, run.trainer.num_gpus),
+            SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus),
+            None if index is None else run.cluster.links[index],
+        )
+
+    def costs(self) -> SyncCosts:
+        broadcast = self.payload.num_bytes * self.backend.broadcast_share
+        sharded = self.payload.num_bytes - broadcast
+        passage = TransferTimes.through(self._hops(), broadcast, self.run.sync.bucket_size)
+        latency = 0.0 if self.link is None else self.link.latency
+        return SyncCosts(
+            wire_bytes=round(broadcast + sharded * self.run.rollout.replicas),
+            fill_time=self._fixed_time() + passage.fill_time,
+            wire_time=passage.hold_time + self._shard_time(sharded),
+            drain_time=passage.drain_time + latency,
+            load_time=self._load_time(),
+            tier=self._tier(),
+            sources=self._sources(),
+        )
+
+    @property
+    def _is_delta(self) -> bool:
+        return self.run.sync.mode == "delta"
+
+    @property
+    def _is_one_node(self) -> bool:
+        """Whether trainer and replicas share one node, so that nothing crosses a network."""
+        num_gpus = self.trainer.num_gpus + self.rollout.num_gpus
+        is_one_pool = self.run.trainer.pool == self.run.rollout.pool
+        return is_one_pool and num_gpus <= self.rollout.pool.domain
+
+    def _fixed_time(self) -> float:
+        fixed = self.backend.fixed_time(self.payload.num_bytes, self.payload.num_tensors)
+        if self._is_delta:
+            fixed += weight_bytes(self.run) / load_delta().compare_bandwidth
+        return fixed + self._quantise_time("trainer")
+
+    def _quantise_time(self, where: str) -> float:
+        """Seconds in which that side brings all weights to the format that replicas keep, each GPU its share of a copy."""
+        if self.run.sync.mode != "full" or self.run.sync.quantise_at != where:
+            return 0.0
+        config, gpu = self.run.trainer, self.trainer.gpu
+        ways: float = config.tensor_parallel * config.pipeline_parallel
+        if where == "replica":
+            ways, gpu = weight_ranks(self.run), self.rollout.gpu
+        achieved = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
+        return quantised_bytes(self.run) / ways / achieved
+
+    def _hops(self) -> list[Hop]:
+        """Everything that a broadcast bucket passes, in order."""
+        legs = [Hop(load_delta().codec_bandwidth)] if self._is_delta else []
+        legs += self._sender()
+        if self.link is not None:
+            legs.append(link_hop(self.link))
+        network = Hop(self.rollout.node_bandwidth, self.rollout.network.message_latency)
+        return [*legs, *[network] * self._depth(), Hop(self.rollout.gpu.nvlink)]
+
+    def _sender(self) -> list[Hop]:
+        """What the sender gives where it was measured, else the all-gather of a rank's shards.
+
+        Each of k roots gathers its k-th of the bytes, of which (n-1)/n lie on the n-1 other ranks that a copy
+        of the weights is split over.
+        """
+        if self.backend.sender_bandwidth is not None:
+            return [Hop(self.backend.sender_bandwidth)]
+        config = self.run.trainer
+        split = config.tensor_parallel * config.pipeline_parallel
+        if split == 1:
+            return []
+        roots = config.copies if self.link is None else 1
+        is_one_node = split <= self.trainer.pool.domain
+        wire = self.trainer.gpu.nvlink if is_one_node else self.trainer.node_bandwidth
+        return [Hop(roots * wire * split / (split - 1))]
+
+    def _depth(self) -> int:
+        """Hops over the receiving pool's network.
+
+        Two complementary binary trees reach n nodes in about log2(n) hops, each node sending no more than it
+        receives (Sanders, Speck, Traeff 2009, doi 10.1016/j.parco.2009.09.001; NCCL's double trees).
+        """
+        if self._is_one_node:
+            return 0
+        num_nodes = self.rollout.num_nodes + (self.link is None)  # the root is one of them
+        return (num_nodes - 1).bit_length()
+
+    def _shard_time(self, num_bytes: float) -> float:
+        """Seconds in which every GPU of every replica is sent its own shard: the busiest of three ends."""
+        config, ways = self.run.rollout, weight_ranks(self.run)
+        copies = num_bytes * config.replicas
+        if self._is_one_node:
+            nvlink = self.rollout.gpu.nvlink
+            return max(num_bytes / ways, copies / self.trainer.num_gpus) / nvlink
+        return max(
+            num_bytes / ways / self.rollout.rank_bandwidth,
+            copies / self.trainer.num_gpus / self.trainer.rank_bandwidth,
+            0.0 if self.link is None else copies / link_hop(self.link).bandwidth,
+        )
+
+    def _load_time(self) -> float:
+        """Copy the shard within the GPU; first from host memory where the network ends there.
+
+        A delta passes over the whole shard (vLLM stages a sparse update at the size of the weights). Adapters that are
+        merged become whole weights in host memory. Measured backends have the copy from the host in their constants.
+        """
+        gpu, ways = self.rollout.gpu, weight_ranks(self.run)
+        is_whole = self._is_delta or self.run.merges_adapters
+        copied = weight_bytes(self.run) if is_whole else self.payload.num_bytes
+        memory_bandwidth = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
+        load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
+        if self.run.merges_adapters:
+            load_time += weight_bytes(self.run) / ways / gpu.host_link
+        elif self._is_through_host and not self.backend.fitted_to:
+            load_time += self.payload.num_bytes / ways / gpu.host_link
+        return load_time + self._quantise_time("replica")
+
+    @property
+    def _is_through_host(self) -> bool:
+        """Whether any network on the way to a replica ends in host memory."""
+        link = [] if self.link is None else [load_transport(self.link.transport)]
+        return any(network.is_through_host for network in [self.rollout.network, *link])
+
+    def _tier(self) -> Tier:
+        """Composed where the constants are fitted to what is sent: all weights, over RDMA."""
+        is_fitted = bool(self.backend.fitted_to) and self.run.sync.mode == "full"
+        return "composed" if is_fitted and not self._is_through_host else "roofline"
+
+    def _sources(self) -> tuple[str, ...]:
+        names = [self.trainer.pool.transport, self.rollout.pool.transport]
+        names += [] if self.link is None else [self.link.transport]
+        files = [f"sync/{self.run.sync.backend}"]
+        files += [f"transports/{name}" for name in dict.fromkeys(names)]
+        files += ["sync/delta"] if self._is_delta else []
+        merging = ["merging adapters as if it took nothing"] if self.run.merges_adapters else []
+        return (*(f"profiles/{file}.toml" for file in files), *merging)
+
+
+def _side_by_side(run: Run, kinds: Sequence[SyncCosts]) -> SyncCosts:
+    """Return the costs of a push to several kinds of replicas, from those of each alone.
+
+    Each pool is sent the weights over its own way at the same time, until the last one has them; loads are those of
+    the first kind.
+    """
+    backend, payload = load_backend(run.sync.backend), Payload.load(run)
+    broadcast = payload.num_bytes * backend.broadcast_share
+    num_pools = len({kind.pool for kind in run.rollout.kinds})
+    copies = (payload.num_bytes - broadcast) * run.rollout.num_replicas
+    return replace(
+        kinds[0],
+        wire_bytes=round(broadcast * num_pools + copies),
+        fill_time=max(kind.fill_time for kind in kinds),
+        wire_time=max(kind.wire_time for kind in kinds),
+        drain_time=max(kind.drain_time for kind in kinds),
+        unpack_time=max(kind.unpack_time for kind in kinds),
+        tier=max((kind.tier for kind in kinds), key=TIERS.index),
+        sources=tuple(dict.fromkeys(source for kind in kinds for source in kind.sources)),
+    )
+
+
+def link_hop(link: LinkConfig) -> Hop:
+    """Return what a link carries by its transport."""
+    transport = load_transport(link.transport)
+    return Hop(link.bandwidth * transport.efficiency, transport.message_latency)
+
+
+def weight_ranks(run: Run) -> float:
+    """Return the GPUs that a replica's weights are split over; with attention ranks by what a GPU of one has of them."""
+    config = run.rollout
+    if config.data_parallel == 1:
+        return config.tensor_parallel * config.pipeline_parallel
+    return weight_bytes(run) / fullest_stage(run).weights

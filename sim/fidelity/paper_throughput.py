@@ -1,0 +1,323 @@
+"""StreamRL paper, throughput of whole runs: Figure 8 with its ratios and verl, Table 3, Figure 12."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from math import log
+from statistics import median
+
+from streamrl.hardware.memory import most_running
+from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
+from streamrl.report.fidelity import FigureCell, PaperFigure
+from streamrl.runfile.config import Run
+from streamrl.sim.fidelity.paper import (
+    ACROSS,
+    BATCH,
+    LENGTHS,
+    MODELS,
+    Case,
+    Times,
+    load_paper,
+    make_case,
+    on_wider_replicas,
+    take_all_times,
+    take_times,
+)
+from streamrl.sim.world import simulate
+
+COLUMNS = ("verl", "colocated", "sync", "async")
+CELLS = [
+    Case(size, length, system) for length in LENGTHS for size in MODELS for system in COLUMNS[1:]
+]
+COST = {True: 4 * 1.0 + 2 * 2.85, False: 4 * 2.85}
+"""Of Figure 12's machines, across datacenters or in one: an H20 machine costs 1 and an H800 machine 2.85."""
+VERL_FITTED = (("7B", "5K"), ("72B", "20K"))
+"""Opposite corners of the table."""
+VERL_FACTORS = [share / 40 for share in range(10, 41)]
+"""Speeds tried: no less than a quarter of the profiles', and no more than all of it."""
+VERL_TIE = 0.1
+"""What unlike factors cost the fit: generation has the same share of both cells' seconds, so that alone any
+pair on a line meets them. As if errors were 10 % and factors unlike by 30 %."""
+
+
+def end_to_end() -> PaperFigure:
+    """Figure 8: 27 cells of throughput."""
+    ours = take_all_times(CELLS)
+    cells = [
+        FigureCell(label=_label(case), paper=paper_throughput(case), ours=ours[case].throughput)
+        for case in CELLS
+    ]
+    errors = [abs(cell.error) for cell in cells]
+    return PaperFigure(
+        name="Figure 8",
+        title="end-to-end throughput, PPO, 1,024 rollouts a step",
+        unit="samples/s",
+        cells=cells,
+        target="mean error at most 15 %, none above 30 %",
+        is_met=sum(errors) / len(errors) <= 0.15 and max(errors) <= 0.30,
+        notes=[_consistency_note(), _doubling_note(), _longest_note(ours), _wider_note(ours)],
+    )
+
+
+def ratios() -> PaperFigure:
+    """Figure 8 again, as ratios over the colocated system: here constants that both share cancel."""
+    ours = take_all_times(CELLS)
+    cells = [
+        FigureCell(
+            label=f"{length} {size} {system}/colocated",
+            paper=paper_throughput(Case(size, length, system))
+            / paper_throughput(Case(size, length, "colocated")),
+            ours=ours[Case(size, length, system)].throughput
+            / ours[Case(size, length, "colocated")].throughput,
+        )
+        for system in ("sync", "async")
+        for length in LENGTHS
+        for size in MODELS
+    ]
+    medians = {
+        system: median(abs(cell.error) for cell in cells if f"{system}/" in cell.label)
+        for system in ("sync", "async")
+    }
+    return PaperFigure(
+        name="Figure 8 ratios",
+        title="speed-up over the colocated system",
+        unit="times",
+        cells=cells,
+        target="median error of each system at most 10 %",
+        is_met=max(medians.values()) <= 0.10,
+        notes=[
+            "median error: "
+            + ", ".join(f"{system} {error:.1%}" for system, error in medians.items())
+        ],
+    )
+
+
+def verl() -> PaperFigure:
+    """Figure 8's verl: the colocated system, slower by a factor for generation and one for the rest."""
+    ours = take_all_times(case for case in CELLS if case.system == "colocated")
+    fitted = [Case(size, length, "colocated") for size, length in VERL_FITTED]
+    generate, train = min(
+        product(VERL_FACTORS, VERL_FACTORS),
+        key=lambda pair: (
+            sum(_verl_error(ours[case], case, *pair) ** 2 for case in fitted)
+            + VERL_TIE * log(pair[0] / pair[1]) ** 2
+        ),
+    )
+    cells = [
+        FigureCell(
+            label=_label(case, "verl"), paper=_verl(case), ours=slower(ours[case], generate, train)
+        )
+        for case in ours
+    ]
+    tested = [cell for case, cell in zip(ours, cells, strict=True) if case not in fitted]
+    return PaperFigure(
+        name="Figure 8 verl",
+        title="end-to-end throughput of verl",
+        unit="samples/s",
+        cells=cells,
+        target="mean error of the seven cells that were not fitted at most 15 %",
+        is_met=sum(abs(cell.error) for cell in tested) / len(tested) <= 0.15,
+        notes=[
+            f"calibration: verl generates at {generate:.3g} and does the rest at {train:.3g} of the speed of "
+            f"the colocated system, fitted on {' and '.join(_label(case, 'verl') for case in fitted)}; "
+            "the other seven cells are predictions",
+            "the paper has verl at "
+            + ", ".join(
+                f"{_verl(case) / paper_throughput(case):.2f} ({_label(case, '')})" for case in ours
+            )
+            + " of its colocated system: no two factors give ratios that differ so much between cells "
+            "whose shares of generation are alike ("
+            + ", ".join(f"{t.generation_time / t.step_time:.2f}" for t in ours.values())
+            + ")",
+        ],
+    )
+
+
+def ablation() -> PaperFigure:
+    """Table 3: what each mechanism adds, 72B at 20K on 128 GPUs."""
+    names = ("colocated", "colocated, skewness-aware", "sync", "async")
+    ours = take_all_times(Case("72B", "20K", name) for name in names)
+    base = ours[Case("72B", "20K", "colocated")].throughput
+    cells = [
+        FigureCell(label=name, paper=value, ours=ours[Case("72B", "20K", name)].throughput / base)
+        for name, value in zip(names, load_paper().ablation["72B"], strict=True)
+    ]
+    return PaperFigure(
+        name="Table 3",
+        title="throughput of 72B at 20K over the colocated system",
+        unit="times",
+        cells=cells,
+        target="every row within 0.05",
+        is_met=all(abs(cell.difference) <= 0.05 for cell in cells),
+        notes=[
+            "what makes generation faster helps the colocated system most, which generates on all GPUs and then trains: "
+            "`benchmarks/bench_readings.py` has these rows with generation a fifth faster, with twice the GPUs a "
+            "replica and with other batches",
+            _bubbles_note(names),
+        ],
+    )
+
+
+def heterogeneous() -> PaperFigure:
+    """Figure 12: 32 H20 that generate and 16 H800 that train in another datacenter, against 32 H800."""
+    cases = {
+        length: [Case("7B", length, "async", across) for across in (True, False)]
+        for length in LENGTHS
+    }
+    ours = take_all_times(case for pair in cases.values() for case in pair)
+    cells = []
+    for length, pair in cases.items():
+        across, alone = (ours[case].throughput / COST[case.across] for case in pair)
+        paper = load_paper().heterogeneous[length]
+        cells.append(
+            FigureCell(
+                label=f"{length} H20 + H800 over H800",
+                paper=paper[0] / paper[1],
+                ours=across / alone,
+            )
+        )
+    faster = [ours[pair[0]].throughput / ours[pair[1]].throughput for pair in cases.values()]
+    return PaperFigure(
+        name="Figure 12",
+        title="throughput per cost of 7B in two datacenters over one",
+        unit="times",
+        cells=cells,
+        target="every ratio within 0.05",
+        is_met=all(abs(cell.difference) <= 0.05 for cell in cells),
+        notes=[
+            f"the machines cost {COST[False] / COST[True]:.3f} times less; {ACROSS['rollout.replicas']} H20 in the "
+            f"place of 16 H800 make a step here {', '.join(f'{f:.2f}' for f in faster)} times as fast, in the paper "
+            + ", ".join(
+                f"{a / b * COST[True] / COST[False]:.2f}"
+                for a, b in load_paper().heterogeneous.values()
+            ),
+            f"each of 16 H800 replicas is dealt 64 rollouts and runs {_held_at_once()} of them, each of 32 H20 ones "
+            "is dealt 32 and runs all: the ratio is above the paper's where some have to wait, and below it where none "
+            "has (`benchmarks/bench_readings.py` has other readings)",
+        ],
+    )
+
+
+# Verl -----------------------------------------------------------------------------------------------
+
+
+def slower(times: Times, generate: float, train: float) -> float:
+    """Return the samples a second at these speeds; phases follow each other, so seconds add up."""
+    rest = times.step_time - times.generation_time
+    return BATCH / (times.generation_time / generate + rest / train)
+
+
+def _verl_error(times: Times, case: Case, generate: float, train: float) -> float:
+    return log(slower(times, generate, train) / _verl(case))
+
+
+# Notes ----------------------------------------------------------------------------------------------
+
+
+def _consistency_note() -> str:
+    """Bound the paper's 72B colocated step at 5K by its own asynchronous one."""
+    step = BATCH / paper_throughput(Case("72B", "5K", "async"))
+    colocated = BATCH / paper_throughput(Case("72B", "5K", "colocated"))
+    most = step + step * 48 / 128
+    return (
+        f"72B colocated at 5K: an asynchronous step of the paper takes {step:.0f} s, so neither generation on 80 "
+        f"GPUs nor training on 48 takes longer; all 128 GPUs doing one after the other then need at most "
+        f"{step:.0f} + {step:.0f} x 48/128 = {most:.0f} s, where the paper has {colocated:.0f}. The rest is no "
+        f"generation and no training, and nothing that is simulated: even {most:.0f} s would be "
+        f"{colocated / most - 1:+.0%}"
+    )
+
+
+def _doubling_note() -> str:
+    """Say how the paper's seconds grow with length, and how any batch's tokens do."""
+
+    def growth(short: str, long: str) -> str:
+        steps = [
+            paper_throughput(Case(size, short, system)) / paper_throughput(Case(size, long, system))
+            for size in MODELS
+            for system in COLUMNS[1:]
+        ]
+        return f"{min(steps):.2f} to {max(steps):.2f} times (median {median(steps):.2f})"
+
+    return (
+        f"lengths: the paper's seconds grow {growth('5K', '10K')} from 5K to 10K and {growth('10K', '20K')} from "
+        "10K to 20K, although prompts, which do not grow, and attention, which grows faster than tokens, make the "
+        "second doubling the dearer one: what is too fast at 5K is too slow at 20K with any one constant"
+    )
+
+
+def _longest_note(ours: dict[Case, Times]) -> str:
+    """Say what the paper's own decode curve leaves for training in its fastest 7B cells."""
+    alone = load_paper().decode.milliseconds[0] / 1e3 * 19_869
+    case = Case("7B", "20K", "colocated")
+    paper = BATCH / paper_throughput(case)
+    return (
+        f"7B at 20K: the longest rollout alone takes 19,869 tokens x {load_paper().decode.milliseconds[0]} ms = "
+        f"{alone:.0f} s on the paper's own decode curve; its colocated step of {paper:.0f} s leaves "
+        f"{paper - alone:.0f} s to everything else, ours {ours[case].step_time:.0f} s"
+    )
+
+
+def _bubbles_note(systems: Sequence[str]) -> str:
+    """Say what the stragglers of a step cost each system: GPUs that stand idle, and GPUs that decode few rollouts."""
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(_bubbles, systems))
+    return (
+        "stragglers leave few GPUs idle and many underfilled, decoding a few rollouts: of all GPU-seconds "
+        + ", ".join(
+            f"{shares.idle['skew']:.0%} and {shares.busy[UNDERFILLED]:.0%} ({system})"
+            for system, shares in zip(systems, found, strict=True)
+        )
+    )
+
+
+def _bubbles(system: str) -> Attribution:
+    return attribute(simulate(make_case(Case("72B", "20K", system))))
+
+
+def _wider_note(ours: dict[Case, Times]) -> str:
+    """Say what twice the GPUs a replica do to the cells whose batches memory makes smallest."""
+    cases = [Case("32B", "20K", system) for system in COLUMNS[1:]]
+    changes = [on_wider_replicas(case) for case in cases]
+    with ProcessPoolExecutor() as pool:
+        wider = list(pool.map(take_times, cases, changes))
+
+    def errors(times: Iterable[Times]) -> str:
+        pairs = zip(times, cases, strict=True)
+        return ", ".join(f"{t.throughput / paper_throughput(case) - 1:+.0%}" for t, case in pairs)
+
+    narrow, wide = (make_case(cases[1], changes=each) for each in ({}, changes[1]))
+    return (
+        f"32B at 20K: a replica on {narrow.rollout.tensor_parallel} GPUs is dealt {_share(narrow)} rollouts and has memory "
+        f"for {most_running(narrow)} of the longest, which is the smallest part of all cells; on "
+        f"{wide.rollout.tensor_parallel} GPUs it is dealt {_share(wide)} and has memory for {most_running(wide)}, and its "
+        f"three cells are at {errors(wider)} instead of {errors(ours[case] for case in cases)}. The paper does not say "
+        "how many it used (all models on twice the GPUs: `benchmarks/bench_readings.py`)"
+    )
+
+
+def _share(run: Run) -> int:
+    return BATCH // run.rollout.replicas
+
+
+def _held_at_once() -> str:
+    """Return how many of the 64 rollouts an H800 replica of 7B runs at once, by length."""
+    runs = {length: make_case(Case("7B", length, "async")) for length in LENGTHS}
+    return ", ".join(
+        f"{min(_share(run), most_running(run))} ({length})" for length, run in runs.items()
+    )
+
+
+def _label(case: Case, system: str | None = None) -> str:
+    return f"{case.length} {case.size} {case.system if system is None else system}".strip()
+
+
+def paper_throughput(case: Case) -> float:
+    """Return the paper's samples a second."""
+    return load_paper().throughput[f"{case.length} {case.size}"][COLUMNS.index(case.system)]
+
+
+def _verl(case: Case) -> float:
+    return load_paper().throughput[f"{case.length} {case.size}"][0]

@@ -1,0 +1,106 @@
+"""Find cheaper plans that the search leaves out: trainers with little free memory, and parts of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from streamrl.doctor.memory import trainer_side
+from streamrl.runfile.config import Run
+from streamrl.sim.planner.plan import OverMemoryLimit, PartialNodePlan
+from streamrl.sim.planner.plan_description import describe, settings_of
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.space import Candidate
+
+
+class BetterPlan(NamedTuple):
+    """A plan that is notably better."""
+
+    candidate: Candidate
+    gain: float
+    """Share by which its objective is below the chosen plan's, on the same prompts."""
+
+
+def find_with_fuller_memory(
+    search: Search, chosen: int, pool: Executor, watch: Callable[[], None]
+) -> OverMemoryLimit | None:
+    """Return the best plan of the chosen one's system and pools whose trainer leaves less room, where it is notably better.
+
+    None too where no time is left.
+    """
+    run = _alike(search, chosen)
+    found = _find(search, run, chosen, pool, watch, tight=True)
+    if found is None:
+        return None
+    side = trainer_side(found.candidate.apply(run))
+    return OverMemoryLimit(
+        choice=describe(run, found.candidate),
+        settings=settings_of(found.candidate),
+        gain=found.gain,
+        memory=side.need / side.capacity,
+    )
+
+
+def find_on_partial_nodes(
+    search: Search, chosen: int, pool: Executor, watch: Callable[[], None]
+) -> PartialNodePlan | None:
+    """Return the best plan of the chosen one's system and pools on GPUs of one node of each, where it is notably better.
+
+    None too where no time is left.
+    """
+    run = _alike(search, chosen)
+    nodes = {name: replace(each, nodes=1) for name, each in run.cluster.pools.items()}
+    run = replace(run, cluster=replace(run.cluster, pools=nodes))
+    found = _find(search, run, chosen, pool, watch, tight=False)
+    if found is None:
+        return None
+    return PartialNodePlan(
+        choice=describe(run, found.candidate),
+        settings=settings_of(found.candidate),
+        gain=found.gain,
+    )
+
+
+def _alike(search: Search, chosen: int) -> Run:
+    """Return the run of a search with the system and pools of a plan alone."""
+    run, (replicas, trainer, mode) = search.space.run, search.space.candidate(chosen)
+    alike = replace(
+        run.plan,
+        systems=[mode.system],
+        rollout_pools=list(replicas.pools),
+        trainer_pools=[trainer.pool],
+    )
+    return replace(run, plan=alike)
+
+
+def _find(
+    search: Search,
+    run: Run,
+    chosen: int,
+    pool: Executor,
+    watch: Callable[[], None],
+    *,
+    tight: bool,
+) -> BetterPlan | None:
+    """Return the best plan of a run by estimate, simulated on the prompts of the search, where it is notably better."""
+    if search.is_late:
+        return None
+    try:
+        other = Search.open(run, search.deadline, tight=tight)
+    except ValueError:  # none is open
+        return None
+    other.estimates.take_paces(search.estimates)
+    other.settle(pool, [])
+    scores, value = other.scores(), search.value(chosen)
+    best = int(np.argmin(scores))
+    if scores[best] >= value:
+        return None
+    other.simulate(pool, [best], watch)
+    if best not in other.ranking():  # it breaks a budget, or does not finish
+        return None
+    gain = 1 - other.value(best) / value
+    return BetterPlan(other.space.candidate(best), gain) if gain > ALIKE else None

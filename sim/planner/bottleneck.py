@@ -1,0 +1,204 @@
+"""Find the stage and resource that a step of a plan waits for, by simulating it with one limit relaxed at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from streamrl.record.steady_state import Speed
+from streamrl.runfile.config import Run
+from streamrl.sim.planner.estimates import Estimates
+from streamrl.sim.planner.layouts import Replicas, holds_rollouts
+from streamrl.sim.planner.plan import Binding
+from streamrl.sim.planner.race import FINAL_STEPS, Race
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
+from streamrl.workload.replica_batch import replica_batch, rollouts_under_way
+
+RelaxedLimit = Literal["generation", "training", "max_running", "max_staleness"]
+FASTER = 1.1
+"""Times as fast as it is a stage is made."""
+NEAR = 0.7
+"""Share of the longer stage's seconds from which on the shorter one may bind too, where both overlap."""
+TIME_SHARE = 0.1
+"""Of `plan.time_limit` that may pass before no further relief is begun."""
+
+
+class RelaxedRun(NamedTuple):
+    """One thing relieved."""
+
+    what: RelaxedLimit
+    run: Run
+    candidate: Candidate
+
+
+def find_gains(
+    race: Race, index: int, pool: Executor, watch: Callable[[], None] = lambda: None
+) -> dict[RelaxedLimit, float]:
+    """Return the share of a step that each relief saves a finalist, over as many steps as finalists have.
+
+    Only what may bind is relieved: stages of about the same length that overlap, then caps of generation where that
+    binds. What does not finish, or has not begun in time, is left out.
+    """
+    run = race.search.space.run
+    until = time.perf_counter() + TIME_SHARE * run.plan.time_limit
+    before = race.finals[index][0].step_time
+
+    def gains_of(reliefs: Iterable[RelaxedRun]) -> dict[RelaxedLimit, float]:
+        trials = [(each.what, _trial(each)) for each in reliefs]
+        speeds = run_all(pool, short_speed_of, trials, watch, until)
+        return {
+            what: 1 - speed.step_time / before
+            for what, speed in speeds.items()
+            if not isinstance(speed, Unfinished)
+        }
+
+    found = gains_of(_of_stages(race.search, index))
+    if found.get("generation", 0.0) < found.get("training", 0.0):
+        return found
+    return {**found, **gains_of(_of_caps(race.search, index))}
+
+
+def _trial(relief: RelaxedRun) -> Trial:
+    return Trial(shortened(relief.run, relief.run.seed, FINAL_STEPS), relief.candidate)
+
+
+def _of_stages(search: Search, index: int) -> Iterator[RelaxedRun]:
+    """Yield both stages of a plan made faster, where they overlap and either may bind."""
+    run, candidate = search.space.run, search.space.candidate(index)
+    stages, costs = search.estimates.estimate(), run.costs
+    shorter, longer = sorted((float(stages.generation[index]), float(stages.training[index])))
+    if search.space.system(index).staleness_bound and shorter >= NEAR * longer:
+        faster = replace(costs, generation_factor=FASTER * costs.generation_factor)
+        yield RelaxedRun("generation", replace(run, costs=faster), candidate)
+        faster = replace(costs, training_factor=FASTER * costs.training_factor)
+        yield RelaxedRun("training", replace(run, costs=faster), candidate)
+
+
+def _of_caps(search: Search, index: int) -> Iterator[RelaxedRun]:
+    """Yield a plan with each cap on how many rollouts are generated at once raised, where it is one."""
+    run, candidate = search.space.run, search.space.candidate(index)
+    if bound := search.space.system(index).staleness_bound:
+        mode = candidate.mode._replace(max_staleness=bound + 1)
+        yield RelaxedRun("max_staleness", run, candidate._replace(mode=mode))
+    batch = replica_batch(candidate.apply(run))
+    wider = candidate._replace(replicas=_twice_running(candidate.replicas))
+    if batch is not None and batch.limit == "max_running" and _holds(wider.replicas, run):
+        yield RelaxedRun("max_running", run, wider)
+
+
+def _twice_running(replicas: Replicas) -> Replicas:
+    beside = None if replicas.beside is None else _twice_running(replicas.beside)
+    return replicas._replace(max_running=2 * replicas.max_running, beside=beside)
+
+
+def _holds(replicas: Replicas, run: Run) -> bool:
+    return all(holds_rollouts(kind.apply(run)) for kind in replicas.kinds)
+
+
+ARITHMETIC = 0.75
+"""Share of the trainer's seconds above which its arithmetic binds, not what it waits for."""
+
+SAVES = 0.01
+"""Share of a step that the relief of what binds saves at least."""
+
+
+def find_binding(
+    estimates: Estimates,
+    index: int,
+    speed: Speed,
+    gains: Mapping[RelaxedLimit, float] | None = None,
+) -> Binding:
+    """Say what binds a simulated plan: the stage, and what in it, whose relief shortens a step.
+
+    Args:
+        estimates: of the stages of every plan.
+        index: the plan.
+        speed: what was simulated of it.
+        gains: what its reliefs save; where none was tried, the longest stage binds, by what limits its batches.
+    """
+    gains = gains or {}
+    stages = estimates.estimate()
+    candidate = estimates.space.candidate(index)
+    run = candidate.apply(estimates.space.run)
+    seconds = {
+        "generation": float(stages.generation[index]),
+        "training": float(stages.training[index]),
+        "sync": float(stages.sync[index]),
+    }
+    stage = max(seconds, key=lambda name: seconds[name])
+    if stage != "sync" and "generation" in gains and "training" in gains:
+        stage = "generation" if gains["generation"] >= gains["training"] else "training"
+    resources = {
+        "generation": lambda: _of_generation(estimates, index, run, gains),
+        "training": lambda: _of_training(estimates, index),
+        "sync": lambda: _of_sync(candidate),
+    }
+    resource = resources[stage]()
+    overlap = "beside" if estimates.space.system(index).staleness_bound else "before"
+    return Binding(
+        stage=stage,
+        resource=resource,
+        seconds={**seconds, "step": speed.step_time},
+        text=(
+            f"{stage} binds, by {resource}: generation {seconds['generation']:.1f} s {overlap} training "
+            f"{seconds['training']:.1f} s, sync {seconds['sync']:.1f} s, a step {speed.step_time:.1f} s{_told(gains)}"
+        ),
+    )
+
+
+def _told(gains: Mapping[RelaxedLimit, float]) -> str:
+    """Say what was tried of stages that are about as long."""
+    if "generation" not in gains or "training" not in gains:
+        return ""
+    return (
+        f"; {FASTER - 1:.0%} faster generation saves {max(0.0, gains['generation']):.1%} of it, "
+        f"training {max(0.0, gains['training']):.1%}"
+    )
+
+
+def _of_generation(
+    estimates: Estimates, index: int, run: Run, gains: Mapping[RelaxedLimit, float]
+) -> str:
+    """Say why generation takes what it takes: its longest rollout, a cap whose relief saves seconds, or the work."""
+    batch = replica_batch(run)
+    assert batch is not None, "it was simulated"
+    cap = f"rollout.max_running {run.rollout.max_running}"
+    if gains.get("max_running", 0.0) >= max(SAVES, gains.get("max_staleness", 0.0)):
+        return cap
+    if not gains and batch.limit == "max_running":
+        return f"{cap}, which nobody tried to raise"
+    is_of_memory = batch.limit == "memory"
+    if gains.get("max_staleness", 0.0) >= SAVES and not is_of_memory:
+        bound = estimates.space.system(index).staleness_bound
+        return (
+            f"policies.max_staleness {bound:g}, of {rollouts_under_way(run):,} rollouts at once, "
+            "and GPU memory bandwidth"
+        )
+    least = estimates.least(index)
+    if least.longest >= least.work:
+        return "the longest rollout, token by token"
+    if is_of_memory:
+        return f"GPU memory for KV cache, of {batch.held:.0f} rollouts a replica"
+    return "GPU memory bandwidth"
+
+
+def _of_training(estimates: Estimates, index: int) -> str:
+    """Return whether the trainer computes all the time, or its ranks wait for bubbles, host memory and each other."""
+    least, whole = estimates.training_parts(index)
+    if least >= ARITHMETIC * whole:
+        return "FLOP/s of the trainer's GPUs"
+    return "what its ranks wait for: offloading, pipeline bubbles, collectives of the optimizer"
+
+
+def _of_sync(candidate: Candidate) -> str:
+    if candidate.mode.system == "colocated":
+        return "host memory, to and from which phases change"
+    if candidate.replicas.pools == (candidate.trainer.pool,):
+        return "the network between nodes"
+    return "the link between both pools"

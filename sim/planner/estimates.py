@@ -1,0 +1,460 @@
+"""Bounds and estimates of the step time of every plan in a search space, as arrays.
+
+What every plan of a space takes, as arrays: bounds that hold, and estimates that rank.
+
+A plan's stages are separable: seconds of generation belong to its replicas and dispatch, those of training to
+its trainer, those of weight sync to a class of pairs. Each is computed once and put together for all plans.
+
+system                       a step takes
+colocated, disaggregated     generation + training + phase change or sync
+stream-sync                  until the trainer has worked off what generation brings, + sync
+one-step-async               the longer of generation and training, + sync
+batches one after another    the longer of generation and training
+steps that overlap           the same, of replicas that begin a batch each as it ends its share of the one before
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from streamrl.engine.presets import System
+from streamrl.record.charges import egress_dollars
+from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import StreamingName
+from streamrl.sim.batch_generation import StepBatch
+from streamrl.sim.costs.colocation import sync_costs
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.modes import Mode
+from streamrl.sim.planner.objective import values_of
+from streamrl.sim.planner.space import Candidate, Space
+from streamrl.sim.planner.stage_times import (
+    DealtBatch,
+    FallingLengths,
+    GenerationTime,
+    LeastTimes,
+    TrainTimes,
+    least_times,
+    train_times,
+)
+
+Floats = NDArray[np.float64]
+PlanIndices = NDArray[np.intp]
+
+
+class SyncTimes(NamedTuple):
+    """The weight sync of every plan; colocated ones change their phase instead."""
+
+    push: Floats
+    load: Floats
+    egress: Floats
+    """Dollars of a push."""
+
+
+def sync_times(space: Space, first: int = 0) -> SyncTimes:
+    """Return seconds of push and of load, and dollars of what crosses links, of every plan from the first on."""
+    of_mode, of_trainer = space.of_mode[first:], space.of_trainer[first:]
+    is_shared = np.array([mode.system == "colocated" for mode in space.modes])[of_mode]
+    names = {name: i for i, name in enumerate(dict.fromkeys(m.sync_mode for m in space.modes))}
+    sent = np.array([names[mode.sync_mode] for mode in space.modes])[of_mode]
+    senders = _classes(space.trainers, _sender)[of_trainer]
+    shares = _classes(space.trainers, _shares)[of_trainer]
+    size = len(space.trainers)
+    trainers = np.where(is_shared, size + shares, senders)
+    codes = (space.of_replicas[first:].astype(np.int64) * 2 * size + trainers) * len(names) + sent
+    _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    found = [_sync(space.run, space.candidate(first + int(place))) for place in firsts]
+    push, load, egress = np.array(found).T[:, inverse]
+    return SyncTimes(push, load, egress)
+
+
+def _sender(trainer: Degrees) -> Hashable:
+    """What of a trainer a push depends on: over how many ranks a copy is split; how many copies matters little."""
+    return trainer.pool, trainer.tensor_parallel * trainer.pipeline_parallel
+
+
+def _shares(trainer: Degrees) -> Hashable:
+    """What of a trainer a phase change depends on."""
+    return trainer._replace(micro_batch=1)
+
+
+def _classes(trainers: list[Degrees], key: Callable[[Degrees], Hashable]) -> PlanIndices:
+    seen: dict[Hashable, int] = {}
+    return np.array([seen.setdefault(key(trainer), len(seen)) for trainer in trainers])
+
+
+def _sync(run: Run, candidate: Candidate) -> tuple[float, float, float]:
+    run = candidate.apply(run)
+    costs = sync_costs(run)
+    return costs.push_time, costs.load_time, egress_dollars(run, costs.wire_bytes)
+
+
+Indices = NDArray[np.signedinteger]
+CAREFUL = 0.97
+"""Share of what generation takes another number of the same replicas that bounds it: one batch differs from the next."""
+OVERLAP = 1.0
+"""Seconds of generation where steps overlap over those of replicas one share after the other, before a simulation tells."""
+IN_FLIGHT = 1.1
+"""The same over the bound, where replicas load weights without a pause: nothing drains."""
+BINDS = 0.97
+"""Share of a step above which training, not generation, is what a simulated one waited for."""
+Degree = Replicas
+"""What one replica is: those of a side with one; several kinds are like no other replicas."""
+
+
+class Asked(NamedTuple):
+    """A generation time: whose, and how rollouts are dealt out."""
+
+    replicas: int
+    dispatch: str | None
+    order: str | None
+
+
+class Passes(NamedTuple):
+    """The passes of a trainer, by how much a command has."""
+
+    trainer: int
+    streaming: StreamingName
+
+
+class Paced(NamedTuple):
+    """Replicas in a mode in which steps overlap."""
+
+    replicas: Replicas
+    mode: Mode
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of the parts of every plan."""
+
+    generation: Floats
+    training: Floats
+    sync: Floats
+    step: Floats
+
+
+class Estimates:
+    """Seconds of a step of every plan of a space."""
+
+    def __init__(self, space: Space, batches: Sequence[StepBatch]) -> None:
+        """Compute what takes no simulation, for batches that are generated and trained.
+
+        Raises:
+            ValueError: costs of the run's model or GPUs are missing.
+        """
+        self.space, run = space, space.run
+        self._works = [DealtBatch.of(batch.drawn) for batch in batches]
+        trained_on = [DealtBatch.of(batch.trained) for batch in batches]
+        trains = [FallingLengths(work.lengths) for work in trained_on]
+        self.tokens = float(np.mean([work.outputs.sum() for work in trained_on]))
+        """Output tokens that a step trains on."""
+        self._overlaps = [_overlaps(system) for system in space.systems]
+        self._times: dict[Asked, GenerationTime] = {}
+        self._paces: dict[Paced, float] = {}
+        self._alike: dict[Degree, list[int]] = defaultdict(list)
+        """Places of replicas that differ only in how many there are."""
+        self._least: list[LeastTimes] = []
+        self._shards: dict[Degree, list[LeastTimes]] = {}
+        self._bound_replicas()
+        trained = [_train(run, trainer, trains) for trainer in space.trainers]
+        self._checked: set[Passes] = set()
+        """What was gone through one by one."""
+        self._trained = {
+            name: np.array(column)
+            for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
+        }
+        self._push, self._load, self._egress = sync_times(space)
+
+    def widen(self, space: Space) -> None:
+        """Take a space that has further replicas, and plans with them after those that were there."""
+        first, self.space = len(self.space), space
+        self._bound_replicas()
+        more = sync_times(space, first)
+        self._push = np.concatenate([self._push, more.push])
+        self._load = np.concatenate([self._load, more.load])
+        self._egress = np.concatenate([self._egress, more.egress])
+
+    # Generation -----------------------------------------------------------------------------------
+
+    def _bound_replicas(self) -> None:
+        """Bound each way to generate that has no bound yet, on every batch."""
+        space = self.space
+        for place, each in enumerate(space.replicas[len(self._least) :], start=len(self._least)):
+            self._alike[_degree(each)].append(place)
+            candidate = space.candidate(int(np.argmax(space.of_replicas == place)))
+            kinds = [(own.replicas, self._shard(own, candidate)) for own in each.kinds]
+            self._least.append(_together(kinds))
+
+    def _shard(self, replicas: Replicas, candidate: Candidate) -> list[LeastTimes]:
+        """Bound one kind of replica on every batch; its curve depends on pool and degrees alone."""
+        shard = _degree(replicas)
+        if shard not in self._shards:
+            costs = Costs.load(candidate._replace(replicas=replicas).apply(self.space.run))
+            self._shards[shard] = [
+                least_times(costs.decode, costs.kv_capacity, work) for work in self._works
+            ]
+        return self._shards[shard]
+
+    def asked(self, indices: Iterable[int], num_batches: int) -> dict[Asked, int]:
+        """Return the generation times that some plans lack, in their order, each with a plan that takes it."""
+        space, wanted = self.space, dict[Asked, int]()
+        for index in indices:
+            asked = self._asked_for(int(space.of_replicas[index]), int(space.of_mode[index]))
+            known = self._times.get(asked)
+            if known is not None and len(known.seconds) >= num_batches:
+                continue
+            if not _never_drains(space.system(index)):
+                wanted.setdefault(asked, index)
+        return wanted
+
+    def _asked_for(self, replicas: int, mode: int) -> Asked:
+        how = self.space.modes[mode]
+        return Asked(replicas, how.dispatch, how.order)
+
+    def _found(self, mode: int) -> Iterator[tuple[int, GenerationTime]]:
+        """Yield replicas whose generation was simulated as a mode deals out, and what it took."""
+        for asked, found in self._times.items():
+            if asked == self._asked_for(asked.replicas, mode):
+                yield asked.replicas, found
+
+    def learn(self, asked: Asked, found: GenerationTime) -> None:
+        """Take a generation time from a simulation of replicas."""
+        self._times[asked] = found
+
+    def learn_step(self, index: int, step_time: float) -> None:
+        """Take from a simulated plan at which pace its replicas generate where steps overlap and training does not bind."""
+        mode, replicas = int(self.space.of_mode[index]), int(self.space.of_replicas[index])
+        _, training = self.training_parts(index)
+        if self._overlaps[mode] and training < BINDS * step_time:
+            paced = Paced(self.space.replicas[replicas], self.space.modes[mode])
+            self._paces[paced] = step_time / float(self._unpaced(mode)[replicas])
+
+    def unchecked(self, indices: Iterable[int]) -> dict[Passes, int]:
+        """Return the passes of some plans that none has gone through one by one, each with a plan that makes them."""
+        space, wanted = self.space, dict[Passes, int]()
+        for index in indices:
+            passes = Passes(int(space.of_trainer[index]), space.system(index).streaming)
+            if passes not in self._checked:
+                wanted.setdefault(passes, index)
+        return wanted
+
+    def learn_passes(self, passes: Passes, error: float) -> None:
+        """Take what passes one by one take over their closed form."""
+        self._checked.add(passes)
+        part = "stream" if passes.streaming == "stream" else "whole"
+        self._trained[part][passes.trainer] *= error
+
+    def take_paces(self, other: Estimates) -> None:
+        """Take over what was learned of replicas for another workload."""
+        self._paces = dict(other._paces)
+
+    def training_parts(self, index: int) -> tuple[float, float]:
+        """Return a plan's seconds of arithmetic in training, and of all that its trainer does."""
+        trainer = self.space.of_trainer[index]
+        streams = self.space.system(index).streaming == "stream"
+        part = self._trained["stream" if streams else "whole"]
+        whole = part[trainer] + self._trained["optimizer"][trainer]
+        return float(self._trained["least"][trainer]), float(whole)
+
+    def shifted(self, run: Run) -> Estimates:
+        """Return estimates for other prices or links, with the same workload and the same plans."""
+        other = copy(self)
+        other._take_offer(run)
+        return other
+
+    def _take_offer(self, run: Run) -> None:
+        self.space = self.space.priced(run)
+        self._push, self._load, self._egress = sync_times(self.space)
+
+    # Steps ----------------------------------------------------------------------------------------
+
+    def estimate(self) -> StageSeconds:
+        """Return the seconds of every plan, generation bounded from below where no simulation has been asked."""
+        return self._put_together(is_bound=False)
+
+    def bound(self) -> Floats:
+        """Return the seconds that a steady step of each plan does not go below."""
+        return self._put_together(is_bound=True).step
+
+    def values(self, steps: Floats, lags: Floats | None = None) -> Floats:
+        """Return the objective of every plan whose steps take so many seconds, its rollouts so many versions behind, or none."""
+        plan, prices, egress = self.space.run.plan, self.space.prices, self.egress(steps)
+        lags = np.zeros(len(steps)) if lags is None else lags
+        return values_of(plan, steps, prices, self.tokens, lags, egress)
+
+    def egress(self, steps: Floats) -> Floats:
+        """Return the dollars of what crosses links in a step of so many seconds: a push, or what of one there is time for."""
+        found: Floats = self._egress * np.minimum(1.0, steps / np.maximum(self._push, 1e-9))
+        return found
+
+    def least(self, index: int) -> LeastTimes:
+        """Return the bounds of a step's generation: its share of the longest rollout's, and its work on a plan's replicas."""
+        return self._least_of(int(self.space.of_replicas[index]), int(self.space.of_mode[index]))
+
+    def _put_together(self, *, is_bound: bool) -> StageSeconds:
+        columns = [np.zeros(len(self.space)) for _ in StageSeconds._fields]
+        for mode, system in enumerate(self.space.systems):
+            places = np.nonzero(self.space.of_mode == mode)[0]
+            found = self._stages(places, mode, system, is_bound=is_bound)
+            for column, values in zip(columns, found, strict=True):
+                column[places] = values
+        return StageSeconds(*columns)
+
+    def _stages(
+        self, places: Indices, mode: int, system: System, *, is_bound: bool
+    ) -> StageSeconds:
+        trainer, trained = self.space.of_trainer[places], self._trained
+        push, load = (each[places] / system.sync_every for each in (self._push, self._load))
+        streams = system.streaming == "stream"
+        part = "least" if is_bound else "stream" if streams else "whole"
+        training = trained[part][trainer] + trained["optimizer"][trainer]
+        generation = self._generation(self.space.of_replicas[places], mode, is_bound=is_bound)
+        if system.staleness_bound == 0:
+            ends = generation + training
+            if streams:
+                ends = self._stream_ends(places, mode, generation, training, is_bound=is_bound)
+            step = ends + push + load
+        elif system.halts_for_sync:
+            step = np.maximum(generation, training) + push + load
+        else:
+            step = np.maximum(generation + load, training)
+        return StageSeconds(generation, training, push + load, step)
+
+    def _generation(self, replicas: Indices, mode: int, *, is_bound: bool) -> Floats:
+        """Return the seconds of generation: simulated where they were, else their bound."""
+        if is_bound:
+            table = self._bounds_of(mode)
+        elif self._overlaps[mode]:
+            table = self._unpaced(mode) * self._paces_of(mode)
+        else:
+            table = self._unpaced(mode)
+        values: Floats = table[replicas]
+        return values
+
+    def _unpaced(self, mode: int) -> Floats:
+        """Return what each replicas take for a batch in a mode, one share after the other where steps overlap."""
+        table, system = self._bounds_of(mode), self.space.systems[mode]
+        if _never_drains(system):
+            return table
+        seen: dict[Degree, list[tuple[int, float]]] = defaultdict(list)
+        for replicas, found in self._found(mode):
+            seconds = found.mean
+            if self._overlaps[mode]:
+                seconds = found.overlapping(1 + system.staleness_bound)
+            seen[_degree(self.space.replicas[replicas])].append((replicas, seconds))
+        return self._filled(table, seen)
+
+    def _filled(self, bounds: Floats, seen: Mapping[Degree, list[tuple[int, float]]]) -> Floats:
+        """Put what was simulated in the place of bounds; of the same degree it bounds others too.
+
+        Fewer replicas take longer for a batch, and more of them save no more than they are more.
+        """
+        counts = np.array([each.num_replicas for each in self.space.replicas])
+        table = bounds.copy()
+        for degree, known in seen.items():
+            places = np.array(self._alike[degree])
+            for replicas, seconds in known:
+                least = CAREFUL * seconds * np.minimum(1.0, counts[replicas] / counts[places])
+                table[places] = np.maximum(table[places], least)
+        for known in seen.values():
+            for replicas, seconds in known:
+                table[replicas] = seconds
+        return table
+
+    def _bounds_of(self, mode: int) -> Floats:
+        return np.array([self._bound_of(each, mode) for each in range(len(self._least))])
+
+    def _bound_of(self, replicas: int, mode: int) -> float:
+        longest, work = self._least_of(replicas, mode)
+        return max(0.0 if self._leaves_stragglers(mode) else longest, work)
+
+    def _least_of(self, replicas: int, mode: int) -> LeastTimes:
+        """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
+        least, num_replicas = self._least[replicas], self.space.replicas[replicas].num_replicas
+        num_batches = 1 + self.space.systems[mode].staleness_bound if self._overlaps[mode] else 1
+        return LeastTimes(least.longest / num_batches, least.work / num_replicas)
+
+    def _leaves_stragglers(self, mode: int) -> bool:
+        """Whether a step is made without the longest rollouts that were begun for it."""
+        policies = self.space.run.policies
+        return policies.oversampling > 1 and policies.system == self.space.modes[mode].system
+
+    def _paces_of(self, mode: int) -> Floats:
+        """Return by how much each replicas miss what they take one share after the other, in a mode in which steps overlap.
+
+        What simulations of the same degree say counts where there is none of the same replicas.
+        """
+        wanted = self.space.modes[mode]
+        usual = IN_FLIGHT if _never_drains(self.space.systems[mode]) else OVERLAP
+        by_degree: dict[Degree, list[float]] = defaultdict(list)
+        for paced, pace in self._paces.items():
+            if paced.mode._replace(sync_mode=wanted.sync_mode) == wanted:
+                by_degree[_degree(paced.replicas)].append(pace)
+        return np.array(
+            [
+                self._paces.get(Paced(each, wanted), median(by_degree.get(_degree(each), [usual])))
+                for each in self.space.replicas
+            ]
+        )
+
+    def _stream_ends(
+        self, places: Indices, mode: int, generation: Floats, training: Floats, *, is_bound: bool
+    ) -> Floats:
+        """Return when a trainer is done that works on rollouts as they are finished."""
+        trainer, trained = self.space.of_trainer[places], self._trained
+        optimizer = trained["optimizer"][trainer]
+        ends: Floats = np.maximum(generation + optimizer, training)
+        if is_bound:
+            return ends
+        ends = np.maximum(ends, generation + trained["last"][trainer] + optimizer)
+        for replicas, found in self._found(mode):
+            mine = self.space.of_replicas[places] == replicas
+            busy = (training - optimizer)[mine]
+            ends[mine] = np.maximum(ends[mine], found.stream_end(busy) + optimizer[mine])
+        return ends
+
+
+def _degree(replicas: Replicas) -> Degree:
+    return replicas._replace(replicas=1) if replicas.beside is None else replicas
+
+
+def _overlaps(system: System) -> bool:
+    """Whether replicas begin a batch before the one before is generated."""
+    is_ahead = system.staleness_bound > 0 and not system.waits_for_whole_batches
+    return is_ahead and not system.halts_for_sync
+
+
+def _never_drains(system: System) -> bool:
+    """Whether replicas go on with what they run when they load weights, and batches flow into each other."""
+    return _overlaps(system) and system.weight_sync in ("load-in-flight", "abort-and-resume")
+
+
+def _together(kinds: Sequence[tuple[int, list[LeastTimes]]]) -> LeastTimes:
+    """Return the bounds of so many replicas of each kind, the least over all batches; work is of a mean replica."""
+    alone = [
+        (number, LeastTimes(*(min(column) for column in zip(*batches, strict=True))))
+        for number, batches in kinds
+    ]
+    a_second = sum(number / least.work for number, least in alone)
+    longest = min(least.longest for _, least in alone)
+    return LeastTimes(longest, sum(number for number, _ in alone) / a_second)
+
+
+def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
+    run = _with_trainer(run, trainer)
+    return train_times(run, TrainingCosts.load(run), batches)
+
+
+def _with_trainer(run: Run, trainer: Degrees) -> Run:
+    """Return a run with a trainer and replicas beside it, to whose rollouts training costs are indifferent."""
+    run = trainer.apply(run)
+    return replace(run, rollout=replace(run.rollout, pool=trainer.pool))

@@ -1,0 +1,282 @@
+"""Describe the result of a search for the plan file: the chosen plan, the reason, and the plans compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import exp, hypot
+from statistics import median
+
+import msgspec
+from msgspec.structs import replace
+
+from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
+from streamrl.record.steady_state import Speed
+from streamrl.runfile.config import Run
+from streamrl.runfile.units import SECONDS_PER_HOUR
+from streamrl.sim.costs.curves import accepted_tokens
+from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.objective import front, value_of
+from streamrl.sim.planner.plan import SHORT, Choice, ComparedPlan, PlannedSide, RunnerUp, plan_text
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Candidate
+
+
+def drafts_text(run: Run) -> str:
+    """Say what a plan takes of the tokens that it may draft, and from where; nothing where it may not."""
+    drafts, counts = run.rollout.speculative, run.plan.speculative
+    if drafts is None or counts is None:
+        return ""
+    assert drafts.acceptance is not None, "check_run wants it"
+    made = {
+        tokens: accepted_tokens(replace(drafts, tokens=tokens)) for tokens in counts if tokens > 0
+    }
+    each = ", ".join(f"{tokens} drafted make {of:.2f} tokens a step" for tokens, of in made.items())
+    drafter = drafts.model or "the model's own layer for multi-token prediction"
+    return (
+        f"drafts of {drafter} are accepted with probability {drafts.acceptance:g} each where all before were, "
+        f"as rollout.speculative.acceptance says{f': {each}' if each else ''}"
+    )
+
+
+DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
+NOTABLY = 1.1
+"""Times as fast as the chosen plan from which on it is said of one that is as good."""
+SCALED = ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens")
+"""Figures of a finalist that stand as the chosen plan's times what both differ by over the steps that they share."""
+RUNNERS_UP = 8
+"""Plans that are named beside the chosen one."""
+
+
+class PlanDescription:
+    """Puts what was simulated into the words of a plan file."""
+
+    def __init__(self, search: Search, race: Race, chosen: int) -> None:
+        self._search, self._race, self._index = search, race, chosen
+        self.chosen = self._choice(chosen, race.steady[chosen])
+
+    def open_gap(self) -> float | None:
+        """Return how much better a plan may be that was not simulated; None where the search found that none is."""
+        search = self._search
+        if search.has_converged:
+            return None
+        return max(0.0, 1 - float(search.least_open()) / search.value(self._index))
+
+    def why(self) -> str:
+        """Say why this plan is chosen and no other that costs about as much."""
+        race, chosen = self._race, self._index
+        best = min(race.finals, key=race.value)
+        alike = [index for index in race.finals if race.is_alike(index, best)]
+        if best == chosen or chosen not in alike:
+            return "the best of all that were simulated"
+        times = race.finals[chosen][0].step_time / race.finals[best][0].step_time
+        faster = f", which is {times:.2g} times as fast" if times > NOTABLY else ""
+        return (
+            f"the simplest of {len(alike)} plans that are about as good: "
+            f"{race.behind(chosen, best):.1%} behind the best, {self._text(best)}{faster}"
+        )
+
+    def beside(self) -> list[ComparedPlan]:
+        """Return what a choice is always seen beside: the best synchronous, the best colocated and the fastest plan."""
+        kinds, known = self._kinds(), self._race.as_known
+        if kinds["fastest"] is not None and known(kinds["fastest"]):
+            those = [index for index in self._ranking() if known(index)]
+            kinds["fastest"] = min(those, key=lambda index: known(index)[0].step_time)
+        return [self._beside(what, index) for what, index in kinds.items()]
+
+    def _beside(self, what: str, index: int | None) -> ComparedPlan:
+        if index is None:
+            return ComparedPlan(what=what, runner=None)
+        if not self._race.as_known(index):
+            return ComparedPlan(what=what, runner=None, not_simulated=self._text(index))
+        return ComparedPlan(what=what, runner=self._runner(index))
+
+    def wanted(self) -> list[int]:
+        """Return the plans that are to be simulated for as long as the chosen one, as they stand beside it."""
+        found = [index for index in self._kinds().values() if index is not None]
+        if self._search.space.run.plan.objective == "pareto":
+            speeds = self._search.speeds
+            points = [(speeds[i].step_time, speeds[i].cost_per_step) for i in self._ranking()]
+            found += [self._ranking()[place] for place in front(points)]
+        return list(dict.fromkeys(found))
+
+    def _kinds(self) -> dict[str, int | None]:
+        """Return the best of each kind by what all have: finalists as such, the others by the few steps of the search."""
+        ranking, speeds = self._ranking(), self._search.speeds
+        kinds: dict[str, Callable[[int], bool]] = {
+            "best synchronous": lambda index: not self._search.space.system(index).staleness_bound,
+            "best colocated": lambda index: self._mode(index) == "colocated",
+        }
+        found = {what: next(filter(is_kind, ranking), None) for what, is_kind in kinds.items()}
+        return {**found, "fastest": min(ranking, key=lambda index: speeds[index].step_time)}
+
+    def _ranking(self) -> list[int]:
+        return [self._index, *self._others()]
+
+    def runners_up(self) -> list[RunnerUp]:
+        """Return the plans that come next, the best first, of those that were simulated for longer than a search does."""
+        found = [self._runner(index) for index in self._known()[:RUNNERS_UP]]
+        return sorted(found, key=lambda runner: runner.behind)
+
+    def _others(self) -> list[int]:
+        """Return the plans that were not chosen, finalists first, the best first."""
+        race, others = self._race, [i for i in self._search.ranking() if i != self._index]
+        finals = sorted((i for i in others if i in race.finals), key=race.value)
+        return [*finals, *(i for i in others if i not in race.finals)]
+
+    def _known(self) -> list[int]:
+        """Return the others whose figures are as well known as those of the chosen plan, or of finalists."""
+        race = self._race
+        return [i for i in self._others() if race.as_known(i) or i in race.finals]
+
+    def pareto(self) -> list[Choice]:
+        """Return the plans that none beats in seconds and dollars of a step, the fastest first."""
+        if self._search.space.run.plan.objective != "pareto":
+            return []
+        indices = [self._index, *self._known()]
+        points = [(self._times(i, "step_time"), self._times(i, "cost_per_step")) for i in indices]
+        return [self._runner(indices[place]).choice for place in front(points)]
+
+    def _times(self, index: int, key: str) -> float:
+        """Return a figure of a plan over that of the chosen one, on the same prompts, in the median of the seeds."""
+        if index == self._index:
+            return 1.0
+        ours, theirs = (
+            median(getattr(speed, key) for speed in speeds)
+            for speeds in self._race.pair(index, self._index)
+        )
+        return float(ours / theirs)
+
+    def _mode(self, index: int) -> str:
+        return self._search.space.candidate(index).mode.system
+
+    def _text(self, index: int) -> str:
+        return describe(self._search.space.run, self._search.space.candidate(index))
+
+    def _choice(self, index: int, speeds: Sequence[Speed]) -> Choice:
+        """Describe a simulated plan."""
+        search = self._search
+        run, candidate, (speed, *_) = search.space.run, search.space.candidate(index), speeds
+        ranges = [_range(value_of(run.plan, each), each) for each in speeds]
+        return Choice(
+            rollout=side_of(run, candidate, "rollout"),
+            trainer=side_of(run, candidate, "trainer"),
+            settings=settings_of(candidate),
+            dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
+            step_time=speed.step_time,
+            step_time_interval=speed.step_time_interval,
+            median_step_time=speed.median_step_time,
+            steps=len(speed.step_times),
+            note=speed.note,
+            cost_per_step=speed.cost_per_step,
+            cost_per_million_tokens=speed.cost_per_million_tokens,
+            mean_staleness=speed.mean_staleness,
+            complexity=int(search.complexity[index]),
+            least=min(least for least, _ in ranges),
+            most=max(most for _, most in ranges),
+            num_seeds=len(ranges),
+            estimate=float(search.estimates.estimate().step[index]),
+        )
+
+    def _runner(self, index: int) -> RunnerUp:
+        """Describe a plan compared with the chosen one on the same prompts and over as many steps: steady ones where it has them."""
+        race, search = self._race, self._search
+        if index == self._index:
+            return RunnerUp(
+                choice=self.chosen, value=search.value_of(race.steady[index][0]), behind=0.0
+            )
+        behind = race.behind(index, self._index)
+        (one, *more), (other, *_) = race.pair(index, self._index)
+        choice = self._choice(index, [one, *more])
+        width = ratio_half_width(one, other)
+        if not race.as_known(index):
+            choice = self._scaled(choice, index, behind, width)
+        return RunnerUp(
+            choice=choice,
+            value=search.value_of(race.steady[self._index][0]) * (1 + behind),
+            behind=behind,
+            behind_interval=None if width is None else _around(1 + behind, width),
+            is_beyond_chance=is_beyond_chance(one, other, 1 + behind),
+        )
+
+    def _scaled(self, choice: Choice, index: int, behind: float, width: float | None) -> Choice:
+        """Return a finalist with the chosen plan's figures times what both differ by over the steps that they share."""
+        ours = self.chosen
+        figures = {key: getattr(ours, key) * self._times(index, key) for key in SCALED}
+        value = self._search.value_of(self._race.steady[self._index][0]) * (1 + behind)
+        interval = None
+        if width is not None and ours.step_time_interval is not None:
+            own = (ours.step_time_interval[1] / ours.step_time) - 1
+            step = figures["step_time"]
+            interval = step * (1 - hypot(own, width)), step * (1 + hypot(own, width))
+        return msgspec.structs.replace(
+            choice, **figures, step_time_interval=interval, note="", least=value, most=value
+        )
+
+
+def _around(ratio: float, width: float) -> tuple[float, float]:
+    """Return the ends of the interval of a share by which something is above, of half the width of its logarithm."""
+    return ratio * exp(-width) - 1, ratio * exp(width) - 1
+
+
+def _range(value: float, speed: Speed) -> tuple[float, float]:
+    """Return what the interval of the step time leaves open of an objective that grows with it."""
+    least, most = speed.spread
+    return value * least, value * most
+
+
+def side_of(run: Run, candidate: Candidate, section: str) -> PlannedSide:
+    """Describe the side of a plan."""
+    kinds: Sequence[Replicas | Degrees] = (candidate.trainer,)
+    if section == "rollout":
+        kinds = candidate.replicas.kinds
+    found: PlannedSide | None = None
+    for side in reversed(kinds):
+        found = PlannedSide(
+            pool=side.pool,
+            gpu=run.cluster.pools[side.pool].gpu,
+            num_gpus=side.num_gpus,
+            degrees=_degrees(side),
+            beside=found,
+        )
+    assert found is not None
+    return found
+
+
+def _degrees(side: Replicas | Degrees) -> dict[str, int]:
+    own = side._asdict().items()
+    return {key: int(value) for key, value in own if key in DEGREES and value is not None}
+
+
+def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
+    """Return the keys of the run file that a plan sets."""
+    mode = candidate.mode
+    found: dict[str, str | int | float | bool | None] = {
+        **{f"rollout.{key}": value for key, value in candidate.replicas.own.items()},
+        **{
+            f"rollout.others.{place}.{key}": value
+            for place, kind in enumerate(candidate.replicas.kinds[1:])
+            for key, value in kind.own.items()
+        },
+        **_drafts(candidate.replicas.drafted),
+        **{f"trainer.{key}": value for key, value in candidate.trainer._asdict().items()},
+        "policies.system": mode.system,
+        "policies.max_staleness": mode.max_staleness,
+        "policies.dispatch": mode.dispatch,
+        "policies.order": mode.order,
+        "sync.mode": mode.sync_mode,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _drafts(drafted: int | None) -> dict[str, int | bool | None]:
+    if drafted is None:
+        return {}
+    key = "rollout.speculative"
+    return {f"{key}.enabled": drafted > 0, f"{key}.tokens": drafted or None}
+
+
+def describe(run: Run, candidate: Candidate) -> str:
+    """Return a plan in a line."""
+    rollout, trainer = (side_of(run, candidate, name) for name in ("rollout", "trainer"))
+    return plan_text(rollout, trainer, settings_of(candidate))

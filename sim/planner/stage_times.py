@@ -1,0 +1,387 @@
+"""Closed forms and bounds of the seconds in which replicas generate and a trainer trains whole batches.
+
+Seconds in which a trainer works off whole batches, in closed form: what screens thousands of trainers.
+
+The same costs as `streamrl.sim.costs.training` has, with the rollouts of a batch put together into four sums, and all
+micro-batches alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.engine.systems import PASSES_PER_COMMAND, most_per_command, rollouts_that_fill
+from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import StreamingName
+from streamrl.sim.batch_generation import Finish, StepEnds
+from streamrl.sim.costs.curves import DecodeCurve
+from streamrl.sim.costs.training.layer import Pass
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.workload.workload import Draw
+
+Floats = NDArray[np.float64]
+
+
+class GenerationTime(NamedTuple):
+    """What replicas take for one batch after the other."""
+
+    seconds: Floats
+    """To the last rollout of each batch that is trained on, groups for those that are passed over drawn as these are."""
+    together: Floats
+    """To the last rollout of each batch with all groups drawn at once, as where steps overlap."""
+    turnovers: Floats
+    """To the end of each group of a batch, all of them added up, over the groups that are trained on: what a step takes
+    where so many are under way at any time, and another is begun as one ends."""
+    shares: Floats
+    """To the end of a replica's share of each batch, the mean over replicas: what a batch takes replicas that begin the
+    next one as they end theirs."""
+    envelopes: list[tuple[Floats, Floats]]
+    """For each batch, of the rollouts that can keep a trainer waiting alone: when one can be trained on, and the
+    share of all tokens that can be then or later."""
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a batch."""
+        return float(self.seconds.mean())
+
+    def overlapping(self, num_batches: int) -> float:
+        """Return the seconds of a step where so many batches are under way at any time."""
+        under_way = max(self.together.mean(), self.turnovers.mean())
+        return float(max(self.shares.mean(), under_way / num_batches))
+
+    def stream_end(self, train_time: Floats) -> Floats:
+        """Return when trainers are done that work on rollouts as they finish, each `train_time` for all of them.
+
+        A server that is never idle while work waits is done at the latest of: an arrival, and all work from
+        then on.
+        """
+        ends = [
+            (instants + left * train_time[:, None]).max(axis=1) for instants, left in self.envelopes
+        ]
+        mean: Floats = np.mean(ends, axis=0)
+        return mean
+
+
+def summarize(
+    batches: Sequence[StepEnds], num_replicas: int, *, waits_for_groups: bool
+) -> GenerationTime:
+    """Keep what later questions need of the ends of each batch's rollouts.
+
+    Args:
+        batches: when they are finished, by batch.
+        num_replicas: replicas among which each batch was dealt.
+        waits_for_groups: whether a rollout can be trained on only once all of its group are finished.
+    """
+    arrivals = [_by_group(ends.in_turn) if waits_for_groups else ends.in_turn for ends in batches]
+    return GenerationTime(
+        seconds=np.array([ends.in_turn[-1].time for ends in batches]),
+        together=np.array([ends.at_once[-1].time for ends in batches]),
+        turnovers=np.array([_turnover(ends) for ends in batches]),
+        shares=np.array([_mean_share(ends.at_once, num_replicas) for ends in batches]),
+        envelopes=[_envelope_of(ends) for ends in arrivals],
+    )
+
+
+def _turnover(ends: StepEnds) -> float:
+    """Add up when groups end, of rising ends the last one of each, and divide by those that are trained on."""
+    complete = {finish.group: finish.time for finish in ends.at_once}
+    return sum(complete.values()) / len({finish.group for finish in ends.in_turn})
+
+
+def _mean_share(finishes: Sequence[Finish], num_replicas: int) -> float:
+    """Return when a replica ends its share, on average; of rising ends the last one stays."""
+    ends = {finish.replica: finish.time * finish.weight for finish in finishes}
+    return sum(ends.values()) / num_replicas
+
+
+def _by_group(finishes: Sequence[Finish]) -> list[Finish]:
+    """Put every rollout off to the end of its group."""
+    ends = {finish.group: finish.time for finish in finishes}
+    return sorted(finish._replace(time=ends[finish.group]) for finish in finishes)
+
+
+def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:
+    instants = np.array([finish.time for finish in finishes])
+    tokens = np.array([finish.tokens * finish.weight for finish in finishes])
+    left = np.cumsum(tokens[::-1])[::-1] / tokens.sum()
+    kept = _envelope(instants, left)
+    return instants[kept], left[kept]
+
+
+def _envelope(instants: Floats, left: Floats) -> list[int]:
+    """Return the places where `instants + left * x` is the largest of all for some x >= 0: an upper hull."""
+    hull: list[int] = []
+    for place in range(len(instants) - 1, -1, -1):  # by rising share left, falling instant
+        while len(hull) > 1 and _is_below(instants, left, hull[-2], hull[-1], place):
+            hull.pop()
+        hull.append(place)
+    return hull
+
+
+def _is_below(x: Floats, y: Floats, first: int, middle: int, last: int) -> bool:
+    """Whether the middle one of three lines is nowhere above both others."""
+    return bool(
+        (x[middle] - x[first]) * (y[last] - y[first])
+        <= (x[last] - x[first]) * (y[middle] - y[first])
+    )
+
+
+class DealtBatch(NamedTuple):
+    """A batch as replicas see it."""
+
+    prompts: Floats
+    outputs: Floats
+
+    @classmethod
+    def of(cls, batch: Sequence[Draw]) -> DealtBatch:
+        """Take prompt and output tokens of every rollout."""
+        pairs = [(draw.drawn.prompt_tokens, n) for draw in batch for n in draw.lengths]
+        array = np.array(pairs, dtype=float)
+        return cls(array[:, 0], array[:, 1])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt and output tokens of each rollout."""
+        return [int(length) for length in self.prompts + self.outputs]
+
+
+class LeastTimes(NamedTuple):
+    """Seconds that no replicas go below, whatever is dealt to whom."""
+
+    longest: float
+    """Of the slowest rollout alone on a replica."""
+    work: float
+    """Of all tokens at the batch that is best for them, times replicas."""
+
+
+def least_times(curve: DecodeCurve, kv_capacity: float, work: DealtBatch) -> LeastTimes:
+    """Bound the decode of a batch: every step costs a(b) + c(b) S, and prefill makes each first token.
+
+    No step holds more than `kv_capacity` tokens of outputs, so all tokens take at least as many steps as that
+    allows. These steps take no less than as many of the mean batch would, by what is convex below a(b).
+    """
+    base, slope = np.array(curve.base[1:]), np.array(curve.per_context_token[1:])
+    steps = work.outputs - 1
+    held = steps * (steps + 1) / 2
+    context = steps * work.prompts + held
+    alone = steps * base.min() + context * slope.min()
+    num_tokens = float(steps.sum())
+    num_steps = max(num_tokens / len(base), float(held.sum()) / kv_capacity)
+    together = num_steps * _convex_below(base, num_tokens / max(num_steps, 1.0))
+    return LeastTimes(float(alone.max()), together + float(context.sum() * slope.min()))
+
+
+def _convex_below(values: Floats, place: float) -> float:
+    """Return the convex function below values at 1, 2, ..., and 0 at 0, at a place between them."""
+    places = np.arange(len(values) + 1.0)
+    points = np.concatenate(([0.0], values))
+    hull = [0]
+    for right in range(1, len(points)):
+        while len(hull) > 1 and _is_above(places, points, hull[-2], hull[-1], right):
+            hull.pop()
+        hull.append(right)
+    return float(np.interp(place, places[hull], points[hull]))
+
+
+def _is_above(x: Floats, y: Floats, left: int, middle: int, right: int) -> bool:
+    """Whether the middle one of three points is not below the line through both others."""
+    return bool(
+        (y[middle] - y[left]) * (x[right] - x[left]) >= (y[right] - y[left]) * (x[middle] - x[left])
+    )
+
+
+PART, PART_FILLS = 4096, 16
+"""Rollouts of a batch by which its closed form is checked, and times that they fill all ranks."""
+
+
+class Sums(NamedTuple):
+    """Rollouts, prompts and outputs counted, by what costs depend on."""
+
+    num_rollouts: int
+    tokens: float
+    squares: float
+    longest: int
+
+
+class FallingLengths:
+    """The rollouts of a step."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        falling = np.sort(np.asarray(lengths, dtype=float))[::-1]
+        self._tokens, self._squares = np.cumsum(falling), np.cumsum(falling**2)
+        self._longest = int(falling[0])
+        self.all = self.longest(len(falling))
+        """Every rollout."""
+
+    def longest(self, count: int) -> Sums:
+        """Return the longest rollouts."""
+        last = min(count, len(self._tokens)) - 1
+        return Sums(last + 1, float(self._tokens[last]), float(self._squares[last]), self._longest)
+
+
+class TrainTimes(NamedTuple):
+    """Seconds of a step's training, the optimizer left out."""
+
+    whole: float
+    """Of a batch that is there at once, in one command a kind."""
+    stream: float
+    """Of a batch that is always there when the trainer is free, in the commands of a stream."""
+    last: float
+    """Of what a stream ends with: it waits for as many rollouts as fill the GPUs, and the longest come last."""
+    least: float
+    """Of the arithmetic alone, spread evenly over ranks."""
+    optimizer: float
+    """Of gradient reduction and optimizer step."""
+
+
+def train_times(run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths]) -> TrainTimes:
+    """Return what a trainer takes for a batch, the mean over several; `least` is the least of them."""
+    factor = run.costs.training_factor
+    whole, stream, last, least = (
+        np.array([one(run, costs, batch) for batch in batches]) / factor
+        for one in (_whole, _stream, _last, _least)
+    )
+    framework = run.framework
+    between = (framework.optimizer_steps * framework.epochs - 1) * costs.optimizer_time / factor
+    return TrainTimes(
+        float(whole.mean()) + between,
+        float(stream.mean()) + between,
+        float(last.mean()),
+        float(least.min()),
+        costs.optimizer_time / factor + costs.overhead_time,
+    )
+
+
+def passes_time(
+    run: Run, costs: TrainingCosts, batch: Sequence[int], streaming: StreamingName
+) -> float:
+    """Return the seconds of the passes that a trainer is told to make for a batch that waits for it, one by one.
+
+    Args:
+        run: the run file, with the trainer's degrees.
+        costs: the trainer's.
+        batch: prompt and output tokens of each rollout, in the order in which they come.
+        streaming: how many rollouts a command has.
+    """
+    line, now = costs.line(), 0.0
+    most = most_per_command(run, streaming)
+    for start in range(0, len(batch), most):
+        lengths = list(batch[start : start + most])
+        if run.algorithm.needs_score:
+            now = line.score(lengths, now)
+        now = line.train(lengths, now)
+    return line.finish(now)
+
+
+def closed_form_error(
+    run: Run, costs: TrainingCosts, batch: Sequence[int], streaming: StreamingName
+) -> float:
+    """Return the seconds of a batch's passes, one by one, over what the closed form has.
+
+    Where ranks go in step, as with ZeRO 3 or expert ranks, the closed form is up to a third low. Of a large batch a part
+    tells.
+    """
+    part = batch[: max(PART, PART_FILLS * rollouts_that_fill(run))]
+    closed = _stream if streaming == "stream" else _whole
+    seconds = closed(run, costs, FallingLengths(part))
+    return passes_time(run, costs, part, streaming) / seconds if seconds else 1.0
+
+
+def _whole(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
+    fills = run.framework.optimizer_steps * run.framework.epochs
+    return _commands(run, costs, batch.all, commands=1, fills=fills)
+
+
+def _stream(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
+    """Seconds of a batch whose commands keep the pipeline full; with scores before each it runs dry in between."""
+    most = PASSES_PER_COMMAND * rollouts_that_fill(run)
+    commands = max(1, ceil(batch.all.num_rollouts / most))
+    fills = run.framework.optimizer_steps * run.framework.epochs
+    if costs.num_scored:
+        fills = max(fills, commands)
+    return _commands(run, costs, batch.all, commands=commands, fills=fills)
+
+
+def _last(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
+    longest = batch.longest(rollouts_that_fill(run))
+    return _commands(run, costs, longest, commands=1, fills=1)
+
+
+def _least(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
+    """Seconds of arithmetic on the stage that has most."""
+    tokens, pairs = batch.all.tokens, batch.all.squares / 2
+    work = [
+        run.framework.epochs * costs.num_trained * costs.informative_share * seconds
+        for seconds in _of_stages(run, _bare(costs.stages.forward, tokens, pairs))
+        + _of_stages(run, _bare(costs.stages.backward, tokens, pairs))
+    ]
+    scored = (
+        costs.num_scored
+        * costs.informative_share
+        * _of_stages(run, _bare(costs.stages.scored, tokens, pairs))
+    )
+    return float(np.max(np.array(work) + scored)) / run.trainer.data_parallel
+
+
+class Turns(NamedTuple):
+    """A rank's micro-batches, all alike."""
+
+    turns: float
+    """Seconds of the slowest stage for all of them."""
+    fill: float
+    """Seconds until a pipeline is full, and until it is empty again."""
+
+
+def _turns(run: Run, costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
+    """Return the score turns and train passes of a batch, spread evenly over ranks and micro-batches."""
+    trainer, stages = run.trainer, costs.stages
+    ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
+    room = max(trainer.max_tokens_per_pass, batch.longest)
+    num_micro = max(
+        ceil(batch.num_rollouts / (ranks * trainer.micro_batch)), ceil(batch.tokens / ranks / room)
+    )
+    share = ranks * num_micro
+    mean = (round(batch.tokens / share), batch.squares / 2 / share)
+    micro = [mean, longest]
+    scored = stages.scored_times(micro)
+    trained = stages.forward_times(micro) + stages.backward_times(micro)
+    return _turn(run, scored, num_micro).turns, _turn(run, trained, num_micro)
+
+
+def _turn(run: Run, times: Floats, num_micro: int) -> Turns:
+    """Add the slices of a stage up; the longest rollout takes a rank no less than it takes alone."""
+    mean, longest = (_of_stages(run, row) for row in times)
+    slowest = float(mean.max())
+    fill = (float(mean.sum()) - slowest) / run.trainer.virtual_stages
+    return Turns(max(num_micro * slowest, float(longest.max())), fill)
+
+
+def _commands(
+    run: Run, costs: TrainingCosts, rollouts: Sums, *, commands: int, fills: int
+) -> float:
+    """Seconds of scoring and training rollouts in so many commands, in which pipelines fill so often.
+
+    Training fills a pipeline while scores leave it; models that take turns fill it one by one.
+    """
+    switches, trained = costs.switches, costs.num_trained * run.framework.epochs
+    score_turns, train = _turns(run, costs, rollouts)
+    if switches.train_time:
+        fills *= costs.num_trained
+    switched = costs.num_scored * switches.score_time + trained * switches.train_time
+    turns = costs.num_scored * score_turns + trained * train.turns
+    return commands * switched + costs.informative_share * (turns + fills * train.fill)
+
+
+def _bare(passes: Sequence[Pass], tokens: float, pairs: float) -> Floats:
+    return np.array([one.per_token * tokens + one.per_pair * pairs for one in passes])
+
+
+def _of_stages(run: Run, slices: Floats) -> Floats:
+    """Add the slices of each stage up."""
+    summed: Floats = slices.reshape(-1, run.trainer.pipeline_parallel).sum(axis=0)
+    return summed

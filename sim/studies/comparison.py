@@ -1,0 +1,253 @@
+"""Compare two runs simulated side by side, and find the link bandwidth at which they cost the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from streamrl.engine.trace import Trace
+from streamrl.record.charges import dollars_per_second
+from streamrl.record.metrics import measure_speed
+from streamrl.record.run_comparison import (
+    Against,
+    BreakEvenBandwidth,
+    PairedSteps,
+    compare_traces,
+    find_paired_steps,
+)
+from streamrl.record.steady_state import Steady, describe_unfinished
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.gpu_pools import find_link
+from streamrl.runfile.keys import pool_key
+from streamrl.runfile.simulation_config import SimulateConfig
+from streamrl.runfile.units import Bandwidth
+from streamrl.sim.steady_state import Enough, open_world
+from streamrl.sim.studies.comparable_runs import check_same_work
+from streamrl.sim.world import SimWorld, collecting_seldom
+
+LEAST_BANDWIDTH = 10e6 / 8
+"""Bytes a second below which nobody sends weights: 10 Mbps."""
+FREE_BANDWIDTH = 1e15
+"""Bytes a second of a link that is as good as free: 65 GB take 65 us."""
+NEAR_EVEN = 0.1
+"""Share of the wanted interval within which costs are even, when a bandwidth is looked for."""
+NEAR_BANDWIDTH = 0.005
+"""Ratio, less one, of two bandwidths of which it is not worth asking what lies between."""
+MOST_TRIALS = 20
+
+Watch = Callable[[str, int, int], None]
+"""Told what is done, how much of it, and how much at most."""
+
+
+def find_break_even_bandwidth(
+    a: Run, link: int, against: Against, watch: Watch = lambda what, done, most: None
+) -> BreakEvenBandwidth:
+    """Find the bandwidth of one of A's links at which a token costs as much with A as with B.
+
+    A is simulated again for each that is tried, over the steps that count. In logarithms costs fall with bandwidth, and
+    never faster than it rises, so that a line through two points, and that bound, lead there.
+
+    Args:
+        a: the run.
+        link: place of the link in its run file.
+        against: A against B, as the files have them.
+        watch: told of progress.
+    """
+    own = a.cluster.links[link]
+    near_even, num_tried = NEAR_EVEN * a.simulate.interval, 0
+
+    def excess(place: float) -> float:
+        """Return the logarithm of A's costs over B's, for the logarithm of a bandwidth."""
+        nonlocal num_tried
+        num_tried += 1
+        watch("bandwidth", num_tried, MOST_TRIALS)
+        cost = against.steps_ratio * _cost_at(a, link, exp(place), against)
+        return log(cost / against.b.cost_per_million_tokens)
+
+    def answer(bandwidth: float | None, is_cheaper: bool = False) -> BreakEvenBandwidth:
+        return BreakEvenBandwidth(
+            between=own.between,
+            bandwidth=float(own.bandwidth),
+            break_even=bandwidth,
+            is_cheaper=is_cheaper,
+            least=LEAST_BANDWIDTH,
+        )
+
+    now, here = log(own.bandwidth), log(against.cost_ratio.value)
+    if abs(here) <= near_even / 10:
+        return answer(float(own.bandwidth))
+    if here > 0:
+        low, above, high = now, here, log(FREE_BANDWIDTH)
+        if (below := excess(high)) >= 0:
+            return answer(None)
+    else:
+        low, high, below = log(LEAST_BANDWIDTH), now, here
+        if (above := excess(low)) <= 0:
+            return answer(None, is_cheaper=True)
+    return answer(exp(_crossing(excess, (low, above), (high, below), near_even)))
+
+
+def _crossing(
+    excess: Callable[[float], float],
+    low: tuple[float, float],
+    high: tuple[float, float],
+    near: float,
+) -> float:
+    """Return where a function that falls at most one for one is zero, from a point above zero and one below.
+
+    False position in the Illinois way: a side that stays twice in a row counts half.
+    """
+    (left, above), (right, below) = low, high
+    place, bound = left, left + above
+    for _ in range(MOST_TRIALS - 1):
+        place = max(bound, left + (right - left) * above / (above - below))
+        if right - left < NEAR_BANDWIDTH:
+            break
+        value = excess(place)
+        if abs(value) <= near:
+            break
+        if value > 0:
+            left, above, below = place, value, below / 2
+            bound = left + value
+        else:
+            right, below, above = place, value, above / 2
+    return place
+
+
+def _cost_at(a: Run, link: int, bandwidth: float, against: Against) -> float:
+    """Return dollars for a million tokens with another bandwidth of one link, over the same steps."""
+    links = list(a.cluster.links)
+    links[link] = replace(links[link], bandwidth=Bandwidth(bandwidth))
+    world = open_world(replace(a, cluster=replace(a.cluster, links=links)))
+    last = against.counted_steps[1]
+    trace = world.run(is_enough=lambda: len(world.steps) > last)
+    if len(world.steps) < last:
+        made = f"{len(world.steps)} of {last} steps"
+        raise RuntimeError(
+            f"with {bandwidth:.3g} B/s on a link the run stopped by itself after {made}"
+        )
+    return measure_speed(trace, against.counted_steps).cost_per_million_tokens
+
+
+class Pair(NamedTuple):
+    """Two runs that were simulated side by side."""
+
+    traces: tuple[Trace, Trace]
+    steps: PairedSteps
+    note: str
+    """What keeps their difference from being as exactly known as was asked for."""
+
+
+def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Against:
+    """Simulate two runs of the same work until their difference is known, and set them against each other.
+
+    Both take the same prompts and lengths step by step, and as many steps count in both. The narrower `[simulate]`
+    interval of the two is wanted, of the ratio of their step times; `simulate.max_steps` is the larger one.
+
+    Args:
+        a: the run that is asked about.
+        b: the run that one has.
+        watch: told of progress.
+
+    Raises:
+        ValueError: they do not do the same work, or one asks for what its profiles or memory do not allow.
+        RuntimeError: nothing is left that could happen, or one stops before its last step.
+    """
+    check_same_work(a, b)
+    for run in (a, b):
+        _check_price(run)
+    a, b = _alike(a, b)
+    pair = simulate_pair(a, b, watch)
+    counted = (pair.steps.first, pair.steps.last)
+    against = compare_traces(pair.traces, counted, pair.note)
+    index = find_link(a)
+    if index is None or against.outcome == "no difference":
+        return against
+    found = find_break_even_bandwidth(a, index, against, watch)
+    return replace(against, bandwidths=[found])
+
+
+def _check_price(run: Run) -> None:
+    """Refuse a run that costs nothing: no ratio of dollars says how it compares."""
+    if not dollars_per_second(run):
+        key = pool_key(run.rollout.pool, "price")
+        text = f"{key} is 0, and a run that costs nothing cannot be set against another"
+        raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
+
+
+def _alike(a: Run, b: Run) -> tuple[Run, Run]:
+    """Return both with the same `[simulate]`, and the same loss of what lags behind: that is one of the task."""
+    simulate = replace(
+        a.simulate,
+        interval=min(a.simulate.interval, b.simulate.interval),
+        max_steps=max(a.simulate.max_steps, b.simulate.max_steps),
+    )
+    lag = max(a.plan.staleness_cost, b.plan.staleness_cost)
+    return _with(a, simulate, lag), _with(b, simulate, lag)
+
+
+def _with(run: Run, simulate: SimulateConfig, lag: float) -> Run:
+    return replace(run, simulate=simulate, plan=replace(run.plan, staleness_cost=lag))
+
+
+def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Pair:
+    """Simulate two runs step by step in turn, until the ratio of their step times is known."""
+    runs = (a, b)
+    worlds = [open_world(run) for run in runs]
+    made = [world.steps for world in worlds]
+    drifts = not all(run.has_steady_state for run in runs)
+
+    def is_known(steady: Steady, share: float) -> bool:
+        return find_paired_steps(runs, made, 0, drifts=drifts).is_within(share)
+
+    enough = [Enough(run, steps, is_known) for run, steps in zip(runs, made, strict=True)]
+    walks, most = [world.walk() for world in worlds], a.simulate.max_steps
+    with collecting_seldom():
+        is_over = False
+        while not is_over:
+            behind, other = (0, 1) if len(made[0]) <= len(made[1]) else (1, 0)
+            stopped_by_itself = next(walks[behind], True)
+            if stopped_by_itself:
+                _check_finished(worlds[behind], "AB"[behind])
+                break
+            watch("step", min(map(len, made)), most)
+            ahead = len(made[behind]) - len(made[other])
+            if not ahead:
+                answers = [each.is_there() for each in enough]  # each is asked once a step
+                is_over = all(answers)
+            if ahead <= 0 and made[behind].num_made > most:
+                is_over = True  # though a loss of the trainer has taken steps back
+    if not min(map(len, made)):
+        raise RuntimeError("a run was over before a step of it stayed: there is nothing to compare")
+    steps = find_paired_steps(runs, made, 1, drifts=drifts)
+    return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a, steps, drifts))
+
+
+def _check_finished(world: SimWorld, letter: str) -> None:
+    """Refuse to set a run that never comes to its last step against one that may."""
+    engine, run = world.engine, world.run_file
+    unfinished = describe_unfinished(run, world.steps.version, engine.stop_reason or "")
+    if unfinished:
+        raise RuntimeError(
+            f"{letter} is not finished, so there is nothing to compare: it {unfinished}"
+        )
+
+
+def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:
+    """Say what keeps the difference from being as exactly known as was asked for."""
+    if drifts or steps.is_within(run.simulate.interval):
+        return ""
+    if steps.half_width is None:
+        num = steps.last - steps.first + 1
+        count = "1 step counts" if num == 1 else f"{num} steps count"
+        return f"{count} in both, too few for an interval of the difference"
+    if not steps.has_settled:
+        return f"no steady state of both was found in {steps.last} steps"
+    return (
+        f"the difference is known to {steps.half_width:.2g}, not to the {run.simulate.interval:.2g} that is wanted "
+        f"(simulate.interval), within simulate.max_steps={run.simulate.max_steps}"
+    )

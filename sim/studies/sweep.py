@@ -1,0 +1,109 @@
+"""Simulate the grid of a what-if study in parallel: check every combination, then simulate every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from itertools import count
+
+from msgspec.structs import replace
+
+from streamrl.record.metrics import Metrics
+from streamrl.report.study_table import StudyRow
+from streamrl.runfile.files import decode_run, encode_run
+from streamrl.runfile.sweep import Grid, RejectedCell
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.parallel import answers
+from streamrl.sim.steady_state import UnfinishedError, measure_steady
+from streamrl.workload.workload import SimulatedWorkload
+
+Watch = Callable[[str, int, int], None]
+"""Told what is under way, how many of it are done, and of how many."""
+
+
+def run_sweep(
+    grid: Grid,
+    num_seeds: int,
+    *,
+    skips: bool = False,
+    watch: Watch = lambda what, done, total: None,
+) -> tuple[Grid, list[StudyRow]]:
+    """Return the grid without what cannot be simulated or does not finish, and a row for each combination and seed.
+
+    Raises:
+        ValueError: the first combination whose costs, memory or workload allow no simulation, unless `skips`;
+            or nothing is left to simulate.
+        RuntimeError: no combination finishes.
+    """
+    with ProcessPoolExecutor() as pool:
+        try:
+            return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
+        except BaseException:  # Ctrl-C for one: what has not begun is not waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
+    """Move the combinations that profiles, memory or files do not allow to the refused ones."""
+    runs = [encode_run(cell.run) for cell in grid.cells]
+    reasons = answers(pool, _find_fault, runs, _counted(watch, "checking", len(runs)))
+    refused = list(grid.refused)
+    for cell, reason in zip(grid.cells, reasons, strict=True):
+        if reason:
+            refused.append(RejectedCell(cell.place, reason))
+            if not skips:
+                raise ValueError(f"--sweep {grid.name(cell.place)}: {reason}")
+    if len(refused) == len(grid.cells) + len(grid.refused):
+        name, reason = grid.name(refused[0].place), refused[0].reason
+        raise ValueError(f"no combination can be simulated; {name}: {reason}")
+    cells = [cell for cell, reason in zip(grid.cells, reasons, strict=True) if not reason]
+    return Grid(grid.axes, cells, sorted(refused))
+
+
+def _simulate(
+    pool: Executor, grid: Grid, num_seeds: int, watch: Watch
+) -> tuple[Grid, list[StudyRow]]:
+    """Simulate every combination with every seed, and keep those apart that do not finish."""
+    tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
+    runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
+    found = answers(pool, _measure, runs, _counted(watch, "simulating", len(runs)))
+    unfinished: dict[tuple[int, ...], RejectedCell] = {}
+    for (cell, seed), each in zip(tasks, found, strict=True):
+        if isinstance(each, str):
+            unfinished.setdefault(cell.place, RejectedCell(cell.place, f"seed {seed}: {each}"))
+    rows = [
+        StudyRow.of(cell.place, seed, each)
+        for (cell, seed), each in zip(tasks, found, strict=True)
+        if not isinstance(each, str) and cell.place not in unfinished
+    ]
+    if not rows:
+        place, reason = next(iter(unfinished.values()))
+        raise RuntimeError(f"no combination finishes; {grid.name(place)}: {reason}")
+    cells = [cell for cell in grid.cells if cell.place not in unfinished]
+    return Grid(grid.axes, cells, grid.refused, list(unfinished.values())), rows
+
+
+def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
+    """Return what is to be called after each of `total` jobs."""
+    done = count(1)
+    return lambda: watch(what, next(done), total)
+
+
+def _find_fault(run: bytes) -> str:
+    """Say why a run cannot be simulated; nothing where it can."""
+    try:
+        decoded = decode_run(run)
+        Costs.load(decoded)
+        SimulatedWorkload(decoded)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _measure(run: bytes) -> Metrics | str:
+    """Simulate and measure a run, or say why that failed or is not finished."""
+    try:
+        metrics = measure_steady(decode_run(run))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return str(UnfinishedError(metrics.unfinished)) if metrics.unfinished else metrics

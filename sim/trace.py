@@ -1,0 +1,70 @@
+"""Traces of simulations: one that keeps all entries, and one that measures them block by block."""
+
+from __future__ import annotations
+
+from typing import IO
+
+from streamrl.engine.messages import Command, Event
+from streamrl.engine.trace import BLOCK, Trace
+from streamrl.record.metrics import Metrics, RunReader, measure_read
+from streamrl.record.steady_state import LeaderSteps
+from streamrl.runfile.config import Run
+from streamrl.sim.costs.costs import Costs
+
+
+class StepTrace(Trace):
+    """A trace that tells the leader's steps as they are made."""
+
+    def __init__(
+        self,
+        run: Run,
+        costs: Costs,
+        *,
+        is_endless: bool,
+        file: IO[bytes] | None = None,
+        keeps_entries: bool = True,
+    ) -> None:
+        super().__init__(
+            run,
+            "simulated",
+            costs.facts,
+            file,
+            keeps_entries=keeps_entries,
+            decode=costs.decode_yields(run),
+            is_endless=is_endless,
+        )
+        self.steps = LeaderSteps()
+
+    def record(self, time: float, event: Event, commands: list[Command]) -> None:
+        """Add one entry."""
+        super().record(time, event, commands)
+        self.steps.record(time, event, commands)
+
+
+class MeasuredTrace(StepTrace):
+    """A trace that measures its entries block by block, so that a long run takes hardly more memory than a short one."""
+
+    def __init__(
+        self, run: Run, costs: Costs, *, is_endless: bool, file: IO[bytes] | None = None
+    ) -> None:
+        super().__init__(run, costs, is_endless=is_endless, file=file)
+        self._reader = RunReader(self)
+
+    def record(self, time: float, event: Event, commands: list[Command]) -> None:
+        """Add one entry; once a block is full, measure and drop it."""
+        super().record(time, event, commands)
+        if len(self._own) >= BLOCK:
+            self._reader.read(self._own)
+            self._reader.settle()
+            self._own.clear()
+
+    def measure(self) -> Metrics:
+        """Compute every figure of the run, which is over.
+
+        Raises:
+            ValueError: it has no finished step.
+        """
+        self._reader.read(self._own)
+        self._reader.finish()
+        self._own.clear()
+        return measure_read(self._reader, self.steps)

@@ -1,0 +1,98 @@
+"""`streamrl simulate --sweep`: simulate every combination of some keys' values with every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import print_json, stdout_console
+from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
+from streamrl.report.study_report import STUDY_CSV, StudyResult, describe, text_table, write_study
+from streamrl.runfile.sweep import make_grid, parse_axis
+from streamrl.sim.studies.sweep import run_sweep
+
+
+def make_study(
+    run_file: Path,
+    sweeps: Sequence[str],
+    overrides: Sequence[str],
+    num_seeds: int | None,
+    metrics: Sequence[str],
+) -> Study:
+    """Return the study that the command line asks for: a file's, or one of `sweeps` over a run file.
+
+    Raises:
+        ValueError: a sweep of a study file, or a study that asks for what there is not.
+    """
+    if not is_study(run_file):
+        return Study(
+            run_file=run_file,
+            title=f"{run_file.stem}: what if?",
+            overrides=tuple(overrides),
+            axes=tuple(parse_axis(text) for text in sweeps),
+            num_seeds=NUM_SEEDS if num_seeds is None else num_seeds,
+            metrics=tuple(metrics) or DEFAULT_METRICS,
+        )
+    if sweeps:
+        raise ValueError(f"--sweep {sweeps[0]}: {run_file} is a study and has sweeps of its own")
+    study = load_study(run_file)
+    return replace(
+        study,
+        overrides=(*study.overrides, *overrides),
+        num_seeds=study.num_seeds if num_seeds is None else num_seeds,
+        metrics=tuple(metrics) or study.metrics,
+    )
+
+
+def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) -> None:
+    """Check every combination, simulate each with every seed, and say what came out.
+
+    Raises:
+        RuntimeError: one or more do not finish; it is raised once all the others are told and written.
+    """
+    report = simulate_study(study, skips=skips)
+    figures = [] if output is None else write_study(report, output)
+    if as_json:
+        print_json(describe(report))
+    else:
+        _print(report, figures, output)
+    if unfinished := report.grid.unfinished:
+        names = "; ".join(report.grid.name(each.place) for each in unfinished)
+        raise RuntimeError(
+            f"{len(unfinished)} combinations do not finish and are left out: {names}"
+        )
+
+
+def _print(report: StudyResult, figures: list[Path], output: Path | None) -> None:
+    study, console = report.study, stdout_console()
+    console.print(f"[bold]{study.title}[/]", highlight=False)
+    if study.question:
+        console.print(study.question, highlight=False)
+    console.print()
+    console.print(text_table(report))
+    console.print()
+    for sentence in dict.fromkeys(s for m in study.metrics for s in report.sentences(m)):
+        console.print(sentence, highlight=False)
+    console.print(report.note, highlight=False)
+    for doubt in report.doubts:
+        console.print(doubt, highlight=False)
+    for each in (*report.grid.refused, *report.grid.unfinished):
+        console.print(f"left out: {report.grid.name(each.place)}: {each.reason}", highlight=False)
+    if output is not None:
+        names = ", ".join([STUDY_CSV, *(path.name for path in figures)])
+        console.print(f"\nwritten to {output}: {names}", highlight=False)
+
+
+def simulate_study(study: Study, *, skips: bool = False) -> StudyResult:
+    """Return a study's rows, with a progress bar on a terminal."""
+    grid = make_grid(study.run_file, study.overrides, study.axes, skips=skips)
+    with make_progress() as progress:
+        task = progress.add_task("study", total=len(grid.cells), facts="")
+
+        def watch(what: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, facts=what)
+
+        grid, rows = run_sweep(grid, study.num_seeds, skips=skips, watch=watch)
+    return StudyResult(study, grid, rows)

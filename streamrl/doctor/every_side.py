@@ -1,0 +1,89 @@
+"""Run the checks of a trainer for each secondary trainer, and those of a replica for each replica kind, with their own keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+
+from streamrl.doctor import batch, divisibility, memory
+from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Finding, Fix, fix_of_part, of_part
+from streamrl.runfile.gpu_pools import kind_key, kind_name, own_keys
+from streamrl.runfile.keys import trainer_key
+
+TRAINER_FINDING = re.compile(r"trainer\.(?P<trainer>\d+)-(?P<rest>.+)")
+"""Of findings: `trainer.1-memory` is `trainer-memory` of the second trainer."""
+OWN = re.compile(r"\btrainer\.(?=[a-z])")
+"""Where a text names a key of the trainer."""
+
+
+def find_secondary_trainers(run: Run) -> Iterator[Finding]:
+    """Find what is wrong with each trainer that follows."""
+    for number, follower in enumerate(run.followers, start=1):
+        if follower.counts_only:
+            continue  # has neither a model nor passes
+        seen, key = run.as_seen_by(number), trainer_key(number)
+        for look in (memory.find_trainer, divisibility.find_trainer, batch.find_trainer):
+            for finding in look(seen):
+                yield of_part(finding, "trainer", key, follower.name, partial(_own_text, key))
+
+
+def fix_of_secondary_trainer(name: str, fixes: dict[str, Fix]) -> Fix | None:
+    """Return what may mend a finding of a trainer that follows; None where it is none."""
+    match = TRAINER_FINDING.fullmatch(name)
+    if match is None:
+        return None
+    number, rest = int(match["trainer"]), match["rest"]
+    fix = fixes.get(f"trainer-{rest}") or fixes[rest]
+    key = trainer_key(number)
+    return fix_of_part(
+        fix,
+        lambda run: run.as_seen_by(number),
+        lambda changed: _own_key(changed, key),
+        _own_text(key, fix.otherwise),
+    )
+
+
+def _own_text(key: str, text: str) -> str:
+    return OWN.sub(f"{key}.", text)
+
+
+def _own_key(changed: str, key: str) -> str:
+    """Return the key of a follower's own section that stands for one of the leader's."""
+    section, _, rest = changed.partition(".")
+    match section:
+        case "trainer":
+            return f"{key}.{rest}"
+        case "algorithm":
+            return f"{key}.{changed}"
+        case _:
+            return changed
+
+
+KIND_FINDING = re.compile(r"rollout-(?P<number>\d+)-(?P<rest>.+)")
+"""Of findings: `rollout-2-memory` is `rollout-memory` of the second kind."""
+
+
+def find_replica_kinds(run: Run) -> Iterator[Finding]:
+    """Find what is wrong with each kind of replica beside the one that is named first."""
+    for kind in range(1, run.num_kinds):
+        seen = run.of_kind(kind)
+        for finding in chain([memory.find_replica(seen)], divisibility.find_replica(seen)):
+            name = kind_name(kind)
+            yield of_part(finding, "rollout", name, name, partial(own_keys, kind=kind))
+
+
+def fix_of_replica_kind(name: str, fixes: dict[str, Fix]) -> Fix | None:
+    """Return what may mend a finding of another kind of replica; None where it is none."""
+    match = KIND_FINDING.fullmatch(name)
+    if match is None:
+        return None
+    kind, fix = int(match["number"]) - 1, fixes[f"rollout-{match['rest']}"]
+    return fix_of_part(
+        fix,
+        lambda run: run.of_kind(kind),
+        partial(own_keys, kind=kind),
+        f"change {kind_key(kind)}: {own_keys(fix.otherwise, kind)}",
+    )

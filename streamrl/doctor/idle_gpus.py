@@ -1,0 +1,86 @@
+"""Check that all GPUs of the pools are used, and what idle ones cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from streamrl.hardware.profiles import price_of
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.config import Run
+from streamrl.runfile.findings import Changes, Finding, Fix
+from streamrl.runfile.gpu_pools import gpus_used
+from streamrl.runfile.keys import join_key, pool_key, trainer_key
+from streamrl.runfile.plan_config import PlanConfig
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find pools with GPUs that no side uses, unless `[plan]` says that the pools are an offer."""
+    for name, pool in run.cluster.pools.items():
+        used = gpus_used(run, name)
+        price = price_of(pool)
+        text = f"pool {name!r}: {used} of {pool.num_gpus} GPUs used, ${used * price:,.2f} an hour"
+        idle = pool.num_gpus - used
+        if not idle:
+            yield _finding("ok", name, text)
+        elif pool.owned:
+            yield _finding("ok", name, f"{text}; the others are owned, and charged all the same")
+        elif replace(run.plan, staleness_cost=0.0) != PlanConfig():
+            yield _finding("ok", name, f"{text}; the others are only offered, as [plan] says")
+        elif run.policies.resize == "adjust" and run.rollout.pool == name:
+            yield _finding("ok", name, f"{text}; the others are there for policies.resize")
+        else:
+            text += f"; {idle} stand idle for ${idle * price:,.2f} an hour"
+            yield _finding("warning", name, text)
+
+
+def fix_of(name: str) -> Fix:
+    """Return what may mend idle GPUs in a pool."""
+
+    def candidates(run: Run) -> Iterator[Changes]:
+        pool, used = run.cluster.pools[name], gpus_used(run, name)
+        if not used:
+            yield {join_key("cluster.pools", name): None}
+            return
+        yield from _fewer(name, pool, used)
+        yield from _more_work(run, name)
+
+    def effect(run: Run) -> str:
+        if name not in run.cluster.pools:
+            return "nothing there is paid for"
+        used, pool = gpus_used(run, name), run.cluster.pools[name]
+        return f"{used} of {pool.num_gpus} GPUs used"
+
+    return Fix(candidates, f"rent fewer GPUs in cluster.pools.{name}, or use them", effect)
+
+
+def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:
+    """Yield fewer nodes, or smaller ones where only one is there."""
+    if used % pool.gpus_per_node == 0:
+        yield {pool_key(name, "nodes"): used // pool.gpus_per_node}
+    if pool.nodes == 1:
+        yield {pool_key(name, "gpus_per_node"): used}
+
+
+def _more_work(run: Run, name: str) -> Iterator[Changes]:
+    """Yield more replicas, ranks or workers, as many as the idle GPUs hold."""
+    idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
+    if run.rollout.pool == name:
+        yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.gpus_per_replica}
+    for number, trainer in enumerate(run.trainers):
+        if trainer.pool == name:
+            ranks = trainer.num_gpus // trainer.data_parallel
+            key = f"{trainer_key(number)}.data_parallel"
+            yield {key: trainer.data_parallel + idle // ranks}
+    if run.verifier.pool == name and run.verifier.gpus_per_worker:
+        yield {"verifier.workers": run.verifier.workers + idle // run.verifier.gpus_per_worker}
+
+
+def _finding(level: str, pool: str, text: str) -> Finding:
+    return Finding(
+        level="ok" if level == "ok" else "warning",
+        topic="divisibility",
+        name=f"pool-{pool}",
+        text=text,
+    )

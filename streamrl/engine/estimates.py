@@ -1,0 +1,184 @@
+"""What policies estimate from: latency of a decode step, lengths of recent rollouts, and how long the last step took each side.
+
+How long generation takes, as policies reckon with it (StreamRL, arXiv 2504.15930, Equations 1 and 2).
+
+a rollout of L tokens in a batch of b:      step_time(b) * L
+M rollouts of mean length L on a replica:   step_time(b) * L * ceil(M / b),  b = min(M, most running)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
+
+from streamrl.engine.fleet import Fleet
+
+
+class Latency:
+    """Seconds of a decode step by batch: given points, straight lines between them, flat beyond."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        """Take (batch, seconds) points in order of the batch; the last batch is the most that a replica runs."""
+        self._batches = [batch for batch, _ in points]
+        self._seconds = [seconds for _, seconds in points]
+        self.most_running = self._batches[-1]
+
+    def step_time(self, batch: float) -> float:
+        """Return the seconds of one decode step of `batch` rollouts."""
+        right = bisect_right(self._batches, batch)
+        if right == 0:
+            return self._seconds[0]
+        if right == len(self._batches):
+            return self._seconds[-1]
+        low, high = self._batches[right - 1], self._batches[right]
+        share = (batch - low) / (high - low)
+        return self._seconds[right - 1] + share * (self._seconds[right] - self._seconds[right - 1])
+
+    def replica_time(self, num_rollouts: float, tokens: float) -> float:
+        """Return the seconds in which one replica generates rollouts of `tokens` each, in full batches."""
+        if num_rollouts <= 0:
+            return 0.0
+        batch = min(num_rollouts, self.most_running)
+        return self.step_time(batch) * tokens * ceil(num_rollouts / batch)
+
+    def time(self, num_rollouts: float, tokens: float, num_replicas: float) -> float:
+        """Return the seconds in which replicas that share rollouts evenly generate them.
+
+        Raises:
+            ValueError: there are rollouts and no replica.
+        """
+        if num_replicas < 1 and num_rollouts > 0:
+            raise ValueError(f"{num_rollouts} rollouts need a replica, got {num_replicas}")
+        return self.replica_time(num_rollouts / max(1, num_replicas), tokens)
+
+
+STEPS_KEPT = 2  # one follows a drift fastest; a second evens out who happened to finish last
+
+
+class RecentLengths:
+    """The lengths of the last two steps' rollouts, also in order of length."""
+
+    def __init__(self, enough: int) -> None:
+        """Take the rollouts of a step, which are `enough` to speak for all.
+
+        Short rollouts finish first, so fewer than a step's worth look shorter than the step is.
+        """
+        self._enough = enough
+        self._arrived: deque[int] = deque()
+        self._ordered: list[int] | None = None
+        """None until anyone asks: few runs do, and keeping it costs them all."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough to speak for all."""
+        return len(self._arrived) >= self._enough
+
+    @property
+    def ordered(self) -> list[int]:
+        """The lengths, shortest first."""
+        if self._ordered is None:
+            self._ordered = sorted(self._arrived)
+        return self._ordered
+
+    def add(self, tokens: int) -> None:
+        """Enter the length of a rollout that finished, and forget the oldest where it is one too many."""
+        if len(self._arrived) == STEPS_KEPT * self._enough:
+            oldest = self._arrived.popleft()
+            if self._ordered is not None:
+                del self._ordered[bisect_left(self._ordered, oldest)]
+        self._arrived.append(tokens)
+        if self._ordered is not None:
+            insort(self._ordered, tokens)
+
+    def expected_rest(self, done: float) -> float:
+        """Return the tokens that a rollout of `done` tokens has ahead: the median of those that got further.
+
+        0 where none did: nothing says that it will go on.
+        """
+        ordered = self.ordered
+        first = bisect_right(ordered, done)
+        if first == len(ordered):
+            return 0.0
+        return ordered[(first + len(ordered)) // 2] - done
+
+
+def quantile(ordered: Sequence[int], share: float) -> int:
+    """Return the length that `share` of the lengths, shortest first, do not exceed."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class StepTimes(NamedTuple):
+    """What one step took, in seconds."""
+
+    step: int
+    generation_time: float
+    """From its first `Generate`, or the last `Generated` of the step before where that is later, to its last
+    `Generated`: where steps overlap, generation works for the older one until that is done."""
+    training_time: float
+    """While the trainer had any of its work in hand."""
+    num_replicas: int
+    """Replicas that served when its generation began."""
+
+    @property
+    def lag(self) -> float:
+        """Seconds by which generation is the slower side; below 0 where training is."""
+        return self.generation_time - self.training_time
+
+
+@dataclass(slots=True)
+class StepTimer:
+    """What the last step took that has been generated and trained on since the run began, or was resumed."""
+
+    last: StepTimes | None = None
+    _newest: int = 0
+    """Newest step of which a rollout was sent."""
+    _begun: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By step: instant of its first `Generate`, and replicas that served then."""
+    _ended_at: dict[int, float] = field(default_factory=dict)
+    """By step: instant of its last `Generated` so far."""
+    _free_at: float = 0.0
+    """Instant of the last `Generated` of the last step."""
+    _work_began_at: float = 0.0
+    _training_time: float = 0.0
+
+    def begin_generation(self, step: int, now: float, fleet: Fleet) -> None:
+        """Enter that a rollout of `step` was sent to a replica."""
+        if step > self._newest:
+            self._newest = step
+            self._begun[step] = (now, fleet.num_up)
+
+    def end_generation(self, step: int, now: float) -> None:
+        """Enter that a rollout of `step` came back; one that comes after its step was made is of none."""
+        if step in self._begun:
+            self._ended_at[step] = now
+
+    def begin_work(self, now: float) -> None:
+        """Enter that the trainer was given something to do."""
+        self._work_began_at = now
+
+    def end_work(self, now: float) -> None:
+        """Enter that the trainer has done it."""
+        self._training_time += now - self._work_began_at
+
+    def end_step(self, step: int, now: float) -> None:
+        """Enter that the trainer has made policy version `step`."""
+        self.end_work(now)
+        training_time, self._training_time = self._training_time, 0.0
+        begun, ended_at = self._begun.pop(step, None), self._ended_at.pop(step, None)
+        if begun is None or ended_at is None:
+            return  # made of what was drawn for other steps
+        began_at, num_replicas = begun
+        generation_time = max(0.0, ended_at - max(began_at, self._free_at))
+        self._free_at = max(self._free_at, ended_at)
+        self.last = StepTimes(step, generation_time, training_time, num_replicas)
+
+    def forget(self) -> None:
+        """Enter that steps are made again: what was under way belongs to none."""
+        self._newest = 0
+        self._begun.clear()
+        self._ended_at.clear()
+        self._training_time = 0.0

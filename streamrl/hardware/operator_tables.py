@@ -1,0 +1,380 @@
+"""Measured operator tables: read them, the work of each operator, and checks against the datasheet.
+
+Operator tables: seconds of one kernel by its shape, measured on one GPU with one backend.
+
+A table is a CSV file of `profiles/measured/GPU/OPERATOR.BACKEND.DTYPE.csv`. Comment lines say what was
+measured, by whom, under which licence; then a row for each shape and a column for each value of the
+last axis (tokens, context or bytes). A cell that was not measured is empty.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.hardware.model_shape import STATE_BYTES
+from streamrl.hardware.profile_table import ProfileTable
+
+Floats: TypeAlias = NDArray[np.float64]
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class Facts(ProfileTable, frozen=True, kw_only=True):
+    """What the comment lines of a table say."""
+
+    operator: str
+    gpu: str
+    """Name in profiles/gpus."""
+    device: str
+    """What the device called itself."""
+    backend: str
+    version: str
+    dtype: str
+    unit: str
+    """Of every cell: us, ms or s."""
+    source: str
+    licence: str
+    date: datetime.date
+    columns: str
+    """Axis of the columns."""
+    distribution: str = ""
+    """Of tokens over experts, where that matters."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One operator's measured seconds.
+
+    Attributes:
+        keys: names of the axes that the rows go through.
+        rows: (rows, keys) values of those axes.
+        columns: (columns,) values of the last axis.
+        seconds: (rows, columns), NaN where nothing was measured.
+    """
+
+    facts: Facts
+    keys: tuple[str, ...]
+    rows: Floats
+    columns: Floats
+    seconds: Floats
+
+    @property
+    def origin(self) -> str:
+        """Say on what, with what and by whom this was measured."""
+        facts = self.facts
+        return (
+            f"{facts.operator} {facts.dtype} on {facts.device}, {facts.backend} {facts.version} "
+            f"({facts.source}, {facts.licence})"
+        )
+
+
+def read_table(path: Path) -> Table:
+    """Read a table.
+
+    Raises:
+        ValueError: a fact is missing or a cell is no positive number; names file, row and column.
+    """
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    head = [line for line in lines if line.startswith("#")]
+    facts = _read_facts(path, head)
+    body = lines[len(head) :]
+    if len(body) < 2:
+        raise ValueError(f"{path}: no rows below the comment lines")
+    names = body[0].split(",")
+    keys = tuple(name for name in names if not name[:1].isdigit())
+    columns = _numbers(path, len(head) + 1, names, names[len(keys) :])
+    if not np.all(np.diff(columns) > 0):
+        raise ValueError(f"{path}: row {len(head) + 1}: columns do not increase")
+    cells = np.array(
+        [
+            _numbers(path, number, names, line.split(","), may_be_empty=len(keys))
+            for number, line in enumerate(body[1:], len(head) + 2)
+        ]
+    )
+    seconds = cells[:, len(keys) :] * UNITS[facts.unit]
+    return Table(facts, keys, cells[:, : len(keys)], columns, seconds)
+
+
+def _read_facts(path: Path, head: list[str]) -> Facts:
+    pairs = (line.lstrip("# ").partition(": ") for line in head)
+    found = {key: value.strip() for key, _, value in pairs}
+    try:
+        facts = msgspec.convert(found, Facts, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for name in ("source", "licence", "version", "backend", "device"):
+        if not getattr(facts, name):
+            raise ValueError(f"{path}: {name} is empty")
+    if facts.unit not in UNITS:
+        raise ValueError(f"{path}: unit {facts.unit!r}; known: {', '.join(UNITS)}")
+    return facts
+
+
+def _numbers(
+    path: Path, row: int, names: list[str], cells: list[str], may_be_empty: int | None = None
+) -> Floats:
+    """Read one line's cells; from column `may_be_empty` on, an empty one becomes NaN."""
+    if may_be_empty is not None and len(cells) != len(names):
+        raise ValueError(f"{path}: row {row}: {len(cells)} cells under {len(names)} columns")
+    try:
+        values = [float(cell) if cell else np.nan for cell in cells]
+    except ValueError:
+        values = []
+    allowed = len(cells) if may_be_empty is None else may_be_empty
+    if not values or not all(
+        (isfinite(value) and value > 0) or (not cells[i] and i >= allowed)
+        for i, value in enumerate(values)
+    ):
+        _refuse(path, row, names[-len(cells) :], cells, allowed)
+    return np.array(values)
+
+
+def _refuse(path: Path, row: int, names: list[str], cells: list[str], allowed: int) -> None:
+    """Raise for the first cell that is no positive finite number."""
+    for i, (name, cell) in enumerate(zip(names, cells, strict=True)):
+        try:
+            is_good = isfinite(float(cell)) and float(cell) > 0
+        except ValueError:
+            is_good = not cell and i >= allowed
+        if not is_good:
+            raise ValueError(f"{path}: row {row}, column {name}: {cell!r} is not a positive number")
+
+
+HEAD_DIM = 128
+"""Width of a head in every attention table."""
+LATENT_DIM, LATENT_ROPE_DIM = 512, 64
+"""Widths of DeepSeek-V3's compressed keys and values, the only ones measured."""
+
+LINEAR_CHUNK = 64
+"""Tokens that gated delta kernels put together (flash-linear-attention)."""
+
+Axes: TypeAlias = Mapping[str, Floats]
+"""Values of an operator's axes by name; they broadcast against each other."""
+
+
+class Work(NamedTuple):
+    """What one call of an operator has to do on one GPU."""
+
+    flops: Floats
+    memory: Floats
+    """Bytes through the GPU's memory."""
+    wire: Floats
+    """Bytes that the GPU sends over NVLink."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A datasheet's promises: FLOP/s of one dtype, bytes/s of memory and of NVLink, and bytes of a value."""
+
+    flops: float
+    memory: float
+    nvlink: float
+    width: float
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kernel or collective, as its tables describe it."""
+
+    count: Callable[[Axes, float], Work]
+    """Work of a shape; the second argument is the bytes of a value."""
+    coordinates: Callable[[Axes], tuple[Floats, ...]] = lambda axes: tuple(axes.values())
+    """Axes along which seconds are smooth, from those by which the rows are named."""
+    fills_holes: bool = True
+    """Whether a shape that was not measured is estimated from its neighbours along every axis."""
+    is_collective: bool = False
+    reads_caches: bool = False
+    """Whether the last coordinate counts caches, each of as many tokens as the column says."""
+
+    def roofline(self, peak: Peak) -> Callable[[Axes], Floats]:
+        """Return seconds at the peak: the longest of arithmetic, memory traffic and wire."""
+
+        def seconds(axes: Axes) -> Floats:
+            work = self.count(axes, peak.width)
+            compute, memory = work.flops / peak.flops, work.memory / peak.memory
+            return np.maximum(np.maximum(compute, memory), work.wire / peak.nvlink)
+
+        return seconds
+
+
+NOTHING = np.zeros(1)
+
+
+def _gemm(axes: Axes, width: float) -> Work:
+    """(m, k) times (k, n); the result is written in 16 bits."""
+    m, n, k = axes["m"], axes["n"], axes["k"]
+    return Work(2 * m * n * k, width * (m + n) * k + 2 * m * n, NOTHING)
+
+
+def _quantise(axes: Axes, width: float) -> Work:
+    """(m, k) activations of 16 bits become fp8 with a scale for each row."""
+    return Work(NOTHING, (2 + width) * axes["m"] * axes["k"], NOTHING)
+
+
+def _decode_attention(axes: Axes, width: float) -> Work:
+    """Every new token reads the keys and values of its whole context."""
+    read = axes["batch"] * axes["context"] * HEAD_DIM
+    return Work(4 * read * axes["heads"], 2 * width * read * axes["kv_heads"], NOTHING)
+
+
+def _caches(axes: Axes) -> tuple[Floats, ...]:
+    """Query heads that share a cache, and independent caches: by these a kernel divides its work."""
+    return axes["heads"] / axes["kv_heads"], axes["batch"] * axes["kv_heads"]
+
+
+def _prefill_attention(axes: Axes, width: float) -> Work:
+    """Causal: the i-th token attends to i tokens."""
+    tokens = axes["batch"] * axes["context"] * HEAD_DIM
+    flops = 4 * tokens * axes["heads"] * (axes["context"] + 1) / 2
+    return Work(flops, 2 * width * tokens * (axes["heads"] + axes["kv_heads"]), NOTHING)
+
+
+def _latent_decode_attention(axes: Axes, width: float) -> Work:
+    """Latent attention with absorbed projections: all heads read one compressed cache."""
+    read = axes["batch"] * axes["context"]
+    flops = 2 * read * axes["heads"] * (2 * LATENT_DIM + LATENT_ROPE_DIM)
+    return Work(flops, width * read * (LATENT_DIM + LATENT_ROPE_DIM), NOTHING)
+
+
+def _linear_decode(axes: Axes, width: float) -> Work:
+    """One token of each rollout: its key reads the state of every value head, changes it, and its query reads it."""
+    states = axes["batch"] * axes["heads"] * HEAD_DIM**2
+    return Work(6 * states, 2 * STATE_BYTES * states, NOTHING)
+
+
+def _linear_prefill(axes: Axes, width: float) -> Work:
+    """Chunks of tokens: products within each, of the keys with keys and with queries, and with the state before it."""
+    tokens = axes["tokens"] * axes["heads"] * HEAD_DIM
+    flops = tokens * (6 * HEAD_DIM + 8 * LINEAR_CHUNK)
+    return Work(flops, 8 * width * tokens, NOTHING)
+
+
+def _moe(axes: Axes, width: float) -> Work:
+    """Gated MLPs of the experts on one GPU, tokens dealt out evenly: an expert that has any is read once.
+
+    `tokens` are those of all GPUs that share the layer.
+    """
+    split = axes["tensor_parallel"] * axes["expert_parallel"]
+    one_expert = 3 * axes["hidden"] * axes["intermediate"] / split
+    chosen = axes["tokens"] * axes["topk"]
+    num_read = np.minimum(axes["experts"], chosen)
+    return Work(2 * chosen * one_expert, width * num_read * one_expert, NOTHING)
+
+
+def weights_read(operator: str, axes: Axes) -> Floats:
+    """Return how many values of weights a product reads: all of a matrix, or those of the experts that tokens go to.
+
+    Raises:
+        KeyError: the operator reads none.
+    """
+    return {"gemm": _weights_of_gemm, "moe": _weights_of_experts}[operator](axes)
+
+
+def _weights_of_gemm(axes: Axes) -> Floats:
+    return axes["n"] * axes["k"]
+
+
+def _weights_of_experts(axes: Axes) -> Floats:
+    split = axes["tensor_parallel"] * axes["expert_parallel"]
+    one_expert = 3 * axes["hidden"] * axes["intermediate"] / split
+    return np.minimum(axes["experts"], axes["tokens"] * axes["topk"]) * one_expert
+
+
+def _ring(factor: float) -> Callable[[Axes, float], Work]:
+    """A ring collective: each of g GPUs sends `factor` (g-1)/g of the whole message."""
+
+    def count(axes: Axes, width: float) -> Work:
+        gpus = axes["gpus"]
+        return Work(NOTHING, NOTHING, factor * (gpus - 1) / gpus * axes["bytes"])
+
+    return count
+
+
+OPERATORS = {
+    "gemm": Operator(_gemm),
+    "quantise": Operator(_quantise),
+    "decode_attention": Operator(_decode_attention, _caches, fills_holes=False, reads_caches=True),
+    "prefill_attention": Operator(_prefill_attention),
+    "latent_decode_attention": Operator(
+        _latent_decode_attention, fills_holes=False, reads_caches=True
+    ),
+    "linear_decode": Operator(_linear_decode),
+    "linear_prefill": Operator(_linear_prefill),
+    "moe": Operator(_moe),
+    "all_reduce": Operator(_ring(2.0), is_collective=True),
+    "all_gather": Operator(_ring(1.0), is_collective=True),
+    "all_to_all": Operator(_ring(1.0), is_collective=True),
+    "reduce_scatter": Operator(_ring(1.0), is_collective=True),
+}
+
+
+FALL = 0.8
+"""Share of an earlier cell's seconds below which more work is called faster: less is noise or another kernel."""
+MOST_FALLS = 0.25
+"""Share of such cells that a table may have; H100's all-to-all has 20 %, everything else under 8 %."""
+MOST_TOO_FAST = 0.01
+"""Share of cells that may beat the datasheet: small shapes stay in the cache between two calls."""
+UNCERTAIN = ("moe",)
+"""Operators whose traffic depends on what the router chose, which the table does not say."""
+
+
+class Violation(NamedTuple):
+    """One thing that a table says against physics."""
+
+    is_wrong: bool
+    """Whether the table is refused; else it is only noted."""
+    text: str
+
+
+def check_table(table: Table, peak: Peak) -> list[Violation]:
+    """Find cells that beat the datasheet, and work that gets faster as it grows."""
+    return [*_too_fast(table, peak), *_falls(table)]
+
+
+def _too_fast(table: Table, peak: Peak) -> list[Violation]:
+    operator = OPERATORS[table.facts.operator]
+    if table.facts.operator in UNCERTAIN:
+        return []
+    axes = {name: table.rows[:, i][:, None] for i, name in enumerate(table.keys)}
+    axes[table.facts.columns] = table.columns[None, :]
+    ratio = operator.roofline(peak)(axes) / table.seconds
+    count, size = int(np.nansum(ratio > 1)), int(np.sum(~np.isnan(table.seconds)))
+    if not count:
+        return []
+    row, column = np.unravel_index(np.nanargmax(ratio), ratio.shape)
+    text = (
+        f"{count} of {size} cells beat the datasheet, row {_name(table, int(row))}, "
+        f"column {table.columns[column]:g} by {ratio[row, column]:.2f}"
+    )
+    return [Violation(count > MOST_TOO_FAST * size, text)]
+
+
+def _falls(table: Table) -> list[Violation]:
+    seconds = np.where(np.isnan(table.seconds), 0.0, table.seconds)
+    most = np.maximum.accumulate(seconds, axis=1)[:, :-1]
+    later = table.seconds[:, 1:]
+    is_fall = later < FALL * most
+    count, size = int(is_fall.sum()), int(np.sum(~np.isnan(later)))
+    if not count:
+        return []
+    ratio = np.where(is_fall, later / np.where(most > 0, most, 1.0), 1.0)
+    row, column = np.unravel_index(np.argmin(ratio), ratio.shape)
+    text = (
+        f"{count} of {size} cells take under {FALL:.0%} of a smaller shape's seconds, "
+        f"row {_name(table, int(row))}, column {table.columns[column + 1]:g} "
+        f"{ratio[row, column]:.0%}"
+    )
+    return [Violation(count > MOST_FALLS * size, text)]
+
+
+def _name(table: Table, row: int) -> str:
+    pairs = zip(table.keys, table.rows[row], strict=True)
+    return " ".join(f"{key}={value:g}" for key, value in pairs)

@@ -1,0 +1,170 @@
+"""How a model is split over GPUs (pipeline stages, tensor ranks, experts, context), and a host's cores over roles.
+
+What each GPU of a replica has of a model: the layers of its pipeline stage, and of these its tensor ranks' share.
+
+Attention ranks (`rollout.data_parallel`) have all of it but the experts, which all of them share out. The first stage has
+the embedding, the last one the output head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.gpu_pools import divisors
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+
+
+def threads_per_role(cores: int, num_roles: int) -> int:
+    """Return the threads of each of so many roles: cores are dealt evenly, and none has less than one."""
+    return max(1, cores // max(1, num_roles))
+
+
+def stage_layers(num_layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage, the first first.
+
+    Layers that do not divide go to the stages in the middle: the first has the embedding beside its own, the last
+    the output head (as Megatron's account_for_embedding_in_pipeline_split and …_loss_… do).
+
+    Raises:
+        ValueError: there are more stages than layers, embedding and head.
+    """
+    if stages > num_layers + 2:
+        raise ValueError(f"{stages} pipeline stages for {num_layers} layers")
+    each, rest = divmod(num_layers, stages)
+    layers = [each] * stages
+    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+    for stage in middle[:rest]:
+        layers[stage] += 1
+    return layers
+
+
+class ReplicaShard(NamedTuple):
+    """A GPU of one pipeline stage of a replica."""
+
+    parameters: float
+    num_layers: int
+    linear_parameters: float
+    """Those of linear layers, which may be kept in a narrow format."""
+
+
+def replica_shards(model: ModelShape, rollout: RolloutConfig) -> list[ReplicaShard]:
+    """Return what a GPU of each pipeline stage has, the first stage first.
+
+    Raises:
+        RunError: the model has fewer layers than there are stages, or no experts to share out.
+    """
+    _check_split(model, rollout)
+    shard = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
+    stages = rollout.pipeline_parallel
+    layers = stage_layers(model.num_layers, stages)
+    parameters = split_over_stages(model, shard, stages, rollout.tensor_parallel)
+    linear = model.linear_parameters(rollout.tensor_parallel, rollout.expert_parallel)
+    return [
+        ReplicaShard(held, count, linear * count / model.num_layers)
+        for held, count in zip(parameters, layers, strict=True)
+    ]
+
+
+def split_over_stages(
+    model: ModelShape, shard: float, stages: int, tensor_parallel: int = 1
+) -> list[float]:
+    """Deal the parameters of all layers, embedding and head on a tensor rank out to pipeline stages.
+
+    A tied table is on the first and on the last one, where they are two.
+    """
+    table = model.num_embedding_parameters / tensor_parallel
+    tables = table * (1 if model.has_tied_embeddings else 2)
+    each = (shard - tables) / model.num_layers
+    found = [each * count for count in stage_layers(model.num_layers, stages)]
+    if len(found) == 1:
+        return [found[0] + tables]
+    return [found[0] + table, *found[1:-1], found[-1] + table]
+
+
+def _check_split(model: ModelShape, rollout: RolloutConfig) -> None:
+    if rollout.pipeline_parallel > model.num_layers:
+        raise RunError(
+            "rollout.pipeline_parallel",
+            rollout.pipeline_parallel,
+            Bounds(1, model.num_layers),
+            f"rollout.pipeline_parallel must be at most the {model.num_layers} layers of {model.name}, "
+            f"got {rollout.pipeline_parallel}",
+        )
+    if rollout.data_parallel > 1 and model.experts is None:
+        raise RunError(
+            "rollout.data_parallel",
+            rollout.data_parallel,
+            OneOf([1]),
+            f"rollout.data_parallel must be 1: {model.name} has no experts to share out, "
+            f"got {rollout.data_parallel}",
+            ("rollout.expert_parallel",),
+        )
+
+
+def check_split(model: ModelShape, trainer: TrainerConfig, key: str = "trainer") -> None:
+    """Raise `RunError` where the model cannot be split as a trainer, whose section is `key`, says."""
+    if trainer.pipeline_parallel > model.num_layers:
+        raise RunError(
+            f"{key}.pipeline_parallel",
+            trainer.pipeline_parallel,
+            Bounds(1, model.num_layers),
+            f"{key}.pipeline_parallel must be at most the {model.num_layers} layers of "
+            f"{model.name}, got {trainer.pipeline_parallel}",
+        )
+    if trainer.num_slices > model.num_layers + 2:
+        raise RunError(
+            f"{key}.virtual_stages",
+            trainer.virtual_stages,
+            Bounds(1, (model.num_layers + 2) // trainer.pipeline_parallel),
+            f"{key}.virtual_stages={trainer.virtual_stages} x pipeline_parallel="
+            f"{trainer.pipeline_parallel} must be at most the {model.num_layers} layers, embedding and "
+            f"head of {model.name}",
+            (f"{key}.pipeline_parallel",),
+        )
+    _check_experts(model, trainer, key)
+    if not splits_context(model, trainer):
+        heads = model.num_heads // trainer.tensor_parallel
+        raise RunError(
+            f"{key}.context_parallel",
+            trainer.context_parallel,
+            OneOf(divisors(heads)),
+            f"{key}.context_parallel must divide the {heads} heads of a tensor rank of {model.name}, which "
+            f"context_exchange 'all-to-all' deals out, got {trainer.context_parallel}",
+            (f"{key}.context_exchange", f"{key}.tensor_parallel"),
+        )
+
+
+def _check_experts(model: ModelShape, trainer: TrainerConfig, key: str) -> None:
+    degrees = {
+        "expert_parallel": trainer.expert_parallel,
+        "expert_tensor_parallel": trainer.expert_tensor_parallel or 1,
+    }
+    for name, degree in degrees.items():
+        if degree > 1 and model.experts is None:
+            text = f"{key}.{name} must be 1: {model.name} has no experts, got {degree}"
+            raise RunError(f"{key}.{name}", degree, OneOf([1]), text)
+    if not slices_experts(model, trainer):
+        name, width = f"{key}.expert_tensor_parallel", expert_width(model)
+        text = (
+            f"{name} must divide the {width:,} channels of an expert of {model.name}, "
+            f"got {trainer.expert_tensor_parallel}"
+        )
+        raise RunError(name, trainer.expert_tensor_parallel, OneOf(divisors(width)), text)
+
+
+def slices_experts(model: ModelShape, trainer: TrainerConfig) -> bool:
+    """Whether ranks that share each expert get whole channels of it."""
+    return expert_width(model) % (trainer.expert_tensor_parallel or 1) == 0
+
+
+def expert_width(model: ModelShape) -> int:
+    """Return the channels of one expert; none where there are no experts."""
+    return 0 if model.experts is None else model.experts.intermediate_size
+
+
+def splits_context(model: ModelShape, trainer: TrainerConfig) -> bool:
+    """Whether context ranks can share a pass: as all do that exchange keys and values, of heads whole ones."""
+    heads = model.num_heads // trainer.tensor_parallel
+    return trainer.context_exchange != "all-to-all" or heads % trainer.context_parallel == 0

@@ -1,0 +1,164 @@
+"""Write the part of a run file that replays imported rollouts, a trace, or the mean lengths of a log."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import tomli_w
+
+from streamrl.hardware.profiles import find_profile
+from streamrl.logs.framework_logs import known_formats, load_format
+from streamrl.logs.measured_steps import MeasuredSteps
+from streamrl.logs.recorded_rollouts import RecordedRollouts
+from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
+from streamrl.workload.workload import RecordedGroups, load_source
+
+LENGTHS, PROMPTS, STEPS, WORKLOAD = "lengths.csv", "prompts.jsonl", "steps.csv", "workload.toml"
+SHAPE = "r1-distill-aime"
+"""Whose shape lengths are taken to have where a log has means alone: real outputs of a reasoning model on maths."""
+DRAWN = 1 << 16
+"""Lengths by which a shape is scaled to a mean."""
+HALVINGS = 60
+MOST_SCALE = 1e6
+
+
+class Fragment(NamedTuple):
+    """A part of a run file."""
+
+    text: str
+    facts: dict[str, float | int | str]
+    """What it was made of, for people and scripts."""
+
+
+def replay_rollouts(found: RecordedRollouts, source: str) -> Fragment:
+    """Return a workload of recorded rollouts: every prompt once an epoch in its order, with its own lengths."""
+    lengths, prompts = found.lengths, found.prompt_tokens
+    kind: LengthsKind = "groups" if found.has_prompts else "empirical"
+    table: dict[str, object] = {"kind": kind, "source": LENGTHS}
+    workload: dict[str, object] = {}
+    if prompts:
+        table["prompt_tokens"] = max(1, round(fmean(prompts)))
+        workload["max_prompt_tokens"] = max(1, *prompts)
+    if found.has_prompts:
+        table["epochs"] = True
+        workload["order"] = "file"
+    if found.records:
+        workload = {"prompts": PROMPTS, **workload}
+    sizes = Counter(len(group) for group in found.groups)
+    size = sizes.most_common(1)[0][0] if found.has_prompts else 1
+    facts: dict[str, float | int | str] = {
+        "rollouts": len(lengths),
+        "prompts": len(found.groups) if found.has_prompts else 0,
+        "group_size": size,
+        "mean_output_tokens": round(fmean(lengths), 2),
+        "longest_output": max(lengths),
+    }
+    notes = [
+        f"{len(lengths)} rollouts of {source}, a mean of {fmean(lengths):.5g} output tokens, at most {max(lengths)}.",
+        f"rollout.max_tokens has to be at least {max(lengths)}, so that none is cut off.",
+    ]
+    if found.has_prompts:
+        least, most = min(sizes), max(sizes)
+        notes.append(
+            f"Prompts have {least if least == most else f'{least} to {most}'} rollouts each: algorithm.group_size = {size} "
+            "replays them; a larger one repeats some."
+        )
+    else:
+        notes.append("Nothing tells prompts apart, so lengths are drawn independently.")
+    return Fragment(_written(notes, {**workload, "lengths": table}), facts)
+
+
+def replay_trace(file: str, shown: str, source: str) -> Fragment:
+    """Return a workload that replays a recorded run, group by group.
+
+    Args:
+        file: its trace.
+        shown: the path of that, as seen from where the workload will stand.
+        source: what it is called.
+
+    Raises:
+        ValueError: it records no finished group.
+    """
+    RecordedGroups(Path(file))
+    table: dict[str, object] = {"kind": "trace", "source": shown, "ranker": "recorded"}
+    notes = [f"The groups of {source} in the order in which they were drawn."]
+    return Fragment(_written(notes, {"lengths": table}), {"trace": shown})
+
+
+def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
+    """Return a workload of a log that has means of lengths alone: a known shape, scaled to the mean.
+
+    Raises:
+        ValueError: the log has no lengths, or there is no such shape.
+    """
+    outputs = measured.values("output_tokens")
+    if not outputs:
+        raise ValueError(
+            f"{measured.source}: has no lengths of rollouts, so no workload can be made of it: {_missing(measured)} is "
+            "missing"
+        )
+    mean, longest = fmean(outputs), max(measured.values("longest_output"), default=None)
+    kind = _kind_of(shape)
+    scale = scale_to_mean(LengthsConfig(kind=kind, source=shape), mean, longest)
+    table: dict[str, object] = {"kind": kind, "source": shape, "scale": float(f"{scale:.5g}")}
+    prompt = measured.mean("prompt_tokens")
+    if prompt is not None:
+        table["prompt_tokens"] = max(1, round(prompt))
+    notes = [
+        f"{measured.source} has means of lengths alone: {mean:.5g} output tokens over {len(outputs)} steps, from {outputs[0]:.5g} "
+        f"in the first to {outputs[-1]:.5g} in the last.",
+        f"Their shape is assumed: that of profiles/lengths/{shape}.csv, scaled. Recorded rollouts replay themselves.",
+    ]
+    if longest is not None:
+        notes.append(
+            f"The longest was {longest:.0f}: rollout.max_tokens of the run has to be the framework's cap."
+        )
+    facts: dict[str, float | int | str] = {
+        "steps": len(measured.steps),
+        "mean_output_tokens": round(mean, 2),
+        "shape": shape,
+        "scale": float(f"{scale:.5g}"),
+    }
+    return Fragment(_written(notes, {"lengths": table}), facts)
+
+
+def _missing(measured: MeasuredSteps) -> str:
+    """Return the key, or the column of our own CSV, that would say how long rollouts were."""
+    for log in map(load_format, known_formats()):
+        if log.name == measured.framework:
+            keys = log.keys(is_asynchronous=bool(measured.is_asynchronous))["output_tokens"]
+            return " or ".join(map(str, keys))
+    return "the column output_tokens"
+
+
+def _written(notes: list[str], workload: dict[str, object]) -> str:
+    head = "".join(f"# {note}\n" for note in notes)
+    head += (
+        "# A part of a run file: paths in it are relative to the run file that it is put into.\n"
+    )
+    return f"{head}\n{tomli_w.dumps({'workload': workload})}"
+
+
+def _kind_of(shape: str) -> LengthsKind:
+    path = find_profile("lengths", shape, ".csv")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    header = next(line for line in lines if not line.startswith("#"))
+    return "histogram" if "density" in header else "empirical"
+
+
+def scale_to_mean(config: LengthsConfig, mean: float, longest: float | None) -> float:
+    """Return what scales a shape to a mean, outputs capped at the longest."""
+    source = load_source(config)
+    assert not isinstance(source, RecordedGroups), "a shape is no trace"
+    lengths = source.sample(np.random.default_rng(0), DRAWN, 1)[0].astype(float)
+    cap = max(longest or np.inf, mean)
+    low, high = 1 / MOST_SCALE, MOST_SCALE
+    for _ in range(HALVINGS):
+        scale = float((low * high) ** 0.5)
+        is_short = np.minimum(lengths * scale, cap).mean() < mean
+        low, high = (scale, high) if is_short else (low, scale)
+    return float((low * high) ** 0.5)

@@ -1,0 +1,482 @@
+"""Split the GPU-seconds of generation into prefill, decode, and decode seconds that full batches would not have needed.
+
+From a trace to the batch that each replica decoded at each instant: how many rollouts, and how long they were.
+
+Events tell when a rollout joined and left a batch and how many tokens it had; between them its context is taken to
+grow evenly. An attempt whose running time nobody reported, because its replica was lost or the trace ends, counts as
+running since it was sent.
+
+Decode seconds that full batches would not have needed: busy GPUs that yield less than they could.
+
+A replica that still decodes the last few rollouts of a step reads all its weights for few tokens. Of such a second
+the share
+
+    1 - (tokens/s of this batch) / (tokens/s of a full batch)
+
+is underfilled. What a full batch yields is known from
+
+curve      the decode curve in the trace's header: of the largest batch that `rollout.max_running` and KV memory allow
+           at the same mean context
+observed   where the header has none: the median tokens/s of what the trace shows of batches of `max_running`, of a long
+           one its first part
+unknown    where it shows no such batch
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import inf
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from streamrl.engine.messages import Drop, Failed, Generate, Generated, PromptsDrawn, Step
+from streamrl.engine.trace import DecodeYield, Entry, Trace
+from streamrl.hardware.measured_profile import check_fits, read_measured, scaled_to_mean_speed
+from streamrl.hardware.operator_tables import Floats
+from streamrl.hardware.profile_fit import fit_decode
+from streamrl.record.interval_sums import IntervalSums
+from streamrl.record.timeline import Span, Timeline, read_timeline
+from streamrl.runfile.config import Run
+
+
+def measured_yield(run: Run) -> list[DecodeYield]:
+    """Return what a full batch of each kind of replica yields by the profile that the run file names, if it is of this run.
+
+    Executed replicas have memory for the longest output of `max_running` rollouts, so nothing else bounds a batch.
+    """
+    if run.costs.profile is None:
+        return []
+    path = Path(run.costs.profile)
+    try:
+        profile = scaled_to_mean_speed(read_measured(path))
+        for kind in range(run.num_kinds):
+            check_fits(profile, run.of_kind(kind), path)
+    except ValueError:
+        return []
+    fits = [fit_decode(profile.decode, own.max_running) for own in run.rollout.kinds]
+    return [DecodeYield.of(fit.base, fit.per_context_token, None) for fit in fits]
+
+
+class Decoding(NamedTuple):
+    """Stretches of one replica's time in which its batch was the same, as arrays in order of time."""
+
+    start: Floats
+    end: Floats
+    num_running: Floats
+    context: Floats
+    """Mean tokens of a running rollout's prompt and output, in the middle of the stretch."""
+    prompt: Floats
+    """Mean tokens of a running rollout's prompt."""
+    rate: Floats
+    """Tokens a second of all that run, each at the mean rate of its attempt."""
+
+    @property
+    def seconds(self) -> Floats:
+        """How long each stretch is."""
+        return self.end - self.start
+
+
+class _Stay(NamedTuple):
+    """A rollout in a replica's batch, from its first token to its end."""
+
+    start: float
+    end: float
+    prompt: float
+    context: float
+    """At the start."""
+    made: float
+    is_known: bool
+    """Whether it reported when it ran and what it made."""
+
+
+def read_decoding(trace: Trace) -> dict[int, Decoding]:
+    """Return what each replica decoded, by replica; one that never did is left out."""
+    reader = DecodingReader()
+    reader.read(trace.entries)
+    return reader.finish()
+
+
+class DecodingReader:
+    """Reads what each replica decoded, block by block."""
+
+    def __init__(self) -> None:
+        self._stays: dict[int, list[_Stay]] = defaultdict(list)
+        """Of each replica those that ended, and have a part in stretches that were not taken."""
+        self._since: dict[int, float] = {}
+        """By replica, the end of the last stretch that was taken."""
+        self._prompts: dict[int, int] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._sent: dict[int, tuple[Generate, float, int]] = {}
+        self._now = 0.0
+
+    def read(self, entries: Iterable[Entry]) -> None:
+        """Take the entries that come after those before."""
+        for now, event, commands in entries:
+            self._now = now
+            match event:
+                case Generated():
+                    command, _, prompt = self._sent.pop(event.rollout)
+                    self._stays[command.replica].append(_stay(command, event, now, prompt))
+                case Failed(Generate(rollout)):
+                    self._end_unknown(rollout)
+                case PromptsDrawn():
+                    for drawn in event.groups:
+                        self._groups[drawn.group] = drawn.rollouts
+                        self._prompts.update(dict.fromkeys(drawn.rollouts, drawn.prompt_tokens))
+                case _:
+                    pass  # begins and ends no decoding
+            for each in commands:
+                if isinstance(each, Generate):
+                    self._sent[each.rollout] = each, now, self._prompts[each.rollout]
+                elif isinstance(each, Step):
+                    self._forget(each.groups)
+                elif isinstance(each, Drop):
+                    self._forget((each.group,))
+
+    def take(self, until: float) -> dict[int, Decoding]:
+        """Return once the stretches of each replica that ended by an instant before which nothing is left to be told."""
+        taken = {}
+        for replica, stays in self._stays.items():
+            since = self._since.get(replica, -inf)
+            decoding, last = _stretches(stays, since, until)
+            if len(decoding.start):
+                taken[replica] = decoding
+            self._since[replica] = last
+            stays[:] = [stay for stay in stays if stay.end > last]
+        for replica in [replica for replica, stays in self._stays.items() if not stays]:
+            del self._stays[replica]
+        return taken
+
+    def began_at(self, replica: int) -> float:
+        """Return when the stretch began that a replica's next one goes on from; infinity where it decodes nothing."""
+        return self._since[replica] if replica in self._stays else inf
+
+    def finish(self) -> dict[int, Decoding]:
+        """Return all stretches that are left; what still runs is taken to run until the last entry."""
+        for rollout in list(self._sent):
+            self._end_unknown(rollout)
+        return self.take(inf)
+
+    def _end_unknown(self, rollout: int) -> None:
+        command, sent_at, prompt = self._sent.pop(rollout)
+        stay = _Stay(sent_at, self._now, prompt, prompt + command.prefix, 0.0, is_known=False)
+        self._stays[command.replica].append(stay)
+
+    def _forget(self, groups: tuple[int, ...]) -> None:
+        """Forget what nobody generates any more."""
+        for group in groups:
+            for rollout in self._groups.pop(group, ()):
+                del self._prompts[rollout]
+
+
+def _stay(command: Generate, event: Generated, now: float, prompt: int) -> _Stay:
+    start = min(now, now - event.run_time + event.prefill_time)
+    first = min(event.tokens, command.prefix + 1)  # prefill makes a token
+    return _Stay(start, now, prompt, prompt + first, event.tokens - first, is_known=True)
+
+
+def _stretches(stays: list[_Stay], since: float, until: float) -> tuple[Decoding, float]:
+    """Cut a replica's time wherever a rollout joins or leaves, and sum over those between.
+
+    Returns:
+        The stretches between two instants, and the end of the last one.
+    """
+    start, end, prompt, context, made, is_known = np.array(stays, dtype=float).T
+    rate = np.divide(made, end - start, out=np.zeros_like(made), where=end > start)
+    times = np.concatenate([np.maximum(start, since), np.maximum(end, since)])
+    order = np.argsort(times, kind="stable")
+    order = order[: np.searchsorted(times[order], until, "right")]
+    times = times[order]
+
+    def running(of_each: Floats) -> Floats:
+        changes = np.concatenate([of_each, -of_each])[order]
+        total: Floats = np.cumsum(changes)[:-1]
+        return total
+
+    num_running = np.rint(running(np.ones_like(start)))
+    middle = (times[:-1] + times[1:]) / 2
+    contexts = running(context - rate * start) + running(rate) * middle
+    num_known = np.rint(running(is_known))
+    shown = (times[1:] > times[:-1]) & (num_running > 0)
+    count = num_running[shown]
+    decoding = Decoding(
+        start=times[:-1][shown],
+        end=times[1:][shown],
+        num_running=count,
+        context=contexts[shown] / count,
+        prompt=running(prompt)[shown] / count,
+        rate=running(rate)[shown] * count / np.maximum(num_known[shown], 1.0),
+    )
+    return decoding, float(times[-1]) if len(times) else since
+
+
+YieldSource = Literal["curve", "observed", "unknown"]
+"""Where it is known from what a full batch yields."""
+ROUNDING = 1e-9
+"""Of the mean of what rollouts hold, which is summed up in another order where a trace is read in other parts: a batch that
+fills memory to the last token does."""
+
+
+class Lost(NamedTuple):
+    """Stretches of one replica's time, and the share of each that a full batch would not have needed."""
+
+    start: Floats
+    end: Floats
+    share: Floats
+
+
+class Underfilled(NamedTuple):
+    """What decoding lost to batches that were not full."""
+
+    source: YieldSource
+    replicas: dict[int, Lost]
+    """By replica; empty where it is not known."""
+
+
+def read_underfilled(trace: Trace) -> Underfilled:
+    """Return what the batches of a run lost, from its trace alone."""
+    return lost_of(read_decoding(trace), trace.decode, trace.run, read_timeline(trace).kinds)
+
+
+def lost_of(
+    decoding: Mapping[int, Decoding],
+    curves: Sequence[DecodeYield],
+    run: Run,
+    kinds: Mapping[int, int],
+    rates: Sequence[float | None] | None = None,
+) -> Underfilled:
+    """Return what batches lost.
+
+    Args:
+        decoding: by replica.
+        curves: of each kind of replica, or none.
+        run: the run file.
+        kinds: which kind a replica is of, by its id; the first where absent.
+        rates: without curves, tokens/s of full batches as `observed_rates` gives them; where absent, those of `decoding`,
+            which must be all of a run then.
+    """
+    if curves:
+        shares = {
+            replica: _share_by(curves[kinds.get(replica, 0)], each, run)
+            for replica, each in decoding.items()
+        }
+        return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
+    full = observed_rates(decoding, run, kinds) if rates is None else rates
+    found = {}
+    for replica, each in decoding.items():
+        rate = full[kinds.get(replica, 0)]
+        if rate is None:
+            return Underfilled("unknown", {})
+        found[replica] = _lost(each, np.clip(1 - each.rate / rate, 0.0, 1.0))
+    return Underfilled("observed", found)
+
+
+def observed_rates(
+    decoding: Mapping[int, Decoding], run: Run, kinds: Mapping[int, int]
+) -> list[float | None]:
+    """Return the tokens/s of a full batch of each kind of replica, as `lost_of` shows some; None of one without."""
+    return [
+        _observed(
+            [each for replica, each in decoding.items() if kinds.get(replica, 0) == kind], most
+        )
+        for kind, most in enumerate(own.max_running for own in run.rollout.kinds)
+    ]
+
+
+def _lost(decoding: Decoding, share: Floats) -> Lost:
+    return Lost(decoding.start, decoding.end, share)
+
+
+def _share_by(curve: DecodeYield, decoding: Decoding, run: Run) -> Floats:
+    """Return the share lost by a decode curve; a prompt that a group shares is held once."""
+    siblings = run.algorithm.group_size if run.shares_prefixes else 1
+    own = decoding.context - decoding.prompt * (1 - 1 / siblings)
+    running = np.minimum(decoding.num_running, curve.most_running)
+    return share_lost(curve, running, decoding.context, own)
+
+
+def share_lost(curve: DecodeYield, num_running: Floats, context: Floats, own: Floats) -> Floats:
+    """Return the share of each decode second that a full batch of the same mean context would not have needed.
+
+    Args:
+        curve: of one replica.
+        num_running: rollouts in the batch.
+        context: mean tokens that one of them attends to.
+        own: mean tokens that one of them holds beside what it shares.
+    """
+    full = _full_batch(curve, num_running, own)
+    here = num_running / _step_time(curve, num_running, context)
+    best = full / _step_time(curve, full, context)
+    return np.clip(1.0 - here / best, 0.0, 1.0)
+
+
+def _full_batch(curve: DecodeYield, num_running: Floats, own: Floats) -> Floats:
+    """Return the largest batch of rollouts that each hold `own` tokens: no less than what runs."""
+    most = np.full_like(own, curve.most_running)
+    if curve.kv_capacity is not None:
+        room = curve.kv_capacity / np.maximum(own, 1.0)
+        most = np.minimum(most, np.floor(room * (1 + ROUNDING)))
+    full: Floats = np.maximum(most, num_running)
+    return full
+
+
+def _step_time(curve: DecodeYield, num_running: Floats, context: Floats) -> Floats:
+    base = np.interp(num_running, curve.batches, curve.base)
+    slope = np.interp(num_running, curve.batches, curve.per_context_token)
+    seconds: Floats = base + slope * num_running * context
+    return seconds
+
+
+def _observed(decoding: Sequence[Decoding], most: int) -> float | None:
+    """Return the median tokens/s of full batches, each second of them counted once; None where there are none."""
+    rates = [each.rate[each.num_running >= most] for each in decoding]
+    seconds = [each.seconds[each.num_running >= most] for each in decoding]
+    if not sum(map(len, rates)):
+        return None
+    rate, weight = np.concatenate(rates), np.concatenate(seconds)
+    order = np.argsort(rate)
+    below = np.cumsum(weight[order])
+    middle = float(rate[order][np.searchsorted(below, below[-1] / 2)])
+    return middle or None
+
+
+ENOUGH = 200_000
+"""Stretches, of 48 bytes each, whose full batches tell what all of a run's yield, where no curve does."""
+
+Part: TypeAlias = Literal["prefill", "underfilled"]
+
+
+class Parts(NamedTuple):
+    """GPU-seconds of all replicas of a kind together."""
+
+    prefill: float
+    underfilled: float
+    source: YieldSource
+    """Where it is known from what is underfilled."""
+
+
+def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
+    """Return the parts of what replicas of each kind generated in a window."""
+    reader = PartsReader(trace.run, trace.decode, window)
+    reader.read(trace.entries)
+    reader.finish(read_timeline(trace))
+    return reader.between(*window)
+
+
+class PartsReader:
+    """Adds the parts up, block by block; without a decode curve stretches are kept until enough of them are known."""
+
+    def __init__(
+        self, run: Run, curves: Sequence[DecodeYield], marks: Sequence[float] = ()
+    ) -> None:
+        self._run = run
+        self._curves = curves
+        self._source: YieldSource = "curve" if curves else "unknown"
+        self._degrees = [own.gpus_per_replica for own in run.rollout.kinds]
+        self._kinds: Mapping[int, int] = {}
+        """By replica: of which kind it is, where that is not the first."""
+        self._sums = IntervalSums[tuple[int, Part]](marks)
+        self._decoding = DecodingReader()
+        self._paused: dict[int, list[Span]] = defaultdict(list)
+        """By replica: when it computed prefixes or loaded weights and decoded nothing."""
+        self._kept: list[dict[int, Decoding]] = []
+        self._rates: list[float | None] | None = None
+        """Tokens/s of full batches of each kind of replica, once enough was seen without a curve."""
+
+    def mark(self, times: Sequence[float]) -> None:
+        """Enter instants between which sums may be asked for."""
+        self._sums.marks.extend(times)
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        self._decoding.read(entries)
+
+    def take(self, timeline: Timeline) -> None:
+        """Add up what can be known of the part of the run that a timeline is of."""
+        self._see(timeline)
+        decoding = self._decoding.take(timeline.end)
+        if not self._curves and self._rates is None:
+            self._kept.append(decoding)
+            if sum(len(each.start) for part in self._kept for each in part.values()) < ENOUGH:
+                return
+            decoding, self._kept = _joined(self._kept), []
+            self._rates = observed_rates(decoding, self._run, self._kinds)
+        self._enter(decoding)
+        for replica, spans in self._paused.items():
+            began = self._decoding.began_at(replica)
+            spans[:] = [span for span in spans if span.end > began]
+
+    def finish(self, timeline: Timeline) -> None:
+        """Add up what is left, of the last part of the run."""
+        self._see(timeline)
+        self._enter(_joined([*self._kept, self._decoding.finish()]))
+
+    def between(self, start: float, end: float) -> list[Parts]:
+        """Return the GPU-seconds of each kind of replica between two marks."""
+        found = self._sums.between(start, end)
+        return [
+            Parts(
+                found.get((kind, "prefill"), 0.0) * degree,
+                found.get((kind, "underfilled"), 0.0) * degree,
+                self._source,
+            )
+            for kind, degree in enumerate(self._degrees)
+        ]
+
+    def _see(self, timeline: Timeline) -> None:
+        """Enter prefills, which have no loads in them, and what pauses decoding."""
+        self._kinds = timeline.kinds
+        for kind in range(len(self._degrees)):
+            own = [s for r, s in timeline.prefills.items() if self._kinds.get(r, 0) == kind]
+            pieces = self._sums.cut(*_edges([*chain.from_iterable(own)]).T)
+            self._sums.add_pieces((kind, "prefill"), pieces.slot, pieces.end - pieces.start)
+        for replica in {**timeline.replicas, **timeline.prefills}:
+            spans = timeline.replicas.get(replica, [])
+            loads = [span for span in spans if span.activity == "sync"]
+            self._paused[replica] += sorted([*timeline.prefills.get(replica, []), *loads])
+
+    def _enter(self, decoding: dict[int, Decoding]) -> None:
+        """Enter what was lost of stretches, what was paused left out."""
+        source, replicas = lost_of(decoding, self._curves, self._run, self._kinds, self._rates)
+        if decoding or self._rates is None:
+            self._source = source
+        for replica, lost in replicas.items():
+            self._enter_lost(self._kinds.get(replica, 0), lost, _edges(self._paused[replica]))
+
+    def _enter_lost(self, kind: int, lost: Lost, paused: Floats) -> None:
+        pieces = self._sums.cut(lost.start, lost.end)
+        start, end = pieces.start, pieces.end
+        decoded = (end - start) - (_paused_until(paused, end) - _paused_until(paused, start))
+        seconds = lost.share[pieces.whole] * np.maximum(decoded, 0.0)
+        self._sums.add_pieces((kind, "underfilled"), pieces.slot, seconds)
+
+
+def _joined(parts: list[dict[int, Decoding]]) -> dict[int, Decoding]:
+    """Put the stretches of each replica together."""
+    of_replicas: dict[int, list[Decoding]] = defaultdict(list)
+    for part in parts:
+        for replica, decoding in part.items():
+            of_replicas[replica].append(decoding)
+    return {
+        replica: Decoding(*map(np.concatenate, zip(*found, strict=True)))
+        for replica, found in of_replicas.items()
+    }
+
+
+def _edges(spans: Sequence[Span]) -> Floats:
+    """Return start and end of each span as rows."""
+    return np.array([(span.start, span.end) for span in spans], dtype=float).reshape(-1, 2)
+
+
+def _paused_until(paused: Floats, times: Floats) -> Floats:
+    """Return the paused seconds before each instant."""
+    if not len(paused):
+        return np.zeros_like(times)
+    lengths = np.cumsum(paused[:, 1] - paused[:, 0])
+    before = np.column_stack([lengths - (paused[:, 1] - paused[:, 0]), lengths])
+    seconds: Floats = np.interp(times, paused.ravel(), before.ravel())
+    return seconds

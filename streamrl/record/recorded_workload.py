@@ -1,0 +1,144 @@
+"""Build the workload of a recorded run, so that it can be simulated again: lengths, group rewards, informative share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import fsum
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+
+from streamrl.engine.messages import (
+    Drop,
+    PromptsDrawn,
+    RunStarted,
+    Skip,
+    Stepped,
+    Train,
+    TrainerLost,
+    Verified,
+)
+from streamrl.engine.trace import Trace
+from streamrl.engine.trainer_side import LEADER, UNIFORM
+from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
+
+MOST_MEANS = 100
+"""Different mean rewards of groups that are told apart: rewards of right or wrong have one more than a group has rollouts."""
+
+
+def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
+    """Return the workload that a run had: lengths and what was expected of them in its trace file, the share of its advantages."""
+    config = trace.run.workload
+    lengths = LengthsConfig(
+        kind="trace",
+        source=str(file),
+        ranker="recorded",
+        prompt_tokens=config.max_prompt_tokens,  # a trace says how many a prompt has
+    )
+    workload: WorkloadConfig = msgspec.structs.replace(
+        config,
+        lengths=lengths,
+        informative_share=informative_share(trace),
+        group_rewards=group_rewards(trace),
+    )
+    return workload
+
+
+def group_rewards(trace: Trace) -> tuple[tuple[float, float], ...]:
+    """Return mean rewards of groups, each with the share of groups that had it: of an executed run in which a trainer heeds it.
+
+    Of more than `MOST_MEANS` they are so many quantiles. What a simulation was told stands in its run file.
+    """
+    if trace.world == "simulated" or not trace.run.filters_by_reward:
+        return trace.run.workload.group_rewards
+    means = sorted(_mean_rewards(trace))
+    if len(set(means)) > MOST_MEANS:
+        means = [means[(2 * n + 1) * len(means) // (2 * MOST_MEANS)] for n in range(MOST_MEANS)]
+    return tuple((mean, count / len(means)) for mean, count in Counter(means).items())
+
+
+def _mean_rewards(trace: Trace) -> Iterator[float]:
+    """Yield the mean reward of each group that became complete."""
+    size = trace.run.algorithm.group_size
+    found: dict[int, list[float]] = {}
+    for _, event, _ in trace.entries:
+        if isinstance(event, Verified):
+            rewards = found.setdefault(event.rollout // size, [])
+            rewards.append(event.reward)
+            if len(rewards) == size:
+                yield fsum(found.pop(event.rollout // size)) / size
+
+
+def informative_share(trace: Trace) -> float:
+    """Return the share of the leader's rollouts with a non-zero advantage, 1 where there are none.
+
+    Counted are those that it trained on, or left out because the rewards of their group were all equal. An advantage under a group's baseline is zero where all rewards of the group are equal, and one under the
+    baseline of the batch before where the reward is just that: 0 in the first step of a run. Rewards of a
+    simulation say nothing, and its share stands in its run file.
+    """
+    if trace.world == "simulated":
+        return trace.run.workload.informative_share
+    informs = _in_group if trace.run.algorithm.trains_whole_groups else _beside_last_batch
+    found = list(informs(trace))
+    return sum(found) / len(found) if found else 1.0
+
+
+def _in_group(trace: Trace) -> Iterator[bool]:
+    """Yield of each trained rollout whether the rewards of its group differ."""
+    rewards: dict[int, float] = {}
+    siblings: dict[int, tuple[int, ...]] = {}
+    for _, event, commands in trace.entries:
+        match event:
+            case Verified(rollout, reward):
+                rewards[rollout] = reward
+            case PromptsDrawn():
+                siblings.update(
+                    (r, drawn.rollouts) for drawn in event.groups for r in drawn.rollouts
+                )
+            case _:
+                pass  # says nothing of rewards
+        for command in commands:
+            if isinstance(command, Train) and command.trainer == LEADER:
+                for rollout in command.rollouts:
+                    yield len({rewards[other] for other in siblings[rollout]}) > 1
+            elif isinstance(command, Skip) and (command.trainer, command.reason) == (
+                LEADER,
+                UNIFORM,
+            ):
+                yield from [False] * trace.run.algorithm.group_size
+
+
+def _beside_last_batch(trace: Trace) -> Iterator[bool]:
+    """Yield of each trained rollout whether its reward differs from the mean of the last step's batch."""
+    rewards: dict[int, float] = {}
+    groups: dict[int, tuple[int, ...]] = {}
+    batch: dict[int, None] = {}
+    baseline: float | None = 0.0
+    for _, event, commands in trace.entries:
+        match event:
+            case RunStarted(version) if version:
+                baseline = None  # known to the checkpoint that the run resumed from
+            case Verified(rollout, reward):
+                rewards[rollout] = reward
+            case PromptsDrawn():
+                groups.update((drawn.group, drawn.rollouts) for drawn in event.groups)
+            case Stepped(_, trainer) if trainer == LEADER:
+                baseline, batch = mean(rewards[rollout] for rollout in batch), {}
+            case TrainerLost(trainer) if trainer == LEADER:
+                baseline, batch = None, {}  # known to its checkpoint
+            case _:
+                pass  # says nothing of rewards
+        for command in commands:
+            match command:
+                case Train(rollouts, trainer) if trainer == LEADER:
+                    batch.update(dict.fromkeys(rollouts))
+                    yield from (rewards[rollout] != baseline for rollout in rollouts)
+                case Skip(trainer=trainer) if trainer != LEADER:
+                    pass  # the leader trains on it
+                case Drop(group) | Skip(group):
+                    for rollout in groups[group]:
+                        batch.pop(rollout, None)
+                case _:
+                    pass  # says nothing of the batch

@@ -1,0 +1,536 @@
+"""Compare two runs of the same work step by step: differences with intervals, and break-even prices and bandwidths.
+
+How well two runs are told apart that took the same prompts, with the same lengths.
+
+Step by step both have the same work, so that what makes a step long for both cancels out.
+
+Set two runs of the same work against each other: A, which is asked about, and B, which one has.
+
+Both had the same prompts and lengths step by step, so that differences are those of steps that did the same work, and
+their intervals hold nothing of what made a step long for both. Dollars a second are the mean of the steps that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from streamrl.engine.trace import Trace
+from streamrl.hardware.operator_tables import Floats
+from streamrl.hardware.profiles import price_of
+from streamrl.record.attribution import SHARED, UNDERFILLED
+from streamrl.record.charges import gpus_of_sides, gpus_paid
+from streamrl.record.metrics import Metrics, measure, measure_read, read_run
+from streamrl.record.steady_state import (
+    LeaderSteps,
+    Speed,
+    find_steady_so_far,
+    half_width,
+    read_steps,
+)
+from streamrl.record.uncertainty import unshared_error
+from streamrl.record.whole_run import WholeRun, steps_for_one
+from streamrl.runfile.config import Run
+from streamrl.runfile.gpu_pools import SideKind, sides_of
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.units import SECONDS_PER_HOUR
+
+Outcome: TypeAlias = Literal[
+    "no difference",
+    "may be chance",
+    "within the error of costs",
+    "worth it",
+    "not worth it",
+    "faster but dearer",
+    "cheaper but slower",
+]
+"""Whether A is worth it over B: what a token costs decides, and then the time of a step."""
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure with its 95 % interval."""
+
+    value: float
+    interval: tuple[float, float] | None
+    """None where too few steps count."""
+
+    def differs_from(self, value: float) -> bool:
+        """Whether the figure is beyond chance another than `value`."""
+        return self.interval is not None and not self.interval[0] <= value <= self.interval[1]
+
+
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What GPUs do that generate, or train; where a run takes turns they are the same ones."""
+
+    num_gpus: float
+    idle: float
+    """Share of their GPU-seconds."""
+    underfilled: float | None
+    """Share in which they decode what full batches would not have needed; None where that is not known."""
+
+
+class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two runs, over the steps that count in both."""
+
+    step_time: float
+    """Mean seconds of a step."""
+    step_time_interval: tuple[float, float] | None
+    """95 % interval of that mean, on prompts of its own."""
+    dollars_per_hour: float
+    cost_per_step: float
+    """Dollars of a mean step."""
+    cost_per_million_tokens: float
+    """Dollars for a million output tokens trained on."""
+    throughput: float
+    """Output tokens generated a second."""
+    goodput: float
+    """Output tokens trained on a second."""
+    shares_gpus: bool
+    """Whether generation and training take turns on the same GPUs."""
+    generation: GpuUse
+    training: GpuUse
+    """Of the trainer that leads."""
+    staleness: float
+    """Versions that rollouts were behind when trained on, on average."""
+    idle_gpu_seconds: float
+    """GPU-seconds of a step in which GPUs of any side wait."""
+    idle_cost: float
+    """Dollars of those."""
+    whole_run: WholeRun
+    """All training steps, as `simulate` has them."""
+    note: str
+    """What keeps its figures from being those of a steady state."""
+
+
+class BreakEvenPrice(msgspec.Struct, frozen=True, kw_only=True):
+    """What GPUs that A rents and B does not may cost, for a token to cost as much with A as with B."""
+
+    pool: str
+    gpu: str
+    num_gpus: float
+    """GPUs of the pool that A rents beyond those of B."""
+    price: float
+    """Dollars that one of them costs an hour."""
+    break_even: Known | None
+    """Dollars that it may cost; None where a token costs more with A even if they are free."""
+
+
+class BreakEvenBandwidth(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link of A's must carry, for a token to cost as much with A as with B."""
+
+    between: tuple[str, str]
+    bandwidth: float
+    """Bytes a second that it carries."""
+    break_even: float | None
+    """Bytes a second that it must carry; None where no bandwidth makes them cost the same."""
+    is_cheaper: bool
+    """Where there is none: whether A costs less at any bandwidth that was tried, rather than at none."""
+    least: float
+    """The least bandwidth that may have been tried."""
+
+
+class Against(msgspec.Struct, frozen=True, kw_only=True):
+    """Two runs of the same work, and what A has over B; differences are A - B."""
+
+    a: PairedRun
+    b: PairedRun
+    counted_steps: tuple[int, int]
+    """First and last step that count, in both."""
+    outcome: Outcome
+    step_time_ratio: Known
+    """Seconds of a step of A for one of B's."""
+    cost_ratio: Known
+    """Dollars of a token of A for one of B's."""
+    step_time: Known
+    """Seconds a step."""
+    cost_per_step: Known
+    """Dollars a step."""
+    idle_gpu_seconds: Known
+    """Idle GPU-seconds a step."""
+    idle_cost: Known
+    """Dollars a step for GPUs that wait."""
+    steps_ratio: float = 1.0
+    """Steps that A needs for one of B's, as `plan.staleness_cost` charges both for what they lag behind; it is in both ratios."""
+    training_steps: int
+    """Steps of the whole training."""
+    training_time: Known
+    """Seconds of all of them."""
+    training_cost: Known
+    """Dollars of all of them."""
+    unshared_error: float | None
+    """How far costs of what A and B do not do alike were off on models that no fit saw: 0 where they share all; None
+    where some was never checked."""
+    prices: list[BreakEvenPrice]
+    bandwidths: list[BreakEvenBandwidth] = []
+    note: str = ""
+    """What keeps the difference from being as exactly known as was asked for; empty where nothing does."""
+
+
+def ratio_half_width(one: Speed, other: Speed) -> float | None:
+    """Return half the 95 % interval of the logarithm of two step times' ratio; None where too few steps count in both."""
+    first = max(one.counted_steps[0], other.counted_steps[0])
+    last = min(one.counted_steps[1], other.counted_steps[1])
+    if last <= first:
+        return None
+    return half_width(
+        relative(one.step_times[first - 1 : last]) - relative(other.step_times[first - 1 : last])
+    )
+
+
+def relative(values: Sequence[float] | Floats) -> Floats:
+    """Return each value as a multiple of the mean of all."""
+    found = np.asarray(values, dtype=float)
+    multiples: Floats = found / found.mean()
+    return multiples
+
+
+def is_beyond_chance(one: Speed, other: Speed, ratio: float) -> bool | None:
+    """Return whether two runs' figures differ by more than the interval of their ratio; None where that is not known."""
+    width = ratio_half_width(one, other)
+    return None if width is None else abs(log(ratio)) > width
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedSteps:
+    """What counts of the steps of two runs that are simulated side by side."""
+
+    first: int
+    """First step that counts in both."""
+    last: int
+    half_width: float | None
+    """Half the 95 % interval of the logarithm of their step times' ratio; None where too few steps count."""
+    has_settled: bool
+    """Whether the end of both transients was found."""
+
+    def is_within(self, share: float) -> bool:
+        """Whether the ratio is known within a share of itself, and both transients are over."""
+        is_known = self.half_width is not None and self.half_width <= share
+        return is_known and self.has_settled
+
+
+def find_paired_steps(
+    runs: Sequence[Run], made: Sequence[LeaderSteps], left_out: int, *, drifts: bool
+) -> PairedSteps:
+    """Find the steps that count in both of two runs, where either alone has settled; see `find_steady`."""
+    found = [
+        find_steady_so_far(run, steps, left_out, drifts=drifts)
+        for run, steps in zip(runs, made, strict=True)
+    ]
+    first, last = max(each.first for each in found), min(each.last for each in found)
+    width = None
+    if last > first:
+        one, other = (relative(steps.durations()[first:last]) for steps in made)
+        width = half_width(one - other)
+    return PairedSteps(
+        first=min(first, last - 1) + 1,
+        last=last,
+        half_width=width,
+        has_settled=all(each.has_settled for each in found),
+    )
+
+
+DIGITS = 9
+"""Of a mean number of replicas, beyond which seconds leave their rounding."""
+
+
+class MeasuredRun:
+    """What is asked of one run: its figures, step by step, over the steps that count."""
+
+    def __init__(self, trace: Trace, counted_steps: tuple[int, int]) -> None:
+        first, last = counted_steps
+        self.run = trace.run
+        reader, steps = read_run(trace), read_steps(trace)
+        self.metrics = measure_read(reader, steps, counted_steps)
+        self.seconds: Floats = np.array(self.metrics.step_times[first - 1 : last])
+        self.tokens: Floats = np.array(self.metrics.step_tokens[first - 1 : last], dtype=float)
+        self.longer = steps_for_one(self.run.plan, self.metrics.mean_staleness)
+        """Steps that are needed for one whose rollouts lag behind nothing."""
+        self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
+        window = reader.flow.leader.window(first, last)
+        self.num_replicas = round(reader.replicas.mean(*window), DIGITS)
+        idle = reader.attribution.idle_of_steps(steps.ended_at)
+        sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
+        self.idle: Floats = np.sum(list(sides.values()), axis=0)
+        """GPU-seconds of each step."""
+        prices = {
+            side.name: self.price(side.pool) / SECONDS_PER_HOUR for side in sides_of(self.run)
+        }
+        self.idle_dollars: Floats = np.sum(
+            [idle_of * prices[name] for name, idle_of in sides.items()], axis=0
+        )
+
+    def price(self, pool: str) -> float:
+        """Return the dollars of one of a pool's GPUs for an hour."""
+        return price_of(self.run.cluster.pools[pool])
+
+    def gpu(self, pool: str) -> str:
+        """Return the GPU of a pool."""
+        return self.run.cluster.pools[pool].gpu
+
+    @property
+    def gpus(self) -> Mapping[str, float]:
+        """GPUs that are paid for by pool, on average."""
+        return gpus_paid(self.run, self.num_replicas)
+
+    @property
+    def whole_run(self) -> WholeRun:
+        """What all its steps take."""
+        assert self.metrics.whole_run is not None, (
+            "only runs that finish are set against each other"
+        )
+        return self.metrics.whole_run
+
+    def describe(self) -> PairedRun:
+        """Return the run's own figures."""
+        metrics, run = self.metrics, self.run
+        return PairedRun(
+            step_time=metrics.step_time,
+            step_time_interval=metrics.step_time_interval,
+            dollars_per_hour=self.dollars_per_second * SECONDS_PER_HOUR,
+            cost_per_step=metrics.cost_per_step,
+            cost_per_million_tokens=metrics.cost_per_million_tokens,
+            throughput=metrics.throughput,
+            goodput=metrics.goodput,
+            shares_gpus=run.shares_gpus,
+            generation=self._use("rollout"),
+            training=self._use("trainer"),
+            staleness=metrics.mean_staleness,
+            idle_gpu_seconds=float(self.idle.mean()),
+            idle_cost=float(self.idle_dollars.mean()),
+            whole_run=self.whole_run,
+            note=metrics.note,
+        )
+
+    def _use(self, kind: SideKind) -> GpuUse:
+        """Return what GPUs of a kind of side do, of replicas all together; of those that share them of both."""
+        if self.run.shares_gpus:
+            counts = {SHARED: float(self.run.num_gpus)}
+        else:
+            sides = gpus_of_sides(self.run, self.num_replicas)
+            counts = {s.name: count for s, count in sides if s.kind == kind and not s.trainer}
+        num_gpus, of_sides = sum(counts.values()), self.metrics.sides
+        idle = sum(count * sum(of_sides[n].idle.values()) for n, count in counts.items())
+        lost = sum(count * of_sides[n].busy.get(UNDERFILLED, 0.0) for n, count in counts.items())
+        is_known = kind == "trainer" or self.metrics.underfilled_from != "unknown"
+        return GpuUse(
+            num_gpus=num_gpus,
+            idle=idle / num_gpus,
+            underfilled=lost / num_gpus if is_known else None,
+        )
+
+
+EQUAL = 1e-9
+"""Difference, as a share, that rounding leaves of equal figures."""
+
+
+def compare_traces(
+    traces: tuple[Trace, Trace], counted_steps: tuple[int, int], note: str
+) -> Against:
+    """Measure the traces of A and B over the same steps, and set them against each other.
+
+    Args:
+        traces: of A and of B.
+        counted_steps: first and last step to count.
+        note: what keeps the difference from being as exactly known as was asked for.
+    """
+    a, b = (MeasuredRun(trace, counted_steps) for trace in traces)
+    ours, theirs, steps = a.metrics, b.metrics, a.run.algorithm.steps
+    seconds = _known(a.seconds - b.seconds)
+    dollars = _known(a.seconds * a.dollars_per_second - b.seconds * b.dollars_per_second)
+    spread = relative(a.seconds) - relative(b.seconds)
+    more_tokens = relative(a.tokens) - relative(b.tokens)
+    longer = a.longer / b.longer
+    step_time_ratio = _ratio(longer * ours.step_time / theirs.step_time, spread)
+    cost_ratio = _ratio(
+        longer * ours.cost_per_million_tokens / theirs.cost_per_million_tokens, spread - more_tokens
+    )
+    whole, other = a.whole_run, b.whole_run
+    all_seconds = whole.steps * a.seconds - other.steps * b.seconds
+    all_dollars = (
+        whole.steps * a.seconds * a.dollars_per_second
+        - other.steps * b.seconds * b.dollars_per_second
+    )
+    error = _error_of_difference(a, b)
+    return Against(
+        a=a.describe(),
+        b=b.describe(),
+        counted_steps=counted_steps,
+        outcome=decide(cost_ratio, step_time_ratio, error),
+        step_time_ratio=step_time_ratio,
+        cost_ratio=cost_ratio,
+        step_time=seconds,
+        cost_per_step=dollars,
+        idle_gpu_seconds=_known(a.idle - b.idle),
+        idle_cost=_known(a.idle_dollars - b.idle_dollars),
+        training_steps=steps,
+        steps_ratio=longer,
+        training_time=_about(whole.seconds - other.seconds, _known(all_seconds)),
+        training_cost=_about(whole.dollars - other.dollars, _known(all_dollars)),
+        unshared_error=error,
+        prices=list(_break_even_prices(a, b, cost_ratio)),
+        note=note,
+    )
+
+
+def decide(cost_ratio: Known, step_time_ratio: Known, error: float | None) -> Outcome:
+    """Return whether A is worth it over B, as far as the ratios of A to B are known.
+
+    Args:
+        cost_ratio: of dollars a token.
+        step_time_ratio: of seconds a step.
+        error: how far costs that A and B do not share may be off; None where nobody knows, which is no reason to
+            doubt a difference.
+    """
+    is_equal = max(abs(log(ratio.value)) for ratio in (cost_ratio, step_time_ratio)) < EQUAL
+    if is_equal and cost_ratio.interval is not None:
+        return "no difference"
+    if not cost_ratio.differs_from(1.0):
+        return "may be chance"
+    if not is_significant(cost_ratio, error):
+        return "within the error of costs"
+    is_other_time = is_significant(step_time_ratio, error)
+    if cost_ratio.value < 1:
+        is_slower = is_other_time and step_time_ratio.value > 1
+        return "cheaper but slower" if is_slower else "worth it"
+    is_faster = is_other_time and step_time_ratio.value < 1
+    return "faster but dearer" if is_faster else "not worth it"
+
+
+def is_significant(ratio: Known, error: float | None) -> bool:
+    """Whether a ratio of A to B is another than 1 beyond chance, and beyond the error of what they do not share."""
+    return ratio.differs_from(1.0) and abs(log(ratio.value)) >= (error or 0.0)
+
+
+# Figures ------------------------------------------------------------------------------------------
+
+
+def _known(differences: Floats) -> Known:
+    """Return the mean of step by step differences."""
+    mean, width = float(differences.mean()), half_width(differences)
+    return Known(value=mean, interval=None if width is None else (mean - width, mean + width))
+
+
+def _ratio(value: float, spread: Floats) -> Known:
+    """Return a ratio of two means: the logarithm of it scatters as the relative steps of both do."""
+    width = half_width(spread)
+    return Known(
+        value=value, interval=None if width is None else (value * exp(-width), value * exp(width))
+    )
+
+
+def _about(value: float, known: Known) -> Known:
+    """Return a figure that is as exactly known as another: start and checkpoints add nothing to what is not known."""
+    more = value - known.value
+    return Known(
+        value=value,
+        interval=known.interval and (known.interval[0] + more, known.interval[1] + more),
+    )
+
+
+def _error_of_difference(a: MeasuredRun, b: MeasuredRun) -> float | None:
+    """Return how far the costs of what the two do not do alike were off; None where that was never checked."""
+    errors = []
+    for each in (a, b):
+        known = each.metrics.uncertainty
+        errors.append(unshared_error({} if known is None else known.stages, _shared_stages(a, b)))
+    checked = [error for error in errors if error is not None]
+    return max(checked) if len(checked) == len(errors) else None
+
+
+def _shared_stages(a: MeasuredRun, b: MeasuredRun) -> set[str]:
+    """Return the operations that both do on as many GPUs of one kind, in the same way."""
+    if a.run.costs != b.run.costs:
+        return set()
+    (rollout, trainer), theirs = ((each.run.rollout, each.run.trainer) for each in (a, b))
+    shared = set()
+    if _is_alike(a, rollout, b, theirs[0]):
+        shared.add("decode")
+    if _is_alike(a, trainer, b, theirs[1]):
+        shared.add("train")
+    return shared
+
+
+def _is_alike(
+    a: MeasuredRun,
+    ours: RolloutConfig | TrainerConfig,
+    b: MeasuredRun,
+    theirs: RolloutConfig | TrainerConfig,
+) -> bool:
+    """Whether two sides have the same section, whatever their pools are called, and the same GPU."""
+    return a.gpu(ours.pool) == b.gpu(theirs.pool) and ours == replace(theirs, pool=ours.pool)
+
+
+def _break_even_prices(
+    a: MeasuredRun, b: MeasuredRun, cost_ratio: Known
+) -> Iterator[BreakEvenPrice]:
+    """Yield for each pool the price of the GPUs that A rents beyond B: what a token costs is linear in it."""
+    for pool, num_gpus in a.gpus.items():
+        has = b.gpus.get(pool, 0.0) if pool in b.gpus and a.gpu(pool) == b.gpu(pool) else 0.0
+        if num_gpus - has > EQUAL:
+            yield _break_even_price(a, pool, num_gpus - has, cost_ratio)
+
+
+def _break_even_price(
+    a: MeasuredRun, pool: str, num_gpus: float, cost_ratio: Known
+) -> BreakEvenPrice:
+    price = a.price(pool)
+    slope = a.dollars_per_second * SECONDS_PER_HOUR / num_gpus
+    wanted, interval = price + slope * (1 / cost_ratio.value - 1), None
+    if cost_ratio.interval is not None:
+        least, most = cost_ratio.interval
+        interval = price + slope * (1 / most - 1), price + slope * (1 / least - 1)
+    return BreakEvenPrice(
+        pool=pool,
+        gpu=a.gpu(pool),
+        num_gpus=num_gpus,
+        price=price,
+        break_even=Known(value=wanted, interval=interval) if wanted >= 0 else None,
+    )
+
+
+class Rerun(msgspec.Struct, frozen=True, kw_only=True):
+    """What would have happened; every figure is over the same steps, of which each had the same lengths."""
+
+    changes: list[str]
+    """`key=value` of what is changed."""
+    recorded: Metrics
+    as_it_was: Metrics
+    """The recorded run, simulated."""
+    changed: Metrics
+    step_time_ratio: Known
+    """Seconds of a step with the changes for one without, both simulated."""
+    prediction_error: float
+    """Seconds of a step as it was, simulated, over the recorded ones, less 1."""
+
+
+def compare_rerun(traces: tuple[Trace, Trace, Trace], changes: list[str]) -> Rerun:
+    """Measure a record, its simulation and the changed one over the steps that count in all three.
+
+    Raises:
+        ValueError: no step of one of them is left.
+        RuntimeError: a simulation stops before the steps that were recorded.
+    """
+    counted = [measure(trace).counted_steps for trace in traces]
+    last = min(last for _, last in counted)
+    first = min(max(first for first, _ in counted), last)
+    recorded, as_it_was, changed = (measure(trace, (first, last)) for trace in traces)
+    for simulated in (as_it_was, changed):
+        if simulated.unfinished and simulated.num_steps < recorded.num_steps:
+            raise RuntimeError(f"the run, simulated, {simulated.unfinished}")
+    ratio = changed.step_time / as_it_was.step_time
+    width = ratio_half_width(changed, as_it_was)
+    interval = None if width is None else (ratio * exp(-width), ratio * exp(width))
+    return Rerun(
+        changes=changes,
+        recorded=recorded,
+        as_it_was=as_it_was,
+        changed=changed,
+        step_time_ratio=Known(value=ratio, interval=interval),
+        prediction_error=as_it_was.step_time / recorded.step_time - 1,
+    )

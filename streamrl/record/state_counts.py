@@ -1,0 +1,355 @@
+"""What holds of a run at each instant, as counts that change: who does what, and how far the rollouts are.
+
+of the run         wanted, replicas, lost, has prompts, has last prompts, push, verifying, and
+                   "replica X" by activity
+of each trainer    its activities, and what of its coming step is waiting, ungenerated or unverified
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    Command,
+    DrawnGroup,
+    Drop,
+    Event,
+    Failed,
+    Generate,
+    Generated,
+    PromptsDrawn,
+    ReplicaLost,
+    ReplicaStopped,
+    Resize,
+    RunStarted,
+    Skip,
+    StartReplica,
+    Stepped,
+    StopReplica,
+    Take,
+    TrainerJoined,
+    TrainerLost,
+    TrainerStopped,
+    Verified,
+    Verify,
+)
+from streamrl.engine.trace import Entry
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.timeline import Timeline
+from streamrl.runfile.config import Run
+
+
+class CountChange(NamedTuple):
+    """By how much the count of `what` changes at `time`."""
+
+    time: float
+    what: str
+    by: int
+    trainer: int | None = None
+    """Whose count it is; None where it is the run's."""
+    kind: int | None = None
+    """Of which kind of replica it is as well; None where it is none of replicas."""
+
+
+class Counts:
+    """Every count at one instant."""
+
+    def __init__(self, run: Run) -> None:
+        self.run: dict[str, int] = defaultdict(int)
+        self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(run.num_kinds)]
+        """Of each kind of replica alone; those of `run` are of all together."""
+        self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(run.num_trainers)]
+
+    def enter(self, change: CountChange) -> None:
+        """Go on to what holds after a change."""
+        counts = self.run if change.trainer is None else self.trainers[change.trainer]
+        counts[change.what] += change.by
+        if change.kind is not None:
+            self.kinds[change.kind][change.what] += change.by
+
+
+class ChangeReader:
+    """Reads the changes of a run block by block."""
+
+    def __init__(self, run: Run, *, is_endless: bool, joined: Container[int] = ()) -> None:
+        """Take a run file, and which of its trainers join later."""
+        trainers = range(run.num_trainers)
+        self._sources: list[_Source] = [
+            _RunChanges(run, is_endless=is_endless),
+            *(_RolloutChanges(run, trainer, trainer not in joined) for trainer in trainers),
+        ]
+        if run.verifier.pool is not None:
+            self._sources.append(_VerifyingChanges())
+        self._untaken = [
+            CountChange(0.0, "wanted", own.replicas, kind=kind)
+            for kind, own in enumerate(run.rollout.kinds)
+        ]
+        self._untaken += [CountChange(0.0, "away", 1, n) for n in trainers if n in joined]
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        for source in self._sources:
+            self._untaken += source.read(entries)
+
+    def take(self, timeline: Timeline) -> list[CountChange]:
+        """Return once and in order of time every change of the part of the run that a timeline is of."""
+        changes = [*self._untaken, *_span_changes(timeline)]
+        changes.sort(key=AT)
+        num = bisect_right(changes, timeline.end, key=AT)
+        self._untaken = changes[num:]
+        return changes[:num]
+
+
+AT = attrgetter("time")
+
+
+class _Source(Protocol):
+    """Reads changes of one kind."""
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]: ...
+
+
+def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
+    for replica, spans in timeline.replicas.items():
+        kind = timeline.kinds.get(replica, 0)
+        for span in spans:
+            yield CountChange(span.start, f"replica {span.activity}", 1, kind=kind)
+            yield CountChange(span.end, f"replica {span.activity}", -1, kind=kind)
+    for trainer, spans in timeline.trainers.items():
+        for span in spans:
+            yield CountChange(span.start, span.activity, 1, trainer)
+            yield CountChange(span.end, span.activity, -1, trainer)
+    for span in timeline.link:
+        yield CountChange(span.start, "push", 1)
+        yield CountChange(span.end, "push", -1)
+
+
+class _RunChanges:
+    """Which replicas there are, and whether there is anything to generate yet, or ever again."""
+
+    def __init__(self, run: Run, *, is_endless: bool) -> None:
+        self._wanted = run.rollout.replicas
+        self._kinds: dict[int, int] = {}
+        """Of which kind each replica is."""
+        self._prompts = _LastPrompts(None if is_endless else run.algorithm.steps)
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
+        for time, event, commands in entries:
+            match event:
+                case PromptsDrawn():
+                    yield CountChange(time, "has prompts", 1)
+                case ReplicaLost(replica) | Failed(StartReplica(replica)):
+                    yield CountChange(time, "replicas", -1, kind=self._kinds[replica])
+                    yield CountChange(time, "lost", 1)
+                case ReplicaStopped(replica) | Failed(StopReplica(replica)):
+                    yield CountChange(time, "replicas", -1, kind=self._kinds[replica])
+                case _:
+                    pass  # changes neither
+            if isinstance(event, LEADS_TO_PROMPTS) and (by := self._prompts.change(event)):
+                yield CountChange(time, "has last prompts", by)
+            for command in commands:
+                if isinstance(command, StartReplica):
+                    self._kinds[command.replica] = command.kind
+                    yield CountChange(time, "replicas", 1, kind=command.kind)
+                elif isinstance(command, Resize):
+                    yield CountChange(time, "wanted", command.num_replicas - self._wanted, kind=0)
+                    self._wanted = command.num_replicas
+
+
+LEADS_TO_PROMPTS = (PromptsDrawn, RunStarted, Stepped, CheckpointSaved, TrainerLost)
+"""Events that may tell whether the last prompts are drawn."""
+
+
+class _LastPrompts:
+    """Counts draws for the last step; those that the leader's loss takes back are drawn for once more."""
+
+    def __init__(self, last_step: int | None) -> None:
+        self._last_step = last_step
+        self._num_drawn = 0
+        self._version = self._saved = 0
+
+    def change(self, event: Event) -> int:
+        """Return by how much an event changes the count."""
+        match event:
+            case PromptsDrawn(step) if step == self._last_step:
+                self._num_drawn += 1
+                return 1
+            case RunStarted(version):
+                self._version = self._saved = version
+            case Stepped(version, trainer) if trainer == LEADER:
+                self._version = version
+            case CheckpointSaved(version, trainer) if trainer == LEADER:
+                self._saved = version
+            case TrainerLost(trainer) if trainer == LEADER and self._version > self._saved:
+                self._version, taken_back, self._num_drawn = self._saved, self._num_drawn, 0
+                return -taken_back
+            case _:
+                pass  # draws nothing
+        return 0
+
+
+class _VerifyingChanges:
+    """How many rewards are asked for and not known: what a pool of verifiers has to do."""
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
+        for time, event, commands in entries:
+            match event:
+                case Verified() | Failed(Verify()):
+                    yield CountChange(time, "verifying", -1)
+                case _:
+                    pass  # ends no reward
+            for command in commands:
+                if isinstance(command, Verify):
+                    yield CountChange(time, "verifying", 1)
+
+
+class _RolloutChanges:
+    """How many rollouts wait for a replica, and how many a trainer's coming step lacks."""
+
+    def __init__(self, run: Run, trainer: int, is_there: bool) -> None:
+        self._trainer = trainer
+        self._is_there = is_there
+        """False of one that joins later, until it does."""
+        self._is_away = not is_there
+        """Whether it has no GPUs."""
+        self._rollouts = _Rollouts(run.as_seen_by(trainer).algorithm.prompts_per_step)
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
+        for time, event, commands in entries:
+            self._see(event)
+            if isinstance(event, PRESENCE) and (by := self._change_presence(event)):
+                yield CountChange(time, "away", by, self._trainer)
+            for command in commands:
+                self._obey(command)
+            for name, by in self._rollouts.changes():
+                yield CountChange(time, name, by, self._trainer)
+
+    def _change_presence(self, event: Event) -> int:
+        """Return by how much an event changes whether the trainer is away."""
+        was_away = self._is_away
+        match event:
+            case RunStarted(away=away) if self._trainer in away:
+                self._is_away = True
+            case TrainerJoined(trainer) if trainer == self._trainer:
+                self._is_there, self._is_away = True, False
+            case TrainerStopped(trainer) if trainer == self._trainer:
+                self._is_away = True
+                self._rollouts.give_back()
+            case _:
+                pass  # of another trainer
+        return self._is_away - was_away
+
+    def _see(self, event: Event) -> None:
+        rollouts = self._rollouts
+        match event:
+            case Generated():
+                is_aborted = event.finish == "aborted"
+                rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
+            case Verified():
+                rollouts.move(event.rollout, READY)
+            case PromptsDrawn() if self._is_there:
+                for drawn in event.groups:
+                    rollouts.draw(drawn)
+            case Failed(Generate(rollout)):
+                rollouts.move(rollout, WAITING)
+            case Stepped() if event.trainer == self._trainer:
+                rollouts.end_step()
+            case TrainerLost() if event.trainer == self._trainer:
+                rollouts.give_back()
+            case _:
+                pass  # says nothing of rollouts
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Generate():
+                self._rollouts.move(command.rollout, GENERATING)
+            case Take() if command.trainer == self._trainer:
+                self._rollouts.take(command.group)
+            case Skip() if command.trainer == self._trainer:
+                self._rollouts.forget(command.group)
+            case Drop():
+                self._rollouts.forget(command.group)
+            case _:
+                pass  # says nothing of rollouts
+
+
+PRESENCE = (RunStarted, TrainerJoined, TrainerStopped)
+"""Events that may tell whether a trainer has GPUs."""
+WAITING, GENERATING, UNVERIFIED, READY = range(4)
+
+
+class _Rollouts:
+    """Counts rollouts that a trainer may train on by how far they are, those of its coming step apart."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._groups: dict[int, DrawnGroup] = {}
+        self._group: dict[int, int] = {}
+        self._stage: dict[int, int] = {}
+        self._taken: dict[int, None] = {}
+        self._coming, self._other = [0] * 4, [0] * 4
+        self._told = {"waiting": 0, "ungenerated": 0, "unverified": 0}
+
+    def draw(self, drawn: DrawnGroup) -> None:
+        self._groups[drawn.group] = drawn
+        for rollout in drawn.rollouts:
+            self._group[rollout] = drawn.group
+            self._stage[rollout] = WAITING
+        self._other[WAITING] += len(drawn.rollouts)
+
+    def move(self, rollout: int, stage: int) -> None:
+        if rollout not in self._stage:
+            return  # its group was dropped
+        counts = self._coming if self._group[rollout] in self._taken else self._other
+        counts[self._stage[rollout]] -= 1
+        counts[stage] += 1
+        self._stage[rollout] = stage
+
+    def take(self, group: int) -> None:
+        self._taken[group] = None
+        for rollout in self._groups[group].rollouts:
+            self._other[self._stage[rollout]] -= 1
+            self._coming[self._stage[rollout]] += 1
+
+    def give_back(self) -> None:
+        """Count what was taken among what may be taken: the trainer is lost."""
+        for stage, count in enumerate(self._coming):
+            self._other[stage] += count
+        self._coming = [0] * 4
+        self._taken.clear()
+
+    def forget(self, group: int) -> None:
+        if group not in self._groups:
+            return  # trained on, or skipped, before it was dropped
+        counts = self._coming if group in self._taken else self._other
+        self._taken.pop(group, None)
+        for rollout in self._groups.pop(group).rollouts:
+            counts[self._stage.pop(rollout)] -= 1
+            del self._group[rollout]
+
+    def end_step(self) -> None:
+        for group in list(self._taken):
+            self.forget(group)
+
+    def changes(self) -> Iterator[tuple[str, int]]:
+        """Yield by how much the counts changed since the last call.
+
+        A step that takes groups only once they are complete lacks whatever is under way.
+        """
+        lacking = list(self._coming)
+        if len(self._taken) < self._groups_per_step:
+            lacking = [a + b for a, b in zip(self._coming, self._other, strict=True)]
+        counts = {
+            "waiting": self._coming[WAITING] + self._other[WAITING],
+            "ungenerated": lacking[WAITING] + lacking[GENERATING],
+            "unverified": lacking[UNVERIFIED],
+        }
+        for name, count in counts.items():
+            if count != self._told[name]:
+                yield name, count - self._told[name]
+        self._told = counts

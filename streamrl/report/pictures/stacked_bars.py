@@ -1,0 +1,155 @@
+"""Draw GPU time as stacked bars: shares of 100 % by run, and idle GPU-seconds of a step by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from streamrl.record.attribution import BUSY, IDLE, UNDERFILLED
+from streamrl.record.metrics import Metrics
+from streamrl.report.bubbles import WORTH_SAYING, Bubbles, causes
+from streamrl.report.pictures.drawing import (
+    Anchor,
+    Drawing,
+    Picture,
+    scale,
+    shortened,
+    ticks,
+    width_of,
+)
+from streamrl.report.words import ACTIVITIES, CAUSES, percent, seconds
+
+WIDTH, RIGHT = 900.0, 24.0
+ROW, BAR = 56.0, 26.0
+PAD = 10.0  # a value's plate is wider than its text
+
+
+class Segment(NamedTuple):
+    """A part of a bar."""
+
+    kind: Literal["busy", "idle"]
+    name: str
+    """The activity, or the cause that GPUs wait for."""
+    value: float
+
+
+class Stack(NamedTuple):
+    """One run's bar."""
+
+    label: str
+    note: str
+    """What stands at the end of the label's line."""
+    segments: list[Segment]
+
+
+def stacked_picture(
+    drawing: Drawing,
+    stacks: Sequence[Stack],
+    show: Callable[[float], str],
+    unit: str,
+    caption: str,
+) -> Picture:
+    """Draw a row for each stack to one scale, over an axis named by its unit."""
+    most = max(sum(segment.value for segment in stack.segments) for stack in stacks)
+    across = scale(0.0, most, 0.0, drawing.width - RIGHT)
+    for row, stack in enumerate(stacks):
+        _draw_row(drawing, row * ROW, stack, across, show)
+    bottom = len(stacks) * ROW
+    for value in ticks(0.0, most):
+        drawing.line(across(value), bottom - 6, across(value), bottom, "axis")
+        anchor: Anchor = "middle" if value else "start"
+        drawing.text(across(value), bottom + 14, show(value), "muted small", anchor)
+    drawing.text(drawing.width, bottom + 32, f"{unit} →", "small", "end")
+    drawing.height = bottom + 36
+    return Picture(drawing, caption, _legend(stacks))
+
+
+def _draw_row(
+    drawing: Drawing,
+    top: float,
+    stack: Stack,
+    across: Callable[[float], float],
+    show: Callable[[float], str],
+) -> None:
+    room = drawing.width - RIGHT - width_of(stack.note) - 40
+    drawing.text(0, top + 14, shortened(stack.label, room), "strong")
+    drawing.text(drawing.width - RIGHT, top + 14, stack.note, "muted", "end")
+    total = 0.0
+    for kind, name, value in stack.segments:
+        x, width = across(total), across(total + value) - across(total)
+        meaning = ACTIVITIES[name] if kind == "busy" else CAUSES[name]
+        title = f"{name}, {kind}: {show(value)} of GPU-seconds ({meaning})"
+        drawing.rectangle(x, top + 20, width, BAR, f"c-{name}", title)
+        if kind == "idle":
+            drawing.rectangle(x, top + 20, width, BAR, "hatch", title)
+        plate = width_of(show(value)) + PAD
+        if width > plate:
+            middle = x + width / 2
+            drawing.rectangle(middle - plate / 2, top + 24, plate, 18, "plate")
+            drawing.text(middle, top + 37, show(value), "small", "middle")
+        total += value
+
+
+def _legend(stacks: Sequence[Stack]) -> list[tuple[str, str]]:
+    """Name what any of the bars has, in one order for all pictures."""
+    seen = {(kind, name) for stack in stacks for kind, name, _ in stack.segments}
+    busy = [(f"c-{name}", name) for name in BUSY if ("busy", name) in seen]
+    idle = [(f"c-{name} hatched", f"idle: {name}") for name in IDLE if ("idle", name) in seen]
+    return [*busy, *idle]
+
+
+LEAST_SHOWN = 0.0005  # smaller shares are rounding
+SHARES_CAPTION = "Share of all GPU-seconds of the whole run. Busy is solid, idle is hatched."
+
+
+def shares_picture(name: str, runs: Sequence[tuple[str, Metrics]]) -> Picture:
+    """Draw a row for each run."""
+    told = "; ".join(
+        f"{label}: {percent(sum(m.busy.values()))} busy, {percent(sum(m.idle.values()))} idle"
+        for label, m in runs
+    )
+    drawing = Drawing(name, "Where GPU-seconds went", told, WIDTH)
+    stacks = [
+        Stack(label, f"{percent(sum(metrics.idle.values()), 1)} idle", segments(metrics))
+        for label, metrics in runs
+    ]
+    return stacked_picture(drawing, stacks, percent, "share of GPU-seconds", SHARES_CAPTION)
+
+
+def segments(metrics: Metrics) -> list[Segment]:
+    """Return what the run's GPUs did and waited for, as shares, in one order for all runs."""
+    busy = [Segment("busy", name, metrics.busy.get(name, 0.0)) for name in BUSY]
+    idle = [Segment("idle", name, metrics.idle.get(name, 0.0)) for name in IDLE]
+    return [segment for segment in (*busy, *idle) if segment.value > LEAST_SHOWN]
+
+
+IDLE_CAPTION = (
+    "What GPUs wait for in an average step, hatched, and what they decode in batches that are not full, solid; "
+    "bubbles too small to be seen are left out."
+)
+
+
+def bubbles_picture(name: str, runs: Sequence[Bubbles]) -> Picture:
+    """Draw a row for each run."""
+    shown = causes(runs, WORTH_SAYING)
+    stacks = [
+        Stack(
+            run.name,
+            _note(run),
+            [*(Segment("idle", cause, run.idle[cause]) for cause in shown), *_underfilled(run)],
+        )
+        for run in runs
+    ]
+    told = "; ".join(f"{stack.label}: {stack.note}" for stack in stacks)
+    drawing = Drawing(name, "GPU-seconds that a step loses, by cause", told, WIDTH)
+    return stacked_picture(drawing, stacks, "{:,.0f}".format, "GPU-seconds a step", IDLE_CAPTION)
+
+
+def _underfilled(run: Bubbles) -> list[Segment]:
+    """Return what decoding lost, where that is known and can be seen."""
+    lost = run.underfilled or 0.0
+    return [Segment("busy", UNDERFILLED, lost)] if lost > WORTH_SAYING * run.gpu_seconds else []
+
+
+def _note(run: Bubbles) -> str:
+    return f"{percent(run.idle_share)} idle, step {seconds(run.step_time)}"

@@ -1,0 +1,244 @@
+"""Write what a profile says of generation: decode curves as tables, notes and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from streamrl.hardware.tiers import Provenance
+from streamrl.report.pictures.drawing import SERIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = tuple(colour.light for colour in SERIES)
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a figure."""
+
+    label: str
+    places: list[float]
+    values: list[float]
+    is_unmeasured: bool = False
+    """Whether most of it is a roofline."""
+
+    @property
+    def legend(self) -> str:
+        """Name the line, and say where nothing was measured."""
+        return f"{self.label} (unmeasured)" if self.is_unmeasured else self.label
+
+
+def share_figure(
+    series: Sequence[Series], *, over: str, share: str, title: str, path: Path | None = None
+) -> Figure:
+    """Draw shares of something over a logarithmic axis; write a .png or .svg file where a path is given."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(8.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for line, colour in zip(series, COLOURS * len(series), strict=False):
+        style = "--" if line.is_unmeasured else "-"
+        axes.plot(
+            line.places,
+            line.values,
+            style,
+            color=colour,
+            marker="o",
+            markersize=4,
+            label=line.legend,
+        )
+    axes.set(xscale="log", xlabel=over, ylabel=share, title=title)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+UNMEASURED_SHARE = 0.5
+"""Share of unmeasured seconds from which a figure as a whole is called unmeasured."""
+
+
+class GenerationPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One decode step of one replica."""
+
+    num_running: int
+    step_time: float
+    roofline_time: float
+    """Seconds at the datasheet's peak."""
+    tokens_per_second: float
+    """Of one GPU."""
+    tokens_per_dollar: float
+    mbu: float
+    """Share of the peak memory bandwidth."""
+    mfu: float
+    """Share of the peak FLOP/s."""
+    is_compute_bound: bool
+    """Whether the datasheet says that arithmetic takes longer than memory traffic."""
+
+
+class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """One model on one kind of GPU, at one length of context."""
+
+    model: str
+    gpu: str
+    tensor_parallel: int
+    expert_parallel: int
+    dtype: str
+    context: int
+    """Tokens of context of every rollout."""
+    most_running: int
+    """Rollouts of that context whose keys and values fit in memory."""
+    price: float
+    """Dollars per GPU-hour."""
+    ridge: float
+    """Rollouts from which a step's matrix products take longer to compute than their weights to read."""
+    points: list[GenerationPoint]
+    provenance: Provenance
+
+    @property
+    def label(self) -> str:
+        """Name the curve in a legend."""
+        degree = f" TP{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.gpu}{degree}{' (unmeasured)' if self.is_unmeasured else ''}"
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether most of its seconds have no measurement behind them."""
+        return self.provenance.shares.get("roofline", 0.0) >= UNMEASURED_SHARE
+
+
+def generation_table(curve: GenerationCurve) -> Table:
+    """Lay out one GPU's curve: seconds, speed, and how near the datasheet each step comes."""
+    table = Table(box=None, pad_edge=False, title=_title(curve), title_justify="left")
+    for name in (
+        "rollouts",
+        "step",
+        "at peak",
+        "tokens/s/GPU",
+        "tokens/$",
+        "MBU",
+        "MFU",
+        "bound by",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in curve.points:
+        table.add_row(
+            str(point.num_running),
+            f"{point.step_time * 1e3:.2f} ms",
+            f"{point.roofline_time * 1e3:.2f} ms",
+            f"{point.tokens_per_second:,.0f}",
+            f"{point.tokens_per_dollar:,.0f}",
+            f"{point.mbu:.0%}",
+            f"{point.mfu:.0%}",
+            "compute" if point.is_compute_bound else "memory",
+        )
+    return table
+
+
+def comparison_table(curves: Sequence[GenerationCurve]) -> Table:
+    """Set several GPUs side by side: step time and tokens per dollar of each, and the cheaper one."""
+    table = Table(box=None, pad_edge=False, title=_title(*curves), title_justify="left")
+    table.add_column("rollouts", justify="right")
+    for curve in curves:
+        table.add_column(f"{curve.gpu} step", justify="right", no_wrap=True)
+        table.add_column("tokens/$", justify="right", no_wrap=True)
+    table.add_column("most per $", justify="right", no_wrap=True)
+    rows = [{point.num_running: point for point in curve.points} for curve in curves]
+    for num_running in sorted({num for row in rows for num in row}):
+        pairs = list(zip(curves, rows, strict=True))
+        if all(num_running in row or num_running > curve.most_running for curve, row in pairs):
+            table.add_row(str(num_running), *_cells(pairs, num_running))
+    return table
+
+
+def _cells(
+    pairs: Sequence[tuple[GenerationCurve, dict[int, GenerationPoint]]], num_running: int
+) -> list[str]:
+    cells: list[str] = []
+    found: list[tuple[float, str]] = []
+    for curve, row in pairs:
+        point = row.get(num_running)
+        if point is None:
+            cells += ["does not fit", ""]
+            continue
+        cells += [f"{point.step_time * 1e3:.2f} ms", f"{point.tokens_per_dollar:,.0f}"]
+        found.append((point.tokens_per_dollar, curve.gpu))
+    ranked = sorted(found, reverse=True)
+    if len(ranked) < 2:
+        return [*cells, ranked[0][1]]
+    return [*cells, f"{ranked[0][1]} ({ranked[0][0] / ranked[1][0]:.2f}x)"]
+
+
+def generation_notes(curves: Sequence[GenerationCurve]) -> list[str]:
+    """Say, a line each, what binds where, which GPU gives most tokens per dollar, and what it rests on."""
+    notes = []
+    for curve in curves:
+        notes.append(
+            f"{curve.gpu}: matrix products turn from memory-bound to compute-bound at "
+            f"{curve.ridge:,.0f} rollouts; {curve.most_running:,} rollouts of {curve.context:,} tokens fit; "
+            f"${curve.price:.2f} a GPU-hour"
+        )
+    for curve in curves:
+        shares = curve.provenance.shares
+        marks = {"roofline": "roofline (unmeasured)", "composed": "composed of measured operators"}
+        parts = [f"{share:.0%} {marks.get(tier, tier)}" for tier, share in shares.items()]
+        notes.append(f"{curve.gpu}: seconds are {', '.join(parts)}; sources:")
+        notes += [f"  {source}" for source in curve.provenance.sources]
+    return notes
+
+
+def generation_figure(curves: Sequence[GenerationCurve], path: Path | None = None) -> Figure:
+    """Draw step time and tokens per dollar over the batch; write a .png or .svg file where a path is given."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+    speed, value = figure.subplots(1, 2)
+    for curve, colour in zip(curves, COLOURS * len(curves), strict=False):
+        batch = [point.num_running for point in curve.points]
+        style = {"color": colour, "linestyle": "--" if curve.is_unmeasured else "-", "marker": "o"}
+        steps = [point.step_time * 1e3 for point in curve.points]
+        speed.plot(batch, steps, label=curve.label, markersize=4, **style)
+        peak = [point.roofline_time * 1e3 for point in curve.points]
+        speed.plot(batch, peak, color=colour, linestyle=":", linewidth=1)
+        tokens = [point.tokens_per_dollar for point in curve.points]
+        value.plot(batch, tokens, label=curve.label, markersize=4, **style)
+        for axes in (speed, value):
+            axes.axvline(curve.ridge, color=colour, linewidth=0.8, alpha=0.4)
+    _finish(speed, "milliseconds of one decode step", "dotted: at the datasheet's peak")
+    _finish(value, "tokens per dollar", "thin lines: where matrix products turn compute-bound")
+    figure.suptitle(_title(*curves))
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _finish(axes: Axes, label: str, title: str) -> None:
+    from matplotlib.ticker import NullFormatter
+
+    axes.set(xscale="log", yscale="log", xlabel="rollouts in the batch", ylabel=label)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_title(title, fontsize=9)
+    axes.grid(which="major", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _title(*curves: GenerationCurve) -> str:
+    one = curves[0]
+    degrees = f"TP{one.tensor_parallel}"
+    if one.expert_parallel > 1:
+        degrees += f" EP{one.expert_parallel}"
+    gpus = " and ".join(curve.label for curve in curves)
+    return f"{one.model}, {one.dtype}, {degrees} on {gpus}: decode at {one.context:,} tokens of context"

@@ -1,0 +1,493 @@
+"""Check every field by itself: unknown, missing and unused keys, values of a wrong type, and numbers out of bounds.
+
+Keys of `[algorithm]` that say nothing to the algorithm, or to the correction, that is chosen beside them.
+
+They are looked for in the table of a run file, which tells what is stated: a run has its defaults too. What is said here
+of a table is said of one in which nothing else is wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain
+from types import NoneType
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeGuard,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+
+from streamrl.runfile.algorithm_config import AlgorithmConfig, AlgorithmName, CorrectionName
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
+from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
+from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, say, shown
+from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
+from streamrl.runfile.roles_config import (
+    AlgorithmChanges,
+    ReplicasConfig,
+    RolloutConfig,
+    SecondaryTrainerConfig,
+    SpeculativeConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
+from streamrl.runfile.section import Section
+from streamrl.runfile.simulation_config import (
+    FailuresConfig,
+    FaultConfig,
+    FrameworkConfig,
+    SimulateConfig,
+)
+from streamrl.runfile.units import QUANTITIES
+from streamrl.runfile.workload_config import (
+    TAIL_SHARE,
+    LengthsConfig,
+    RankerConfig,
+    SourceConfig,
+    WorkloadConfig,
+)
+
+LARGEST = 2**63 - 1
+"""The largest whole number that TOML promises, and that a trace can hold."""
+MOST_NEAR = 3
+"""Keys that an unknown one may have been meant for."""
+ALIKE = 0.8
+"""How like a key of another section must be, by difflib's ratio, to have been meant."""
+
+Kind = Any
+"""A type that a key of the run file has."""
+
+
+def find_errors(table: object) -> Iterator[RunError]:
+    """Yield all that keeps a table, as TOML gives it, from being a run; bounds and contradictions are not looked at."""
+    if not isinstance(table, dict) or not is_list(table):
+        yield from _value_errors(table, Run, "")
+        return
+    if not table[TRAINER]:
+        text = "trainer is an empty list, got []: it must hold a trainer"
+        yield RunError(TRAINER, [], Bounds(1), text)
+        return
+    for trainer, entry in enumerate(table[TRAINER]):
+        if not isinstance(entry, dict):
+            yield from _value_errors(entry, SecondaryTrainerConfig, f"{TRAINER}.{trainer}")
+            return
+    leader, *followers = table[TRAINER]
+    yield from _value_errors({**table, TRAINER: leader}, Run, "")
+    for trainer, follower in enumerate(followers, start=1):
+        yield from _value_errors(follower, SecondaryTrainerConfig, trainer_key(trainer))
+
+
+def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iterator[RunError]:
+    if NoneType in get_args(kind):
+        if value is not None:
+            yield from _value_errors(value, _without_none(kind), key, " (or absent)")
+    elif kind in QUANTITIES:
+        try:
+            kind.parse(value)
+        except ValueError as error:
+            yield RunError(key, value, kind, f"{key}: {error}")
+    elif not _fits(value, kind):
+        text = f"{key or 'a run file'} must be {_say(kind)}{or_absent}, got {shown(value)}"
+        yield RunError(key, value, _allowed(kind), text)
+    elif _is_section(kind):
+        yield from _section_errors(value, kind, key)
+    else:
+        for name, each, inner in _entries(value, kind):
+            yield from _value_errors(each, inner, join_key(key, name))
+
+
+def _fits(value: Any, kind: Kind) -> bool:
+    """Whether a value is of a type, whatever its entries are."""
+    allowed = _allowed(kind)
+    if isinstance(allowed, OneOf):
+        return any(type(value) is type(name) and value == name for name in allowed)
+    if allowed is list:
+        return isinstance(value, list | tuple) and len(value) == (_size(kind) or len(value))
+    if allowed in (int, float) and type(value) is int:
+        return abs(value) <= LARGEST
+    return type(value) is allowed
+
+
+def _allowed(kind: Kind) -> Allowed:
+    """Return what a type allows, as errors have it."""
+    kind = _without_none(kind)
+    if _origin(kind) is Literal:
+        return OneOf(get_args(kind))
+    if _is_section(kind):
+        return dict
+    allowed: type = list if _origin(kind) is tuple else _origin(kind)
+    return allowed
+
+
+def _say(kind: Kind) -> str:
+    size = _size(kind)
+    return f"{say(_allowed(kind))} of {size}" if size else say(_allowed(kind))
+
+
+def _size(kind: Kind) -> int:
+    """Return the length of a pair or triple, 0 for a list that may be of any."""
+    inner = get_args(kind)
+    return len(inner) if _origin(kind) is tuple and Ellipsis not in inner else 0
+
+
+def _entries(value: Any, kind: Kind) -> Iterator[tuple[str | int, Any, Kind]]:
+    """Yield name, value and type of what is in a table or a list."""
+    inner = get_args(kind)
+    if _origin(kind) is dict:
+        yield from ((name, each, inner[1]) for name, each in value.items())
+    elif _origin(kind) in (list, tuple):
+        kinds = inner if _size(kind) else inner[:1] * len(value)
+        yield from zip(range(len(value)), value, kinds, strict=True)
+
+
+def _origin(kind: Kind) -> Any:
+    """Return the type without what it is made of: `list` of a list of names."""
+    origin: Any = get_origin(kind)
+    return kind if origin is None else origin
+
+
+def _without_none(kind: Kind) -> Kind:
+    options = [each for each in get_args(kind) if each is not NoneType]
+    return options[0] if NoneType in get_args(kind) else kind
+
+
+def _is_section(kind: Kind) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+# Sections -----------------------------------------------------------------------------------------
+
+
+def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Iterator[RunError]:
+    fields = {field.name: field for field in _fields(kind) if field.name != FOLLOWERS}
+    for name, value in table.items():
+        if name in fields:
+            yield from _value_errors(value, fields[name].type, join_key(key, name))
+        else:
+            yield _unknown(key, name, value, list(fields))
+    for name, field in fields.items():
+        if field.required and name not in table:
+            missing = join_key(key, name)
+            text = f"{missing} is missing: it must be {_say(field.type)}"
+            yield RunError(missing, None, _allowed(field.type), text, problem="missing key")
+
+
+def _unknown(section: str, name: str, value: object, names: list[str]) -> RunError:
+    """Return the error of an unknown key, with those that may have been meant, the likeliest first."""
+    key = join_key(section, name)
+    near = difflib.get_close_matches(name, names, n=MOST_NEAR)
+    elsewhere = difflib.get_close_matches(name, list(_places()), n=1, cutoff=ALIKE)
+    meant = [join_key(section, each) for each in near]
+    if name in _places():  # of another section
+        meant = _places()[name] + meant
+    elif not near and elsewhere:
+        meant = _places()[elsewhere[0]]
+    hint = f"; did you mean {meant[0].removeprefix(f'{section}.')}?" if meant else ""
+    text = f"{key} is no key of a run file{hint}"
+    return RunError(key, value, OneOf(meant), text, problem="unknown key")
+
+
+@cache
+def _places() -> dict[str, list[str]]:
+    """Return where each name is a key; what is in tables by name, or in lists, is left out."""
+    found: dict[str, list[str]] = {}
+    open_sections: list[tuple[str, type[Section]]] = [("", Run)]
+    for section, kind in open_sections:
+        for field in (field for field in _fields(kind) if field.name != FOLLOWERS):
+            key, inner = join_key(section, field.name), _without_none(field.type)
+            found.setdefault(field.name, []).append(key)
+            if _is_section(inner):
+                open_sections.append((key, inner))
+    return found
+
+
+@cache
+def _fields(kind: type[Section]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
+
+
+READ_BY_NAME: dict[str, tuple[AlgorithmName, ...]] = {
+    "beta": ("dpo",),
+    "critic_learning_rate": ("ppo",),
+    "gae_lambda": ("ppo",),
+    "loss_mean": ("grpo", "dr-grpo", "rloo", "reinforce++", "raft", "ppo"),
+}
+"""Algorithms whose loss a key is in; every one reads what is not here."""
+CLIPPING: tuple[CorrectionName, ...] = ("none", "gspo", "cispo", "decoupled")
+READ_BY_CORRECTION: dict[str, tuple[CorrectionName, ...]] = {
+    "clip": CLIPPING,
+    "clip_high": CLIPPING,
+    "correction_cap": ("token-tis", "seq-tis", "icepop", "decoupled"),
+    "second_moment": ("m2po",),
+}
+"""The same of corrections."""
+CLIPPED_TOO: dict[CorrectionName, CorrectionName] = {"token-tis": "decoupled"}
+"""The correction that has the same weights and a clip, by the one that has none."""
+
+Table: TypeAlias = dict[str, Any]
+
+
+class _Unused(NamedTuple):
+    section: Table
+    """Where the key stands, and under which key that is."""
+    place: str
+    name: str
+    chosen: AlgorithmConfig
+    """Of which nothing but name and correction is said."""
+
+
+def find_unused(table: Table) -> Iterator[RunError]:
+    """Yield an error for each key of an algorithm that is stated, and that no trainer which has it reads."""
+    for unused in _find_unused(table):
+        yield _unused_error(unused)
+
+
+def drop_unused(table: Table) -> None:
+    """Take those keys out of a table, which older versions took, and recorded."""
+    for unused in list(_find_unused(table)):
+        del unused.section[unused.name]
+
+
+def _find_unused(table: Table) -> Iterator[_Unused]:
+    leader: Table = table["algorithm"]
+    trainers = table[TRAINER][1:] if is_list(table) else []
+    followers: list[Table] = [trainer.get("algorithm", {}) for trainer in trainers]
+    for name in leader:
+        heirs = [{**leader, **own} for own in followers if name not in own]
+        if not any(_algorithm_reads(_chosen(each), name) for each in (leader, *heirs)):
+            yield _Unused(leader, "algorithm", name, _chosen(leader))
+    for number, own in enumerate(followers, start=1):
+        chosen, place = _chosen({**leader, **own}), f"{trainer_key(number)}.algorithm"
+        yield from (
+            _Unused(own, place, name, chosen) for name in own if not _algorithm_reads(chosen, name)
+        )
+
+
+def _chosen(stated: Table) -> AlgorithmConfig:
+    choice = {key: stated[key] for key in ("name", "correction") if key in stated}
+    return AlgorithmConfig(steps=1, prompts_per_step=1, **choice)
+
+
+def _algorithm_reads(chosen: AlgorithmConfig, key: str) -> bool:
+    by_name = chosen.name in READ_BY_NAME.get(key, (chosen.name,))
+    return by_name and chosen.corrected_by in READ_BY_CORRECTION.get(key, (chosen.corrected_by,))
+
+
+def _unused_error(unused: _Unused) -> RunError:
+    chosen, correction = unused.chosen, unused.chosen.corrected_by
+    key = f"{unused.place}.{unused.name}"
+    readers: tuple[str, ...] = READ_BY_NAME.get(unused.name, ())
+    instead, others, with_what = OneOf(()), tuple[str, ...](), f"name {chosen.name!r}"
+    if unused.name in READ_BY_CORRECTION and correction is None:
+        with_what += ", which takes no correction"
+    elif unused.name in READ_BY_CORRECTION and correction is not None:
+        readers = READ_BY_CORRECTION[unused.name]
+        with_what = f"correction {correction!r}" + ("" if chosen.correction else " (the default)")
+        if readers == CLIPPING and correction in CLIPPED_TOO:
+            instead, others = OneOf([CLIPPED_TOO[correction]]), (f"{unused.place}.correction",)
+    hint = _unused_hint(readers, instead)
+    text = f"{key} does nothing with {with_what}, got {shown(unused.section[unused.name])}{hint}"
+    value = unused.section[unused.name]
+    return RunError(key, value, instead, text, others, problem="unused key")
+
+
+def _unused_hint(readers: tuple[str, ...], instead: OneOf) -> str:
+    also = f"; {instead} weighs the same and clips, as TRL and verl do" if instead else ""
+    return f": it is read with {', '.join(readers)}{also}" if readers else ""
+
+
+POSITIVE = Bounds(0, excludes_least=True)
+SHARE = Bounds(0, 1)
+REWARD = Bounds(-1e9, 1e9)
+MONEY = Bounds(0, 10**6)
+"""Dollars of a GPU-hour, or of a gigabyte."""
+SECONDS = Bounds(0, 1e7)
+"""Of something that happens within a run: at most four months."""
+FACTOR = Bounds(1e-4, 1e4)
+POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
+MOST_PER_GROUP = 2**14
+"""Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
+MOST_FAILURES = 10**7
+"""Within a minute; each is remembered that long."""
+MOST_FAULTS = 1000
+MOST_THREADS = 1024
+"""Of a process: more than any machine has cores."""
+MOST_DRAFTED = 64
+"""Tokens of a draft: engines draft up to 16."""
+MOST_OVERSAMPLED = 16
+"""Steps' worth of prompts drawn for one step: beyond, hardly any is trained on."""
+OF_LOSSES = {
+    "learning_rate": Bounds(0),
+    "correction_cap": Bounds(1),
+    "clip": POSITIVE,
+    "clip_high": POSITIVE,
+    "beta": POSITIVE,
+    "critic_learning_rate": POSITIVE,
+    "gae_lambda": Bounds(0, 1),
+    "kl_coefficient": Bounds(0),
+    "entropy_coefficient": Bounds(0),
+    "second_moment": POSITIVE,
+    "max_grad_norm": POSITIVE,
+}
+OF_TRAINERS = {
+    "efficiency": POSITIVE_SHARE,
+    "start_time": SECONDS,
+    "expert_tensor_parallel": Bounds(1),
+}
+COUNTS = (
+    *(
+        PoolConfig,
+        RolloutConfig,
+        TrainerConfig,
+        SecondaryTrainerConfig,
+        AlgorithmConfig,
+        WorkloadConfig,
+    ),
+    *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig, ReplicasConfig),
+    SpeculativeConfig,
+)
+"""Sections whose whole numbers are all at least 1."""
+BOUNDS: dict[type[Section], dict[str, Bounds]] = {
+    Run: {"seed": Bounds(0)},
+    PoolConfig: {
+        "host_memory": POSITIVE,
+        "node_bandwidth": POSITIVE,
+        "nvlink_domain": Bounds(1),
+        "price": MONEY,
+        "spot_failures_per_gpu_day": Bounds(0),
+    },
+    LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": MONEY},
+    RolloutConfig: {
+        "memory_utilization": POSITIVE_SHARE,
+        "start_time": SECONDS,
+        "temperature": POSITIVE,
+    },
+    SpeculativeConfig: {"tokens": Bounds(1, MOST_DRAFTED), "acceptance": SHARE},
+    ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
+    TrainerConfig: OF_TRAINERS,
+    SecondaryTrainerConfig: {
+        **OF_TRAINERS,
+        "min_staleness": Bounds(0),
+        "max_staleness": Bounds(0),
+        "min_reward": REWARD,
+        "max_reward": REWARD,
+    },
+    AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
+    AlgorithmChanges: {"prompts_per_step": Bounds(1), "max_gen_batches": Bounds(1), **OF_LOSSES},
+    WorkloadConfig: {"informative_share": SHARE},
+    SourceConfig: {"weight": POSITIVE},
+    RankerConfig: {"window": Bounds(8), "false_alarms": Bounds(0.001, 0.5)},
+    LengthsConfig: {
+        "scale": POSITIVE,
+        "scale_to": POSITIVE,
+        "drift_steps": Bounds(2),
+        "ranker_recall": Bounds(TAIL_SHARE, 1),
+        "ranker_recall_to": Bounds(TAIL_SHARE, 1),
+        "ranker_correlation": SHARE,
+        "ranker_history": Bounds(1),
+    },
+    VerifierConfig: {
+        "gpus_per_worker": Bounds(0),
+        "start_time": SECONDS,
+        "time_limit": POSITIVE,
+        "memory_limit": POSITIVE,
+    },
+    SyncConfig: {"bucket_size": POSITIVE, "changed_share": POSITIVE_SHARE},
+    CostsConfig: {"generation_factor": FACTOR, "training_factor": FACTOR},
+    PoliciesConfig: {
+        "max_staleness": Bounds(0),
+        "sync_every": Bounds(1),
+        "oversampling": Bounds(1, MOST_OVERSAMPLED),
+        "context_time": Bounds(0),
+        "tail_share": SHARE,
+        "tail_every": Bounds(2),
+        "resize_unit": Bounds(1),
+        "max_replicas": Bounds(1),
+        "resize_window": Bounds(1),
+        "shrink_after": Bounds(1),
+        "max_attempts": Bounds(1),
+        "max_restarts": Bounds(0),
+        "max_dropped_groups": Bounds(1),
+        "max_failures_per_minute": Bounds(1, MOST_FAILURES),
+        "max_step_time": POSITIVE,
+    },
+    PlanConfig: {
+        "budget_per_hour": POSITIVE,
+        "budget_per_step": POSITIVE,
+        "budget_per_day": POSITIVE,
+        "budget": POSITIVE,
+        "deadline": POSITIVE,
+        "unit": Bounds(1),
+        "finalists": Bounds(1),
+        "seeds": Bounds(1),
+        "staleness_cost": Bounds(0),
+    },
+    ExecuteConfig: {
+        "patience": POSITIVE,
+        "samples_per_step": Bounds(0),
+        "stream_port": Bounds(0, 65535),
+        "save_tokens_every": POSITIVE,
+        "threads": Bounds(1, MOST_THREADS),
+    },
+    SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
+    FailuresConfig: {"per_gpu_day": Bounds(0)},
+    FaultConfig: {
+        "step": Bounds(1),
+        "time": SECONDS,
+        "count": Bounds(1, MOST_FAULTS),
+        "seed": Bounds(0),
+        "duration": POSITIVE,
+        "factor": Bounds(1, 1e4, excludes_least=True),
+    },
+    FrameworkConfig: {
+        "step_time": SECONDS,
+        "switch_time": SECONDS,
+        "checkpoint_time": SECONDS,
+    },
+}
+
+
+def check_bounds(run: Run) -> None:
+    """Raise `RunError` where a number is out of bounds, or not finite."""
+    followers = enumerate(run.followers, start=1)
+    sections = ((trainer_key(trainer), follower) for trainer, follower in followers)
+    for key, section in chain(_sections(run), *(_sections(s, key) for key, s in sections)):
+        for name, bounds in _bounds_of(type(section)).items():
+            value = getattr(section, name)
+            if value is not None and not bounds.hold(value):
+                raise RunError(join_key(key, name), value, bounds)
+
+
+def _sections(place: object, key: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield a section and all that are in it, in tables and lists too, with their keys."""
+    match place:
+        case Section():
+            yield key, place
+            for name in place.__struct_fields__:
+                if name != FOLLOWERS:
+                    yield from _sections(getattr(place, name), join_key(key, name))
+        case dict():
+            for name, entry in place.items():
+                yield from _sections(entry, join_key(key, name))
+        case list() | tuple():
+            for index, entry in enumerate(place):
+                yield from _sections(entry, join_key(key, index))
+
+
+@cache
+def _bounds_of(kind: type[Section]) -> dict[str, Bounds]:
+    """Return the bounds of a section's keys."""
+    hints = get_type_hints(kind) if kind in COUNTS else {}
+    counts = {name: Bounds(1) for name, hint in hints.items() if hint is int}
+    return {**counts, **BOUNDS.get(kind, {})}

@@ -1,0 +1,256 @@
+"""Read, change and write run files: TOML with `--set` overrides, and the JSON that traces and run directories hold.
+
+Write a run file: what `load_run` reads, with every key that is not at its default.
+
+What the framework that a run names fills in is its default there.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Iterator
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from streamrl.runfile.checks import check_run
+from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.errors import OneOf, RunError
+from streamrl.runfile.field_checks import drop_unused, find_errors, find_unused
+from streamrl.runfile.frameworks import fill_in, settings_of
+from streamrl.runfile.keys import join_trainers, override, place_of, split_trainers
+from streamrl.runfile.paths import paths_of, with_paths
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
+from streamrl.runfile.section import Section
+from streamrl.runfile.staleness_study import read_staleness_model
+from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
+
+OUTPUT = "execute.output"
+UNITS: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
+
+
+def write_run(
+    run: Run,
+    path: Path,
+    notes: Iterable[str] = (),
+    stated: Iterable[str] = (),
+    base: Path = Path(),
+) -> None:
+    """Write a run file; paths are written as seen from its directory.
+
+    Args:
+        run: what to write.
+        path: where to.
+        notes: comments at its head, a line each.
+        stated: dotted keys that are written whatever their value.
+        base: directory of the file that the run was read from; what was its default output is that of the
+            written file.
+    """
+    if run.execute.output == os.path.normpath(base / ExecuteConfig().output):
+        execute = msgspec.structs.replace(run.execute, output=ExecuteConfig().output)
+        run = msgspec.structs.replace(run, execute=execute)
+    stated = list(stated)
+    run = _with_paths_from(run, path.parent, stated)
+    table = _run_table(run)
+    for key in stated:
+        _state(table, run, key)
+    table = join_trainers(table)
+    head = "".join(f"# {note}\n" for note in notes)
+    path.write_text(f"{head}\n{tomli_w.dumps(table)}", encoding="utf-8")
+
+
+def run_table(run: Run) -> dict[str, Any]:
+    """Return a run as TOML gives its file."""
+    return join_trainers(_run_table(run))
+
+
+def _run_table(run: Run) -> dict[str, Any]:
+    """Return a run's table without what its framework fills in again, and with what it would fill in otherwise."""
+    table = _table(run)
+    for setting, own in settings_of(run):
+        place, last = place_of(table, setting.key)
+        if own == setting.value:
+            place.pop(last, None)
+        else:
+            place[last] = _toml_value(own)
+    return table
+
+
+def _table(section: Section) -> dict[str, Any]:
+    """Return a section as TOML has it."""
+    found = {}
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        if value is not None and (default is msgspec.NODEFAULT or value != default):
+            found[field.name] = _toml_value(value)
+    return found
+
+
+def _state(table: Any, run: Any, key: str) -> None:
+    *parents, last = key.split(".")
+    section, place = run, table
+    for parent in parents:
+        if parent.isdigit():
+            section, place = section[int(parent)], place[int(parent)]
+        else:
+            section, place = getattr(section, parent), place.setdefault(parent, {})
+    place[last] = _toml_value(getattr(section, last))
+
+
+def _toml_value(value: Any) -> Any:
+    match value:
+        case Section():
+            return _table(value)
+        case dict():
+            return {key: _toml_value(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_toml_value(each) for each in value]
+        case Bandwidth() | Duration() | Size():
+            return f"{float(value)!r} {UNITS[type(value)]}"
+        case _:
+            return value
+
+
+def _with_paths_from(run: Run, base: Path, stated: Iterable[str]) -> Run:
+    """Return the run with its paths as seen from `base`; a default that is not written stays."""
+    paths = paths_of(run)
+    if run.execute.output == ExecuteConfig().output and OUTPUT not in stated:
+        del paths[OUTPUT]
+    return with_paths(run, {key: os.path.relpath(path, base) for key, path in paths.items()})
+
+
+def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
+    """Read the run file at `path` with `key=value` overrides applied.
+
+    Raises:
+        RunError: one line that names the key, its value and what would be right.
+        ValueError: there is no such file, or it is not TOML.
+    """
+    return make_run(read_table(Path(path), overrides), Path(path).parent)
+
+
+def change_run(run: Run, overrides: Iterable[str]) -> Run:
+    """Return a run with `key=value` overrides applied, as if its file had them; see `load_run` for the errors.
+
+    What it has that nothing reads, as older versions took it, is left out.
+    """
+    table = run_table(run)
+    drop_unused(table)
+    for change in overrides:
+        override(table, change)
+    return make_run(table)
+
+
+def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Read the run file at `path` as TOML gives it, with overrides applied; see `load_run` for the errors."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such run file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, text, huge numbers or deep nesting
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    for change in overrides:
+        override(table, change)
+    return table
+
+
+def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
+    """Make a run from a table as TOML gives it; relative paths start at `base`."""
+    run = convert_run(table, base)
+    check_run(run)
+    for error in find_unused(table):
+        raise error
+    return run
+
+
+def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
+    """Make a run of which only keys and types are checked, with what its framework fills in."""
+    for error in find_errors(table):
+        raise error
+    run = msgspec.convert(split_trainers(fill_in(table)), Run, dec_hook=read_quantity)
+    return _with_studied_cost(_resolve_paths(run, base))
+
+
+def _with_studied_cost(run: Run) -> Run:
+    """Return the run with what its study of staleness says of `plan.staleness_cost`, where it names one."""
+    if run.plan.staleness_study is None:
+        return run
+    correction = run.algorithm.corrected_by or "none"
+    model = read_staleness_model(run.plan.staleness_study, correction)
+    cost, stated = max(0.0, model.percent), run.plan.staleness_cost
+    if stated and not isclose(stated, cost, rel_tol=1e-6):
+        raise RunError(
+            "plan.staleness_cost",
+            stated,
+            OneOf([0.0]),
+            f"plan.staleness_cost must be absent where plan.staleness_study says it ({cost:.3g}), got {stated:g}",
+            ("plan.staleness_study",),
+        )
+    plan = msgspec.structs.replace(run.plan, staleness_cost=cost)
+    found: Run = msgspec.structs.replace(run, plan=plan)
+    return found
+
+
+def decode_run(data: bytes) -> Run:
+    """Read a run that `encode_run` wrote.
+
+    Raises:
+        ValueError: the data is not a run.
+    """
+    try:
+        return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
+    except (msgspec.MsgspecError, TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def encode_run(run: Run) -> bytes:
+    """Write a run as JSON, quantities in base units."""
+    return msgspec.json.encode(run, enc_hook=float)
+
+
+def values_by_key(run: Run) -> dict[str, object]:
+    """Return every key of a run's file, dotted, with its value as JSON has it, quantities in base units."""
+    return dict(_leaves(msgspec.json.decode(encode_run(run)), ""))
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(each, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def with_secondary_trainer(run: Run, section: dict[str, Any]) -> Run:
+    """Return a run with one more trainer that follows, whose section is as `secondary_trainer_section` gives it."""
+    follower = msgspec.convert(section, SecondaryTrainerConfig, dec_hook=_restore_quantity)
+    return msgspec.structs.replace(run, followers=(*run.followers, follower))
+
+
+def secondary_trainer_section(follower: SecondaryTrainerConfig) -> dict[str, Any]:
+    """Return the section of a trainer that follows as JSON has it, quantities in base units."""
+    section: dict[str, Any] = msgspec.to_builtins(follower, enc_hook=float)
+    return section
+
+
+def _restore_quantity(kind: type, value: object) -> object:
+    return kind(value)
+
+
+def _resolve_paths(run: Run, base: Path) -> Run:
+    """Let every path in the run file start at `base`, which one of no letters would be itself."""
+    paths = paths_of(run)
+    for key, path in paths.items():
+        if not path:
+            raise RunError(key, path, None, f"{key} must name a path, got ''")
+    resolved = {key: os.path.normpath(base / path) for key, path in paths.items()}
+    return with_paths(run, resolved)

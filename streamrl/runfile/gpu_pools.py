@@ -1,0 +1,462 @@
+"""Which GPUs the rollout, trainer and verifier sides of a run use, and whether the pools and links allow it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.keys import join_key, pool_key, trainer_key
+from streamrl.runfile.policies_config import SyncConfig
+from streamrl.runfile.roles_config import OF_REPLICAS, RolloutConfig, TrainerConfig, VerifierConfig
+
+OWN_KEYS = re.compile(rf"\brollout\.(?=(?:{'|'.join(OF_REPLICAS)})\b)")
+"""Where a text names a key that each kind of replica has of its own."""
+
+MORE_RANKS = ("pipeline_parallel", "data_parallel")
+"""Keys of a replica's degrees that most replicas have none of."""
+
+SideKind: TypeAlias = Literal["rollout", "trainer", "verifier", "shared"]
+
+
+class Side(NamedTuple):
+    """GPUs of one pool that do one thing; of a run that takes turns, "shared" ones do two."""
+
+    name: str
+    """What reports call it: its kind, and of a trainer that follows its own name."""
+    kind: SideKind
+    pool: str
+    num_gpus: int
+    trainer: int = 0
+    """Which trainer it is, the one that leads first."""
+    of_kind: int = 0
+    """Of which kind its replicas are."""
+
+
+class Claim(NamedTuple):
+    """A section of a run file whose keys say how many GPUs of a pool it has."""
+
+    key: str
+    section: RolloutConfig | TrainerConfig | VerifierConfig
+    pool: str
+    factors: tuple[str, ...]
+    """Keys whose product is its GPUs."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The dotted keys of its factors."""
+        return [join_key(self.key, factor) for factor in self.factors]
+
+
+def kind_key(kind: int) -> str:
+    """Return the key of the section that says how replicas of a kind are."""
+    return f"rollout.others.{kind - 1}" if kind else "rollout"
+
+
+def kind_name(kind: int) -> str:
+    """Return what reports call the replicas of a kind."""
+    return f"rollout-{kind + 1}" if kind else "rollout"
+
+
+def of_kind(error: RunError, kind: int) -> RunError:
+    """Return an error of a run that has one kind of replicas alone, with the keys that these have in the whole run."""
+    key, text, *others = (own_keys(t, kind) for t in (error.key, str(error), *error.others))
+    return RunError(key, error.value, error.allowed, text, tuple(others))
+
+
+def own_keys(text: str, kind: int) -> str:
+    """Return a text with the keys that replicas of a kind have for those of the kind that is named first."""
+    return OWN_KEYS.sub(f"{kind_key(kind)}.", text)
+
+
+def claims_of(run: Run) -> Iterator[Claim]:
+    """Yield every section that has GPUs."""
+    for kind, rollout in enumerate(run.rollout.kinds):
+        more = [key for key in MORE_RANKS if getattr(rollout, key) > 1]
+        factors = ("replicas", "tensor_parallel", *more)
+        yield Claim(kind_key(kind), rollout, rollout.pool, factors)
+    for number, trainer in enumerate(run.trainers):
+        shared = ("context_parallel",) if trainer.context_parallel > 1 else ()
+        factors = ("data_parallel", *shared, "tensor_parallel", "pipeline_parallel")
+        yield Claim(trainer_key(number), trainer, trainer.pool, factors)
+    verifier = run.verifier
+    if verifier.pool is not None:
+        yield Claim("verifier", verifier, verifier.pool, ("workers", "gpus_per_worker"))
+
+
+def sides_of(run: Run) -> list[Side]:
+    """Return the sides of a run, every GPU once; a side without GPUs is left out."""
+    rollout, trainer = run.rollout.num_gpus, run.trainer.num_gpus
+    shared = min(rollout, trainer) if run.shares_gpus else 0
+    found = [
+        Side("shared", "shared", run.rollout.pool, shared),
+        Side("rollout", "rollout", run.rollout.pool, rollout - shared),
+        Side("trainer", "trainer", run.trainer.pool, trainer - shared),
+    ]
+    for kind, other in enumerate(run.rollout.kinds[1:], start=1):
+        found.append(Side(kind_name(kind), "rollout", other.pool, other.num_gpus, of_kind=kind))
+    for number, follower in enumerate(run.followers, start=1):
+        found.append(Side(follower.name, "trainer", follower.pool, follower.num_gpus, number))
+    if run.verifier.pool is not None:
+        found.append(Side("verifier", "verifier", run.verifier.pool, run.verifier.num_gpus))
+    return [side for side in found if side.num_gpus]
+
+
+def trainer_names(run: Run) -> list[str]:
+    """Return what reports call each trainer, the one that leads first."""
+    return ["trainer", *(follower.name for follower in run.followers)]
+
+
+def gpus_used(run: Run, pool: str) -> int:
+    """Return the GPUs of a pool that a run has work for."""
+    return sum(side.num_gpus for side in sides_of(run) if side.pool == pool)
+
+
+MOST_GPUS = 10**5
+"""Of one pool; a simulation has a process for every replica, and no job is known to run on more."""
+MOST_DEGREE = 4096
+"""Largest divisor that is looked for: no parallelism has a higher degree."""
+
+
+def find_link(run: Run) -> int | None:
+    """Return the index of the link between the two sides, or None within one pool."""
+    wanted = {run.rollout.pool, run.trainer.pool}
+    for index, link in enumerate(run.cluster.links):
+        if set(link.between) == wanted and len(wanted) == 2:
+            return index
+    return None
+
+
+def replicas_per_node(run: Run) -> int:
+    """Return the replicas that fill a node of the rollout pool; one where it takes several."""
+    per_node = run.cluster.pools[run.rollout.pool].gpus_per_node
+    return max(1, per_node // run.rollout.gpus_per_replica)
+
+
+def most_replicas(run: Run) -> int:
+    """Return the replicas that the rollout pool has GPUs for, beside other sides that are there too."""
+    pool = run.rollout.pool
+    num_gpus = run.cluster.pools[pool].num_gpus
+    for side in sides_of(run):
+        takes_turns = side.kind == "trainer" and not side.trainer and run.shares_gpus
+        is_theirs = side.kind in ("rollout", "shared") and not side.of_kind
+        if side.pool == pool and not is_theirs and not takes_turns:
+            num_gpus -= side.num_gpus
+    return num_gpus // run.rollout.gpus_per_replica
+
+
+def _check_names(run: Run) -> None:
+    pools = OneOf(sorted(run.cluster.pools))
+    if not pools:
+        raise RunError("cluster.pools", {}, dict, "cluster.pools is empty, got {}: name a pool")
+    for claim in claims_of(run):
+        key, name = join_key(claim.key, "pool"), claim.pool
+        if name not in pools:
+            raise RunError(key, name, pools, f"{key} {name!r} is none of the pools {list(pools)}")
+    for index, link in enumerate(run.cluster.links):
+        for name in link.between:
+            if name not in pools:
+                key = f"cluster.links.{index}.between"
+                text = f"{key} names {name!r}, which is none of the pools {list(pools)}"
+                raise RunError(key, link.between, pools, text)
+
+
+def _check_links(run: Run) -> None:
+    """Refuse a link of a pool with itself, and a second one between two pools, of which neither would carry anything."""
+    seen: dict[frozenset[str], int] = {}
+    for index, link in enumerate(run.cluster.links):
+        key, pair = f"cluster.links.{index}.between", frozenset(link.between)
+        first = seen.setdefault(pair, index)
+        if len(pair) == 1:
+            text = f"{key} must name two pools, got {link.between[0]!r} twice"
+            raise RunError(key, link.between, None, text)
+        if first != index:
+            names = " and ".join(map(repr, link.between))
+            text = f"{key} names {names}, which cluster.links.{first} joins already"
+            raise RunError(key, link.between, None, text, (f"cluster.links.{first}.between",))
+
+
+def _check_sizes(run: Run) -> None:
+    for name, pool in run.cluster.pools.items():
+        if pool.num_gpus > MOST_GPUS:
+            key = pool_key(name, "nodes")
+            most = max(1, MOST_GPUS // pool.gpus_per_node)
+            text = f"{key}={pool.nodes} x gpus_per_node={pool.gpus_per_node} must be at most {MOST_GPUS} GPUs"
+            others = (pool_key(name, "gpus_per_node"),)
+            raise RunError(key, pool.nodes, Bounds(1, most), text, others)
+
+
+def _check_owned(run: Run) -> None:
+    for name, pool in run.cluster.pools.items():
+        if pool.owned and pool.spot_failures_per_gpu_day:
+            key, rate = pool_key(name, "spot_failures_per_gpu_day"), pool.spot_failures_per_gpu_day
+            text = f"{key}={rate:g} takes away rented GPUs, but the pool is owned: failures.per_gpu_day is for both"
+            raise RunError(key, rate, Bounds(0, 0), text, (pool_key(name, "owned"),))
+
+
+def _check_domains(run: Run) -> None:
+    for name, pool in run.cluster.pools.items():
+        if pool.domain % pool.gpus_per_node:
+            key, per_node = pool_key(name, "nvlink_domain"), pool.gpus_per_node
+            text = f"{key} must be a multiple of gpus_per_node={per_node}, got {pool.domain}"
+            raise RunError(key, pool.domain, None, text, (pool_key(name, "gpus_per_node"),))
+
+
+def _check_rollout(run: Run) -> None:
+    for kind, rollout in enumerate(run.rollout.kinds):
+        key, degree, experts = kind_key(kind), rollout.tensor_parallel, rollout.expert_parallel
+        _check_tensor_parallel(key, rollout.pool, degree, run, spans_nodes=True)
+        if rollout.data_parallel > 1:
+            _check_attention_ranks(key, rollout)
+        elif experts not in (1, degree):
+            raise RunError(
+                f"{key}.expert_parallel",
+                experts,
+                OneOf([1, degree]),
+                f"{key}.expert_parallel must be 1 or tensor_parallel {degree}, got {experts}",
+                (f"{key}.tensor_parallel",),
+            )
+
+
+def _check_attention_ranks(key: str, rollout: RolloutConfig) -> None:
+    """Ranks that attend each to rollouts of its own are one replica for the experts that they share out."""
+    ranks, experts = rollout.data_parallel * rollout.tensor_parallel, rollout.expert_parallel
+    if experts != ranks:
+        raise RunError(
+            f"{key}.expert_parallel",
+            experts,
+            OneOf([ranks]),
+            f"{key}.expert_parallel must be data_parallel x tensor_parallel = {ranks} where attention is "
+            f"data-parallel, got {experts}",
+            (f"{key}.data_parallel", f"{key}.tensor_parallel"),
+        )
+    if rollout.pipeline_parallel > 1:
+        raise RunError(
+            f"{key}.pipeline_parallel",
+            rollout.pipeline_parallel,
+            OneOf([1]),
+            f"{key}.pipeline_parallel must be 1 where {key}.data_parallel is {rollout.data_parallel}, "
+            f"got {rollout.pipeline_parallel}",
+            (f"{key}.data_parallel",),
+        )
+
+
+def _check_kinds(run: Run) -> None:
+    """Refuse several kinds of replicas where a policy reckons with one."""
+    policies, others = run.policies, run.rollout.others
+    if not others:
+        return
+    for key, value, only in (
+        ("policies.system", policies.system, "colocated"),
+        ("policies.resize", policies.resize, "adjust"),
+        ("policies.migration", policies.migration, "consolidate"),
+        ("policies.migration", policies.migration, "overrun"),
+        ("policies.learns_from_siblings", policies.learns_from_siblings, True),
+        ("policies.concurrency", policies.concurrency, "kv-pressure"),
+    ):
+        if value == only:
+            text = f"{key} {value!r} knows one kind of replica, and rollout.others names {len(others)} more"
+            raise RunError(key, value, None, text, ("rollout.others",))
+
+
+def _check_trainers(run: Run) -> None:
+    for number, trainer in enumerate(run.trainers):
+        _check_trainer(run, trainer_key(number), trainer)
+
+
+def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
+    _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, run)
+    _check_expert_slices(run, key, trainer)
+    ranks = trainer.copies * trainer.tensor_parallel
+    if ranks % trainer.expert_parallel:
+        raise RunError(
+            f"{key}.expert_parallel",
+            trainer.expert_parallel,
+            OneOf(divisors(ranks)),
+            f"{key}.expert_parallel must divide data_parallel x {_context(trainer)}tensor_parallel = {ranks}, "
+            f"got {trainer.expert_parallel}",
+            (f"{key}.data_parallel", f"{key}.tensor_parallel", f"{key}.context_parallel"),
+        )
+    if trainer.virtual_stages > 1 and trainer.pipeline_parallel == 1:
+        raise RunError(
+            f"{key}.virtual_stages",
+            trainer.virtual_stages,
+            OneOf([1]),
+            f"{key}.virtual_stages must be 1 where {key}.pipeline_parallel is 1, "
+            f"got {trainer.virtual_stages}",
+            (f"{key}.pipeline_parallel",),
+        )
+
+
+def _check_expert_slices(run: Run, key: str, trainer: TrainerConfig) -> None:
+    """Refuse slices of experts that share no NVLink, or that other ranks of a stage cannot be folded into."""
+    slices, ranks = trainer.expert_tensor_parallel, trainer.copies * trainer.tensor_parallel
+    if slices is None:
+        return
+    name, domain = f"{key}.expert_tensor_parallel", run.cluster.pools[trainer.pool].domain
+    others = (f"{key}.expert_parallel", f"{key}.data_parallel", f"{key}.tensor_parallel")
+    if domain % slices:
+        text = f"{name} must divide the {domain} GPUs that NVLink joins, got {slices}"
+        raise RunError(name, slices, OneOf(divisors(domain)), text)
+    if ranks % trainer.expert_parallel == 0 and ranks % trainer.expert_ranks:
+        text = (
+            f"{name} x expert_parallel = {trainer.expert_ranks} must divide data_parallel x {_context(trainer)}"
+            f"tensor_parallel = {ranks}, got expert_tensor_parallel {slices}"
+        )
+        raise RunError(
+            name, slices, OneOf(divisors(ranks // trainer.expert_parallel)), text, others
+        )
+
+
+def _context(trainer: TrainerConfig) -> str:
+    return "context_parallel x " if trainer.context_parallel > 1 else ""
+
+
+def _check_follower_names(run: Run) -> None:
+    taken = {"trainer", "verifier", "shared", *map(kind_name, range(run.num_kinds))}
+    for number, follower in enumerate(run.followers, start=1):
+        name = follower.name
+        if not name or name != name.strip() or not name.isprintable() or name in taken:
+            key = f"{trainer_key(number)}.name"
+            text = f"{key} must be a name on one line that no other side has, got {name!r}"
+            raise RunError(key, follower.name, str, text)
+        taken.add(follower.name)
+
+
+def _check_verifier(run: Run) -> None:
+    verifier = run.verifier
+    if (verifier.pool is None) != (verifier.gpus_per_worker == 0):
+        raise RunError(
+            "verifier.gpus_per_worker",
+            verifier.gpus_per_worker,
+            Bounds(1) if verifier.pool is not None else OneOf([0]),
+            f"verifier.gpus_per_worker={verifier.gpus_per_worker} and verifier.pool={verifier.pool!r} "
+            "do not go together: a pool's workers have GPUs, others have none",
+            ("verifier.pool",),
+        )
+
+
+def _check_tensor_parallel(
+    side: str, pool: str, degree: int, run: Run, *, spans_nodes: bool = False
+) -> None:
+    """Refuse tensor ranks that share no NVLink, but for those of a replica that has several whole domains."""
+    config = run.cluster.pools[pool]
+    domain, what = config.domain, "a node" if config.nvlink_domain is None else "an NVLink domain"
+    if domain % degree and not (spans_nodes and degree % domain == 0):
+        key = f"{side}.tensor_parallel"
+        text = f"{key} must divide the {domain} GPUs of {what}, got {degree}"
+        if spans_nodes and config.num_gpus > domain:
+            text = f"{key} must divide the {domain} GPUs of {what} or be a multiple of them, got {degree}"
+        raise RunError(key, degree, OneOf(divisors(domain)), text)
+
+
+def _check_shared(run: Run) -> None:
+    """Generation and training that take turns on one set of GPUs cannot overlap, or send over a wire."""
+    if not run.shares_gpus:
+        return
+    if run.rollout.pool != run.trainer.pool:
+        raise RunError(
+            "trainer.pool",
+            run.trainer.pool,
+            OneOf([run.rollout.pool]),
+            f"policies.system 'colocated' shares GPUs, so trainer.pool must be rollout.pool "
+            f"{run.rollout.pool!r}, got {run.trainer.pool!r}",
+            ("policies.system", "rollout.pool"),
+        )
+    policies, sync = run.policies, run.sync
+    for key, value, only in (
+        ("policies.max_staleness", policies.max_staleness, 0),
+        ("policies.sync_every", policies.sync_every, 1),
+        ("policies.waits_for_whole_batches", policies.waits_for_whole_batches, False),
+        ("policies.streaming", policies.streaming, "whole-batch"),
+        ("policies.weight_sync", policies.weight_sync, "barrier"),
+        ("policies.resize", policies.resize, "keep"),
+        ("sync.mode", sync.mode, "full"),
+        ("sync.backend", sync.backend, SyncConfig().backend),
+    ):
+        if value is not None and value != only:
+            text = f"{key} must be {only!r} where policies.system is 'colocated', got {value!r}"
+            raise RunError(key, value, OneOf([only]), text, ("policies.system",))
+
+
+def _check_num_gpus(run: Run) -> None:
+    for name, pool in run.cluster.pools.items():
+        need = gpus_used(run, name)
+        if need > pool.num_gpus:
+            users = [claim for claim in claims_of(run) if claim.pool == name]
+            products = " and ".join(map(_product, users))
+            text = f"pool {name!r} has {pool.num_gpus} GPUs, but {products} need {need}"
+            keys = [claim.keys[0] for claim in users]
+            keys += [key for claim in users for key in claim.keys[1:]]
+            keys += [pool_key(name, "nodes")]
+            value = getattr(users[0].section, users[0].factors[0])
+            raise RunError(keys[0], value, None, text, tuple(keys[1:]))
+
+
+def _product(claim: Claim) -> str:
+    """Say what a side's GPUs are: "rollout.replicas=9 x tensor_parallel=1"."""
+    factors = (f"{factor}={getattr(claim.section, factor)}" for factor in claim.factors)
+    return f"{claim.key}.{' x '.join(factors)}"
+
+
+def _check_link(run: Run) -> None:
+    for kind, rollout in enumerate(run.rollout.kinds):
+        ends = (rollout.pool, run.trainer.pool)
+        if ends[0] != ends[1] and find_link(run.of_kind(kind)) is None:
+            text = f"cluster.links has no link between {ends[0]!r} and {ends[1]!r}"
+            raise RunError("cluster.links", run.cluster.links, None, text)
+
+
+def _check_resize(run: Run) -> None:
+    """Refuse to adjust replicas where there could be neither more nor fewer."""
+    policies, room = run.policies, most_replicas(run)
+    least, most = run.rollout.replicas, policies.max_replicas or room
+    if not least <= most <= room:
+        raise RunError(
+            "policies.max_replicas",
+            most,
+            Bounds(least, room),
+            f"policies.max_replicas must be between rollout.replicas={least} and {room}, for which pool "
+            f"{run.rollout.pool!r} has GPUs, got {most}",
+            ("rollout.replicas",),
+        )
+    unit = policies.resize_unit or replicas_per_node(run)
+    if policies.resize == "adjust" and least + unit > most and policies.shrink_after is None:
+        raise RunError(
+            "policies.resize",
+            policies.resize,
+            OneOf(["keep"]),
+            f"policies.resize 'adjust' adds {unit} replicas at once, but there may be {most} in pool "
+            f"{run.rollout.pool!r} and rollout.replicas is {least}",
+            ("rollout.replicas", "policies.resize_unit", "policies.shrink_after"),
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Return what divides a number of GPUs, up to the largest degree that is ever proposed."""
+    return [n for n in range(1, min(number, MOST_DEGREE) + 1) if number % n == 0]
+
+
+POOL_CHECKS = (
+    *(
+        _check_names,
+        _check_links,
+        _check_sizes,
+        _check_owned,
+        _check_domains,
+        _check_rollout,
+        _check_kinds,
+        _check_trainers,
+    ),
+    _check_shared,
+    *(_check_follower_names, _check_verifier),
+    *(_check_num_gpus, _check_link, _check_resize),
+)
+"""Each raises `RunError`; later ones rely on earlier ones."""
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4, ... up to `most`: the degrees that are tried where nobody says which."""
+    return [1 << bits for bits in range(most.bit_length())]

@@ -1,0 +1,107 @@
+"""Compute the mean lengths of a run and what limits the batch that a replica decodes: memory, max_running or the rollouts there are."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import inf
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from streamrl.engine.presets import choose_system, window_of
+from streamrl.hardware.memory import kv_capacity, most_running
+from streamrl.runfile.config import Run
+from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.workload.workload import BLOCK, RecordedGroups, load_source
+
+
+class MeanLengths(NamedTuple):
+    """Tokens of a mean rollout."""
+
+    prompt: float
+    output: float
+    context: float
+    """Of a rollout while it is decoded, at a moment drawn at random: long ones are seen most."""
+    cut_off: float
+    """Share of the outputs that would be longer than `rollout.max_tokens`, and end there."""
+
+    @property
+    def total(self) -> float:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+
+def mean_lengths(run: Run) -> MeanLengths | None:
+    """Return the mean over the first groups of a run, without drift; None where the run file names no lengths.
+
+    Lengths that cannot be read are None too: that is a finding on files.
+    """
+    if run.workload.lengths is None:
+        return None
+    try:
+        return _mean(
+            run.workload.lengths, run.algorithm.group_size, run.rollout.max_tokens, run.seed
+        )
+    except ValueError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _mean(config: LengthsConfig, group_size: int, most: int, seed: int) -> MeanLengths:
+    source = load_source(config)
+    if isinstance(source, RecordedGroups):
+        lengths, prompts = source.block(0, BLOCK, group_size)
+    else:
+        lengths, prompts = source.sample(np.random.default_rng([seed, 0]), BLOCK, group_size)
+    whole = np.rint(lengths * config.scale)
+    capped = np.clip(whole, 1, most)
+    prompt, halfway = float(prompts.mean()), float((capped**2).sum() / capped.sum() / 2)
+    return MeanLengths(prompt, float(capped.mean()), prompt + halfway, float((whole > most).mean()))
+
+
+Limit = Literal["memory", "max_running", "share"]
+
+
+class ReplicaBatch(NamedTuple):
+    """How many rollouts a replica may decode at once, by what would limit it alone."""
+
+    held: float
+    """That its KV cache holds, each at the context that a running one has on average."""
+    max_running: int
+    share: float
+    """Of the rollouts that admission lets be generated at once."""
+
+    @property
+    def limit(self) -> Limit:
+        """The least of the three; of two alike what there are no more rollouts for."""
+        least = min(self)
+        if self.share == least:
+            return "share"
+        return "max_running" if self.max_running == least else "memory"
+
+
+def replica_batch(run: Run) -> ReplicaBatch | None:
+    """Return what limits a replica's batch; None where the run file names no lengths.
+
+    Raises:
+        ValueError: the model does not fit a replica.
+    """
+    lengths = mean_lengths(run)
+    if lengths is None:
+        return None
+    held = kv_capacity(run) / lengths.context
+    if run.rollout.admission == "reserve":
+        running = most_running(run)
+        held = running if running < run.rollout.max_running else inf
+    share = rollouts_under_way(run) / run.rollout.num_replicas
+    return ReplicaBatch(held, run.rollout.max_running, share)
+
+
+def rollouts_under_way(run: Run) -> int:
+    """Return the most rollouts that admission lets be generated at once: of whole batches one after the other one."""
+    window, algorithm = window_of(run), run.algorithm
+    if choose_system(run.policies).waits_for_whole_batches:
+        groups = min(window.sync_every, algorithm.steps) * algorithm.prompts_per_step
+    else:
+        groups = window.num_allowed(0, algorithm.steps) + window.num_extra
+    return groups * algorithm.group_size
