@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from streamrl.doctor.diagnosis import diagnose
-from streamrl.doctor.memory import memory_of
+from streamrl.hardware.side_memory import memory_of
 from streamrl.record.run_comparison import ratio_half_width
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run

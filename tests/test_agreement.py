@@ -13,15 +13,15 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from streamrl.doctor.diagnosis import diagnose
-from streamrl.doctor.memory import trainer_side
 from streamrl.hardware.memory import ROOMY
+from streamrl.hardware.side_memory import trainer_side
 from streamrl.report.page.details import of_plan
 from streamrl.report.page.page import make_page, read_report, render_markdown
 from streamrl.report.pictures.drawing import Text
 from streamrl.report.pictures.range_bars import tornado_picture
 from streamrl.report.plan_report import head_lines, plan_report
-from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.formatting import format_dollars, format_step_time
 from streamrl.sim.planner.bottleneck import find_binding
 from streamrl.sim.planner.layouts import TIGHT
 from streamrl.sim.planner.plan import Plan, read_plan, write_plan

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.doctor.memory import MEMORY_FIXES, trainer_side
+from streamrl.doctor.memory import MEMORY_FIXES
 from streamrl.hardware.memory import model_states, trainer_memory
 from streamrl.hardware.parallelism import check_split
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.side_memory import trainer_side
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.findings import changed

@@ -13,7 +13,7 @@ from streamrl.cli.doctor import examine
 from streamrl.doctor import batch
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
-from streamrl.doctor.memory import memory_of
+from streamrl.hardware.side_memory import memory_of
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, make_run

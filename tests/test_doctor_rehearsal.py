@@ -12,9 +12,9 @@ from streamrl.engine.messages import Command
 from streamrl.engine.policies.staleness import TakeInLine
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies, build_state
-from streamrl.report.run_tables import format_duration
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.findings import changed
+from streamrl.runfile.formatting import format_duration
 from streamrl.sim.checkup import rehearsal
 from streamrl.sim.checkup.checkup import check_up
 from tests.patients import FULL, bad, doctor, full_run

@@ -124,12 +124,12 @@ MAIN = "from streamrl.cli import main; main()"
 HANGING = """
 import sys, time
 from pathlib import Path
-from streamrl.executor import interruption
+from streamrl.executor import execute as module
 from streamrl.executor.execute import execute
 from streamrl.engine.messages import Stepped
 from streamrl.runfile.files import load_run
 
-interruption.LAST_TIME = 2.0
+module.LAST_TIME = 2.0
 
 run = load_run(Path(sys.argv[1]), sys.argv[2:])
 

@@ -10,13 +10,7 @@ from typer.testing import CliRunner
 
 from streamrl.cli.main import app
 from streamrl.hardware.memory import check_memory, most_running
-from streamrl.report.fidelity import (
-    FigureCell,
-    PaperFigure,
-    fidelity_page,
-    section_of,
-    with_section,
-)
+from streamrl.report.fidelity import fidelity_page, section_of, with_section
 from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.paper import (
@@ -31,6 +25,7 @@ from streamrl.sim.fidelity.paper import (
     make_case,
     take_times,
 )
+from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.sim.fidelity.paper_generation import constants
 from streamrl.sim.fidelity.paper_throughput import slower
 from streamrl.workload.workload import SimulatedWorkload

@@ -10,11 +10,11 @@ from streamrl.report.study_table import (
     MetricTable,
     Question,
     Spread,
-    StudyRow,
     find,
     make_table,
 )
 from streamrl.runfile.sweep import Axis, parse_axis
+from streamrl.sim.studies.results import StudyRow
 
 X = parse_axis("rollout.replicas=1,2,4,8")
 GPU = parse_axis("rollout.pool=h20,h800", "GPU", ["H20", "H800"])

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import changed
-from streamrl.sim.checkup import checkup as format_pace
-from streamrl.sim.checkup.checkup import check_up, examine
+from streamrl.sim.checkup.checkup import check_up, examine, find_slow_format
 from tests.patients import bad
 from tests.runs import small_run
 
@@ -30,7 +29,7 @@ def many_small_experts(**rollout: Any) -> Run:
 
 def test_weights_in_fp8_that_decode_slower_are_told_with_both_seconds_and_mended() -> None:
     run = many_small_experts(dtype="fp8")
-    (finding,) = format_pace.find(run)
+    (finding,) = find_slow_format(run)
     assert finding.name == "slow-format" and finding.level == "warning"
     assert "with weights in fp8, and" in finding.text and "in bfloat16" in finding.text
     assert finding.text.count(" ms") == 2
@@ -45,4 +44,4 @@ def test_weights_that_decode_faster_are_no_finding() -> None:
     dense = small_run({"model.name": "qwen2.5-14b", "rollout.dtype": "fp8", **crowd})
     weights_alone = replace(run, rollout=replace(run.rollout, dtype="fp8", weight_only=True))
     for each in (run, dense, weights_alone):
-        assert not list(format_pace.find(each))
+        assert not list(find_slow_format(each))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from streamrl.doctor.diagnosis import diagnose, examine
-from streamrl.doctor.memory import memory_of
 from streamrl.engine.estimates import Latency
 from streamrl.engine.messages import Generate, ReplicaLost, StartReplica, WeightsPushed
 from streamrl.engine.trace import Trace, read_trace, replay
@@ -19,6 +18,7 @@ from streamrl.executor.launchers.local_launcher import LocalLauncher
 from streamrl.executor.launchers.placement import Placement, gpus_needed
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import kv_capacity
+from streamrl.hardware.side_memory import memory_of
 from streamrl.record.charges import dollars_per_second, egress_dollars
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run

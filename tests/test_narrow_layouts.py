@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from streamrl.doctor.memory import replica_side
 from streamrl.hardware.memory import (
     draft_bytes,
     fullest_stage,
@@ -16,6 +15,7 @@ from streamrl.hardware.memory import (
     stage_bytes,
 )
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.side_memory import replica_side
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.training import TrainingCosts

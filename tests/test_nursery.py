@@ -169,7 +169,7 @@ def test_who_kills_a_nursery_kills_its_workers_and_the_next_has_another(tmp_path
 
 
 def test_a_nursery_without_work_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_nurseries", {})
+    monkeypatch.setattr(processes, "_prefork_servers", {})
     short = f"import {prefork_server.__name__} as n, socket, sys; n.IDLE_TIME = 0.5; "
     short += "n.main(socket.socket(fileno=int(sys.argv[1])), ())"
     parents: list[int] = []
@@ -195,7 +195,7 @@ def test_a_nursery_without_work_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_nursery_that_is_ending_still_is_not_asked_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_nurseries", {})
+    monkeypatch.setattr(processes, "_prefork_servers", {})
     parents: list[int] = []
 
     async def end(handle: LocalProcess, seen: Seen) -> None:
@@ -212,7 +212,7 @@ def test_a_nursery_that_is_ending_still_is_not_asked_twice(
 def test_a_nursery_that_cannot_begin_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_nurseries", {})
+    monkeypatch.setattr(processes, "_prefork_servers", {})
     monkeypatch.setattr(processes.sys, "executable", "/bin/false")
     with pytest.raises(ChildProcessError, match="workers are forked from has died"):
         asyncio.run(LocalProcess.start(ROLE, {}, tmp_path / "log", {}, begin=fork))

@@ -30,8 +30,9 @@ from streamrl.report.pictures.drawing import (
     swatch,
 )
 from streamrl.report.pictures.study_chart import study_picture
-from streamrl.report.study_table import StudyRow, make_table
+from streamrl.report.study_table import make_table
 from streamrl.runfile.sweep import Axis, parse_axis
+from streamrl.sim.studies.results import StudyRow
 from tests.report_directories import write_runs, write_study
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from streamrl.doctor.invalid_keys import fix_profile_names
-from streamrl.doctor.memory import replica_side
 from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import kv_capacity, replica_memory, trainer_memory, weight_bytes
 from streamrl.hardware.precision import (
@@ -22,6 +21,7 @@ from streamrl.hardware.precision import (
     width_of,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.side_memory import replica_side
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError

@@ -25,16 +25,10 @@ from streamrl.record.whole_run import PoolTotal, WholeRun
 from streamrl.report.figures import idle_figure, timeline_figure
 from streamrl.report.pictures.drawing import COLOURS, Rectangle, Text
 from streamrl.report.pictures.step_timeline import timeline_picture
-from streamrl.report.run_tables import (
-    compare,
-    comparison_table,
-    format_count,
-    format_dollars,
-    format_duration,
-    metrics_table,
-)
+from streamrl.report.run_tables import compare, comparison_table, metrics_table
 from streamrl.report.words import planned_sides_of, rent_text, sides_text
 from streamrl.runfile.files import load_run
+from streamrl.runfile.formatting import format_count, format_dollars, format_duration
 from streamrl.sim.world import simulate
 from tests.hand_traces import LEARNERS, HandTrace
 

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.doctor.memory import find, memory_of
+from streamrl.doctor.memory import find
 from streamrl.engine.messages import Verified, Verify
 from streamrl.hardware.measured_profile import MeasuredModel, read_measured, write_measured
+from streamrl.hardware.side_memory import memory_of
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, make_run, write_run

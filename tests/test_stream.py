@@ -322,7 +322,7 @@ def test_nothing_of_tokens_is_read_while_nobody_asks(tmp_path: Path) -> None:
 
     async def go() -> None:
         def watch(event: Event, state: State, now: float) -> None:
-            teller = world._stream._teller
+            teller = world._stream._token_stream
             seen.append(teller.is_wanted or bool(teller._queue or teller._told))
 
         world = make_world(run, {"slowest": 0.01}, watch=watch)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.doctor.memory import trainer_side
 from streamrl.hardware.memory import ROOMY
+from streamrl.hardware.side_memory import trainer_side
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import changed

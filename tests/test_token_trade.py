@@ -181,7 +181,7 @@ def test_a_batch_in_two_halves_hides_the_trade_or_what_gpus_compute_whichever_is
     few, many = halves.products(tokens).seconds
     alone, apart = plain.products(tokens).seconds
     computed = plain._computed(tokens / 2, tokens * 32).seconds[1]
-    traded = plain._traded(tokens / 2).seconds[1]
+    traded = plain._all_to_all(tokens / 2).seconds[1]
     assert few == alone  # each half would read all weights
     assert many == pytest.approx(2 * max(computed, traded)) and many < 0.9 * apart
 

@@ -14,17 +14,11 @@ from streamrl.record.charges import dollars_per_second, gpus_paid
 from streamrl.record.metrics import measure
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun, whole_dollars, whole_time
-from streamrl.report.run_tables import (
-    dollars_text,
-    facts,
-    headline,
-    long_dollars,
-    long_time,
-    time_text,
-)
+from streamrl.report.run_tables import dollars_text, facts, headline, time_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
 from streamrl.runfile.files import write_run
+from streamrl.runfile.formatting import long_dollars, long_time
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.sim.costs.weight_sync import SyncCosts
 from streamrl.sim.faults import TRAINER_STREAM, time_to_failure

@@ -34,8 +34,8 @@ from streamrl.hardware.calibration_file import (
 from streamrl.hardware.profiles import load_model
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, read_run_steps
 from streamrl.record.recorded_workload import recorded_workload
-from streamrl.report.words import listing
 from streamrl.runfile.config import Run
+from streamrl.runfile.formatting import listing
 from streamrl.sim.calibration.disagreement import (
     LENGTHS,
     Disagreement,

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.presets import choose_system
 from streamrl.record.metrics import Metrics, measure
-from streamrl.report.run_tables import format_count, format_duration, format_share
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, is_error, propose_fix, toml, value_of
+from streamrl.runfile.formatting import format_count, format_duration, format_share
 from streamrl.runfile.gpu_pools import find_link
 from streamrl.runfile.roles_config import NARROW
 from streamrl.runfile.units import Bandwidth

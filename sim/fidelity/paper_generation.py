@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.profiles import load_model
-from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
@@ -28,6 +27,7 @@ from streamrl.sim.fidelity.paper import (
     load_paper,
     make_case,
 )
+from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.workload.workload import SimulatedWorkload
 
 CONTEXT = 1500

@@ -11,11 +11,11 @@ from streamrl.engine.messages import Resize, Stepped
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trace import Trace
 from streamrl.hardware.memory import most_running
-from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_latency
 from streamrl.sim.fidelity.paper import BATCH, GPUS, Case, load_paper, make_case
+from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.sim.planner.allocation import Comparison, Generation, Stages, Training, search
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload

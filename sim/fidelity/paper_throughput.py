@@ -10,7 +10,6 @@ from statistics import median
 
 from streamrl.hardware.memory import most_running
 from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
-from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.runfile.config import Run
 from streamrl.sim.fidelity.paper import (
     ACROSS,
@@ -25,6 +24,7 @@ from streamrl.sim.fidelity.paper import (
     take_all_times,
     take_times,
 )
+from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.sim.world import simulate
 
 COLUMNS = ("verl", "colocated", "sync", "async")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.doctor.memory import trainer_side
+from streamrl.hardware.side_memory import trainer_side
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.plan import OverMemoryLimit, PartialNodePlan
 from streamrl.sim.planner.plan_description import describe, settings_of

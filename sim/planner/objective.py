@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import steps_for_one, whole_dollars, whole_time
-from streamrl.report.run_tables import long_time
 from streamrl.runfile.config import Run
+from streamrl.runfile.formatting import long_time
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 

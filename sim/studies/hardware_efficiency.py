@@ -17,7 +17,6 @@ from streamrl.hardware.precision import (
     training_dtype,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.report.profile_report import GenerationCurve, GenerationPoint, Series
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -27,6 +26,7 @@ from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.interconnect import Interconnect
 from streamrl.sim.costs.kernels import DTYPE_OF_ATTENTION, Kernels, peak_of
 from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.studies.results import GenerationCurve, GenerationPoint, Series
 
 COLUMNS = {"gemm": "m", "decode_attention": "context", "prefill_attention": "context"}
 """The last axis of the operators that can be studied."""

@@ -9,12 +9,12 @@ from itertools import count
 from msgspec.structs import replace
 
 from streamrl.record.metrics import Metrics
-from streamrl.report.study_table import StudyRow
 from streamrl.runfile.files import decode_run, encode_run
 from streamrl.runfile.sweep import Grid, RejectedCell
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.parallel import answers
 from streamrl.sim.steady_state import UnfinishedError, measure_steady
+from streamrl.sim.studies.results import StudyRow
 from streamrl.workload.workload import SimulatedWorkload
 
 Watch = Callable[[str, int, int], None]

@@ -12,7 +12,7 @@ from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json, stdout_c
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.examination import Examination, render
 from streamrl.doctor.invalid_keys import fix_contradictions, fix_profile_names, read_leniently
-from streamrl.doctor.memory import SideMemory, memory_of
+from streamrl.hardware.side_memory import SideMemory, memory_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import read_table
 from streamrl.runfile.findings import (

@@ -14,7 +14,6 @@ from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_cons
 from streamrl.report.fidelity import (
     ASYNCHRONY,
     EXECUTED,
-    PaperFigure,
     fidelity_page,
     figure_picture,
     figure_table,
@@ -22,6 +21,7 @@ from streamrl.report.fidelity import (
     slug,
     with_section,
 )
+from streamrl.sim.fidelity.paper_figure import PaperFigure
 from streamrl.sim.fidelity.paper_generation import constants, decode_curve, dispatch
 from streamrl.sim.fidelity.paper_scaling import adjustment, divisions, scaling
 from streamrl.sim.fidelity.paper_throughput import ablation, end_to_end, heterogeneous, ratios, verl

@@ -20,7 +20,7 @@ from streamrl.cli.progress import STDERR, PlainProgress, bar_columns
 from streamrl.engine.messages import Event, Generated, Verified
 from streamrl.engine.state import State
 from streamrl.record.run_directory import ROLLED_BACK_TO
-from streamrl.report.run_tables import format_duration
+from streamrl.runfile.formatting import format_duration
 
 
 class Column(NamedTuple):

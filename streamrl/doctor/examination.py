@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.doctor.memory import SideMemory
+from streamrl.hardware.side_memory import SideMemory
 from streamrl.runfile.findings import TOPICS, Finding, Level, Topic, toml
 
 SIGNS: dict[Level, tuple[str, str]] = {

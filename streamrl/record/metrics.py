@@ -18,7 +18,11 @@ import msgspec
 from streamrl.engine.messages import Event, Interrupted, Stepped, Stop
 from streamrl.engine.trace import Entry, Trace, blaming_damage
 from streamrl.engine.trainer_side import LEADER
-from streamrl.record.attribution import Attribution, AttributionReader, SidesAttribution
+from streamrl.record.attribution import (
+    Attribution,
+    AttributionReader,
+    SidesAttribution,
+)
 from streamrl.record.charges import PaidReplicas, Pushes, dollars_per_second, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.ledger import Ledger, LedgerReader
@@ -43,6 +47,16 @@ from streamrl.record.uncertainty import (
 from streamrl.record.whole_run import WholeRun, make_whole_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import sides_of, trainer_names
+
+RATIOS = (
+    "step_time",
+    "throughput",
+    "goodput",
+    "samples_per_second",
+    "cost_per_step",
+    "cost_per_million_tokens",
+)
+"""Metrics of speed and cost, which comparisons show with a relative error."""
 
 
 class PaceReader:

@@ -20,7 +20,7 @@ from streamrl.record.run_comparison import (
     PairedRun,
     is_significant,
 )
-from streamrl.report.run_tables import (
+from streamrl.runfile.formatting import (
     format_count,
     format_dollars,
     format_duration,

@@ -13,7 +13,7 @@ from streamrl.record.attribution import IDLE, UNDERFILLED, attribute
 from streamrl.record.charges import dollars_per_second, read_replicas
 from streamrl.record.metrics import measure
 from streamrl.record.rollout_flow import read_flow
-from streamrl.report.run_tables import format_dollars, format_share
+from streamrl.runfile.formatting import format_dollars, format_share
 
 WORTH_SAYING = 0.005  # share of a step's GPU-seconds below which a bubble is not written about
 LEAST_SECONDS = 1e-6  # of a GPU: less is rounding

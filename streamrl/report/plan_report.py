@@ -9,13 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.record.uncertainty import unshared_error
-from streamrl.report.run_tables import (
-    fact_lines,
-    format_dollars,
-    format_duration,
-    format_step_time,
-    headline,
-)
+from streamrl.report.run_tables import fact_lines, headline
+from streamrl.runfile.formatting import format_dollars, format_duration, format_step_time
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.sim.planner.plan import Choice, Plan, PlannedFramework, RunnerUp
 

@@ -6,32 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.table import Table
 
-from streamrl.hardware.tiers import Provenance
 from streamrl.report.pictures.drawing import SERIES
+from streamrl.sim.studies.results import GenerationCurve, GenerationPoint, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = tuple(colour.light for colour in SERIES)
-
-
-class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a figure."""
-
-    label: str
-    places: list[float]
-    values: list[float]
-    is_unmeasured: bool = False
-    """Whether most of it is a roofline."""
-
-    @property
-    def legend(self) -> str:
-        """Name the line, and say where nothing was measured."""
-        return f"{self.label} (unmeasured)" if self.is_unmeasured else self.label
 
 
 def share_figure(
@@ -63,59 +47,6 @@ def share_figure(
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
-
-
-UNMEASURED_SHARE = 0.5
-"""Share of unmeasured seconds from which a figure as a whole is called unmeasured."""
-
-
-class GenerationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One decode step of one replica."""
-
-    num_running: int
-    step_time: float
-    roofline_time: float
-    """Seconds at the datasheet's peak."""
-    tokens_per_second: float
-    """Of one GPU."""
-    tokens_per_dollar: float
-    mbu: float
-    """Share of the peak memory bandwidth."""
-    mfu: float
-    """Share of the peak FLOP/s."""
-    is_compute_bound: bool
-    """Whether the datasheet says that arithmetic takes longer than memory traffic."""
-
-
-class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """One model on one kind of GPU, at one length of context."""
-
-    model: str
-    gpu: str
-    tensor_parallel: int
-    expert_parallel: int
-    dtype: str
-    context: int
-    """Tokens of context of every rollout."""
-    most_running: int
-    """Rollouts of that context whose keys and values fit in memory."""
-    price: float
-    """Dollars per GPU-hour."""
-    ridge: float
-    """Rollouts from which a step's matrix products take longer to compute than their weights to read."""
-    points: list[GenerationPoint]
-    provenance: Provenance
-
-    @property
-    def label(self) -> str:
-        """Name the curve in a legend."""
-        degree = f" TP{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        return f"{self.gpu}{degree}{' (unmeasured)' if self.is_unmeasured else ''}"
-
-    @property
-    def is_unmeasured(self) -> bool:
-        """Whether most of its seconds have no measurement behind them."""
-        return self.provenance.shares.get("roofline", 0.0) >= UNMEASURED_SHARE
 
 
 def generation_table(curve: GenerationCurve) -> Table:

@@ -8,16 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.record.metrics import Metrics
+from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.run_comparison import Rerun
-from streamrl.report.run_tables import (
-    LABELS,
-    RATIOS,
-    format_duration,
-    format_figure,
-    format_share,
-    format_step_time,
-)
+from streamrl.report.run_tables import LABELS, format_figure
+from streamrl.runfile.formatting import format_duration, format_share, format_step_time
 
 
 def rerun_report(rerun: Rerun) -> RenderableType:

@@ -14,16 +14,9 @@ from rich.table import Table as TextTable
 
 from streamrl.report.figures import study_figure
 from streamrl.report.study_file import Study
-from streamrl.report.study_table import (
-    MetricTable,
-    Spread,
-    StudyRow,
-    find,
-    label_of,
-    make_table,
-    name_of,
-)
+from streamrl.report.study_table import MetricTable, Spread, find, label_of, make_table, name_of
 from streamrl.runfile.sweep import Axis, Grid
+from streamrl.sim.studies.results import StudyRow
 
 STUDY_CSV = "study.csv"
 STUDY_JSON = "study.json"

@@ -15,17 +15,18 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, product
-from math import exp, isfinite, isnan, log, nan
+from math import exp, isfinite, log
 from statistics import median
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from streamrl.hardware.tiers import Tier
 from streamrl.record.attribution import BUSY, IDLE
-from streamrl.record.metrics import Metrics
-from streamrl.report.run_tables import LABELS, RATIOS, format_figure, format_share, format_step_time
+from streamrl.record.metrics import RATIOS
+from streamrl.report.run_tables import LABELS, format_figure
+from streamrl.runfile.formatting import format_share, format_step_time
 from streamrl.runfile.sweep import Axis
+from streamrl.sim.studies.results import StudyRow
 
 BETTER_LESS = (
     *("step_time", "cost_per_step", "cost_per_million_tokens", "dropped", "wasted"),
@@ -49,44 +50,6 @@ NAMES = {
 SHARES = ("wasted", "idle", *(f"idle.{c}" for c in IDLE), *(f"busy.{a}" for a in BUSY))
 METRICS = (*RATIOS, "mean_staleness", "dropped", *SHARES)
 """What a study can be about; `idle` is the sum of its causes."""
-
-
-class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation."""
-
-    place: tuple[int, ...]
-    """Its point on every axis."""
-    seed: int
-    figures: dict[str, float]
-    """Metrics, and what else a row of study.csv has."""
-    note: str = ""
-    """What keeps them from being as exactly known as was asked for."""
-
-    @classmethod
-    def of(cls, place: tuple[int, ...], seed: int, metrics: Metrics) -> StudyRow:
-        """Take from a run's metrics what a study is about."""
-        figures: dict[str, float] = {
-            "num_steps": metrics.num_steps,
-            "step_time_low": metrics.step_time_interval[0] if metrics.step_time_interval else nan,
-            "step_time_high": metrics.step_time_interval[1] if metrics.step_time_interval else nan,
-            "num_gpus": sum(metrics.num_gpus.values()),
-            **{name: getattr(metrics, name) for name in RATIOS},
-            "mean_staleness": metrics.mean_staleness,
-            "dropped": sum(metrics.dropped.values()) / metrics.num_steps,
-            "wasted": sum(metrics.wasted.values()),
-            "idle": sum(metrics.idle.values()),
-            **{f"idle.{cause}": metrics.idle.get(cause, 0.0) for cause in IDLE},
-            **{f"busy.{activity}": metrics.busy.get(activity, 0.0) for activity in BUSY},
-            **{f"tiers.{tier}": metrics.tiers.get(tier, 0.0) for tier in get_args(Tier)},
-        }
-        return cls(place=place, seed=seed, figures=figures, note=metrics.note)
-
-    def spread(self, metric: str) -> float:
-        """Return by what share a figure may be off, as its 95 % interval has it; 0 where that is not known."""
-        low, high = (self.figures.get(f"step_time_{end}", nan) for end in ("low", "high"))
-        if metric not in RATIOS or isnan(high - low):
-            return 0.0
-        return (high - low) / 2 / self.figures["step_time"]
 
 
 class Spread(msgspec.Struct, frozen=True):

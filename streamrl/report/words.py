@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.config import Run
+from streamrl.runfile.formatting import format_dollars, format_step_time, listing
 from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig, TrainerConfig
 from streamrl.sim.planner.plan import SHORT, PlannedSide
@@ -104,11 +104,6 @@ def change(share: float) -> str:
         return f"±0{NBSP}%"
     digits = 1 if abs(share) < 0.1 else 0
     return f"{share * 100:+.{digits}f}{NBSP}%"
-
-
-def listing(parts: list[str]) -> str:
-    """Join with commas and a last "and"."""
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def tiers_text(tiers: Mapping[str, float] | None) -> str:

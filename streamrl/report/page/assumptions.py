@@ -11,9 +11,10 @@ from streamrl.hardware.calibration_file import named_calibration
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, gpu_of, load_gpu, price_of
-from streamrl.report.words import dollars, listing, percent, share_text, tiers_text
+from streamrl.report.words import dollars, percent, share_text, tiers_text
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.formatting import listing
 from streamrl.runfile.frameworks import framework_of, settings_of
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.units import Bandwidth

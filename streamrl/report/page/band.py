@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from streamrl.hardware.tiers import Tier
-from streamrl.report.words import listing, percent
+from streamrl.report.words import percent
+from streamrl.runfile.formatting import listing
 
 TIERS: tuple[Tier, ...] = ("measured", "composed", "roofline")
 MEASURED, ROOFLINE = (0.89, 1.11), (0.70, 3.00)

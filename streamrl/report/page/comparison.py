@@ -15,7 +15,6 @@ from streamrl.report.pictures.scatter import Point, front_of, scatter_picture
 from streamrl.report.words import (
     change,
     dollars,
-    listing,
     percent,
     rounded,
     seconds,
@@ -23,6 +22,7 @@ from streamrl.report.words import (
     tiers_text,
     tokens_per_second,
 )
+from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan
 
 MOST_ROWS = 30  # options of a table that is still read

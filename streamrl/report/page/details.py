@@ -23,7 +23,8 @@ from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.run_tables import facts, headline
 from streamrl.report.study_report import RecordedStudy
 from streamrl.report.study_table import MetricTable, Spread, name_of
-from streamrl.report.words import ACTIVITIES, CAUSES, TIERS, change, listing, percent, tiers_text
+from streamrl.report.words import ACTIVITIES, CAUSES, TIERS, change, percent, tiers_text
+from streamrl.runfile.formatting import listing
 from streamrl.runfile.gpu_pools import sides_of
 from streamrl.sim.planner.plan import Change, Plan
 

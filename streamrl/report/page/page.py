@@ -27,7 +27,8 @@ from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import Sources, read_sources
 from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
-from streamrl.report.words import GLOSSARY, listing
+from streamrl.report.words import GLOSSARY
+from streamrl.runfile.formatting import listing
 
 
 class Report(NamedTuple):

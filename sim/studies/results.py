@@ -1,0 +1,118 @@
+"""Define the results of studies: rows of a sweep, decode curves and efficiency series."""
+
+from __future__ import annotations
+
+from math import isnan, nan
+from typing import get_args
+
+import msgspec
+
+from streamrl.hardware.tiers import Provenance, Tier
+from streamrl.record.attribution import BUSY, IDLE
+from streamrl.record.metrics import RATIOS, Metrics
+
+
+class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulation."""
+
+    place: tuple[int, ...]
+    """Its point on every axis."""
+    seed: int
+    figures: dict[str, float]
+    """Metrics, and what else a row of study.csv has."""
+    note: str = ""
+    """What keeps them from being as exactly known as was asked for."""
+
+    @classmethod
+    def of(cls, place: tuple[int, ...], seed: int, metrics: Metrics) -> StudyRow:
+        """Take from a run's metrics what a study is about."""
+        figures: dict[str, float] = {
+            "num_steps": metrics.num_steps,
+            "step_time_low": metrics.step_time_interval[0] if metrics.step_time_interval else nan,
+            "step_time_high": metrics.step_time_interval[1] if metrics.step_time_interval else nan,
+            "num_gpus": sum(metrics.num_gpus.values()),
+            **{name: getattr(metrics, name) for name in RATIOS},
+            "mean_staleness": metrics.mean_staleness,
+            "dropped": sum(metrics.dropped.values()) / metrics.num_steps,
+            "wasted": sum(metrics.wasted.values()),
+            "idle": sum(metrics.idle.values()),
+            **{f"idle.{cause}": metrics.idle.get(cause, 0.0) for cause in IDLE},
+            **{f"busy.{activity}": metrics.busy.get(activity, 0.0) for activity in BUSY},
+            **{f"tiers.{tier}": metrics.tiers.get(tier, 0.0) for tier in get_args(Tier)},
+        }
+        return cls(place=place, seed=seed, figures=figures, note=metrics.note)
+
+    def spread(self, metric: str) -> float:
+        """Return by what share a figure may be off, as its 95 % interval has it; 0 where that is not known."""
+        low, high = (self.figures.get(f"step_time_{end}", nan) for end in ("low", "high"))
+        if metric not in RATIOS or isnan(high - low):
+            return 0.0
+        return (high - low) / 2 / self.figures["step_time"]
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a figure."""
+
+    label: str
+    places: list[float]
+    values: list[float]
+    is_unmeasured: bool = False
+    """Whether most of it is a roofline."""
+
+    @property
+    def legend(self) -> str:
+        """Name the line, and say where nothing was measured."""
+        return f"{self.label} (unmeasured)" if self.is_unmeasured else self.label
+
+
+UNMEASURED_SHARE = 0.5
+"""Share of unmeasured seconds from which a figure as a whole is called unmeasured."""
+
+
+class GenerationPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One decode step of one replica."""
+
+    num_running: int
+    step_time: float
+    roofline_time: float
+    """Seconds at the datasheet's peak."""
+    tokens_per_second: float
+    """Of one GPU."""
+    tokens_per_dollar: float
+    mbu: float
+    """Share of the peak memory bandwidth."""
+    mfu: float
+    """Share of the peak FLOP/s."""
+    is_compute_bound: bool
+    """Whether the datasheet says that arithmetic takes longer than memory traffic."""
+
+
+class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """One model on one kind of GPU, at one length of context."""
+
+    model: str
+    gpu: str
+    tensor_parallel: int
+    expert_parallel: int
+    dtype: str
+    context: int
+    """Tokens of context of every rollout."""
+    most_running: int
+    """Rollouts of that context whose keys and values fit in memory."""
+    price: float
+    """Dollars per GPU-hour."""
+    ridge: float
+    """Rollouts from which a step's matrix products take longer to compute than their weights to read."""
+    points: list[GenerationPoint]
+    provenance: Provenance
+
+    @property
+    def label(self) -> str:
+        """Name the curve in a legend."""
+        degree = f" TP{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.gpu}{degree}{' (unmeasured)' if self.is_unmeasured else ''}"
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether most of its seconds have no measurement behind them."""
+        return self.provenance.shares.get("roofline", 0.0) >= UNMEASURED_SHARE

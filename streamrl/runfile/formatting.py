@@ -1,0 +1,100 @@
+"""Write durations, counts, dollars, shares and lists for people."""
+
+from __future__ import annotations
+
+from math import floor, log10
+from typing import TypeAlias
+
+from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
+
+OptionalInterval: TypeAlias = tuple[float, float] | None
+"""Least and most, of 95 %; None where there is no interval."""
+IN_DAYS = 2 * SECONDS_PER_DAY
+"""Seconds from which a run is told in days."""
+DIGITS = 2
+"""Of the half of an interval; the value has as many behind the point."""
+UNSURE = 3
+"""Digits of a value without an interval."""
+
+
+def long_time(seconds: float, interval: OptionalInterval = None) -> str:
+    """Write the seconds of a whole run in the unit that people count it in."""
+    for unit, size in (("d", SECONDS_PER_DAY), ("h", SECONDS_PER_HOUR), ("min", 60.0)):
+        if seconds >= (IN_DAYS if unit == "d" else size):
+            break
+    else:
+        unit, size = "s", 1.0
+    text = _with_half(seconds, interval, size)
+    value, *half = text.split(" ")
+    text = " ".join([f"{value} {unit}", *half])
+    return f"{text} ({seconds / SECONDS_PER_HOUR:,.1f} h)" if unit == "d" else text
+
+
+def long_dollars(dollars: float, interval: OptionalInterval = None) -> str:
+    """Write the dollars of a whole run."""
+    return f"${_with_half(dollars, interval, 1.0)}"
+
+
+def _with_half(value: float, interval: OptionalInterval, size: float) -> str:
+    """Write a value in units of `size`, with half its interval and as many digits as that leaves sure."""
+    value /= size
+    half = 0.0 if interval is None else (interval[1] - interval[0]) / 2 / size
+    if half <= 0:
+        return f"{value:,.{_decimals(value, UNSURE)}f}"
+    decimals = _decimals(half, DIGITS)
+    return f"{value:,.{decimals}f} ± {half:,.{decimals}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Return the digits behind the point with which a number has so many in all."""
+    if value <= 0:
+        return 0
+    return max(0, digits - 1 - floor(log10(value)))
+
+
+def format_duration(seconds: float) -> str:
+    """Write seconds for people: "13.5 ms", "111.2 s", "3 h 12 min"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.4g} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def format_step_time(step_time: float, interval: OptionalInterval) -> str:
+    """Write the seconds of a step with half their 95 % interval: "164.7 s ± 1.2", "13.5 ms ± 0.2", "12 min ± 0.9 %"."""
+    text = format_duration(step_time)
+    if interval is None:
+        return text
+    half = (interval[1] - interval[0]) / 2
+    if 1 <= step_time < 600:
+        return f"{text} ± {half:.2g}"
+    if 1e-3 <= step_time < 1:
+        return f"{text} ± {half * 1e3:.2g}"
+    return f"{text} ± {half / step_time * 100:.2g} %"
+
+
+def format_count(value: float) -> str:
+    """Write a number for people: "9.21", "44.2 k", "1.84 M"."""
+    for scale, prefix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= scale:
+            return f"{value / scale:.3g}{prefix}"
+    return f"{value:.3g}"
+
+
+def format_dollars(value: float) -> str:
+    """Write dollars with as many digits as matter."""
+    return f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
+
+
+def format_share(share: float, digits: int = 1) -> str:
+    """Write a share in percent."""
+    return f"{share * 100:.{digits}f} %"
+
+
+def listing(parts: list[str]) -> str:
+    """Join with commas and a last "and"."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
