@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -279,11 +280,23 @@ def test_the_search_for_circles_finds_them(tmp_path: Path) -> None:
     assert {"streamrl.sim.world", "streamrl.sim.world_interface"} <= {*found}
 
 
-def test_every_room_says_in_a_sentence_what_lives_there() -> None:
+def test_every_room_begins_with_a_sentence_and_names_files_that_are_there() -> None:
     rooms = {path.parent for path in EVERYWHERE}
     for room in rooms:
         said = ast.get_docstring(parse(room / "__init__.py"))
-        assert said and said.endswith(".") and "\n" not in said, name_of(room)
+        assert said and said.splitlines()[0].endswith("."), name_of(room)
+        named = re.findall(r"`([a-z_]+\.py)`", said)
+        assert [name for name in named if not (room / name).exists()] == [], name_of(room)
+
+
+def test_the_guide_names_files_that_are_there() -> None:
+    """A file of `[a-z_/]+.py` alone is in the folder of the one named before it."""
+    lost, folder = [], Path()
+    for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", (ROOT / "CONTRIBUTING.md").read_text()):
+        folder = Path(name).parent if "/" in name else folder
+        if not (ROOT / folder / Path(name).name).is_file():
+            lost.append(name)
+    assert lost == []
 
 
 def test_no_two_classes_have_one_name() -> None:
