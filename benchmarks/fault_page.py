@@ -1,4 +1,4 @@
-"""docs/reliability.md: what `benchmarks/bench_faults.py` found, in words and tables."""
+"""Write docs/reliability.md from the results of `benchmarks/bench_faults.py`."""
 
 from __future__ import annotations
 
@@ -10,44 +10,56 @@ from benchmarks.fault_books import KINDS, SIMULATED, Cell
 from streamrl.runfile.simulation_config import FaultKind
 
 FAULTS: dict[FaultKind, str] = {
-    "replica-dies": "A replica's process is killed. Its socket ends, so its rollouts go on elsewhere after the tokens "
-    "that lie on disk (`execute.save_tokens_every`), and another replica is started in its place, with the newest weights.",
-    "replica-hangs": "A replica's process is stopped (SIGSTOP). It answers no ping and computes nothing for "
-    "`execute.patience`; then it is killed and replaced.",
-    "replica-garbles": "A replica answers with another rollout's id, with tokens that are not there, or does not say "
-    "whose they are. The answer is refused before anything of it is entered, and the rollout is generated again.",
-    "trainer-dies-training": "The trainer is killed between micro-batches. It comes up again at its last checkpoint; "
-    "replicas that have newer weights load that, and what was sampled from those is dropped.",
-    "trainer-dies-pushing": "The same while it writes weights: none of them is ever loaded, and what it wrote is removed.",
-    "trainer-dies-saving": "The same while it writes a checkpoint, which is complete or not there: the one before counts.",
-    "link-slows": "Pushes take 20 times as long for a while. Nothing is to be mended.",
-    "link-drops": "A push is lost. It is made again, up to `policies.max_attempts` times in a row, with the newest weights.",
-    "verifier-stalls": "The scoring processes are stopped for a while. Rewards wait; were it for longer than the limit "
-    "of a command, the verifier would be killed and asked again.",
-    "reward-model-dies": "A replica of the reward model is killed. What it was scoring fails and is scored again, by another "
-    "replica or by the one that is started in its place (not among the runs below, which have no reward model).",
-    "reward-model-hangs": "The same of one that is stopped (SIGSTOP), once it has been silent for `execute.patience`.",
-    "disk-full": "A checkpoint is written to a disk without room. It is tried again, up to `policies.max_attempts` times "
-    "in a row, and the one before stays as it was.",
-    "driver-dies": "The process that decides is killed (SIGKILL), which no simulation has. Its workers end, and "
-    "`--resume` goes on from the newest checkpoint, and with the tokens of rollouts that it still stands by; faults that "
-    "have struck do not strike again.",
+    "replica-dies": "A replica's process is killed. Another replica continues its rollouts from the tokens on disk "
+    "(`execute.save_tokens_every`). A new replica starts with the newest weights.",
+    "replica-hangs": "A replica's process is stopped (SIGSTOP). It neither answers nor computes for `execute.patience`. "
+    "Then it is killed and replaced.",
+    "replica-garbles": "A replica returns another rollout's id, tokens that do not exist, or no id. "
+    "The answer is refused as a whole, and the rollout is generated again.",
+    "trainer-dies-training": "The trainer is killed between micro-batches. It restarts at its last checkpoint. "
+    "Replicas with newer weights load that version, and rollouts sampled from the newer weights are dropped.",
+    "trainer-dies-pushing": "The trainer is killed while it writes weights. No replica loads them, and the files are removed.",
+    "trainer-dies-saving": "The trainer is killed while it writes a checkpoint. It restarts at the previous checkpoint.",
+    "link-slows": "Pushes take 20 times as long for a while. Nothing needs repair.",
+    "link-drops": "A push is lost. It is repeated with the newest weights, up to `policies.max_attempts` times in a row.",
+    "verifier-stalls": "The scoring processes are stopped for a while, and rewards wait. "
+    "A stop beyond the time limit of a command would restart the verifier.",
+    "reward-model-dies": "A replica of the reward model is killed. Another replica, or its replacement, scores its rollouts "
+    "again. The runs below have no reward model.",
+    "reward-model-hangs": "A replica of the reward model is stopped (SIGSTOP). After `execute.patience` it is killed, "
+    "with the same reaction.",
+    "disk-full": "The disk is full when a checkpoint is written. Saving is repeated, up to `policies.max_attempts` times "
+    "in a row. The previous checkpoint stays as it was.",
+    "driver-dies": "The controller is killed (SIGKILL; executed only). Its workers end. `--resume` continues from the newest "
+    "checkpoint. Rollouts that this version or an older one sampled continue from their saved tokens. Faults that have struck "
+    "do not strike again.",
 }
 
 
 def page(cells: list[Cell]) -> Iterator[str]:
     """Yield the lines of docs/reliability.md."""
-    yield "# What breaks, and what becomes of the run"
+    num_balanced = sum(not cell.ledger for cell in cells)
+    yield "# See which failures a run survives"
     yield ""
     yield (
-        f"`make faults` wrote this page, from {len(cells)} runs. Faults are planned in a run file (`[[faults]]`) and strike simulated and executed runs "
-        "by the same plan. *Lost* are rollouts that were drawn and neither trained on nor dropped with a reason, *twice* "
-        "those in two steps that count, *wrong* those trained on though their weights were taken back, and steps in which "
-        "replica and trainer disagree about log-probabilities; *hung* is what came to no end by itself. The ledger that every run ends with "
-        f"balances in {sum(not cell.ledger for cell in cells)} of them."
+        f"`make faults` injected faults into {len(cells)} runs and wrote this page. Every run ends with a check of its "
+        f"ledger, the record of all rollouts. The ledger balances in {num_balanced} of the {len(cells)} runs. A run file plans "
+        "faults with `[[faults]]`, for simulated and executed runs alike ([executing.md](executing.md#inject-faults))."
     )
     yield ""
-    yield from (f"- **{kind}** {text}" for kind, text in FAULTS.items())
+    yield "The tables count:"
+    yield ""
+    yield "- *lost*: rollouts that were started and neither trained on nor dropped with a reason;"
+    yield "- *twice*: rollouts in two steps that count;"
+    yield (
+        "- *wrong*: rollouts that were trained on although their weights were rolled back, and steps in which replica and "
+        "trainer disagree about log-probabilities;"
+    )
+    yield "- *hung*: runs that did not end by themselves."
+    yield ""
+    yield "## Faults and reactions"
+    yield ""
+    yield from (f"- **{kind}**: {text}" for kind, text in FAULTS.items())
     simulated = [cell for cell in cells if cell.key.world == "simulated"]
     executed = [cell for cell in cells if cell.key.world == "executed"]
     if simulated:
@@ -60,12 +72,13 @@ def _simulated_table(cells: list[Cell]) -> Iterator[str]:
     calm = {(c.key.system, c.key.seed): c for c in cells if c.key.kind == "none"}
     yield from ("", "## Simulated", "")
     yield (
-        "Qwen2.5-7B, replicas on 8 H20 and a trainer on 8 H800 (colocated: both on 8 H20), `benchmarks/faults.toml`: "
-        f"8 steps of {median(c.seconds for c in calm.values()) / 8:.0f} s in the median, a checkpoint every third. A cell "
-        "is how many runs had all their steps, and the median of the seconds that they took longer than without the fault."
+        "The runs have Qwen2.5-7B, replicas on 8 H20 and a trainer on 8 H800 (`benchmarks/faults.toml`). Colocated runs have both "
+        f"on 8 H20. Each run makes 8 steps of {median(c.seconds for c in calm.values()) / 8:.0f} s (median) and saves a "
+        "checkpoint every third step. A cell shows the runs that made all steps, and the median delay against the run without "
+        "the fault."
     )
     yield ""
-    yield f"| fault | {' | '.join(SIMULATED)} | lost | twice | wrong | hung | noticed after |"
+    yield f"| fault | {' | '.join(SIMULATED)} | lost | twice | wrong | hung | detected after |"
     yield f"|---{'|--:' * (len(SIMULATED) + 5)}|"
     for kind in KINDS:
         own = [cell for cell in cells if cell.key.kind == kind]
@@ -80,13 +93,13 @@ def _simulated_table(cells: list[Cell]) -> Iterator[str]:
 def _executed_tables(cells: list[Cell]) -> Iterator[str]:
     yield from ("", "## Executed", "")
     yield (
-        "A random two-layer model on CPUs, two replicas and a trainer in processes of their own, "
-        "`benchmarks/faults-executed.toml`: each run meets all eleven faults, in an order drawn by its seed, and is resumed after the one that kills the driver. "
-        "`execute.patience` is 2 s. *Mended* is when the next new step is made and what was lost serves again; starting a "
-        "worker, which imports torch, is most of it. Of two ranks of a trainer one is struck, which ends the other."
+        "The runs train a random two-layer model on CPUs, with two replicas and a trainer in their own processes "
+        "(`benchmarks/faults-executed.toml`). Each run gets all eleven faults in random order, and is resumed after the one "
+        "that kills the controller. `execute.patience` is 2 s. With two trainer ranks, a fault hits one rank, which ends the "
+        "other."
     )
     yield ""
-    yield "| system | complete | lost | twice | wrong | hung | dropped or rolled back | undisturbed | with all faults |"
+    yield "| system | complete | lost | twice | wrong | hung | dropped or rolled back | time without faults | time with all faults |"
     yield f"|---{'|--:' * 8}|"
     for system in dict.fromkeys(c.key.system for c in cells):
         own = [c for c in cells if c.key.system == system and c.key.kind == "all"]
@@ -99,7 +112,10 @@ def _executed_tables(cells: list[Cell]) -> Iterator[str]:
         )
     yield from (
         "",
-        "| fault | noticed after | at most | mended after | at most |",
+        "A fault is *repaired* when the next new step is made and the lost role works again. Most of this time is the start of a "
+        "worker, which imports torch. The times are medians and maxima.",
+        "",
+        "| fault | detected after | at most | repaired after | at most |",
         "|---|--:|--:|--:|--:|",
     )
     own = [c for c in cells if c.key.kind == "all"]
