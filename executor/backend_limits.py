@@ -278,7 +278,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         "framework.optimizer_steps",
         steps,
-        steps == 1 or (trainer.backend == "torch" and algorithm.name != "dpo"),
+        steps == 1 or (trainer.backend == "torch" and not algorithm.chosen.compares_pairs),
         f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
         "the weights that they were scored at",
     )

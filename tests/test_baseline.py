@@ -26,10 +26,11 @@ from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.launchers.handles import Handle
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.roles import Sample
-from streamrl.executor.trainer.advantages import AdvantageEstimator, advantages, batch_baseline
+from streamrl.executor.trainer.advantages import AdvantageEstimator, batch_baseline
 from streamrl.executor.trainer.losses import Tokens, policy_losses
 from streamrl.record.recorded_workload import informative_share
 from streamrl.record.run_directory import read_rollouts
+from streamrl.runfile.algorithms import algorithm_named
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedLauncher, ScriptedTokenizer, make_world
 from tests.scripted_roles import ScriptedTrainer
@@ -140,7 +141,7 @@ def test_once_the_baseline_is_known_a_constant_added_to_all_rewards_leaves_the_g
 def test_the_baseline_of_equal_rewards_is_that_reward_and_leaves_nothing_to_train_on() -> None:
     rewards = [0.1] * 3
     assert sum(rewards) / 3 != 0.1 == batch_baseline(rewards)
-    assert advantages("reinforce++", rewards, batch_baseline(rewards)) == [0.0] * 3
+    assert algorithm_named("reinforce++").advantages(rewards, batch_baseline(rewards)) == [0.0] * 3
 
 
 def test_rollouts_inform_where_their_reward_is_not_the_baseline(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.executor.trainer import losses
-from streamrl.executor.trainer.advantages import advantages
+from streamrl.runfile.algorithms import algorithm_named
 
 CLIP, CAP = 0.2, 2.0
 
@@ -144,23 +144,33 @@ def test_a_summed_gradient_becomes_the_clipped_mean(max_norm: float, expected: l
 
 def test_advantages_follow_their_formulas() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 1.0]
-    assert advantages("dr-grpo", rewards) == pytest.approx([0.4, -0.6, -0.6, 0.4, 0.4])
-    assert advantages("rloo", rewards) == pytest.approx([0.5, -0.75, -0.75, 0.5, 0.5])
+    assert algorithm_named("dr-grpo").advantages(rewards) == pytest.approx(
+        [0.4, -0.6, -0.6, 0.4, 0.4]
+    )
+    assert algorithm_named("rloo").advantages(rewards) == pytest.approx(
+        [0.5, -0.75, -0.75, 0.5, 0.5]
+    )
     std = math.sqrt(1.2 / 4)
     grpo = [value / std for value in (0.4, -0.6, -0.6, 0.4, 0.4)]
-    assert advantages("grpo", rewards) == pytest.approx(grpo, rel=1e-5)
-    assert advantages("reinforce++", rewards) == rewards
-    assert advantages("reinforce++", rewards, 0.25) == [0.75, -0.25, -0.25, 0.75, 0.75]
+    assert algorithm_named("grpo").advantages(rewards) == pytest.approx(grpo, rel=1e-5)
+    assert algorithm_named("reinforce++").advantages(rewards) == rewards
+    assert algorithm_named("reinforce++").advantages(rewards, 0.25) == [
+        0.75,
+        -0.25,
+        -0.25,
+        0.75,
+        0.75,
+    ]
 
 
 @settings(deadline=None)  # a busy machine is no failure
 @given(st.floats(-1e3, 1e3), st.integers(1, 9), st.sampled_from(["grpo", "dr-grpo", "rloo"]))
 def test_equal_rewards_have_advantages_of_exactly_zero(reward: float, size: int, name: str) -> None:
-    assert advantages(name, [reward] * size) == [0.0] * size
+    assert algorithm_named(name).advantages([reward] * size) == [0.0] * size
 
 
 def test_a_critic_is_given_the_rewards_themselves() -> None:
-    assert advantages("ppo", [1.0, 0.5], baseline=0.7) == [1.0, 0.5]
+    assert algorithm_named("ppo").advantages([1.0, 0.5], baseline=0.7) == [1.0, 0.5]
 
 
 # Later methods -------------------------------------------------------------------------------------

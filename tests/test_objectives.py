@@ -15,8 +15,9 @@ from transformers import AutoModelForTokenClassification
 from streamrl.executor.checksums import find_damage
 from streamrl.executor.roles import Sample
 from streamrl.executor.tokens import decode_ids, read_blocks
-from streamrl.executor.trainer.advantages import advantages, pair_of
+from streamrl.executor.trainer.advantages import pair_of
 from streamrl.executor.trainer.objectives import gae
+from streamrl.runfile.algorithms import algorithm_named
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from tests.runs import small_run
@@ -85,14 +86,14 @@ def step_from(config: Any, checkpoint: str, parts: list[list[Sample]], out: Path
 
 
 def test_the_best_of_a_group_and_its_worst_are_chosen_and_of_equal_ones_the_first() -> None:
-    assert advantages("raft", [0.0, 2.0, 2.0, 1.0]) == [0, 1, 0, 0]
-    assert advantages("dpo", [1.0, 0.0, 2.0, 0.0]) == [0, -1, 1, 0]
+    assert algorithm_named("raft").advantages([0.0, 2.0, 2.0, 1.0]) == [0, 1, 0, 0]
+    assert algorithm_named("dpo").advantages([1.0, 0.0, 2.0, 0.0]) == [0, -1, 1, 0]
     assert pair_of([1.0, 0.0, 2.0, 0.0]) == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["raft", "dpo"])
 def test_nothing_is_chosen_of_equal_rewards(name: Any) -> None:
-    assert advantages(name, [1.0, 1.0, 1.0]) == [0, 0, 0]
+    assert algorithm_named(name).advantages([1.0, 1.0, 1.0]) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("split_seed", [None, 1, 2])

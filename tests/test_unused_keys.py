@@ -11,8 +11,9 @@ import pytest
 from streamrl.doctor.diagnosis import examine
 from streamrl.doctor.staleness import idle_clips
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.algorithms import ALGORITHMS, algorithm_named
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.field_checks import READ_BY_CORRECTION, READ_BY_NAME, find_unused
+from streamrl.runfile.field_checks import READ_BY_CORRECTION, find_unused
 from streamrl.runfile.files import change_run, make_run
 from streamrl.runfile.roles_config import AlgorithmChanges
 from tests.command_line import streamrl
@@ -93,7 +94,8 @@ def test_what_a_trainer_that_follows_reads_may_stand_in_the_algorithm_of_all() -
 
 
 def test_keys_that_only_some_read_are_keys_that_a_trainer_that_follows_has_too() -> None:
-    for key in (*READ_BY_NAME, *READ_BY_CORRECTION):
+    read_by_name = {key for name in ALGORITHMS.own for key in algorithm_named(name).reads}
+    for key in (*read_by_name, *READ_BY_CORRECTION):
         assert key in AlgorithmConfig.__struct_fields__
         assert key in AlgorithmChanges.__struct_fields__
 

@@ -46,6 +46,7 @@ from streamrl.executor.transfer.shared_memory import (
     replaced_directory,
     write_buckets,
 )
+from streamrl.runfile.algorithms import algorithm_named
 
 
 @contextlib.contextmanager
@@ -310,7 +311,10 @@ class Learner:
         """What a score pass asks, [n] of each token that the policy sampled, by name."""
         config = self.config
         found: dict[str, Callable[[list[TokenSequence]], torch.Tensor]] = {}
-        if config.correction == "decoupled" or config.algorithm == "dpo":
+        if (
+            config.correction == "decoupled"
+            or algorithm_named(config.algorithm).recomputes_log_probs
+        ):
             found["proximal"] = self._proximal
         if config.has_reference:
             found["reference"] = self._of_reference

@@ -24,6 +24,8 @@ from torch.nn.functional import softplus
 from streamrl.executor.trainer.losses import kl_losses
 from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
+from streamrl.runfile.algorithms import algorithm_named
+from streamrl.runfile.choices import import_object
 
 Scores: TypeAlias = Mapping[int, Mapping[str, torch.Tensor]]
 """By rollout: what the score pass gave of the tokens that the policy sampled."""
@@ -195,5 +197,6 @@ def gae(values: torch.Tensor, rewards: torch.Tensor, gae_lambda: float) -> torch
 
 def objective_of(settings: TrainerSettings) -> PolicyGradient:
     """Return the objective of an algorithm."""
-    kinds = {"raft": Likelihood, "dpo": Preference, "ppo": ActorCritic}
-    return kinds.get(settings.algorithm, PolicyGradient)(settings)
+    objective = import_object(algorithm_named(settings.algorithm).objective)
+    assert isinstance(objective, type) and issubclass(objective, PolicyGradient), objective
+    return objective(settings)

@@ -24,9 +24,10 @@ from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint, Position
 from streamrl.executor.launchers.handles import Handle, remote
 from streamrl.executor.roles import Manifest, TrainerRole
-from streamrl.executor.trainer.advantages import NO_BASELINE, AdvantageEstimator
+from streamrl.executor.trainer.advantages import AdvantageEstimator
 from streamrl.executor.trainer.step_record import step_figures, step_samples
 from streamrl.executor.trainer_record import TrainerRecord
+from streamrl.runfile.algorithms import NO_BASELINE
 from streamrl.runfile.config import Run
 
 

@@ -8,18 +8,12 @@ import msgspec
 import torch
 
 from streamrl.executor.trainer import losses
-from streamrl.runfile.algorithm_config import (
-    AlgorithmName,
-    CorrectionName,
-    KlEstimator,
-    KlPlace,
-    LossMean,
-)
+from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
+from streamrl.runfile.algorithms import AlgorithmName, algorithm_named
 from streamrl.runfile.roles_config import Packing, Recompute, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
-    "algorithm": get_args(AlgorithmName),
     "correction": (*losses.CORRECTIONS, None),
     "kl_estimator": get_args(KlEstimator),
     "kl_in": get_args(KlPlace),
@@ -115,7 +109,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_reference(self) -> bool:
         """Whether rollouts are held against the initial weights."""
-        return self.kl_coefficient > 0 or self.algorithm == "dpo"
+        return self.kl_coefficient > 0 or algorithm_named(self.algorithm).needs_reference
 
     @property
     def has_kl_loss(self) -> bool:
@@ -128,6 +122,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     def __post_init__(self) -> None:
+        algorithm_named(self.algorithm)
         for field, names in CHOICES.items():
             if getattr(self, field) not in names:
                 raise ValueError(f"{field} must be one of {names}, got {getattr(self, field)!r}")

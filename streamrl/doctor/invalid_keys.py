@@ -16,6 +16,7 @@ import msgspec
 from streamrl.hardware.precision import check_precision
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.runfile.checks import CHECKS
+from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import LinkConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError
@@ -69,7 +70,7 @@ def _other_values(run: Run, key: str, allowed: Allowed | None) -> Iterator[objec
         now = place_of(section, [last])
     except LookupError:
         return
-    kind = get_type_hints(type(section))[last]
+    kind = get_type_hints(type(section), include_extras=True)[last]
     match allowed:
         case _ if isinstance(now, tuple | list):
             yield from _lists(list(now), allowed)
@@ -157,7 +158,8 @@ def _default(section: msgspec.Struct, name: str) -> object:
 def _names(kind: Any) -> list[object]:
     """Return the names that a key of this type may have."""
     options = [kind, *get_args(kind)]
-    return [
+    named = [name for option in options if (found := choices_of(option)) for name in found.names()]
+    return named + [
         name for option in options if get_origin(option) is Literal for name in get_args(option)
     ]
 

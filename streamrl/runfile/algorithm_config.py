@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import Literal
 
+from streamrl.runfile.algorithms import Algorithm, AlgorithmName, algorithm_named
 from streamrl.runfile.section import Section
 
-AlgorithmName = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "raft", "dpo", "ppo"]
 CorrectionName = Literal[
     "none", "token-tis", "seq-tis", "icepop", "decoupled", "gspo", "topr", "cispo", "m2po"
 ]
@@ -66,6 +66,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """ppo: what a later token's error of the critic counts for an advantage, of 1 for each token in between."""
 
     @property
+    def chosen(self) -> Algorithm:
+        """The algorithm that `name` chooses."""
+        return algorithm_named(self.name)
+
+    @property
     def corrected_by(self) -> CorrectionName | None:
         """How sampling from an older policy is corrected for; None where what is learnt does not depend on it."""
         return None if self.imitates else self.correction or DEFAULT_CORRECTION
@@ -78,37 +83,17 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def imitates(self) -> bool:
         """Whether likelihoods of chosen rollouts are raised, whoever made them."""
-        match self.name:
-            case "raft" | "dpo":
-                return True
-            case "grpo" | "dr-grpo" | "rloo" | "reinforce++" | "ppo":
-                return False
-            case _:
-                assert_never(self.name)
+        return self.chosen.imitates
 
     @property
     def computed_of_group(self) -> float:
         """Share of the rollouts of a group that has something to teach that are computed."""
-        match self.name:
-            case "raft":
-                return 1 / self.group_size
-            case "dpo":
-                return min(1.0, 2 / self.group_size)
-            case "grpo" | "dr-grpo" | "rloo" | "reinforce++" | "ppo":
-                return 1.0
-            case _:
-                assert_never(self.name)
+        return self.chosen.computed_of_group(self.group_size)
 
     @property
     def trains_whole_groups(self) -> bool:
         """Whether an advantage needs every rollout of its group."""
-        match self.name:
-            case "grpo" | "dr-grpo" | "rloo" | "raft" | "dpo":
-                return True
-            case "reinforce++" | "ppo":
-                return False
-            case _:
-                assert_never(self.name)
+        return self.chosen.trains_whole_groups
 
     @property
     def leaves_out_uniform(self) -> bool:
@@ -118,24 +103,12 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def has_critic(self) -> bool:
         """Whether a critic of the actor's size is trained beside it."""
-        match self.name:
-            case "ppo":
-                return True
-            case "grpo" | "dr-grpo" | "rloo" | "reinforce++" | "raft" | "dpo":
-                return False
-            case _:
-                assert_never(self.name)
+        return self.chosen.has_critic
 
     @property
     def has_rewards_of_tokens(self) -> bool:
         """Whether tokens may have rewards of their own, beside that of their rollout."""
-        match self.name:
-            case "reinforce++" | "ppo":
-                return True
-            case "grpo" | "dr-grpo" | "rloo" | "raft" | "dpo":
-                return False
-            case _:
-                assert_never(self.name)
+        return self.chosen.has_rewards_of_tokens
 
     @property
     def unknown(self) -> dict[str, str | bool | None]:
@@ -158,7 +131,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def has_reference(self) -> bool:
         """Whether the initial policy runs beside the actor."""
-        return self.kl_coefficient > 0 or self.name == "dpo"
+        return self.kl_coefficient > 0 or self.chosen.needs_reference
 
     @property
     def needs_score(self) -> bool:
@@ -169,7 +142,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     def recomputes_log_probs(self) -> bool:
         """Whether the actor scores rollouts before their gradient."""
         stated = self.corrected_by == "decoupled" or self.old_log_probs == "trainer"
-        return stated or self.name == "dpo"
+        return stated or self.chosen.recomputes_log_probs
 
     @property
     def num_scored(self) -> int:

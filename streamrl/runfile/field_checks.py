@@ -26,7 +26,9 @@ from typing import (
 
 import msgspec
 
-from streamrl.runfile.algorithm_config import AlgorithmConfig, AlgorithmName, CorrectionName
+from streamrl.runfile.algorithm_config import AlgorithmConfig, CorrectionName
+from streamrl.runfile.algorithms import readers_of
+from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, say, shown
@@ -97,6 +99,9 @@ def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iter
             kind.parse(value)
         except ValueError as error:
             yield RunError(key, value, kind, f"{key}: {error}")
+    elif choices := choices_of(kind):
+        if wrong := choices.find_error(value, key, or_absent):
+            yield wrong
     elif not _fits(value, kind):
         text = f"{key or 'a run file'} must be {_say(kind)}{or_absent}, got {shown(value)}"
         yield RunError(key, value, _allowed(kind), text)
@@ -122,6 +127,8 @@ def _fits(value: Any, kind: Kind) -> bool:
 def _allowed(kind: Kind) -> Allowed:
     """Return what a type allows, as errors have it."""
     kind = _without_none(kind)
+    if choices := choices_of(kind):
+        return OneOf(choices.names())
     if _origin(kind) is Literal:
         return OneOf(get_args(kind))
     if _is_section(kind):
@@ -217,13 +224,6 @@ def _fields(kind: type[Section]) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)
 
 
-READ_BY_NAME: dict[str, tuple[AlgorithmName, ...]] = {
-    "beta": ("dpo",),
-    "critic_learning_rate": ("ppo",),
-    "gae_lambda": ("ppo",),
-    "loss_mean": ("grpo", "dr-grpo", "rloo", "reinforce++", "raft", "ppo"),
-}
-"""Algorithms whose loss a key is in; every one reads what is not here."""
 CLIPPING: tuple[CorrectionName, ...] = ("none", "gspo", "cispo", "decoupled")
 READ_BY_CORRECTION: dict[str, tuple[CorrectionName, ...]] = {
     "clip": CLIPPING,
@@ -231,7 +231,7 @@ READ_BY_CORRECTION: dict[str, tuple[CorrectionName, ...]] = {
     "correction_cap": ("token-tis", "seq-tis", "icepop", "decoupled"),
     "second_moment": ("m2po",),
 }
-"""The same of corrections."""
+"""Corrections whose loss a key is in; every one reads what is not here."""
 CLIPPED_TOO: dict[CorrectionName, CorrectionName] = {"token-tis": "decoupled"}
 """The correction that has the same weights and a clip, by the one that has none."""
 
@@ -280,14 +280,14 @@ def _chosen(stated: Table) -> AlgorithmConfig:
 
 
 def _algorithm_reads(chosen: AlgorithmConfig, key: str) -> bool:
-    by_name = chosen.name in READ_BY_NAME.get(key, (chosen.name,))
+    by_name = key in chosen.chosen.reads or not readers_of(key)
     return by_name and chosen.corrected_by in READ_BY_CORRECTION.get(key, (chosen.corrected_by,))
 
 
 def _unused_error(unused: _Unused) -> RunError:
     chosen, correction = unused.chosen, unused.chosen.corrected_by
     key = f"{unused.place}.{unused.name}"
-    readers: tuple[str, ...] = READ_BY_NAME.get(unused.name, ())
+    readers: tuple[str, ...] = readers_of(unused.name)
     instead, others, with_what = OneOf(()), tuple[str, ...](), f"name {chosen.name!r}"
     if unused.name in READ_BY_CORRECTION and correction is None:
         with_what += ", which takes no correction"

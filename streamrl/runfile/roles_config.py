@@ -7,13 +7,8 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from streamrl.runfile.algorithm_config import (
-    AlgorithmName,
-    CorrectionName,
-    KlEstimator,
-    KlPlace,
-    LossMean,
-)
+from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
+from streamrl.runfile.algorithms import AlgorithmName
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
