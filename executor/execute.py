@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import signal
@@ -26,7 +27,6 @@ from streamrl.engine.systems import build_engine
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.backend_limits import check_back_ends, uses_relays
-from streamrl.executor.console import tell
 from streamrl.executor.launchers.placement import claim_gpus, device_of
 from streamrl.executor.monitoring import MODULES, LiveTrace
 from streamrl.executor.rollout.engines import extra_of, modules_of
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from streamrl.executor.record import RunDirectory
     from streamrl.executor.roles import TransferRole, Write
     from streamrl.executor.token_files import KeptTokens
+
+logger = logging.getLogger(__name__)
 
 LAST_TIME = 14.0
 """Seconds from the first signal to the end of this process: a run that obeys takes less, see `STOP_TIME` of its world."""
@@ -254,9 +256,9 @@ async def _execute_in(
         check_prompt_tokens(directory.path, prompts)
     checkpoint = directory.open(run, resume)
     if directory.changes:
-        tell(f"other than in the leg before: {'; '.join(directory.changes.values())}")
+        logger.info(f"other than in the leg before: {'; '.join(directory.changes.values())}")
     for damage in directory.damaged:
-        tell(f"a damaged checkpoint is passed over: {damage}")
+        logger.warning(f"a damaged checkpoint is passed over: {damage}")
     if resume and run.workload.ranker is not None:
         lines = read_rollouts(directory.path)
         workload.remember([(line["line"], line["num_tokens"]) for line in lines])
@@ -275,7 +277,7 @@ async def _execute_in(
         kept = None if tokens is None else find_kept(run, tokens, checkpoint)
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
-            tell(f"{what} of earlier legs are gone on with")
+            logger.info(f"{what} of earlier legs are gone on with")
         world = RealWorld(
             Trace(
                 run,
@@ -357,7 +359,9 @@ def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
     if others := [key for key in SAMPLED_WITH if key in directory.changes]:
         remove_all(tokens)
         tokens.mkdir(exist_ok=True)
-        tell(f"rollouts under way were sampled with another {others[0]}: they are begun anew")
+        logger.info(
+            f"rollouts under way were sampled with another {others[0]}: they are begun anew"
+        )
 
 
 def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptTokens:

@@ -14,6 +14,7 @@ hurt a run: what fails is said once, and no more is written.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,9 +24,10 @@ from typing import Any, Protocol, assert_never
 import msgspec
 
 from streamrl.engine.trace import DecodeYield, Entry
-from streamrl.executor.console import tell
 from streamrl.record.chrome_trace import CHROME_TRACE, ChromeReader, TraceEvent
 from streamrl.runfile.config import Run, TrackerName
+
+logger = logging.getLogger(__name__)
 
 MODULES: dict[TrackerName, tuple[str, ...]] = {"tensorboard": ("tensorboard",), "wandb": ("wandb",)}
 """What each needs; the extra of this package has its name."""
@@ -79,7 +81,7 @@ class Trackers:
             what = (
                 f"execute.trackers: {name} takes no more figures: {type(error).__name__}: {error}"
             )
-            tell(what)
+            logger.warning(what)
 
 
 def open_tracker(name: TrackerName, directory: Path) -> Tracker:
@@ -192,7 +194,7 @@ class LiveTrace:
             self._is_open = False
             self._block.clear()
             what = f"{self._path} is no longer written: {type(error).__name__}: {error}"
-            tell(what)
+            logger.warning(what)
 
 
 def _encode(events: Iterable[TraceEvent]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,7 +12,6 @@ from jinja2 import TemplateError
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.presets import choose_system
-from streamrl.executor.console import tell
 from streamrl.executor.prompt_probe import read_probe
 from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.runfile.config import Run
@@ -20,6 +20,8 @@ from streamrl.workload.prompt_families import check_families, prompt_family
 from streamrl.workload.prompt_order import TailBatches, make_order
 from streamrl.workload.prompt_records import EXPECTED, PromptSource, read_sources
 from streamrl.workload.workload import Draw
+
+logger = logging.getLogger(__name__)
 
 MOST_SAID = 300
 """Characters of what a tokenizer says that cannot be read."""
@@ -74,7 +76,7 @@ class PromptWorkload:
         """Return what is now expected of other rollouts, if that is asked for."""
         news = self._told.learn(event)
         if news is not None and news.reason:
-            tell(news.reason)
+            logger.info(news.reason)
         return news
 
     def forget(self, group: int) -> None:

@@ -25,6 +25,7 @@ What a resume or a lost trainer takes back stays in these .jsonl files; `streamr
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -35,7 +36,6 @@ import msgspec
 from streamrl.engine.trace import LineFile, open_at_end
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
-from streamrl.executor.console import tell
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
 from streamrl.executor.subscribers.attach_requests import ATTACHED, CONTROL, replace_file
@@ -64,6 +64,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import decode_run, encode_run, values_by_key
 from streamrl.runfile.paths import check_no_directory, check_writable
+
+logger = logging.getLogger(__name__)
 
 SAMPLED_WITH = ("model.path", "rollout.temperature", "rollout.max_tokens")
 """What tokens are sampled with: those sampled with another value are of another distribution."""
@@ -218,7 +220,7 @@ class RunDirectory(TrainerRecord):
         except Exception as error:
             self._samples = None
             what = f"{self.path / SAMPLES} is no longer written: {type(error).__name__}: {error}"
-            tell(what)
+            logger.warning(what)
 
     def write_rollout(
         self, rollout: int, buffered: BufferedRollout, text: str, facts: dict[str, Any]
@@ -295,7 +297,7 @@ class RunDirectory(TrainerRecord):
         saved = f'"CheckpointSaved","version":{version},'.encode()
         traces = (path.read_bytes() for path in sorted(self.path.glob("trace*.jsonl")))
         if not any(saved in trace for trace in traces):
-            tell(
+            logger.warning(
                 f"{self.path / TRACE} ends before step {version} was saved, which is there: the run goes on, "
                 "but its ledger will not balance"
             )

@@ -112,7 +112,7 @@ def test_what_was_garbled_in_a_broadcast_is_sent_again() -> None:
 
 @pytest.mark.parametrize("who", [FAR, OTHER])
 def test_a_relay_that_dies_between_or_in_broadcasts_costs_no_version(
-    who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    who: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """FAR is the one that tells the others."""
 
@@ -131,7 +131,7 @@ def test_a_relay_that_dies_between_or_in_broadcasts_costs_no_version(
         assert CHUNKS not in [method for _, method in noted], "a circle without the dead is made"
 
     run(go, Bench(log=tmp_path / "relay.log", wire="gloo"))
-    assert "sent to each place alone" in capsys.readouterr().err
+    assert "sent to each place alone" in caplog.text
 
 
 def test_a_meeting_is_on_the_network_that_was_said_and_no_other(

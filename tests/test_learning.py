@@ -362,7 +362,7 @@ def test_which_rollouts_of_a_group_are_shown() -> None:
 
 
 def test_samples_that_cannot_be_written_cost_the_run_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -370,11 +370,11 @@ def test_samples_that_cannot_be_written_cost_the_run_nothing(
     monkeypatch.setattr("streamrl.executor.trainer.trainer.step_samples", fail)
     run = real_run(tmp_path)
     assert len(execute(run)) == run.algorithm.steps
-    assert capsys.readouterr().err.count("samples.jsonl is no longer written: OSError") == 1
+    assert caplog.text.count("samples.jsonl is no longer written: OSError") == 1
 
 
 def test_a_disk_that_takes_half_a_line_of_samples_gets_no_more_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
@@ -386,7 +386,7 @@ def test_a_disk_that_takes_half_a_line_of_samples_gets_no_more_of_them(
     for _ in range(2):
         directory.write_samples(lambda: {"step": 1})
     assert full.getvalue() == b""
-    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_long_texts_are_shown_by_their_ends() -> None:

@@ -204,7 +204,7 @@ def test_a_full_disk_costs_the_run_nothing_and_is_told_once(
     trace: Trace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     live = LiveTrace(tmp_path, trace.run, trace.decode)
 
@@ -215,17 +215,15 @@ def test_a_full_disk_costs_the_run_nothing_and_is_told_once(
     for entry in trace.entries:
         live.take(entry)
     live.close()
-    told = capsys.readouterr().err
     path = tmp_path / CHROME_TRACE
-    assert (
-        told
-        == f"streamrl: {path} is no longer written: OSError: [Errno 28] No space left on device\n"
-    )
+    assert caplog.messages == [
+        f"{path} is no longer written: OSError: [Errno 28] No space left on device"
+    ]
 
 
 def test_a_directory_that_cannot_be_written_to_costs_the_run_nothing(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: Trace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     live = write_live(trace, tmp_path / "nowhere")
     live.close()
-    assert capsys.readouterr().err.count("is no longer written") == 1
+    assert caplog.text.count("is no longer written") == 1

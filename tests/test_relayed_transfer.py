@@ -145,7 +145,7 @@ def test_who_joins_late_is_sent_all_and_then_deltas() -> None:
 
 
 def test_a_place_that_lost_its_base_is_healed_by_all_weights(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def go(bench: Bench) -> None:
         await bench.push(1)
@@ -156,7 +156,7 @@ def test_a_place_that_lost_its_base_is_healed_by_all_weights(
         assert (await bench.push(3)).num_bytes < SIZE / 5
 
     run(go, Bench())
-    assert "sent whole to far" in capsys.readouterr().err
+    assert "sent whole to far" in caplog.text
 
 
 def test_what_is_garbled_on_the_way_is_refused_and_sent_whole() -> None:

@@ -76,7 +76,7 @@ def test_a_reward_of_some_families_scores_no_others() -> None:
 
 
 def test_what_a_scorer_cannot_digest_has_its_worst_score_whatever_the_sign_of_its_weight(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     hangs = r"(a+)+b"  # looks at 2**n ways to take n letters
     rewards = [
@@ -88,9 +88,8 @@ def test_what_a_scorer_cannot_digest_has_its_worst_score_whatever_the_sign_of_it
     faults = "wanted: time limit; unwanted: time limit"
     assert found == Scoring(-3.0, faults, {"wanted": 0.0, "unwanted": 1.0, "exact": 0.0})
     assert again.fault == faults
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
-        f"streamrl: a completion gets the worst score, {worst}, as {who} cannot score it: time limit"
+    assert caplog.messages == [
+        f"a completion gets the worst score, {worst}, as {who} cannot score it: time limit"
         for who, worst in (("wanted", 0), ("unwanted", 1))
     ]
 

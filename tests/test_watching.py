@@ -98,7 +98,7 @@ def test_figures_go_to_tensorboard_and_to_weights_and_biases_too(
 
 
 def test_a_tracker_that_fails_is_asked_no_more_and_costs_the_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
         def write(self, step: int, figures: dict[str, float]) -> None:
@@ -110,8 +110,7 @@ def test_a_tracker_that_fails_is_asked_no_more_and_costs_the_run_nothing(
     monkeypatch.setattr(trackers, "open_tracker", lambda name, directory: Broken())
     run = real_run(tmp_path, execute__trackers=["wandb"])
     assert len(execute(run)) == run.algorithm.steps
-    told = capsys.readouterr().err
-    assert told.count("execute.trackers: wandb takes no more figures") == 1
+    assert caplog.text.count("execute.trackers: wandb takes no more figures") == 1
 
 
 def test_a_tracker_gets_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from streamrl.executor.console import tell
 from streamrl.executor.launchers.placement import device_of
 from streamrl.runfile.config import Run
+
+logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 100_000
 """Of one actor: a replica has one for each rollout that it runs or queues."""
@@ -61,7 +62,7 @@ def _joined(run: Run) -> Iterator[None]:
     try:
         check_cluster(run, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         if os.environ.get("RAY_AUTH_MODE") != "token":
-            tell(
+            logger.warning(
                 "whoever reaches the Ray cluster's ports may run code there: ray get-auth-token --generate"
             )
         yield

@@ -68,8 +68,12 @@ def encode_frame(message: object) -> bytes:
 
 
 def write_frame(writer: asyncio.StreamWriter, message: object) -> None:
-    """Queue one message; frames leave in the order of these calls."""
-    writer.write(encode_frame(message))
+    """Queue one message, unless the connection is lost; frames leave in the order of these calls.
+
+    A call may come after the peer has died and before its end is noticed. asyncio warns of each such write.
+    """
+    if not writer.is_closing():
+        writer.write(encode_frame(message))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 from collections import deque
 from collections.abc import Iterable
@@ -27,10 +28,11 @@ import msgspec
 
 from streamrl.engine.messages import Event
 from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
-from streamrl.executor.console import tell
 from streamrl.executor.subscribers.stream_client import HOST, STREAM, StreamAddress
 from streamrl.executor.subscribers.token_stream import TokenStream
 from streamrl.runfile.config import Run
+
+logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
 """Events that wait for one reader: of some kilobytes each."""
@@ -234,7 +236,7 @@ class GroupStream:
     def _end_telling(self, task: asyncio.Task[None]) -> None:
         """Go on without whoever is told of tokens, where these cannot be told any more."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            tell(f"tokens are told to nobody any more: {type(error).__name__}: {error}")
+            logger.warning(f"tokens are told to nobody any more: {type(error).__name__}: {error}")
             self._drop_readers_of_tokens()
 
     async def close(self) -> None:
@@ -252,7 +254,9 @@ class GroupStream:
         self._server = None
         self._path.unlink(missing_ok=True)
         if self.num_lost:
-            tell(f"readers of the stream were too slow for {self.num_lost:,} events, and lost them")
+            logger.warning(
+                f"readers of the stream were too slow for {self.num_lost:,} events, and lost them"
+            )
 
     async def _tell_all(self) -> None:
         """Let readers have the tokens that there are, and tell no more."""

@@ -7,6 +7,7 @@ it has, or adapters. A place that refuses a delta, because it began anew, or lac
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,12 +19,13 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.executor.console import tell
 from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
 from streamrl.executor.roles import Manifest, Parcel, RelayRole, TransferRole, Write
 from streamrl.executor.transfer.broadcast import BroadcastPeer, FanOut
 from streamrl.executor.transfer.transfer import RetainedVersions
 from streamrl.runfile.policies_config import SyncConfig
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 8 * 2**20
 """Of a piece that is sent at once: a second of a slow link, far more than a round trip of a fast one."""
@@ -110,7 +112,7 @@ class RelayedTransfer(TransferRole):
         try:
             await self._near_place()
         except ConnectionError as error:
-            tell(f"{error}; the next push tries again")
+            logger.warning(f"{error}; the next push tries again")
 
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Bring a version to every place that has replicas."""
@@ -132,7 +134,7 @@ class RelayedTransfer(TransferRole):
         for error in errors:
             if not isinstance(error, ConnectionError):
                 raise error
-            tell(f"weights of step {version} did not reach every place: {error}")
+            logger.warning(f"weights of step {version} did not reach every place: {error}")
         if errors and len(errors) == len(places):
             raise ConnectionError(f"weights of step {version} reached no place: {errors[0]}")
         self._wanted.enter(version)
@@ -180,7 +182,9 @@ class RelayedTransfer(TransferRole):
             try:
                 await self._fan_out.send(parcels[base], members[0], members[1:])
             except (RuntimeError, ValueError, OSError) as error:
-                tell(f"weights of step {manifest.version} are sent to each place alone: {error}")
+                logger.warning(
+                    f"weights of step {manifest.version} are sent to each place alone: {error}"
+                )
                 continue
             for place in places:
                 place.heard = parcels[base], time.monotonic() - began_at
@@ -274,7 +278,7 @@ class RelayedTransfer(TransferRole):
             except (RuntimeError, ValueError, OSError) as error:
                 if base is None:
                     raise
-                tell(f"weights of step {version} are sent whole to {name}: {error}")
+                logger.warning(f"weights of step {version} are sent whole to {name}: {error}")
                 await self._send(place, version, await self._parcel(manifest, None), sent)
 
     def _base(self, place: Site, version: int) -> Manifest | None:
@@ -382,7 +386,7 @@ class RelayedTransfer(TransferRole):
         if task.cancelled() or isinstance(task.exception(), WorkerLostError):
             return  # whoever needs a lost one next finds out
         if (error := task.exception()) is not None:
-            tell(f"a relay could not remove weights: {error}")
+            logger.warning(f"a relay could not remove weights: {error}")
 
 
 def _end(place: Site) -> Coroutine[Any, Any, None]:

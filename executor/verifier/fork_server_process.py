@@ -120,7 +120,8 @@ class ForkServerProcess:
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         request = {"id": number, "scorer": scorer, "answer": answer, "record": record}
-        self._writer.write(msgspec.json.encode(request) + b"\n")
+        if not self._writer.is_closing():  # else `_listen` is about to notice the end
+            self._writer.write(msgspec.json.encode(request) + b"\n")
         try:
             async with asyncio.timeout(patience):
                 return await reply

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.executor.console import tell
 from streamrl.executor.launchers.handles import Handle
 from streamrl.executor.roles import Exchange, Scoring, VerifierRole
 from streamrl.executor.verifier.fork_server_process import ForkServerProcess, Reply
@@ -20,6 +20,8 @@ from streamrl.runfile.roles_config import REWARD_MODEL, VerifierConfig
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
+
+logger = logging.getLogger(__name__)
 
 START_TIME = 120.0
 """Seconds for the first answer beyond its time limit: a scorer loads slowly from a cold disk."""
@@ -149,7 +151,7 @@ class Verifier(VerifierRole):
         if (kind := (place, str(reply.fault))) not in self._told:
             self._told.add(kind)
             label, worst = self._rewards[place].label, self._worst(place)
-            tell(
+            logger.warning(
                 f"a completion gets the worst score, {worst:g}, as {label} cannot score it: {fault}"
             )
         return fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,7 +11,9 @@ from typing import Annotated
 
 import typer
 from msgspec.structs import replace
+from rich.console import Console
 
+from streamrl.cli.log_output import Quiet, Verbose, set_verbosity
 from streamrl.cli.shared import (
     AsJson,
     Overrides,
@@ -33,6 +36,8 @@ from streamrl.report.figures import write_views
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.files import load_run
 
+logger = logging.getLogger(__name__)
+
 
 def execute(
     run_file: RunFile,
@@ -41,11 +46,16 @@ def execute(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in execute.output.")
     ] = False,
     as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Run a run file on real processes, and leave trace, metrics, rollouts and checkpoints.
 
+    Losses, restarts and resizes are logged to standard error, one line each.
+
     Example: streamrl execute examples/quickstart.toml --set algorithm.steps=10
     """
+    set_verbosity(verbose, quiet)
     run = load_run(run_file, overrides or ())
     if needs_costs(run):
         from streamrl.sim.costs.costs import Costs
@@ -56,11 +66,13 @@ def execute(
     from streamrl.executor.execute import execute as execute_run
 
     for line in idle_clips(run):
-        typer.echo(f"streamrl: {line}", err=True)
+        logger.warning(line)
     output = Path(run.execute.output)
     try:
         with RunWatch(
-            run.algorithm.steps, [kind.max_running for kind in run.rollout.kinds]
+            run.algorithm.steps,
+            [kind.max_running for kind in run.rollout.kinds],
+            Console(stderr=True, quiet=quiet),
         ) as watch:
             how = _how_to_resume(run_file, overrides or ())
             trace = execute_run(run, resume, watch.see, how, watch.take)
@@ -78,7 +90,7 @@ def execute(
         try:
             write_views(trace, output)
         except OSError as error:  # the run is done, whatever becomes of its pictures
-            typer.echo(f"streamrl: not all views are written: {error}", err=True)
+            logger.warning(f"not all views are written: {error}")
     if as_json:
         print_json(metrics)
     else:

@@ -10,6 +10,7 @@ import typer
 
 from streamrl import __version__
 from streamrl.cli.lazy_commands import CommandTable, LazyGroup
+from streamrl.cli.log_output import log_to_stderr
 
 WRONG_INPUT = 2
 FAILED = 1
@@ -122,7 +123,8 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a terminal cannot show is no failure
     try:
-        app(prog_name="streamrl")
+        with log_to_stderr():
+            app(prog_name="streamrl")
     except ValueError as error:
         _say(error)
         sys.exit(WRONG_INPUT)

@@ -113,7 +113,7 @@ class RunWatch:
         Args:
             num_steps: of the whole run.
             max_running: rollouts that a replica of each kind runs at a time; more wait there for their turn.
-            console: where to show it; a terminal that can do no more than print gets lines.
+            console: where to show it; a terminal that can do no more than print gets lines, a quiet one nothing.
         """
         console = console or Console(stderr=True)
         self._num_steps = num_steps
@@ -127,7 +127,9 @@ class RunWatch:
         self._facts = "starting"
         self._bar: Progress = PlainProgress(QUIET)
         self._live: Live | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
+        if console.quiet:
+            self._bar = Progress(disable=True)
+        elif console.is_terminal and not console.is_dumb_terminal:
             self._bar = Progress(*bar_columns(), console=console)
             self._live = Live(
                 console=console, get_renderable=self._view, refresh_per_second=REFRESHES
@@ -192,7 +194,7 @@ class RunWatch:
             step.pop("unscored", None)  # as in nearly all runs
         step["speed"] = step["output_tokens"] / max(step["step_time"], 1e-9)
         self._steps.append(step)
-        if self._live is None:
+        if self._live is None and not self._console.quiet:
             left = self._left()
             head = f"step {step['step']} of {self._num_steps}" + (f", {left}" if left else "")
             with suppress(OSError):  # past Python's buffers, as `PlainProgress` writes

@@ -1,0 +1,81 @@
+"""Write log records of a command to standard error, and choose how many with `-v` and `-q`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, TextIO
+
+import typer
+
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        help="Also log every command and event; twice: also what libraries log.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log errors only, and no progress.")]
+
+BRIEF = "streamrl: %(message)s"
+DETAILED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to standard error as it is at the time of each record, so above a live table.
+
+    A closed terminal is no failure.
+    """
+
+    @property
+    def stream(self) -> TextIO:
+        """Standard error, which a live table replaces while it is shown."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Take no other stream."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (name of the base class)
+        """Ignore that standard error is gone; report every other error."""
+        if not isinstance(sys.exc_info()[1], OSError | ValueError):
+            super().handleError(record)
+
+
+HANDLER = StderrHandler()
+OURS, ASYNCIO, EVERYBODY = map(logging.getLogger, ("streamrl", "asyncio", None))
+
+
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Log to standard error until the end of the context."""
+    before = [(logger, logger.level) for logger in (OURS, ASYNCIO, EVERYBODY)]
+    ASYNCIO.setLevel(logging.ERROR)
+    set_verbosity()
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.removeHandler(HANDLER)
+            logger.setLevel(level)
+
+
+def set_verbosity(verbose: int = 0, quiet: bool = False) -> None:
+    """Log more, or errors only.
+
+    Raises:
+        ValueError: both are asked for.
+    """
+    if verbose and quiet:
+        raise ValueError("-v and -q exclude each other; give one of them")
+    OURS.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+    HANDLER.setFormatter(logging.Formatter(DETAILED if verbose else BRIEF))
+    OURS.addHandler(HANDLER)
+    if verbose > 1:
+        OURS.removeHandler(HANDLER)
+        EVERYBODY.addHandler(HANDLER)
+        EVERYBODY.setLevel(logging.INFO)
