@@ -271,7 +271,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         f"{key}.offload",
         trainer.offload,
-        not trainer.offload or run.shares_gpus,
+        not trainer.offload or run.policies.shares_gpus,
         f"False {of_backend}, but where it takes turns with replicas",
     )
     steps = run.framework.optimizer_steps
@@ -296,7 +296,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         "execute.launcher",
         launcher,
-        launcher != "ray" or not run.shares_gpus,
+        launcher != "ray" or not run.policies.shares_gpus,
         "'local' where replicas and trainer share GPUs, which Ray gives to one of them",
     )
     yield Limit(
@@ -337,7 +337,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         f"{key}.backend",
         trainer.backend,
-        on_cpu or not run.shares_gpus,
+        on_cpu or not run.policies.shares_gpus,
         "'torch' where replicas and trainer share GPUs: deepspeed does not give its memory back",
     )
 

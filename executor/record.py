@@ -276,7 +276,7 @@ class RunDirectory(TrainerRecord):
                 its, now, then = first_difference(key, value, was)
                 text = f"{its} is {now}, but the run in {str(self.path)!r} was begun with {then}: --resume needs the same"
                 raise RunError(its, value, text=text)
-        ranks = run.adapter_rank, begun.adapter_rank
+        ranks = run.sync.adapter_rank, begun.sync.adapter_rank
         if ranks[0] != ranks[1]:
             key = "sync.mode" if None in ranks else "sync.lora_rank"
             value, was = (attrgetter(key)(each) for each in (run, begun))

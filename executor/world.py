@@ -116,7 +116,7 @@ class RealWorld(World[Trace]):
         patience = trace.run.execute.patience
         self._watchdog = Watchdog(patience, trace.run.rollout.max_tokens)
         turns = DeviceSharing(self._members, FACTOR * patience)
-        self._turns = turns if trace.run.shares_gpus else None
+        self._turns = turns if trace.run.policies.shares_gpus else None
 
     @property
     def now(self) -> float:

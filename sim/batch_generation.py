@@ -77,7 +77,7 @@ def generate_batch(
     rollouts = rollouts_of(batch)
     finishes: list[Finish] = []
     kinds, weights = run.rollout.kind_of_each, dict[int, float]()
-    for kind in range(run.num_kinds):
+    for kind in range(run.rollout.num_kinds):
         seen, its = run.of_kind(kind), costs.of_kind(kind)
         own = {r: share for r, share in shares.items() if kinds[r] == kind}
         steps = {r: _most_steps(seen, its, rollouts, share) for r, share in own.items()}

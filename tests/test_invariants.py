@@ -127,7 +127,7 @@ def check_no_rollout_is_faster_than_alone(trace: Trace) -> None:
 
 def check_shared_gpus_do_one_thing_at_a_time(trace: Trace) -> None:
     """Raise `AssertionError` where GPUs of both sides generate while they train or change phase."""
-    if not trace.run.shares_gpus:
+    if not trace.run.policies.shares_gpus:
         return
     timeline = read_timeline(trace)
     work = [span for span in timeline.trainers[0] if span.activity in ("score", "train")]

@@ -160,7 +160,10 @@ def test_ranks_that_fill_no_whole_domains_are_refused(
 def test_stages_take_gpus_and_a_share_of_the_weights_and_of_every_cache() -> None:
     run = plan(tensor_parallel=4, pipeline_parallel=2)
     assert [side.num_gpus for side in sides_of(run) if side.kind == "rollout"] == [8]
-    assert next(iter(claims_of(run))).keys[-1] == "rollout.pipeline_parallel"
+    assert (
+        next(iter(claims_of(run.rollout.kinds, run.trainers, run.verifier))).keys[-1]
+        == "rollout.pipeline_parallel"
+    )
     whole = replica_shards(LLAMA, plan(tensor_parallel=4).rollout)[0].parameters
     first, last = replica_shards(LLAMA, run.rollout)
     assert first.parameters == pytest.approx(last.parameters, rel=1e-4)

@@ -63,7 +63,7 @@ class Launcher(ABC):
             "tensor_parallel": run.rollout.tensor_parallel,
             "expert_parallel": run.rollout.expert_parallel,
             "memory_utilization": run.rollout.memory_utilization,
-            "takes_turns": run.shares_gpus,
+            "takes_turns": run.policies.shares_gpus,
             "shares_prefixes": run.shares_prefixes,
             "save_time": float(run.execute.save_tokens_every),
             **self._common(run.rollout.pool),
@@ -72,7 +72,7 @@ class Launcher(ABC):
             is_first = model == run.model.path
             config["model"] = run.model.path
             config["adapters"] = None if is_first else str(Path(model) / ADAPTERS)
-            config["adapter_rank"] = run.adapter_rank
+            config["adapter_rank"] = run.sync.adapter_rank
         return await self._start_replica(replica_id, kind, config)
 
     async def trainer(self, number: int) -> Handle:
@@ -105,7 +105,7 @@ class Launcher(ABC):
             "logits_chunk": LOGITS_CHUNK if run.trainer.logits in ("chunked", "fused") else None,
             "seed": run.seed,
             "backend": run.trainer.backend,
-            "adapter_rank": run.adapter_rank,
+            "adapter_rank": run.sync.adapter_rank,
             **common,
         }
         num_ranks = run.trainer.num_gpus

@@ -47,7 +47,7 @@ class Placement:
         }
         self._replicas: dict[int, Place] = {}
         first = run.rollout.kind_of_each
-        if not run.shares_gpus:
+        if not run.policies.shares_gpus:
             for replica, kind in enumerate(first):
                 self.replica(replica, kind)
         self.trainers = [self._take_trainer(number) for number in range(run.num_trainers)]
@@ -91,12 +91,12 @@ class Placement:
 
     def _take_trainer(self, number: int) -> tuple[Place, ...]:
         run = self._run.as_seen_by(number)
-        trainer, role = run.trainer, trainer_names(self._run)[number]
+        trainer, role = run.trainer, trainer_names(self._run.followers)[number]
         num_groups = trainer.copies * trainer.pipeline_parallel
         groups = [
             self._take(trainer.pool, trainer.tensor_parallel, role) for _ in range(num_groups)
         ]
-        if run.shares_gpus:  # replicas have the same ones while it rests
+        if run.policies.shares_gpus:  # replicas have the same ones while it rests
             for place in groups:
                 self._free[place.pool][place.node].update(place.gpus)
         return tuple(
@@ -155,7 +155,7 @@ def gpus_needed(run: Run) -> int:
     added = (_most_replicas(run) - run.rollout.num_replicas) * run.rollout.tensor_parallel
     for_replicas = sum(own.num_gpus for own in on_gpus) + (added if kinds[0] in on_gpus else 0)
     leader, *followers = trainers
-    for_both = max(for_replicas, leader) if run.shares_gpus else for_replicas + leader
+    for_both = max(for_replicas, leader) if run.policies.shares_gpus else for_replicas + leader
     return for_both + sum(followers) + rewards
 
 

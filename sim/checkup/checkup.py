@@ -103,9 +103,9 @@ def is_exposed(run: Run) -> bool:
 
 
 def _route_text(run: Run) -> str:
-    if run.shares_gpus:
+    if run.policies.shares_gpus:
         return "between GPUs that change phase"
-    index = find_link(run)
+    index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
     if index is None:
         return f"within pool {run.rollout.pool!r}"
     link = run.cluster.links[index]
@@ -114,7 +114,10 @@ def _route_text(run: Run) -> str:
 
 def _rollouts(run: Run) -> str:
     """Say what the rollouts of a step take of the link; nothing of it is waited for."""
-    mean, index = mean_lengths(run), find_link(run)
+    mean, index = (
+        mean_lengths(run),
+        find_link(run.cluster.links, run.rollout.pool, run.trainer.pool),
+    )
     if mean is None:
         return "rollouts: as many bytes as outputs have tokens, 8 a token"
     tokens = mean.total * run.algorithm.rollouts_per_step
@@ -135,7 +138,7 @@ def _less_waiting(run: Run) -> Iterator[Changes]:
     if is_exposed(run):
         yield {"policies.system": "stream-async"}
         yield {"policies.system": "stream-async", "sync.mode": "delta"}
-    index = find_link(run)
+    index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
     if index is not None:
         for doublings in range(1, MOST_DOUBLINGS):
             wider = Bandwidth(run.cluster.links[index].bandwidth * 2**doublings)

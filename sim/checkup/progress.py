@@ -95,7 +95,7 @@ def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
 
 
 def _rate(run: Run) -> float:
-    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.num_kinds))
+    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.rollout.num_kinds))
     return max(failures_per_gpu_day(run, LEADER), *kinds)
 
 

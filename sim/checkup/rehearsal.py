@@ -167,7 +167,9 @@ def shortened(run: Run) -> Run:
 def stand_in(run: Run) -> Run:
     """Return a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
     apart = dict.fromkeys((*SPLITS, "context_parallel", "zero"), 1)
-    trainer = replace(run.trainer, pool="rollout" if run.shares_gpus else "trainer", **apart)
+    trainer = replace(
+        run.trainer, pool="rollout" if run.policies.shares_gpus else "trainer", **apart
+    )
     alone = {"pool": "rollout", **dict.fromkeys((*SPLITS, "data_parallel"), 1)}
     rollout = replace(
         run.rollout,
@@ -179,7 +181,7 @@ def stand_in(run: Run) -> Run:
     )
     policies = run.policies
     if policies.resize == "adjust" and policies.resize_unit is None:
-        policies = replace(policies, resize_unit=replicas_per_node(run))
+        policies = replace(policies, resize_unit=replicas_per_node(run.rollout, run.cluster.pools))
     lengths = LengthsConfig(
         kind="histogram", source="streamrl-codemath-20k", scale=0.01, prompt_tokens=16
     )

@@ -118,7 +118,7 @@ def sync_costs(run: Run) -> SyncCosts:
     Raises:
         ValueError: a profile is missing or wrong.
     """
-    if run.shares_gpus:
+    if run.policies.shares_gpus:
         return PhaseChange.load(run).sync_costs().calibrated(run)
     return SyncCosts.load(run)
 

@@ -99,7 +99,7 @@ def own_switch_time(run: Run) -> StatedTime:
 
 def framework_sources(run: Run) -> Iterator[str]:
     """Yield what a framework that is named makes of a run: its keys, and the seconds that it takes of its own."""
-    framework = framework_of(run)
+    framework = framework_of(run.framework.name)
     if framework is None:
         return
     yield f"{framework.head}: {FOLDER}/{framework.name}.toml"
@@ -114,7 +114,7 @@ def framework_sources(run: Run) -> Iterator[str]:
             f"run file: {ENGINE} = {run.costs.engine}, where framework {framework.name} generates with "
             f"{framework.engine_names}"
         )
-    why = framework.roofline_sync(run)
+    why = framework.roofline_sync(run.policies.shares_gpus, run.sync)
     if why is not None:
         yield (
             f"{SYNC_BACKEND} of framework {framework.name} is unknown ({why}): {run.sync.backend} stands in, "
@@ -123,7 +123,7 @@ def framework_sources(run: Run) -> Iterator[str]:
     how = framework.unknown.get(DYNAMIC_SAMPLING)
     if how is not None and run.leaves_out_uniform:
         yield f"{DYNAMIC_SAMPLING} of framework {framework.name} is not simulated as it is ({how})"
-    times = [own_step_time(run), *([own_switch_time(run)] if run.shares_gpus else [])]
+    times = [own_step_time(run), *([own_switch_time(run)] if run.policies.shares_gpus else [])]
     yield from (time.source for time in times)
 
 
@@ -131,7 +131,7 @@ def _own_time(run: Run, name: Figure) -> StatedTime:
     key, stated = f"framework.{name}", getattr(run.framework, name)
     if stated is not None:
         return StatedTime(stated, f"run file: {key} = {stated:.3g} s")
-    framework, size = framework_of(run), load_model(run.model).num_parameters
+    framework, size = framework_of(run.framework.name), load_model(run.model).num_parameters
     usual = getattr(load_usual(), name)
     known = None if framework is None else getattr(framework, name)
     seconds = (known or usual).of(size)

@@ -271,7 +271,7 @@ class Costs(TrainerCosts):
 
 
 def _message_time(run: Run) -> float:
-    index = find_link(run)
+    index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
     return 0.0 if index is None else run.cluster.links[index].latency
 
 
@@ -282,7 +282,7 @@ def _with_others(run: Run) -> Costs:
         RunError: as `Costs.load`, with the keys of the kind that it is about.
     """
     kinds = []
-    for kind in range(run.num_kinds):
+    for kind in range(run.rollout.num_kinds):
         try:
             kinds.append(Costs.load(run.of_kind(kind)))
         except RunError as error:

@@ -259,7 +259,10 @@ def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) 
     Raises:
         RunError: the profile does not know relays.
     """
-    if run.sync.mode != "full" or find_link(run) is not None:
+    if (
+        run.sync.mode != "full"
+        or find_link(run.cluster.links, run.rollout.pool, run.trainer.pool) is not None
+    ):
         return _relayed(profile, run, path, measured)
     return SyncCosts(
         wire_bytes=profile.push.bytes,
@@ -277,7 +280,7 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
 
     Where no adapters were measured, they are merged about as fast as whole weights are copied and checked.
     """
-    mode, index = run.sync.mode, find_link(run)
+    mode, index = run.sync.mode, find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
     rows = {row.mode: row for row in profile.relay}
     row = rows.get(mode) or (rows.get("full") if mode == "lora" else None)
     if row is None:
@@ -324,7 +327,11 @@ def _calls_over_ray(profile: MeasuredProfile, run: Run) -> float:
     if row is None:
         return 0.0
     calls = max(0.0, _over_ray(profile, run) - row.decode[MEDIAN])
-    return calls if find_link(run) is None else calls * CALLS / CALLS_IN_PLACE
+    return (
+        calls
+        if find_link(run.cluster.links, run.rollout.pool, run.trainer.pool) is None
+        else calls * CALLS / CALLS_IN_PLACE
+    )
 
 
 def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:

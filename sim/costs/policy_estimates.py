@@ -76,7 +76,8 @@ def fill_kinds(run: Run, costs: Costs) -> Run:
     if not others:
         return run
     points = [
-        latency_points(run.of_kind(kind), costs.of_kind(kind)) for kind in range(run.num_kinds)
+        latency_points(run.of_kind(kind), costs.of_kind(kind))
+        for kind in range(run.rollout.num_kinds)
     ]
     numbers = [kind.replicas for kind in run.rollout.kinds]
     shares = even_shares([*map(Latency, points)], numbers, run.algorithm.rollouts_per_step)

@@ -230,7 +230,7 @@ class SyncCosts:
         Raises:
             ValueError: a profile is missing or wrong.
         """
-        kinds = [run.of_kind(kind) for kind in range(run.num_kinds)]
+        kinds = [run.of_kind(kind) for kind in range(run.rollout.num_kinds)]
         alone = [_Route.load(each).costs().calibrated(each) for each in kinds]
         return _side_by_side(run, alone) if len(alone) > 1 else alone[0]
 
@@ -248,7 +248,7 @@ class _Route:
 
     @classmethod
     def load(cls, run: Run) -> _Route:
-        index = find_link(run)
+        index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
         return cls(
             run,
             load_backend(run.sync.backend),

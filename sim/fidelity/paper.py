@@ -270,7 +270,7 @@ def _measure(trace: Trace) -> Times:
             ended_at.append(time)
         elif isinstance(event, Generated):
             ended_at[-1] = time
-        elif isinstance(event, WeightsLoaded) and trace.run.shares_gpus:
+        elif isinstance(event, WeightsLoaded) and trace.run.policies.shares_gpus:
             drawn_at[-1] = ended_at[-1] = time
     took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
     step_times = measure_speed(trace).step_times

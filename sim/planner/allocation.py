@@ -325,7 +325,7 @@ def search(
     Raises:
         ValueError: generation and training share their GPUs, or the model fits no division of the pools.
     """
-    if run.shares_gpus:
+    if run.policies.shares_gpus:
         raise ValueError(
             "policies.system 'colocated' has nothing to divide: both sides use all GPUs"
         )

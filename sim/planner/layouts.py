@@ -363,11 +363,11 @@ def _first_that_fits(
 
 def _reason_against(run: Run, degrees: Degrees) -> str | None:
     """Return why a model cannot be split so, whatever memory there is; None where it can."""
-    if not has_layout(degrees.apply(run)):
+    trainer = degrees.apply(run).trainer
+    if not has_layout(run.framework.name, trainer):
         return OF_FRAMEWORK.format(run.framework.name)
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         return RANKS
-    trainer = degrees.apply(run).trainer
     domain = run.cluster.pools[degrees.pool].domain
     is_folded = trainer.copies * trainer.tensor_parallel % trainer.expert_ranks == 0
     if not is_folded or domain % (degrees.expert_tensor_parallel or 1):

@@ -154,7 +154,7 @@ def keep_to_framework(run: Run) -> Scope:
         RunError: of what `[plan]` names for a key the framework has nothing, or it does not generate with
             `costs.engine`.
     """
-    framework = framework_of(run)
+    framework = framework_of(run.framework.name)
     if framework is None:
         return Scope(run, [])
     _check_engine(run, framework)

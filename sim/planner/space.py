@@ -140,8 +140,7 @@ def _gpus_by_pool(parts: Sequence[Replicas | Degrees], names: list[str]) -> list
 
 
 def _has_link(run: Run, first: str, second: str) -> bool:
-    rollout, trainer = replace(run.rollout, pool=first), replace(run.trainer, pool=second)
-    return find_link(replace(run, rollout=rollout, trainer=trainer)) is not None
+    return find_link(run.cluster.links, first, second) is not None
 
 
 def price_per_second(run: Run, pool: str) -> float:
@@ -158,7 +157,9 @@ def with_rent(run: Run) -> Run:
     sides: list[RolloutConfig | TrainerConfig] = [*run.rollout.kinds, run.trainer]
     for side in sides:
         taken = needs[side.pool]
-        needs[side.pool] = max(taken, side.num_gpus) if run.shares_gpus else taken + side.num_gpus
+        needs[side.pool] = (
+            max(taken, side.num_gpus) if run.policies.shares_gpus else taken + side.num_gpus
+        )
     pools = {
         name: pool if pool.owned else replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
         for name, pool in run.cluster.pools.items()

@@ -164,7 +164,7 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
     pair = simulate_pair(a, b, watch)
     counted = (pair.steps.first, pair.steps.last)
     against = compare_traces(pair.traces, counted, pair.note)
-    index = find_link(a)
+    index = find_link(a.cluster.links, a.rollout.pool, a.trainer.pool)
     if index is None or against.outcome == "no difference":
         return against
     found = find_break_even_bandwidth(a, index, against, watch)

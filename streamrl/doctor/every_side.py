@@ -68,7 +68,7 @@ KIND_FINDING = re.compile(r"rollout-(?P<number>\d+)-(?P<rest>.+)")
 
 def find_replica_kinds(run: Run) -> Iterator[Finding]:
     """Find what is wrong with each kind of replica beside the one that is named first."""
-    for kind in range(1, run.num_kinds):
+    for kind in range(1, run.rollout.num_kinds):
         seen = run.of_kind(kind)
         for finding in chain([memory.find_replica(seen)], divisibility.find_replica(seen)):
             name = kind_name(kind)

@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
 
 def find(run: Run) -> Iterator[Finding]:
     """Find what a framework makes of a run, and what it cannot do; nothing where none is named."""
-    framework = framework_of(run)
+    framework = framework_of(run.framework.name)
     if framework is None:
         return
     yield _finding("ok", "framework", f"{framework.head}: {_filled_in(run)}")
@@ -62,7 +62,7 @@ def _seconds(run: Run, framework: Framework) -> str:
             parts.append(f"{name} unknown, those of profiles/frameworks/usual.toml stand in")
         else:
             parts.append(f"{name} {_formula(known)}")
-    if framework.roofline_sync(run) is not None:
+    if framework.roofline_sync(run.policies.shares_gpus, run.sync) is not None:
         parts.append(f"weight sync unknown, {run.sync.backend} stands in, a roofline of the wires")
     return f"seconds of framework {framework.name}: {', '.join(parts)}"
 
@@ -84,7 +84,7 @@ def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
                 f"{', '.join(choice.able)}"
             )
             yield _finding("warning", choice.name, text)
-    if framework.layout_for(run) is None:
+    if framework.layout_for(run.trainer) is None:
         trainer = run.trainer
         degrees = ", ".join(f"{split}={getattr(trainer, split)}" for split in SPLITS)
         known = ", ".join(layout.name for layout in framework.layouts)
@@ -131,7 +131,7 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 
 def _another(name: str) -> Fix:
     def candidates(run: Run) -> Iterator[Changes]:
-        framework = framework_of(run)
+        framework = framework_of(run.framework.name)
         for choice in () if framework is None else _choices(run, framework):
             if choice.name == name:
                 yield from ({choice.key: value} for value in choice.able)
@@ -141,7 +141,7 @@ def _another(name: str) -> Fix:
 
 def _other_layouts(run: Run) -> Iterator[Changes]:
     """Yield another ZeRO stage, then what turns every degree that is not there into data parallelism."""
-    framework, trainer = framework_of(run), run.trainer
+    framework, trainer = framework_of(run.framework.name), run.trainer
     for layout in () if framework is None else framework.layouts:
         yield from ({"trainer.zero": zero} for zero in layout.zero)
     for layout in () if framework is None else framework.layouts:

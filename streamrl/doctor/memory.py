@@ -195,7 +195,11 @@ def _roomier_trainers(run: Run) -> Iterator[Changes]:
 def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
     """Yield the ways to share the model out over `num_gpus`, with the nodes that they take."""
     trainer, pool = run.trainer, run.cluster.pools[run.trainer.pool]
-    others = run.rollout.num_gpus if run.rollout.pool == trainer.pool and not run.shares_gpus else 0
+    others = (
+        run.rollout.num_gpus
+        if run.rollout.pool == trainer.pool and not run.policies.shares_gpus
+        else 0
+    )
     nodes = -(-(num_gpus + others) // pool.gpus_per_node)
     degrees = (powers_of_two(pool.gpus_per_node), powers_of_two(num_gpus))
     for tensor, pipeline, context in product(*degrees, _context_degrees(run)):

@@ -117,7 +117,9 @@ def _left_over(run: Run, system: System) -> Iterator[Finding]:
         )
         yield _finding("warning", "kept-in-vain", text)
     if policies.oversampling > 1 and policies.left_over == "drop":
-        drawn = run.algorithm.prompts_per_step + num_extra(run)
+        drawn = run.algorithm.prompts_per_step + num_extra(
+            run.policies.oversampling, run.algorithm.prompts_per_step
+        )
         text = (
             f"policies.oversampling={policies.oversampling} draws up to {drawn} groups for a step of "
             f"{run.algorithm.prompts_per_step}: the longest are aborted, so that steps train on shorter rollouts"

@@ -156,5 +156,8 @@ def window_of(run: Run) -> AdmissionWindow:
     """Return what the run lets start ahead of training."""
     system, prompts = choose_system(run.policies), run.algorithm.prompts_per_step
     return AdmissionWindow(
-        prompts, whole_groups(system.max_staleness, prompts), system.sync_every, num_extra(run)
+        prompts,
+        whole_groups(system.max_staleness, prompts),
+        system.sync_every,
+        num_extra(run.policies.oversampling, run.algorithm.prompts_per_step),
     )

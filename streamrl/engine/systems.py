@@ -193,7 +193,7 @@ def _streaming(run: Run, trainer: int, name: StreamingName) -> Policy:
         case "stream":
             return Stream(trainer, rollouts_that_fill(run), most_per_command(run, name))
         case "whole-batch":
-            shares_gpus = trainer == LEADER and run.shares_gpus
+            shares_gpus = trainer == LEADER and run.policies.shares_gpus
             return WholeBatch(trainer, most_per_command(run, name), shares_gpus)
         case _:
             assert_never(name)
@@ -242,7 +242,7 @@ def build_resize(run: Run) -> AdjustReplicas:
     policies = run.policies
     return AdjustReplicas(
         _latency(policies, f"policies.resize {policies.resize!r}"),
-        unit=policies.resize_unit or replicas_per_node(run),
+        unit=policies.resize_unit or replicas_per_node(run.rollout, run.cluster.pools),
         most=policies.max_replicas or most_replicas(run),
         window=policies.resize_window,
         shrink_after=policies.shrink_after,

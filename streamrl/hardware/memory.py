@@ -300,10 +300,10 @@ def num_trained_models(run: Run) -> int:
 
 def trained_share(run: Run) -> float:
     """Return the parameters of the actor that learn over those of the model: all, or adapters beside them."""
-    if run.adapter_rank is None:
+    if run.sync.adapter_rank is None:
         return 1.0
     model = load_model(run.model)
-    return lora_parameters(model, run.adapter_rank) / model.num_parameters
+    return lora_parameters(model, run.sync.adapter_rank) / model.num_parameters
 
 
 def trained_models(run: Run) -> float:
@@ -518,7 +518,7 @@ def check_sync_buffer(run: Run) -> None:
     The bucket comes beside what `rollout.memory_utilization` gives weights and cache; GPUs that train too are
     sent theirs between themselves.
     """
-    if run.shares_gpus or run.sync.mode != "full":
+    if run.policies.shares_gpus or run.sync.mode != "full":
         return
     gpu = load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     room = gpu.usable_memory * (1 - run.rollout.memory_utilization)

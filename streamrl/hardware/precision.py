@@ -154,7 +154,7 @@ def quantised_bytes(run: Run) -> float:
 
 def check_precision(run: Run) -> None:
     """Raise `RunError` where a GPU has no units for what it should multiply."""
-    for kind in range(run.num_kinds):
+    for kind in range(run.rollout.num_kinds):
         own = run.of_kind(kind)
         gpu = load_gpu(own.cluster.pools[own.rollout.pool].gpu)
         check_units(

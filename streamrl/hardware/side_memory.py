@@ -47,12 +47,12 @@ def memory_of(run: Run) -> list[SideMemory]:
     """
     trainers = [
         msgspec.structs.replace(trainer_side(run.as_seen_by(number)), side=name)
-        for number, name in enumerate(trainer_names(run))
+        for number, name in enumerate(trainer_names(run.followers))
         if not run.only_counts(number)
     ]
     replicas = [
         msgspec.structs.replace(replica_side(run.of_kind(kind)), side=kind_name(kind))
-        for kind in range(run.num_kinds)
+        for kind in range(run.rollout.num_kinds)
     ]
     return [*replicas, *trainers, *verifier_side(run)]
 

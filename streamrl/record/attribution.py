@@ -238,7 +238,7 @@ def _all_shares(
     counts: Counts, run: Run, degrees: Sequence[tuple[str, int]], is_on_policy: bool
 ) -> Shares:
     """Yield what the GPUs of every side do."""
-    if run.shares_gpus:
+    if run.policies.shares_gpus:
         yield from _shared_shares(counts, run, is_on_policy)
     else:
         for kind, (name, degree) in enumerate(degrees):

@@ -103,7 +103,10 @@ def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
 
 def egress_dollars(run: Run, num_bytes: float) -> float:
     """Return what it costs to send bytes from the trainer to the replicas, to each pool as many: nothing within one."""
-    ways = {own.pool: find_link(run.of_kind(kind)) for kind, own in enumerate(run.rollout.kinds)}
+    ways = {
+        own.pool: find_link(run.cluster.links, own.pool, run.trainer.pool)
+        for own in run.rollout.kinds
+    }
     prices = [
         0.0 if index is None else run.cluster.links[index].price_per_gb for index in ways.values()
     ]

@@ -150,7 +150,7 @@ class ChromeReader:
         self._timeline = TimelineReader()
         self._decoding = DecodingReader()
         self._rollouts = _Rollouts()
-        self._trainers = trainer_names(run)
+        self._trainers = trainer_names(run.followers)
         self._versions = [0] * run.num_trainers
         self._cut_at = -inf
         """Where the last block ended."""

@@ -53,7 +53,7 @@ def measured_yield(run: Run) -> list[DecodeYield]:
     path = Path(run.costs.profile)
     try:
         profile = scaled_to_mean_speed(read_measured(path))
-        for kind in range(run.num_kinds):
+        for kind in range(run.rollout.num_kinds):
             check_fits(profile, run.of_kind(kind), path)
     except ValueError:
         return []

@@ -307,7 +307,7 @@ class LedgerReader:
         """
         self._faults = Faults()
         has_many = bool(trace.run.followers)
-        self._trainers = [self._open(name, has_many) for name in trainer_names(trace.run)]
+        self._trainers = [self._open(name, has_many) for name in trainer_names(trace.run.followers)]
         self._leader = self._trainers[LEADER]
         self._draws = Draws()
         self._resumed_at = 0
@@ -397,7 +397,7 @@ class LedgerReader:
 
     def begin_trace(self, trace: Trace) -> None:
         """Take what a leg's trace says of its run file; its entries come next."""
-        for name in trainer_names(trace.run)[len(self._trainers) :]:
+        for name in trainer_names(trace.run.followers)[len(self._trainers) :]:
             self._trainers.append(self._open(name))
             self._saved.append(SavedAccounts())
         for number in trace.joined:

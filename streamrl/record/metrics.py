@@ -326,7 +326,7 @@ def _choose(trace: Trace, steps: LeaderSteps, counted_steps: tuple[int, int] | N
 def _trainers(run: Run, flow: Flow, window: tuple[float, float]) -> Iterator[TrainerMetrics]:
     """Yield the figures of every trainer, all over the same time."""
     began, ended = window
-    for name, trainer in zip(trainer_names(run), flow.trainers, strict=True):
+    for name, trainer in zip(trainer_names(run.followers), flow.trainers, strict=True):
         made = trainer.made
         first, last = (bisect_right(made.ended_at, time) for time in window)
         mean_step_time, goodput = None, 0.0

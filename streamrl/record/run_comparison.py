@@ -297,7 +297,7 @@ class MeasuredRun:
             cost_per_million_tokens=metrics.cost_per_million_tokens,
             throughput=metrics.throughput,
             goodput=metrics.goodput,
-            shares_gpus=run.shares_gpus,
+            shares_gpus=run.policies.shares_gpus,
             generation=self._use("rollout"),
             training=self._use("trainer"),
             staleness=metrics.mean_staleness,
@@ -309,7 +309,7 @@ class MeasuredRun:
 
     def _use(self, kind: SideKind) -> GpuUse:
         """Return what GPUs of a kind of side do, of replicas all together; of those that share them of both."""
-        if self.run.shares_gpus:
+        if self.run.policies.shares_gpus:
             counts = {SHARED: float(self.run.num_gpus)}
         else:
             sides = gpus_of_sides(self.run, self.num_replicas)

@@ -61,7 +61,7 @@ class Counts:
 
     def __init__(self, run: Run) -> None:
         self.run: dict[str, int] = defaultdict(int)
-        self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(run.num_kinds)]
+        self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(run.rollout.num_kinds)]
         """Of each kind of replica alone; those of `run` are of all together."""
         self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(run.num_trainers)]
 

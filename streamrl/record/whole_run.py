@@ -82,7 +82,7 @@ def _works(
     for side, count in gpus_of_sides(run, num_replicas):
         if side.pool == pool:
             unused -= count
-            takes_turns = run.shares_gpus and side.kind != "verifier" and not side.trainer
+            takes_turns = run.policies.shares_gpus and side.kind != "verifier" and not side.trainer
             yield from _of_side(shares.sides[SHARED if takes_turns else side.name], count)
     if unused > 0:
         yield "idle", unused

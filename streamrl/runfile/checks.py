@@ -10,23 +10,31 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
 from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.paths import paths_of
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.roles_config import (
     NARROW,
     REWARD_MODEL,
+    ReplicasConfig,
     RewardConfig,
+    RolloutConfig,
     ScorerName,
     SecondaryTrainerConfig,
+    SpeculativeConfig,
+    VerifierConfig,
+    WeightDtype,
     function_of,
 )
 from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultConfig, FaultKind
-from streamrl.runfile.workload_config import HUB, FreeRanker
+from streamrl.runfile.workload_config import HUB, FreeRanker, LengthsConfig, WorkloadConfig
 
 PLAN_LISTS = (
     *("rollout_pools", "trainer_pools", "rollout_gpus", "trainer_gpus"),
@@ -50,12 +58,14 @@ MOST_IN_PLAN = {"speculative": MOST_DRAFTED}
 """Largest entry, where there is one."""
 
 
-def check_plan(run: Run) -> None:
+def check_plan(
+    plan: PlanConfig, speculative: SpeculativeConfig | None, pools: dict[str, PoolConfig]
+) -> None:
     """Raise `RunError` where a list is empty, or names an unknown pool or a number out of bounds."""
     for name in PLAN_LISTS:
-        _check_list(name, getattr(run.plan, name), run)
-    if run.plan.speculative is not None and run.rollout.speculative is None:
-        key, named = "plan.speculative", run.plan.speculative
+        _check_list(name, getattr(plan, name), pools)
+    if plan.speculative is not None and speculative is None:
+        key, named = "plan.speculative", plan.speculative
         text = (
             f"{key}={named} needs rollout.speculative: nobody knows but you what drafts, and how many of its tokens "
             "are accepted"
@@ -63,16 +73,18 @@ def check_plan(run: Run) -> None:
         raise RunError(key, named, None, text, ("rollout.speculative.acceptance",))
 
 
-def _check_list(name: str, entries: list[int] | list[str] | None, run: Run) -> None:
+def _check_list(
+    name: str, entries: list[int] | list[str] | None, pools: dict[str, PoolConfig]
+) -> None:
     key = f"plan.{name}"
     if entries is not None and not entries:
         text = f"{key} is empty, got []: leave it out, or name what is open"
         raise RunError(key, entries, list, text)
     bounds = Bounds(LEAST_IN_PLAN.get(name, 1), MOST_IN_PLAN.get(name, inf))
     for entry in entries or []:
-        if name.endswith("_pools") and entry not in run.cluster.pools:
-            text = f"{key} names {entry!r}, which is none of the pools {sorted(run.cluster.pools)}"
-            raise RunError(key, entries, OneOf(sorted(run.cluster.pools)), text)
+        if name.endswith("_pools") and entry not in pools:
+            text = f"{key} names {entry!r}, which is none of the pools {sorted(pools)}"
+            raise RunError(key, entries, OneOf(sorted(pools)), text)
         if isinstance(entry, int) and not bounds.hold(entry):
             raise RunError(key, entries, bounds, f"{key} must be {bounds}, got {entry}")
 
@@ -81,9 +93,8 @@ KEYS_OF_ONE_SOURCE = ("prompts", "subset", "split", "fields", "template")
 """Keys of `[workload]` that each `[[workload.source]]` has of its own."""
 
 
-def check_prompt_sources(run: Run) -> None:
+def check_prompt_sources(workload: WorkloadConfig, verifier: VerifierConfig) -> None:
     """Refuse a mixture beside a data set of its own, two of one name, and what has no name on the hub."""
-    workload = run.workload
     for name in KEYS_OF_ONE_SOURCE if workload.source else ():
         if value := getattr(workload, name):
             key = f"workload.{name}"
@@ -100,14 +111,16 @@ def check_prompt_sources(run: Run) -> None:
         place = [source.name for source in workload.source].index(twice)
         key = f"workload.source.{place}.name"
         raise RunError(key, twice, None, f"{key} must be of one source, got {shown(twice)} twice")
-    _check_reward_sources(run, names)
+    _check_reward_sources(workload, verifier, names)
 
 
-def _check_reward_sources(run: Run, names: list[str]) -> None:
+def _check_reward_sources(
+    workload: WorkloadConfig, verifier: VerifierConfig, names: list[str]
+) -> None:
     """Refuse a reward of a source that there is not, where every source has a name."""
-    if not names or len(names) < len(run.workload.source):
+    if not names or len(names) < len(workload.source):
         return
-    for place, reward in enumerate(run.verifier.reward):
+    for place, reward in enumerate(verifier.reward):
         for family in reward.families:
             if family not in names:
                 key = f"verifier.reward.{place}.families"
@@ -130,17 +143,16 @@ SCORER_PARAMETERS = {
 """Keys that some scorers need, and no other has."""
 
 
-def check_rewards(run: Run) -> None:
+def check_rewards(verifier: VerifierConfig, max_tokens: int) -> None:
     """Refuse scorers that are none, and such as lack what they need or have what they do not know."""
-    verifier = run.verifier
     if verifier.scorer is not None and verifier.reward:
         text = f"verifier.scorer {shown(verifier.scorer)} stands beside {len(verifier.reward)} [[verifier.reward]]: one of both says what scores"
         raise RunError("verifier.scorer", verifier.scorer, text=text, others=("verifier.reward",))
     for place, reward in enumerate(verifier.rewards):
         _check_scorer(verifier.key(place), reward)
     for place, reward in enumerate(verifier.reward):
-        _check_numbers(f"verifier.reward.{place}", reward, run.rollout.max_tokens)
-    _check_reward_model(run)
+        _check_numbers(f"verifier.reward.{place}", reward, max_tokens)
+    _check_reward_model(verifier)
     labels = [reward.label for reward in verifier.rewards]
     for place, label in enumerate(labels):
         if label in labels[:place]:
@@ -169,9 +181,8 @@ def _check_scorer(key: str, reward: RewardConfig) -> None:
             raise RunError(here, value, text=text, others=(key,))
 
 
-def _check_reward_model(run: Run) -> None:
+def _check_reward_model(verifier: VerifierConfig) -> None:
     """Refuse a reward model without GPUs, a second one, and keys of one where there is none."""
-    verifier = run.verifier
     models = [at for at, each in enumerate(verifier.rewards) if each.scorer == REWARD_MODEL]
     if models and verifier.pool is None:
         text = f"verifier.pool is missing: {verifier.key(models[0])} {REWARD_MODEL!r} computes in a pool"
@@ -235,15 +246,17 @@ SHARE_ROUNDING = 1e-6
 """By which shares that add up to 1 may miss it as they are written down."""
 
 
-def check_shares(run: Run) -> None:
+def check_shares(
+    followers: tuple[SecondaryTrainerConfig, ...], group_rewards: tuple[tuple[float, float], ...]
+) -> None:
     """Refuse bounds that no group lies within, families without a name, several GPUs of one that counts, and rewards whose shares do not add up."""
-    for number, follower in enumerate(run.followers, start=1):
+    for number, follower in enumerate(followers, start=1):
         key = trainer_key(number)
         _check_order(key, follower, "staleness")
         _check_order(key, follower, "reward")
         _check_trainer_families(key, follower)
         _check_counting(key, follower)
-    _check_group_rewards(run)
+    _check_group_rewards(group_rewards)
 
 
 def _check_order(key: str, follower: SecondaryTrainerConfig, what: str) -> None:
@@ -273,8 +286,8 @@ def _check_counting(key: str, follower: SecondaryTrainerConfig) -> None:
         raise RunError(here, True, OneOf([False]), text, (join_key(key, "data_parallel"),))
 
 
-def _check_group_rewards(run: Run) -> None:
-    pairs, key = run.workload.group_rewards, "workload.group_rewards"
+def _check_group_rewards(pairs: tuple[tuple[float, float], ...]) -> None:
+    key = "workload.group_rewards"
     for reward, share in pairs:
         if not (Bounds(-1e9, 1e9).hold(reward) and Bounds(0, 1, excludes_least=True).hold(share)):
             text = f"{key} must hold pairs of a mean reward and a share in (0, 1], got {[reward, share]}"
@@ -293,18 +306,20 @@ FAULT_KEYS: dict[FaultKind, tuple[str, ...]] = {
 """What a kind needs to be told beside its moment; the others need nothing, and take none of it."""
 
 
-def check_faults(run: Run) -> None:
+def check_faults(
+    faults: tuple[FaultConfig, ...], steps: int, reward_model: RewardConfig | None
+) -> None:
     """Raise `RunError` where a fault has no moment, or several, or says too little or too much."""
-    for number, fault in enumerate(run.faults):
+    for number, fault in enumerate(faults):
         key = f"faults.{number}"
-        _check_victim(fault, f"{key}.kind", run)
-        _check_moment(fault, key, run.algorithm.steps)
+        _check_victim(fault, f"{key}.kind", reward_model)
+        _check_moment(fault, key, steps)
         for name in ("duration", "factor"):
             _check_said(fault, key, name)
 
 
-def _check_victim(fault: FaultConfig, key: str, run: Run) -> None:
-    if fault.kind in OF_REWARD_MODEL and run.verifier.reward_model is None:
+def _check_victim(fault: FaultConfig, key: str, reward_model: RewardConfig | None) -> None:
+    if fault.kind in OF_REWARD_MODEL and reward_model is None:
         text = f"{key} {fault.kind!r} strikes a reward model, and no [[verifier.reward]] is one"
         raise RunError(key, fault.kind, None, text, ("verifier.reward",))
 
@@ -352,8 +367,7 @@ def check_run(run: Run) -> None:
         check(run)
 
 
-def _check_model(run: Run) -> None:
-    model = run.model
+def _check_model(model: ModelConfig) -> None:
     if (model.name is None) == (model.path is None):
         found = f"both {model.name!r} and {shown(model.path)}" if model.name else "neither"
         text = f"model needs exactly one of name and path, got {found}"
@@ -404,8 +418,7 @@ def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
         )
 
 
-def _check_batch(run: Run) -> None:
-    algorithm, ranks = run.algorithm, run.trainer.data_parallel
+def _check_batch(algorithm: AlgorithmConfig, ranks: int) -> None:
     if algorithm.rollouts_per_step < ranks:
         raise RunError(
             "algorithm.prompts_per_step",
@@ -418,8 +431,7 @@ def _check_batch(run: Run) -> None:
         )
 
 
-def _check_optimizer_steps(run: Run) -> None:
-    steps, rollouts = run.framework.optimizer_steps, run.algorithm.rollouts_per_step
+def _check_optimizer_steps(steps: int, rollouts: int) -> None:
     if steps > rollouts:
         raise RunError(
             "framework.optimizer_steps",
@@ -430,8 +442,7 @@ def _check_optimizer_steps(run: Run) -> None:
         )
 
 
-def _check_step(run: Run) -> None:
-    algorithm = run.algorithm
+def _check_step(algorithm: AlgorithmConfig) -> None:
     if algorithm.rollouts_per_step > MOST_ROLLOUTS:
         raise RunError(
             "algorithm.prompts_per_step",
@@ -443,8 +454,8 @@ def _check_step(run: Run) -> None:
         )
 
 
-def _check_lengths(run: Run) -> None:
-    lengths, most = run.workload.lengths, run.workload.max_prompt_tokens
+def _check_lengths(workload: WorkloadConfig) -> None:
+    lengths, most = workload.lengths, workload.max_prompt_tokens
     if lengths is not None and not 1 <= lengths.prompt_tokens <= most:
         raise RunError(
             "workload.lengths.prompt_tokens",
@@ -456,8 +467,7 @@ def _check_lengths(run: Run) -> None:
         )
 
 
-def _check_ranker(run: Run) -> None:
-    lengths = run.workload.lengths
+def _check_ranker(lengths: LengthsConfig | None) -> None:
     if lengths is None:
         return
     if lengths.ranker == "scores" and lengths.ranker_scores is None:
@@ -478,16 +488,15 @@ def _check_ranker(run: Run) -> None:
             )
 
 
-def _check_speculative(run: Run) -> None:
-    if run.rollout.speculative is not None and run.rollout.speculative.acceptance is None:
+def _check_speculative(speculative: SpeculativeConfig | None) -> None:
+    if speculative is not None and speculative.acceptance is None:
         key = "rollout.speculative.acceptance"
         text = f"{key} is missing: nobody knows but you how many drafted tokens are accepted"
         raise RunError(key, None, SHARE, text)
 
 
-def _check_sync(run: Run) -> None:
-    sync = run.sync
-    if sync.mode == "delta" and run.model.dtype == "float32":
+def _check_sync(sync: SyncConfig, dtype: str, rollout_dtype: WeightDtype | None) -> None:
+    if sync.mode == "delta" and dtype == "float32":
         raise RunError(
             "sync.mode",
             sync.mode,
@@ -496,13 +505,13 @@ def _check_sync(run: Run) -> None:
             "in which a step changes nearly every value",
             ("model.dtype",),
         )
-    if sync.mode == "delta" and run.rollout.dtype in NARROW:
+    if sync.mode == "delta" and rollout_dtype in NARROW:
         raise RunError(
             "sync.mode",
             sync.mode,
             OneOf(["full", "lora"]),
             f"sync.mode 'delta' sends what changes in 16 bits, so rollout.dtype must be no narrower, got "
-            f"{run.rollout.dtype!r}",
+            f"{rollout_dtype!r}",
             ("rollout.dtype",),
         )
     if sync.backend == "nccl-reshard" and sync.mode != "full":
@@ -516,8 +525,7 @@ def _check_sync(run: Run) -> None:
         )
 
 
-def _check_precision(run: Run) -> None:
-    rollout = run.rollout
+def _check_precision(rollout: RolloutConfig) -> None:
     if rollout.weight_only and rollout.dtype not in NARROW:
         raise RunError(
             "rollout.weight_only",
@@ -528,9 +536,11 @@ def _check_precision(run: Run) -> None:
         )
 
 
-def _check_latencies(run: Run) -> None:
-    _check_latency("policies.latency", run.policies.latency)
-    for place, other in enumerate(run.rollout.others):
+def _check_latencies(
+    latency: tuple[tuple[int, float], ...] | None, others: tuple[ReplicasConfig, ...]
+) -> None:
+    _check_latency("policies.latency", latency)
+    for place, other in enumerate(others):
         _check_latency(f"{kind_key(place + 1)}.latency", other.latency)
 
 
@@ -555,38 +565,35 @@ def _check_paths(run: Run) -> None:
             raise RunError(key, path, None, f"{key} is no path that can be: {shown(path)}")
 
 
-def _check_device(run: Run) -> None:
-    device = run.execute.device
+def _check_device(device: str) -> None:
     if not DEVICE.fullmatch(device):
         text = f"execute.device must be auto, cpu, cuda or cuda:N, got {device!r}"
         raise RunError("execute.device", device, OneOf(["auto", "cpu", "cuda"]), text)
 
 
 CHECKS: tuple[Callable[[Run], None], ...] = (
-    *(
-        _check_model,
-        check_bounds,
-        *POOL_CHECKS,
-        _check_algorithms,
-        _check_batch,
-        _check_step,
-        _check_optimizer_steps,
-        _check_lengths,
+    lambda run: _check_model(run.model),
+    check_bounds,
+    *POOL_CHECKS,
+    _check_algorithms,
+    lambda run: _check_batch(run.algorithm, run.trainer.data_parallel),
+    lambda run: _check_step(run.algorithm),
+    lambda run: _check_optimizer_steps(
+        run.framework.optimizer_steps, run.algorithm.rollouts_per_step
     ),
-    *(
-        _check_ranker,
-        _check_speculative,
-        _check_sync,
-        _check_precision,
-        _check_latencies,
-        *POLICY_CHECKS,
-        check_plan,
-        check_faults,
-        check_rewards,
-        check_prompt_sources,
-        check_shares,
-        _check_paths,
-        _check_device,
-    ),
+    lambda run: _check_lengths(run.workload),
+    lambda run: _check_ranker(run.workload.lengths),
+    lambda run: _check_speculative(run.rollout.speculative),
+    lambda run: _check_sync(run.sync, run.model.dtype, run.rollout.dtype),
+    lambda run: _check_precision(run.rollout),
+    lambda run: _check_latencies(run.policies.latency, run.rollout.others),
+    *POLICY_CHECKS,
+    lambda run: check_plan(run.plan, run.rollout.speculative, run.cluster.pools),
+    lambda run: check_faults(run.faults, run.algorithm.steps, run.verifier.reward_model),
+    lambda run: check_rewards(run.verifier, run.rollout.max_tokens),
+    lambda run: check_prompt_sources(run.workload, run.verifier),
+    lambda run: check_shares(run.followers, run.workload.group_rewards),
+    _check_paths,
+    lambda run: _check_device(run.execute.device),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""

@@ -132,11 +132,6 @@ class Run(Section, frozen=True, kw_only=True):
         lengths = self.workload.lengths
         return not self.faults and (lengths is None or not lengths.drifts)
 
-    @property
-    def num_kinds(self) -> int:
-        """Kinds of replicas."""
-        return 1 + len(self.rollout.others)
-
     def of_kind(self, kind: int) -> Run:
         """Return the run as if it had replicas of one kind alone, the one that is named first where 0."""
         if not self.rollout.others:
@@ -173,7 +168,7 @@ class Run(Section, frozen=True, kw_only=True):
         algorithm = msgspec.structs.replace(self.algorithm, **changes)
         algorithm = msgspec.structs.replace(algorithm, **{**algorithm.unknown, **changes})
         policies = self.policies
-        if self.shares_gpus:  # with the leader alone
+        if self.policies.shares_gpus:  # with the leader alone
             policies = msgspec.structs.replace(policies, system="stream-sync")
         seen: Run = msgspec.structs.replace(
             self,
@@ -221,11 +216,6 @@ class Run(Section, frozen=True, kw_only=True):
         return None if steps == 1 else -(-self.algorithm.rollouts_per_step // steps)
 
     @property
-    def shares_gpus(self) -> bool:
-        """Whether generation and training take turns on the same GPUs."""
-        return self.policies.system == "colocated"
-
-    @property
     def shares_prefixes(self) -> bool:
         """Whether the prompt of a group is prefilled and kept once for all of it."""
         given = self.rollout.shares_prefixes
@@ -234,29 +224,24 @@ class Run(Section, frozen=True, kw_only=True):
         return given
 
     @property
-    def adapter_rank(self) -> int | None:
-        """Rank of the adapters that the leading trainer learns; None where it learns all weights."""
-        return self.sync.lora_rank if self.sync.mode == "lora" else None
-
-    @property
     def serves_adapters(self) -> bool:
         """Whether replicas compute with adapters beside the weights that the run began with, and load nothing else."""
         merges = self.sync.merge_adapters
         if merges is None:  # one that cannot is enough: a version lies in one form at each place
             merges = any(kind.backend != "vllm" for kind in self.rollout.kinds)
-        return self.adapter_rank is not None and not merges
+        return self.sync.adapter_rank is not None and not merges
 
     @property
     def merges_adapters(self) -> bool:
         """Whether replicas load whole weights that adapters were merged with."""
-        return self.adapter_rank is not None and not self.serves_adapters
+        return self.sync.adapter_rank is not None and not self.serves_adapters
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the replicas and the trainer that leads, those that they share once."""
         generate = sum(kind.num_gpus for kind in self.rollout.kinds)
         both = (generate, self.trainer.num_gpus)
-        return max(both) if self.shares_gpus else sum(both)
+        return max(both) if self.policies.shares_gpus else sum(both)
 
 
 def whole_groups(share: float, prompts_per_step: int) -> int:
@@ -264,7 +249,6 @@ def whole_groups(share: float, prompts_per_step: int) -> int:
     return int(Fraction(repr(share)) * prompts_per_step)
 
 
-def num_extra(run: Run) -> int:
+def num_extra(oversampling: float, prompts: int) -> int:
     """Return the groups that are drawn for a step beyond those that it is made of (`policies.oversampling`)."""
-    prompts = run.algorithm.prompts_per_step
-    return whole_groups(run.policies.oversampling, prompts) - prompts
+    return whole_groups(oversampling, prompts) - prompts

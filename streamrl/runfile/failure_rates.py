@@ -21,7 +21,7 @@ def failures_per_gpu_day(run: Run, trainer: int | None = None) -> float:
 
 def replica_failures_per_day(run: Run) -> float:
     """Return the failures of all GPUs that generate, of every kind of replica, in 24 hours."""
-    kinds = (run.of_kind(kind) for kind in range(run.num_kinds))
+    kinds = (run.of_kind(kind) for kind in range(run.rollout.num_kinds))
     return sum(failures_per_gpu_day(own) * own.rollout.num_gpus for own in kinds)
 
 
@@ -49,6 +49,6 @@ def expected_losses(run: Run, step_time: float) -> Losses:
 
 def can_fail(run: Run) -> bool:
     """Return whether any GPU that is simulated may fail."""
-    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.num_kinds))
+    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.rollout.num_kinds))
     trainers = (failures_per_gpu_day(run, trainer) for trainer in range(run.num_trainers))
     return any(rate > 0 for rate in (*kinds, *trainers))

@@ -25,6 +25,7 @@ from streamrl.runfile.policies_config import (
     SyncMode,
     SystemName,
 )
+from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Duration, read_quantity
 
@@ -176,16 +177,15 @@ class Framework(_Table, frozen=True, kw_only=True):
         """Name the inference engines that it generates with."""
         return " or ".join(each.name for each in self.engines)
 
-    def roofline_sync(self, run: Run) -> str | None:
+    def roofline_sync(self, shares_gpus: bool, sync: SyncConfig) -> str | None:
         """Return why nothing measured stands for a run's weight sync; None where something does, or nothing is sent."""
-        if run.shares_gpus or run.sync.backend != SyncConfig().backend:
+        if shares_gpus or sync.backend != SyncConfig().backend:
             return None
-        own = self.unknown.get(f"{SYNC_BACKEND} where {SYNC_MODE} is {run.sync.mode}")
+        own = self.unknown.get(f"{SYNC_BACKEND} where {SYNC_MODE} is {sync.mode}")
         return own or self.unknown.get(SYNC_BACKEND)
 
-    def layout_for(self, run: Run) -> Layout | None:
-        """Return the first back end that splits a trainer as a run does; None where none does so."""
-        trainer = run.trainer
+    def layout_for(self, trainer: TrainerConfig) -> Layout | None:
+        """Return the first back end that can split a trainer so; None where none can."""
         degrees: dict[Split, int] = {split: getattr(trainer, split) or 1 for split in SPLITS}
         able = (layout for layout in self.layouts if layout.holds(trainer.zero, degrees))
         return next(able, None)
@@ -215,16 +215,15 @@ def read_framework_file(path: Path, kind: type[_Read]) -> _Read:
         raise ValueError(f"{path}: {error}") from None
 
 
-def framework_of(run: Run) -> Framework | None:
+def framework_of(name: FrameworkName | None) -> Framework | None:
     """Return the framework that a run names."""
-    name = run.framework.name
     return None if name is None else load_framework(name)
 
 
-def has_layout(run: Run) -> bool:
+def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> bool:
     """Whether the framework that a run names, if any, splits a trainer so."""
-    framework = framework_of(run)
-    return framework is None or framework.layout_for(run) is not None
+    framework = framework_of(framework_name)
+    return framework is None or framework.layout_for(trainer) is not None
 
 
 def fill_in(table: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +241,7 @@ def fill_in(table: dict[str, Any]) -> dict[str, Any]:
 
 def settings_of(run: Run) -> Iterator[tuple[Setting, object]]:
     """Yield each key that the framework of a run fills in where it is absent, with the value that the run has."""
-    framework = framework_of(run)
+    framework = framework_of(run.framework.name)
     for setting in () if framework is None else framework.settings:
         if setting.holds(lambda key: value_at(run, key)):
             yield setting, value_at(run, setting.key)
@@ -253,7 +252,7 @@ def keep_filled_in(run: Run, changed: Run) -> Run:
 
     A key that has what the framework fills in is taken for filled in.
     """
-    framework = framework_of(run)
+    framework = framework_of(run.framework.name)
     for key in {setting.key for setting in framework.settings} if framework else ():
         before, now = (_filled_in(each, key) for each in (run, changed))
         if before != now and value_at(run, key) == before:

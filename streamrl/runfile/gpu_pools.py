@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.keys import join_key, pool_key, trainer_key
-from streamrl.runfile.policies_config import SyncConfig
-from streamrl.runfile.roles_config import OF_REPLICAS, RolloutConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
+from streamrl.runfile.roles_config import (
+    OF_REPLICAS,
+    ReplicasConfig,
+    RolloutConfig,
+    SecondaryTrainerConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
 
 OWN_KEYS = re.compile(rf"\brollout\.(?=(?:{'|'.join(OF_REPLICAS)})\b)")
 """Where a text names a key that each kind of replica has of its own."""
@@ -71,17 +79,18 @@ def own_keys(text: str, kind: int) -> str:
     return OWN_KEYS.sub(f"{kind_key(kind)}.", text)
 
 
-def claims_of(run: Run) -> Iterator[Claim]:
+def claims_of(
+    kinds: tuple[RolloutConfig, ...], trainers: tuple[TrainerConfig, ...], verifier: VerifierConfig
+) -> Iterator[Claim]:
     """Yield every section that has GPUs."""
-    for kind, rollout in enumerate(run.rollout.kinds):
+    for kind, rollout in enumerate(kinds):
         more = [key for key in MORE_RANKS if getattr(rollout, key) > 1]
         factors = ("replicas", "tensor_parallel", *more)
         yield Claim(kind_key(kind), rollout, rollout.pool, factors)
-    for number, trainer in enumerate(run.trainers):
+    for number, trainer in enumerate(trainers):
         shared = ("context_parallel",) if trainer.context_parallel > 1 else ()
         factors = ("data_parallel", *shared, "tensor_parallel", "pipeline_parallel")
         yield Claim(trainer_key(number), trainer, trainer.pool, factors)
-    verifier = run.verifier
     if verifier.pool is not None:
         yield Claim("verifier", verifier, verifier.pool, ("workers", "gpus_per_worker"))
 
@@ -89,7 +98,7 @@ def claims_of(run: Run) -> Iterator[Claim]:
 def sides_of(run: Run) -> list[Side]:
     """Return the sides of a run, every GPU once; a side without GPUs is left out."""
     rollout, trainer = run.rollout.num_gpus, run.trainer.num_gpus
-    shared = min(rollout, trainer) if run.shares_gpus else 0
+    shared = min(rollout, trainer) if run.policies.shares_gpus else 0
     found = [
         Side("shared", "shared", run.rollout.pool, shared),
         Side("rollout", "rollout", run.rollout.pool, rollout - shared),
@@ -104,9 +113,9 @@ def sides_of(run: Run) -> list[Side]:
     return [side for side in found if side.num_gpus]
 
 
-def trainer_names(run: Run) -> list[str]:
+def trainer_names(followers: tuple[SecondaryTrainerConfig, ...]) -> list[str]:
     """Return what reports call each trainer, the one that leads first."""
-    return ["trainer", *(follower.name for follower in run.followers)]
+    return ["trainer", *(follower.name for follower in followers)]
 
 
 def gpus_used(run: Run, pool: str) -> int:
@@ -120,19 +129,19 @@ MOST_DEGREE = 4096
 """Largest divisor that is looked for: no parallelism has a higher degree."""
 
 
-def find_link(run: Run) -> int | None:
-    """Return the index of the link between the two sides, or None within one pool."""
-    wanted = {run.rollout.pool, run.trainer.pool}
-    for index, link in enumerate(run.cluster.links):
+def find_link(links: list[LinkConfig], first: str, second: str) -> int | None:
+    """Return the index of the link between two pools; None where there is none, or they are the same pool."""
+    wanted = {first, second}
+    for index, link in enumerate(links):
         if set(link.between) == wanted and len(wanted) == 2:
             return index
     return None
 
 
-def replicas_per_node(run: Run) -> int:
+def replicas_per_node(rollout: RolloutConfig, pools: dict[str, PoolConfig]) -> int:
     """Return the replicas that fill a node of the rollout pool; one where it takes several."""
-    per_node = run.cluster.pools[run.rollout.pool].gpus_per_node
-    return max(1, per_node // run.rollout.gpus_per_replica)
+    per_node = pools[rollout.pool].gpus_per_node
+    return max(1, per_node // rollout.gpus_per_replica)
 
 
 def most_replicas(run: Run) -> int:
@@ -140,7 +149,7 @@ def most_replicas(run: Run) -> int:
     pool = run.rollout.pool
     num_gpus = run.cluster.pools[pool].num_gpus
     for side in sides_of(run):
-        takes_turns = side.kind == "trainer" and not side.trainer and run.shares_gpus
+        takes_turns = side.kind == "trainer" and not side.trainer and run.policies.shares_gpus
         is_theirs = side.kind in ("rollout", "shared") and not side.of_kind
         if side.pool == pool and not is_theirs and not takes_turns:
             num_gpus -= side.num_gpus
@@ -151,7 +160,7 @@ def _check_names(run: Run) -> None:
     pools = OneOf(sorted(run.cluster.pools))
     if not pools:
         raise RunError("cluster.pools", {}, dict, "cluster.pools is empty, got {}: name a pool")
-    for claim in claims_of(run):
+    for claim in claims_of(run.rollout.kinds, run.trainers, run.verifier):
         key, name = join_key(claim.key, "pool"), claim.pool
         if name not in pools:
             raise RunError(key, name, pools, f"{key} {name!r} is none of the pools {list(pools)}")
@@ -163,10 +172,10 @@ def _check_names(run: Run) -> None:
                 raise RunError(key, link.between, pools, text)
 
 
-def _check_links(run: Run) -> None:
+def _check_links(links: list[LinkConfig]) -> None:
     """Refuse a link of a pool with itself, and a second one between two pools, of which neither would carry anything."""
     seen: dict[frozenset[str], int] = {}
-    for index, link in enumerate(run.cluster.links):
+    for index, link in enumerate(links):
         key, pair = f"cluster.links.{index}.between", frozenset(link.between)
         first = seen.setdefault(pair, index)
         if len(pair) == 1:
@@ -178,8 +187,8 @@ def _check_links(run: Run) -> None:
             raise RunError(key, link.between, None, text, (f"cluster.links.{first}.between",))
 
 
-def _check_sizes(run: Run) -> None:
-    for name, pool in run.cluster.pools.items():
+def _check_sizes(pools: dict[str, PoolConfig]) -> None:
+    for name, pool in pools.items():
         if pool.num_gpus > MOST_GPUS:
             key = pool_key(name, "nodes")
             most = max(1, MOST_GPUS // pool.gpus_per_node)
@@ -188,26 +197,26 @@ def _check_sizes(run: Run) -> None:
             raise RunError(key, pool.nodes, Bounds(1, most), text, others)
 
 
-def _check_owned(run: Run) -> None:
-    for name, pool in run.cluster.pools.items():
+def _check_owned(pools: dict[str, PoolConfig]) -> None:
+    for name, pool in pools.items():
         if pool.owned and pool.spot_failures_per_gpu_day:
             key, rate = pool_key(name, "spot_failures_per_gpu_day"), pool.spot_failures_per_gpu_day
             text = f"{key}={rate:g} takes away rented GPUs, but the pool is owned: failures.per_gpu_day is for both"
             raise RunError(key, rate, Bounds(0, 0), text, (pool_key(name, "owned"),))
 
 
-def _check_domains(run: Run) -> None:
-    for name, pool in run.cluster.pools.items():
+def _check_domains(pools: dict[str, PoolConfig]) -> None:
+    for name, pool in pools.items():
         if pool.domain % pool.gpus_per_node:
             key, per_node = pool_key(name, "nvlink_domain"), pool.gpus_per_node
             text = f"{key} must be a multiple of gpus_per_node={per_node}, got {pool.domain}"
             raise RunError(key, pool.domain, None, text, (pool_key(name, "gpus_per_node"),))
 
 
-def _check_rollout(run: Run) -> None:
-    for kind, rollout in enumerate(run.rollout.kinds):
+def _check_rollout(kinds: tuple[RolloutConfig, ...], pools: dict[str, PoolConfig]) -> None:
+    for kind, rollout in enumerate(kinds):
         key, degree, experts = kind_key(kind), rollout.tensor_parallel, rollout.expert_parallel
-        _check_tensor_parallel(key, rollout.pool, degree, run, spans_nodes=True)
+        _check_tensor_parallel(key, rollout.pool, degree, pools, spans_nodes=True)
         if rollout.data_parallel > 1:
             _check_attention_ranks(key, rollout)
         elif experts not in (1, degree):
@@ -243,9 +252,8 @@ def _check_attention_ranks(key: str, rollout: RolloutConfig) -> None:
         )
 
 
-def _check_kinds(run: Run) -> None:
+def _check_kinds(policies: PoliciesConfig, others: tuple[ReplicasConfig, ...]) -> None:
     """Refuse several kinds of replicas where a policy reckons with one."""
-    policies, others = run.policies, run.rollout.others
     if not others:
         return
     for key, value, only in (
@@ -261,14 +269,14 @@ def _check_kinds(run: Run) -> None:
             raise RunError(key, value, None, text, ("rollout.others",))
 
 
-def _check_trainers(run: Run) -> None:
-    for number, trainer in enumerate(run.trainers):
-        _check_trainer(run, trainer_key(number), trainer)
+def _check_trainers(trainers: tuple[TrainerConfig, ...], pools: dict[str, PoolConfig]) -> None:
+    for number, trainer in enumerate(trainers):
+        _check_trainer(pools, trainer_key(number), trainer)
 
 
-def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
-    _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, run)
-    _check_expert_slices(run, key, trainer)
+def _check_trainer(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfig) -> None:
+    _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, pools)
+    _check_expert_slices(pools, key, trainer)
     ranks = trainer.copies * trainer.tensor_parallel
     if ranks % trainer.expert_parallel:
         raise RunError(
@@ -290,12 +298,12 @@ def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
         )
 
 
-def _check_expert_slices(run: Run, key: str, trainer: TrainerConfig) -> None:
+def _check_expert_slices(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfig) -> None:
     """Refuse slices of experts that share no NVLink, or that other ranks of a stage cannot be folded into."""
     slices, ranks = trainer.expert_tensor_parallel, trainer.copies * trainer.tensor_parallel
     if slices is None:
         return
-    name, domain = f"{key}.expert_tensor_parallel", run.cluster.pools[trainer.pool].domain
+    name, domain = f"{key}.expert_tensor_parallel", pools[trainer.pool].domain
     others = (f"{key}.expert_parallel", f"{key}.data_parallel", f"{key}.tensor_parallel")
     if domain % slices:
         text = f"{name} must divide the {domain} GPUs that NVLink joins, got {slices}"
@@ -314,9 +322,9 @@ def _context(trainer: TrainerConfig) -> str:
     return "context_parallel x " if trainer.context_parallel > 1 else ""
 
 
-def _check_follower_names(run: Run) -> None:
-    taken = {"trainer", "verifier", "shared", *map(kind_name, range(run.num_kinds))}
-    for number, follower in enumerate(run.followers, start=1):
+def _check_follower_names(followers: tuple[SecondaryTrainerConfig, ...], num_kinds: int) -> None:
+    taken = {"trainer", "verifier", "shared", *map(kind_name, range(num_kinds))}
+    for number, follower in enumerate(followers, start=1):
         name = follower.name
         if not name or name != name.strip() or not name.isprintable() or name in taken:
             key = f"{trainer_key(number)}.name"
@@ -325,8 +333,7 @@ def _check_follower_names(run: Run) -> None:
         taken.add(follower.name)
 
 
-def _check_verifier(run: Run) -> None:
-    verifier = run.verifier
+def _check_verifier(verifier: VerifierConfig) -> None:
     if (verifier.pool is None) != (verifier.gpus_per_worker == 0):
         raise RunError(
             "verifier.gpus_per_worker",
@@ -339,10 +346,10 @@ def _check_verifier(run: Run) -> None:
 
 
 def _check_tensor_parallel(
-    side: str, pool: str, degree: int, run: Run, *, spans_nodes: bool = False
+    side: str, pool: str, degree: int, pools: dict[str, PoolConfig], *, spans_nodes: bool = False
 ) -> None:
     """Refuse tensor ranks that share no NVLink, but for those of a replica that has several whole domains."""
-    config = run.cluster.pools[pool]
+    config = pools[pool]
     domain, what = config.domain, "a node" if config.nvlink_domain is None else "an NVLink domain"
     if domain % degree and not (spans_nodes and degree % domain == 0):
         key = f"{side}.tensor_parallel"
@@ -354,7 +361,7 @@ def _check_tensor_parallel(
 
 def _check_shared(run: Run) -> None:
     """Generation and training that take turns on one set of GPUs cannot overlap, or send over a wire."""
-    if not run.shares_gpus:
+    if not run.policies.shares_gpus:
         return
     if run.rollout.pool != run.trainer.pool:
         raise RunError(
@@ -385,7 +392,11 @@ def _check_num_gpus(run: Run) -> None:
     for name, pool in run.cluster.pools.items():
         need = gpus_used(run, name)
         if need > pool.num_gpus:
-            users = [claim for claim in claims_of(run) if claim.pool == name]
+            users = [
+                claim
+                for claim in claims_of(run.rollout.kinds, run.trainers, run.verifier)
+                if claim.pool == name
+            ]
             products = " and ".join(map(_product, users))
             text = f"pool {name!r} has {pool.num_gpus} GPUs, but {products} need {need}"
             keys = [claim.keys[0] for claim in users]
@@ -401,12 +412,14 @@ def _product(claim: Claim) -> str:
     return f"{claim.key}.{' x '.join(factors)}"
 
 
-def _check_link(run: Run) -> None:
-    for kind, rollout in enumerate(run.rollout.kinds):
-        ends = (rollout.pool, run.trainer.pool)
-        if ends[0] != ends[1] and find_link(run.of_kind(kind)) is None:
-            text = f"cluster.links has no link between {ends[0]!r} and {ends[1]!r}"
-            raise RunError("cluster.links", run.cluster.links, None, text)
+def _check_link(
+    links: list[LinkConfig], kinds: tuple[RolloutConfig, ...], trainer_pool: str
+) -> None:
+    for rollout in kinds:
+        first, second = rollout.pool, trainer_pool
+        if first != second and find_link(links, first, second) is None:
+            text = f"cluster.links has no link between {first!r} and {second!r}"
+            raise RunError("cluster.links", links, None, text)
 
 
 def _check_resize(run: Run) -> None:
@@ -422,7 +435,7 @@ def _check_resize(run: Run) -> None:
             f"{run.rollout.pool!r} has GPUs, got {most}",
             ("rollout.replicas",),
         )
-    unit = policies.resize_unit or replicas_per_node(run)
+    unit = policies.resize_unit or replicas_per_node(run.rollout, run.cluster.pools)
     if policies.resize == "adjust" and least + unit > most and policies.shrink_after is None:
         raise RunError(
             "policies.resize",
@@ -439,20 +452,21 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, min(number, MOST_DEGREE) + 1) if number % n == 0]
 
 
-POOL_CHECKS = (
-    *(
-        _check_names,
-        _check_links,
-        _check_sizes,
-        _check_owned,
-        _check_domains,
-        _check_rollout,
-        _check_kinds,
-        _check_trainers,
-    ),
+POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
+    _check_names,
+    lambda run: _check_links(run.cluster.links),
+    lambda run: _check_sizes(run.cluster.pools),
+    lambda run: _check_owned(run.cluster.pools),
+    lambda run: _check_domains(run.cluster.pools),
+    lambda run: _check_rollout(run.rollout.kinds, run.cluster.pools),
+    lambda run: _check_kinds(run.policies, run.rollout.others),
+    lambda run: _check_trainers(run.trainers, run.cluster.pools),
     _check_shared,
-    *(_check_follower_names, _check_verifier),
-    *(_check_num_gpus, _check_link, _check_resize),
+    lambda run: _check_follower_names(run.followers, run.rollout.num_kinds),
+    lambda run: _check_verifier(run.verifier),
+    _check_num_gpus,
+    lambda run: _check_link(run.cluster.links, run.rollout.kinds, run.trainer.pool),
+    _check_resize,
 )
 """Each raises `RunError`; later ones rely on earlier ones."""
 

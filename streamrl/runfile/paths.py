@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.roles_config import REWARD_MODEL, file_of, with_file
+from streamrl.runfile.roles_config import REWARD_MODEL, VerifierConfig, file_of, with_file
 from streamrl.runfile.section import Section
 from streamrl.runfile.workload_config import HUB
 
@@ -38,7 +38,7 @@ def paths_of(run: Run) -> dict[str, str]:
         *PATH_KEYS,
         *(f"workload.source.{place}.prompts" for place in range(len(run.workload.source))),
         *map(run.verifier.key, range(len(run.verifier.rewards))),
-        *_model_keys(run),
+        *_model_keys(run.verifier),
     ]
     found = {key: _path_in(key, _value(run, key)) for key in keys}
     lengths = run.workload.lengths
@@ -47,9 +47,9 @@ def paths_of(run: Run) -> dict[str, str]:
     return {key: path for key, path in found.items() if path is not None}
 
 
-def _model_keys(run: Run) -> list[str]:
+def _model_keys(verifier: VerifierConfig) -> list[str]:
     """Return the key of the directory of a run's reward model, where it has one."""
-    rewards = enumerate(run.verifier.reward)
+    rewards = enumerate(verifier.reward)
     return [f"verifier.reward.{at}{MODEL}" for at, each in rewards if each.scorer == REWARD_MODEL]
 
 

@@ -117,6 +117,11 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     that somebody waits for, or simulates to learn that nobody would: set it by what your steps take."""
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether generation and training take turns on the same GPUs."""
+        return self.system == "colocated"
+
+    @property
     def follows_pressure(self) -> bool:
         """Whether the places of a replica follow the pressure on its KV cache, which its world then tells."""
         match self.concurrency:
@@ -156,3 +161,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     sent, or each replica while it loads them."""
     anchor_every: int = 20
     """Executed, mode delta: every so many synchronisations a place is sent all weights; 1: always."""
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the adapters that the leading trainer learns; None where it learns all weights."""
+        return self.lora_rank if self.mode == "lora" else None

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from streamrl.runfile.config import Run, num_extra, whole_groups
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.workload_config import LengthsConfig
 
 
-def _check_tail_batching(run: Run) -> None:
+def _check_tail_batching(
+    policies: PoliciesConfig, steps: int, lengths: LengthsConfig | None
+) -> None:
     """Refuse to put off long prompts where nobody knows which these are, or past the end of the run."""
-    if run.policies.tail_batching == "none":
+    if policies.tail_batching == "none":
         return
-    steps, every = run.algorithm.steps, run.policies.tail_every
-    if run.workload.lengths is not None and run.workload.lengths.ranker == "none":
+    every = policies.tail_every
+    if lengths is not None and lengths.ranker == "none":
         raise RunError(
             "policies.tail_batching",
-            run.policies.tail_batching,
+            policies.tail_batching,
             OneOf(["none"]),
             "policies.tail_batching 'defer' needs a ranker that tells long prompts from short ones, "
             "got workload.lengths.ranker 'none'",
@@ -33,9 +39,9 @@ def _check_tail_batching(run: Run) -> None:
         )
 
 
-def _check_learning(run: Run) -> None:
+def _check_learning(policies: PoliciesConfig, group_size: int) -> None:
     """Refuse to learn what comes too late: rollouts must be sent one by one, the longest first."""
-    policies, others = run.policies, ("policies.learns_from_siblings",)
+    others = ("policies.learns_from_siblings",)
     if not policies.learns_from_siblings:
         return
     for key, value, only in (
@@ -57,20 +63,19 @@ def _check_learning(run: Run) -> None:
             "choose another, or policies.learns_from_siblings = false",
             others,
         )
-    if run.algorithm.group_size < 2:
+    if group_size < 2:
         raise RunError(
             "algorithm.group_size",
-            run.algorithm.group_size,
+            group_size,
             Bounds(2),
             f"policies.learns_from_siblings needs an algorithm.group_size of 2 or more, "
-            f"got {run.algorithm.group_size}",
+            f"got {group_size}",
             others,
         )
 
 
-def _check_overrun(run: Run) -> None:
+def _check_overrun(policies: PoliciesConfig) -> None:
     """Refuse to move rollouts to replicas of a tail that nobody has made."""
-    policies = run.policies
     if policies.migration == "overrun" and policies.dispatch != "skewness-aware":
         raise RunError(
             "policies.migration",
@@ -82,9 +87,8 @@ def _check_overrun(run: Run) -> None:
         )
 
 
-def _check_fraction(run: Run) -> None:
+def _check_fraction(bound: float | int | None, prompts: int) -> None:
     """Refuse a part of a step that is less than one group."""
-    bound, prompts = run.policies.max_staleness, run.algorithm.prompts_per_step
     if bound and not whole_groups(bound, prompts):
         raise RunError(
             "policies.max_staleness",
@@ -95,9 +99,8 @@ def _check_fraction(run: Run) -> None:
         )
 
 
-def _check_over_staleness(run: Run) -> None:
+def _check_over_staleness(policies: PoliciesConfig) -> None:
     """Refuse to drop what is too stale where a step waits for the very groups that were drawn for it."""
-    policies = run.policies
     if policies.over_staleness == "drop" and policies.consumption != "greedy":
         raise RunError(
             "policies.over_staleness",
@@ -109,9 +112,9 @@ def _check_over_staleness(run: Run) -> None:
         )
 
 
-def _check_oversampling(run: Run) -> None:
+def _check_oversampling(policies: PoliciesConfig, prompts_per_step: int) -> None:
     """Refuse to draw more than a step takes where that cannot leave the slow ones over."""
-    policies, key = run.policies, "policies.oversampling"
+    key = "policies.oversampling"
     if policies.oversampling == 1:
         return
     text = ""
@@ -120,8 +123,8 @@ def _check_oversampling(run: Run) -> None:
         text = "needs policies.consumption 'greedy', which takes the groups that are done first"
     elif policies.system == "one-step-async" if waits is None else waits:
         text = "needs policies.waits_for_whole_batches = false: what is drawn too much for a step is drawn with it"
-    elif not num_extra(run):
-        text = f"of algorithm.prompts_per_step={run.algorithm.prompts_per_step} adds no group"
+    elif not num_extra(policies.oversampling, prompts_per_step):
+        text = f"of algorithm.prompts_per_step={prompts_per_step} adds no group"
     elif policies.tail_batching != "none":
         text = "draws more prompts than policies.tail_batching 'defer' has put in a step"
     if text:
@@ -129,9 +132,9 @@ def _check_oversampling(run: Run) -> None:
         raise RunError(key, policies.oversampling, OneOf([1.0]), told, ("policies.consumption",))
 
 
-def _check_concurrency(run: Run) -> None:
+def _check_concurrency(policies: PoliciesConfig) -> None:
     """Refuse to count places where rollouts are sent without asking for one."""
-    policies, others = run.policies, ("policies.concurrency",)
+    others = ("policies.concurrency",)
     if policies.concurrency == "fixed":
         return
     for key, value, only in (
@@ -172,7 +175,7 @@ def _check_promotion(run: Run) -> None:
             follower.pool != run.trainer.pool,
             f"which is not in the leader's pool {run.trainer.pool!r}",
         ),
-        (run.shares_gpus, "as the leader shares its GPUs with replicas"),
+        (run.policies.shares_gpus, "as the leader shares its GPUs with replicas"),
         (run.framework.optimizer_steps > 1, "where a batch has several optimizer steps"),
     ):
         if is_wrong:
@@ -180,8 +183,14 @@ def _check_promotion(run: Run) -> None:
             raise RunError(key, policies.promote, OneOf([None]), text)
 
 
-POLICY_CHECKS = (
-    *(_check_tail_batching, _check_learning, _check_overrun, _check_promotion),
-    *(_check_fraction, _check_over_staleness, _check_oversampling, _check_concurrency),
+POLICY_CHECKS: tuple[Callable[[Run], None], ...] = (
+    lambda run: _check_tail_batching(run.policies, run.algorithm.steps, run.workload.lengths),
+    lambda run: _check_learning(run.policies, run.algorithm.group_size),
+    lambda run: _check_overrun(run.policies),
+    _check_promotion,
+    lambda run: _check_fraction(run.policies.max_staleness, run.algorithm.prompts_per_step),
+    lambda run: _check_over_staleness(run.policies),
+    lambda run: _check_oversampling(run.policies, run.algorithm.prompts_per_step),
+    lambda run: _check_concurrency(run.policies),
 )
 """Each raises `RunError` where a policy lacks what it works with."""

@@ -229,6 +229,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         return own if own is not None and own.enabled else None
 
     @property
+    def num_kinds(self) -> int:
+        """Kinds of replicas."""
+        return 1 + len(self.others)
+
+    @property
     def kinds(self) -> tuple[RolloutConfig, ...]:
         """What each kind of replica is by itself, those that are named first before `others`."""
         if not self.others:

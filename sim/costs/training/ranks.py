@@ -47,7 +47,7 @@ class Ranks:
     def of(cls, run: Run) -> Ranks:
         """Return the ranks of a run's trainer."""
         pool = run.cluster.pools[run.trainer.pool]
-        num_trained, adapter_rank = num_trained_models(run), run.adapter_rank or 0
+        num_trained, adapter_rank = num_trained_models(run), run.sync.adapter_rank or 0
         return cls(
             model=load_model(run.model).seen_by(longest_sequence(run)),
             gpu=gpu_of(pool),

@@ -63,7 +63,7 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
     known = {arg.option.of for arg in arguments}
     known |= {name for arg in arguments for name in arg.option.covers}
     notes = [note.text for note in table.notes if _holds(note.when, facts)]
-    if framework.layout_for(run) is None:
+    if framework.layout_for(run.trainer) is None:
         notes.insert(0, "no training back end splits a trainer as the plan does")
     return Launchable(
         framework,

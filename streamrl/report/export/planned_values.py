@@ -43,7 +43,7 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
 
 def planned_facts(run: Run, framework: Framework) -> set[str]:
     """Return what holds of a plan, its trainer as a back end of the framework has it."""
-    layout = framework.layout_for(run)
+    layout = framework.layout_for(run.trainer)
     named = {
         run.trainer.packing,
         f"algorithm:{run.algorithm.name}",
@@ -64,7 +64,7 @@ def conditions(run: Run) -> dict[str, bool]:
     """Return the facts that hold of a plan or not, whatever the framework."""
     algorithm, system = run.algorithm, choose_system(run.policies)
     return {
-        "colocated": run.shares_gpus,
+        "colocated": run.policies.shares_gpus,
         "async": system.staleness_bound > 0,
         "drops-stale": system.over_staleness == "drop",
         "syncs-seldom": system.sync_every > 1,
@@ -187,13 +187,13 @@ def _machines(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("trainer_nodes", "nodes of the trainer", trainer.nodes)
     yield PlannedValue("trainer_gpus_per_node", "its GPUs on each", trainer.per_node)
     nodes = [side.nodes for side in (rollout, trainer)]
-    both = max(nodes) if run.shares_gpus else sum(nodes)
+    both = max(nodes) if run.policies.shares_gpus else sum(nodes)
     yield PlannedValue("all_nodes", "nodes of both sides", both)
     alike = rollout.per_node if rollout.per_node == trainer.per_node else None
     yield PlannedValue(
         "gpus_per_node", "the number of GPUs on each node, alike on both sides,", alike
     )
-    yield PlannedValue("is_colocated", "policies.system", run.shares_gpus)
+    yield PlannedValue("is_colocated", "policies.system", run.policies.shares_gpus)
 
 
 def _algorithm(run: Run) -> Iterator[PlannedValue]:
@@ -260,7 +260,10 @@ def _late_groups(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("sync_every", "policies.sync_every", every, (1,))
     late = policies.over_staleness
     yield PlannedValue("over_staleness", "policies.over_staleness", late, ("wait",))
-    share, drawn = policies.oversampling, prompts + num_extra(run)
+    share, drawn = (
+        policies.oversampling,
+        prompts + num_extra(run.policies.oversampling, run.algorithm.prompts_per_step),
+    )
     yield PlannedValue("oversampling", "policies.oversampling", share, (1,))
     key = f"algorithm.prompts_per_step x policies.oversampling={share}"
     yield PlannedValue("prompts_drawn", key, drawn)

@@ -141,7 +141,7 @@ def _lengths_source(lengths: LengthsConfig) -> str:
 
 def _of_framework(run: Run) -> Iterator[Assumption]:
     """Yield whose training it is, and what of a step that says."""
-    framework = framework_of(run)
+    framework = framework_of(run.framework.name)
     if framework is None:
         return
     place = f"profiles/frameworks/{framework.name}.toml"

@@ -130,7 +130,8 @@ def _steps_text(window: Window, metrics: Metrics) -> str:
 def lanes_of(run: Run, timeline: Timeline) -> dict[str, list[Span]]:
     """Return by name what is drawn below the replicas: each trainer, the link, and verifiers that have GPUs."""
     lanes = {
-        name: timeline.trainers.get(trainer, []) for trainer, name in enumerate(trainer_names(run))
+        name: timeline.trainers.get(trainer, [])
+        for trainer, name in enumerate(trainer_names(run.followers))
     }
     lanes["link"] = timeline.link
     if run.verifier.num_gpus:
@@ -146,7 +147,7 @@ def step_words(run: Run, timeline: Timeline, window: Window) -> Iterator[str]:
         least, most = percent(min(shares)), percent(max(shares))
         these = "this step's" if len(window.ends) == 1 else "these steps'"
         yield f"Of {these} {seconds(took)}, replicas generate {least} to {most} each."
-    for trainer, name in enumerate(trainer_names(run)):
+    for trainer, name in enumerate(trainer_names(run.followers)):
         shares_of = _shares_of(timeline.trainers.get(trainer, []), window)
         yield (
             f"The time of {name}: {shares_of}." if trainer else f"The trainer's time: {shares_of}."
@@ -180,7 +181,7 @@ def _shares_of(spans: Sequence[Span], window: Window) -> str:
 
 def trained_on_replicas(run: Run, timeline: Timeline) -> dict[int, list[Span]]:
     """Return what the leading trainer does on the GPUs that it shares with replicas, by replica."""
-    if not run.shares_gpus:
+    if not run.policies.shares_gpus:
         return {}
     spans = timeline.trainers.get(LEADER, [])
     work = [span for span in spans if span.activity in ("score", "train")]
