@@ -15,6 +15,7 @@ from streamrl.engine.presets import choose_system
 from streamrl.executor.prompt_probe import read_probe
 from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import dispatch_named
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families, prompt_family
 from streamrl.workload.prompt_order import TailBatches, make_order
@@ -170,8 +171,8 @@ def expecting_policy(run: Run) -> str | None:
         return "policies.tail_batching 'defer'"
     if ranker is not None and ranker.history:
         return None
-    if system.dispatch == "skewness-aware":
-        return "policies.dispatch 'skewness-aware'"
+    if dispatch_named(system.dispatch).needs_lengths:
+        return f"policies.dispatch {system.dispatch!r}"
     if system.order == "longest-first" and not policies.learns_from_siblings:
         return "policies.order 'longest-first'"
     return None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, get_args
 
 from msgspec.structs import replace
 
 from streamrl.engine.presets import SYSTEMS
 from streamrl.hardware.profiles import known_engines
 from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, DISPATCH, DispatchName
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.frameworks import Framework, framework_of, keep_filled_in
 from streamrl.runfile.policies_config import (
-    DispatchName,
     OrderName,
     PoliciesConfig,
     SyncConfig,
@@ -30,7 +30,7 @@ OWN_LAG = {
     for key in ("sync_every", "over_staleness", "oversampling", "left_over")
 }
 """What a run file says of late groups for its own system; others, which take them in order, are tried without."""
-USUAL_DISPATCH: tuple[DispatchName, ...] = ("least-loaded", "skewness-aware")
+USUAL_DISPATCH: tuple[DispatchName, ...] = (DEFAULT_DISPATCH, "skewness-aware")
 
 
 class Mode(NamedTuple):
@@ -110,7 +110,7 @@ def _usual_dispatch(run: Run) -> list[DispatchName | None]:
     own = run.policies.dispatch
     if lengths is None or lengths.ranker == "none":
         return [own]
-    named = (own or "least-loaded", *USUAL_DISPATCH)
+    named = (own or DEFAULT_DISPATCH, *USUAL_DISPATCH)
     return list(dict.fromkeys(named))
 
 
@@ -179,8 +179,8 @@ def _check_engine(run: Run, framework: Framework) -> None:
 def _able(run: Run, framework: Framework) -> Choices:
     return Choices(
         systems=[way.name for way in framework.systems],
-        dispatch=list(framework.dispatch),
-        order=list(framework.order),
+        dispatch=[*(framework.dispatch or DISPATCH.own)],
+        order=[*(framework.order or get_args(OrderName))],
         sync_modes=framework.sync_modes(run.costs.engine),
     )
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from streamrl.engine.presets import System
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import steps_for_one
+from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.sim.planner.estimates import Estimates, StageSeconds
@@ -106,7 +107,7 @@ def _of_trainer(trainer: Degrees) -> int:
 
 
 def _of_mode(mode: Mode, system: System) -> int:
-    is_plain = mode.dispatch in (None, "least-loaded")
+    is_plain = mode.dispatch in (None, DEFAULT_DISPATCH)
     streams = system.streaming == "stream"
     return system.staleness_bound + streams + (not is_plain) + (mode.sync_mode == "delta")
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from streamrl.hardware.profiles import known_engines
 from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.runfile.frameworks import (
     SPLITS,
@@ -100,15 +101,15 @@ def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
 
 def _choices(run: Run, framework: Framework) -> Iterator[Chosen]:
     policies = run.policies
-    of_each: tuple[tuple[str, str, Sequence[str]], ...] = (
+    of_each: tuple[tuple[str, str, Sequence[str] | None], ...] = (
         ("policies.system", policies.system, [way.name for way in framework.systems]),
         ("sync.mode", run.sync.mode, framework.sync_modes(run.costs.engine)),
-        ("policies.dispatch", policies.dispatch or "least-loaded", framework.dispatch),
+        ("policies.dispatch", policies.dispatch or DEFAULT_DISPATCH, framework.dispatch),
         ("policies.order", policies.order or "fifo", framework.order),
         ("costs.engine", run.costs.engine, _engines(framework)),
     )
     for what, (key, value, able) in zip(CHOICES, of_each, strict=True):
-        yield Chosen(f"framework-{what}", key, value, list(able))
+        yield Chosen(f"framework-{what}", key, value, [value] if able is None else list(able))
 
 
 def _engines(framework: Framework) -> list[str]:

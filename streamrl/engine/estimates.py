@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
 from streamrl.engine.fleet import Fleet
+from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import PoliciesConfig
 
 
 class Latency:
@@ -57,6 +59,24 @@ class Latency:
 
 
 STEPS_KEPT = 2  # one follows a drift fastest; a second evens out who happened to finish last
+
+
+def latency_of(policies: PoliciesConfig, wanted_by: str) -> Latency:
+    """Return the seconds of a decode step of a run; `ValueError` where nobody has filled them in."""
+    if policies.latency is None:
+        raise ValueError(
+            f"policies.latency is missing: {wanted_by} reckons with the seconds of a decode step"
+        )
+    return Latency(policies.latency)
+
+
+def latencies_of(run: Run, wanted_by: str) -> Iterator[Latency]:
+    """Yield the seconds of a decode step of each kind of replica."""
+    yield latency_of(run.policies, wanted_by)
+    for other in run.rollout.others:
+        if other.latency is None:
+            raise ValueError(f"rollout.others: latency is missing, which {wanted_by} reckons with")
+        yield Latency(other.latency)
 
 
 class RecentLengths:

@@ -32,9 +32,9 @@ from math import ceil
 from typing import assert_never
 
 from streamrl.runfile.config import Run, num_extra, whole_groups
+from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, DispatchName
 from streamrl.runfile.policies_config import (
     ConsumptionName,
-    DispatchName,
     OrderName,
     OverStalenessName,
     PoliciesConfig,
@@ -88,7 +88,7 @@ class System:
     max_staleness: float | int = 0
     sync_every: int = 1
     waits_for_whole_batches: bool = False
-    dispatch: DispatchName = "least-loaded"
+    dispatch: DispatchName = DEFAULT_DISPATCH
     order: OrderName = "fifo"
     streaming: StreamingName = "stream"
     consumption: ConsumptionName = "strict-fifo"

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from streamrl.engine.engine import Engine, Policy
 from streamrl.engine.entities import WaitingRollouts
-from streamrl.engine.estimates import Latency, RecentLengths
+from streamrl.engine.estimates import RecentLengths, latency_of
 from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import make_fleet
 from streamrl.engine.messages import TrainerJoined
@@ -21,12 +21,8 @@ from streamrl.engine.policies.dispatch import (
     Dispatch,
     EvenShares,
     FirstInFirstOut,
-    JustInTime,
-    LeastLoaded,
     LongestFirst,
     Order,
-    Random,
-    RoundRobin,
 )
 from streamrl.engine.policies.migration import MoveOverrun, MoveRollouts, MoveStragglers
 from streamrl.engine.policies.oversampling import DropSurplus, KeepSurplus, SkipUniform
@@ -56,11 +52,11 @@ from streamrl.engine.presets import AdmissionWindow, choose_system, window_of
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, Batch, StreamShare, TrainerSide
 from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import DISPATCH, dispatch_named
 from streamrl.runfile.files import with_secondary_trainer
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
 from streamrl.runfile.policies_config import (
     OrderName,
-    PoliciesConfig,
     StreamingName,
     WeightSyncName,
 )
@@ -157,25 +153,9 @@ def build_dispatch(run: Run) -> list[Policy]:
 
 
 def _choose_dispatch(run: Run) -> Dispatch:
-    policies, system = run.policies, choose_system(run.policies)
-    order = _order(system.order)
-    together = policies.group_placement == "together"
-    match system.dispatch:
-        case "least-loaded" if policies.learns_from_siblings or policies.follows_pressure:
-            return JustInTime(order, run.rollout.max_running)
-        case "least-loaded":
-            return LeastLoaded(order, together)
-        case "round-robin":
-            return RoundRobin(order, together)
-        case "random":
-            return Random(order, together, run.seed)
-        case "skewness-aware":
-            latencies = list(_latencies(run, f"policies.dispatch {system.dispatch!r}"))
-            return SkewnessAware(
-                order, together, latencies, policies.tail_share, policies.skew_objective
-            )
-        case _:
-            assert_never(system.dispatch)
+    system = choose_system(run.policies)
+    policy = DISPATCH.class_of(system.dispatch, Dispatch)
+    return policy.make(run, _order(system.order))
 
 
 def _order(name: OrderName) -> Order:
@@ -220,7 +200,7 @@ def _migration(run: Run, dispatch: Dispatch) -> MoveRollouts | None:
     policies = run.policies
     if policies.migration == "none":
         return None
-    latency = _latency(policies, f"policies.migration {policies.migration!r}")
+    latency = latency_of(policies, f"policies.migration {policies.migration!r}")
     if policies.context_time is None:
         raise ValueError(
             "policies.context_time is missing: a move pays for the context that is computed again or sent"
@@ -241,7 +221,7 @@ def build_resize(run: Run) -> AdjustReplicas:
     """
     policies = run.policies
     return AdjustReplicas(
-        _latency(policies, f"policies.resize {policies.resize!r}"),
+        latency_of(policies, f"policies.resize {policies.resize!r}"),
         unit=policies.resize_unit or replicas_per_node(run.rollout, run.cluster.pools),
         most=policies.max_replicas or most_replicas(run),
         window=policies.resize_window,
@@ -253,7 +233,7 @@ def needs_latency(run: Run) -> bool:
     """Whether a policy of the run reckons with `policies.latency`."""
     policies = run.policies
     return (
-        choose_system(policies).dispatch == "skewness-aware"
+        dispatch_named(choose_system(policies).dispatch).needs_latency
         or policies.resize == "adjust"
         or policies.migration != "none"
     )
@@ -267,23 +247,6 @@ def needs_costs(run: Run) -> bool:
 def moves_caches(run: Run) -> bool:
     """Whether a rollout that moves takes its KV cache along."""
     return run.policies.migration != "none" and run.rollout.migration_transfer == "kv"
-
-
-def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:
-    if policies.latency is None:
-        raise ValueError(
-            f"policies.latency is missing: {wanted_by} reckons with the seconds of a decode step"
-        )
-    return Latency(policies.latency)
-
-
-def _latencies(run: Run, wanted_by: str) -> Iterator[Latency]:
-    """Yield the seconds of a decode step of each kind of replica."""
-    yield _latency(run.policies, wanted_by)
-    for other in run.rollout.others:
-        if other.latency is None:
-            raise ValueError(f"rollout.others: latency is missing, which {wanted_by} reckons with")
-        yield Latency(other.latency)
 
 
 def most_per_command(run: Run, streaming: StreamingName) -> int:

@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import DispatchName
 from streamrl.runfile.keys import full_key, place_of
 from streamrl.runfile.policies_config import (
-    DispatchName,
     OrderName,
     SyncConfig,
     SyncMode,
@@ -149,8 +149,10 @@ class Framework(_Table, frozen=True, kw_only=True):
     engines: list[SupportedEngine] = []
     """None where it generates with whatever `costs.engine` names."""
     layouts: list[Layout]
-    dispatch: list[DispatchName]
-    order: list[OrderName]
+    dispatch: list[DispatchName] | None = None
+    """Dispatch policies of this project that it has; all where absent."""
+    order: list[OrderName] | None = None
+    """The same of orders."""
     mixes_replicas: bool
     """Whether replicas of several kinds may generate beside each other."""
     step_time: Seconds | None = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
+from streamrl.runfile.dispatch_choice import DispatchName
+from streamrl.runfile.policies_config import OrderName, SyncMode, SystemName
 from streamrl.runfile.roles_config import Recompute
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, assert_never
 
+from streamrl.runfile.dispatch_choice import DispatchName
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import SECONDS_PER_DAY, Duration, Size
 
 SystemName = Literal[
     "colocated", "disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async"
 ]
-DispatchName = Literal["least-loaded", "round-robin", "random", "skewness-aware"]
 OrderName = Literal["fifo", "longest-first"]
 StreamingName = Literal["whole-batch", "stream"]
 ConsumptionName = Literal["strict-fifo", "greedy"]

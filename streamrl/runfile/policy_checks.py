@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from streamrl.runfile.config import Run, num_extra, whole_groups
+from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, dispatch_named
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.workload_config import LengthsConfig
@@ -45,7 +46,7 @@ def _check_learning(policies: PoliciesConfig, group_size: int) -> None:
     if not policies.learns_from_siblings:
         return
     for key, value, only in (
-        ("policies.dispatch", policies.dispatch or "least-loaded", "least-loaded"),
+        ("policies.dispatch", *_just_in_time(policies)),
         ("policies.order", policies.order or "fifo", "longest-first"),
         ("policies.group_placement", policies.group_placement, "split"),
     ):
@@ -74,15 +75,21 @@ def _check_learning(policies: PoliciesConfig, group_size: int) -> None:
         )
 
 
+def _just_in_time(policies: PoliciesConfig) -> tuple[str, str]:
+    """Return the dispatch policy of a run, and one that can wait for places: itself, if it can."""
+    chosen = policies.dispatch or DEFAULT_DISPATCH
+    return chosen, chosen if dispatch_named(chosen).sends_just_in_time else DEFAULT_DISPATCH
+
+
 def _check_overrun(policies: PoliciesConfig) -> None:
     """Refuse to move rollouts to replicas of a tail that nobody has made."""
-    if policies.migration == "overrun" and policies.dispatch != "skewness-aware":
+    if policies.migration == "overrun" and not dispatch_named(policies.dispatch).has_tail:
         raise RunError(
             "policies.migration",
             policies.migration,
             OneOf(["none", "consolidate"]),
             "policies.migration 'overrun' moves rollouts to the tail's replicas of policies.dispatch 'skewness-aware', "
-            f"got policies.dispatch {policies.dispatch or 'least-loaded'!r}",
+            f"got policies.dispatch {policies.dispatch or DEFAULT_DISPATCH!r}",
             ("policies.dispatch",),
         )
 
@@ -138,7 +145,7 @@ def _check_concurrency(policies: PoliciesConfig) -> None:
     if policies.concurrency == "fixed":
         return
     for key, value, only in (
-        ("policies.dispatch", policies.dispatch or "least-loaded", "least-loaded"),
+        ("policies.dispatch", *_just_in_time(policies)),
         ("policies.group_placement", policies.group_placement, "split"),
     ):
         if value != only:

@@ -21,6 +21,8 @@ from typing import Protocol
 from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.messages import Command, Generate
 from streamrl.engine.state import State
+from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import DispatchProperties
 
 MOST_TOKENS = 1 << 32  # no rollout is longer: steps stay apart in a longest-first priority
 
@@ -58,8 +60,16 @@ AHEAD = 1  # rollouts: in a real run the engine hears of a free place a moment l
 _MASK = (1 << 64) - 1
 
 
-class Dispatch:
-    """Send every rollout that may start to the replica that `choose` gives."""
+class Dispatch(DispatchProperties):
+    """Send every rollout that may start to the replica that `choose` gives.
+
+    A new policy overrides `choose`. It says what else it needs in the attributes of `DispatchProperties`.
+    """
+
+    @classmethod
+    def make(cls, run: Run, order: Order) -> Dispatch:
+        """Return the policy of a run."""
+        return cls(order, stay_together(run))
 
     def __init__(self, order: Order, keeps_groups: bool = False) -> None:
         self.order = order
@@ -92,6 +102,15 @@ class Dispatch:
 
 class LeastLoaded(Dispatch):
     """Send a rollout to the replica that has the fewest, by its share."""
+
+    sends_just_in_time = True
+
+    @classmethod
+    def make(cls, run: Run, order: Order) -> Dispatch:
+        """Return the policy, or `JustInTime` where the place of a rollout in line may change."""
+        if run.policies.learns_from_siblings or run.policies.follows_pressure:
+            return JustInTime(order, run.rollout.max_running)
+        return cls(order, stay_together(run))
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return the least loaded replica that is fresh enough."""
@@ -165,6 +184,11 @@ class Dealt(Dispatch):
 class Random(Dealt):
     """Give every replica an equal share of a step's rollouts, picked at random (StreamRL's Random-FIFO)."""
 
+    @classmethod
+    def make(cls, run: Run, order: Order) -> Dispatch:
+        """Return the policy with the run's seed."""
+        return cls(order, stay_together(run), run.seed)
+
     def __init__(self, order: Order, keeps_groups: bool, seed: int) -> None:
         super().__init__(order, keeps_groups)
         self.seed = seed
@@ -172,6 +196,11 @@ class Random(Dealt):
     def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
         """Share the units out in an order that only the seed and their ids decide."""
         self.share_out(sorted(units, key=lambda unit: mix(self.seed, unit[0].id)), replicas)
+
+
+def stay_together(run: Run) -> bool:
+    """Return whether the rollouts of a group share a replica."""
+    return run.policies.group_placement == "together"
 
 
 def mix(seed: int, number: int) -> int:

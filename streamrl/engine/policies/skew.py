@@ -12,9 +12,10 @@ from functools import partial
 from typing import assert_never
 
 from streamrl.engine.entities import Replica, Rollout
-from streamrl.engine.estimates import Latency, quantile
-from streamrl.engine.policies.dispatch import Dealt, Order
+from streamrl.engine.estimates import Latency, latencies_of, quantile
+from streamrl.engine.policies.dispatch import Dealt, Dispatch, Order, stay_together
 from streamrl.engine.state import State
+from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SkewObjective
 
 TAIL_QUANTILE, REGULAR_QUANTILE = 0.9, 0.5  # lengths that stand for each part, as in Algorithm 2
@@ -35,6 +36,18 @@ class Partition:
 
 class SkewnessAware(Dealt):
     """Deal the tail of a step over its own replicas, and the others over the rest, longest first."""
+
+    needs_latency = True
+    needs_lengths = True
+    has_tail = True
+
+    @classmethod
+    def make(cls, run: Run, order: Order) -> Dispatch:
+        """Return the policy with the seconds of a decode step of each kind of replica."""
+        policies = run.policies
+        latencies = list(latencies_of(run, f"policies.dispatch {policies.dispatch!r}"))
+        tail = (latencies, policies.tail_share, policies.skew_objective)
+        return cls(order, stay_together(run), *tail)
 
     def __init__(
         self,
