@@ -14,6 +14,7 @@ import numpy as np
 
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.sim.costs.training.profile import load_training_profile
@@ -89,7 +90,7 @@ def ppo_mfu(run: Run) -> float:
 
     Actor and critic forward and backward take 6 each, a reference and a log-probability forward 2 each.
     """
-    check_memory(run)
+    check_memory(resolve(run))
     costs, model = TrainingCosts.load(run), load_model(run.model)
     lengths = [PAPER_TOKENS] * run.algorithm.rollouts_per_step
     seconds = costs.train_time(lengths) + costs.score_time(lengths) + costs.optimizer_time

@@ -28,6 +28,7 @@ from streamrl.executor.roles import Sample
 from streamrl.executor.trainer.learner import Learner, load_learner
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.hardware.memory import trainer_memory
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.files import make_run
 
 GRADIENT_ERROR = {"float32": 1e-3, "bfloat16": 6e-2}
@@ -280,7 +281,7 @@ def _compare_memory(
 ) -> None:
     path = model_directory(scratch, model)
     count, length = SIZES.memory
-    predicted = trainer_memory(make_run(_memory_table(path, recompute, logits)))
+    predicted = trainer_memory(resolve(make_run(_memory_table(path, recompute, logits))).trainer)
     samples = make_samples(
         vocabulary_of(path), count, length // 4, length - length // 4, is_even=True
     )

@@ -11,8 +11,8 @@ from streamrl.engine.trainer_side import check_reach
 from streamrl.executor.adapter_layers import VLLM_PLACES
 from streamrl.executor.launchers.placement import device_of
 from streamrl.hardware.hugging_face import read_positions
-from streamrl.hardware.memory import longest_sequence
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import kind_key
 from streamrl.runfile.keys import trainer_key
@@ -223,7 +223,7 @@ def _limits_of_vllm(run: Run) -> Iterator[Limit]:
         f"from {least} to {most:g} for backend vllm, which samples at no other",
     )
     positions = None if run.model.path is None else read_positions(Path(run.model.path))
-    longest = longest_sequence(run)
+    longest = longest_sequence(run.rollout, run.workload)
     yield Limit(
         "workload.max_prompt_tokens + rollout.max_tokens",
         longest,

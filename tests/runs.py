@@ -40,6 +40,7 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine, build_policies, build_state
 from streamrl.hardware.memory import replica_workspace, weight_bytes
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
@@ -99,7 +100,8 @@ def run_with_capacity(tokens: int, changes: dict[str, Any] | None = None) -> Run
     run = small_run(changes)
     kv = load_model(run.model).kv_bytes_per_token(run.model.dtype)
     memory = load_gpu(run.cluster.pools[run.rollout.pool].gpu).usable_memory
-    share = (weight_bytes(run) + replica_workspace(run) + tokens * kv) / memory
+    replica = resolve(run).replica
+    share = (weight_bytes(replica) + replica_workspace(replica) + tokens * kv) / memory
     return small_run({**(changes or {}), "rollout.memory_utilization": share})
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from streamrl.engine.messages import Generated
 from streamrl.engine.trace import replay
 from streamrl.hardware.memory import kv_capacity, most_running
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_latency
@@ -38,7 +39,9 @@ def test_the_longest_rollouts_of_the_paper_fit_its_replicas_this_often(
     size: str, batch: int
 ) -> None:
     run = make_case(Case(size, "20K", "sync"))
-    assert most_running(run) == batch == kv_capacity(run) // 20_400 < run.rollout.max_running
+    replica = resolve(run).replica
+    assert most_running(replica) == batch == kv_capacity(replica) // 20_400
+    assert batch < run.rollout.max_running
     latency = fill_latency(run, Costs.load(run)).policies.latency
     assert latency is not None and latency[-1][0] == batch
     assert fullest(run, siblings=1, prompt_tokens=400) == batch
@@ -57,20 +60,23 @@ def test_a_replica_takes_in_as_many_as_the_closed_form_says(
         "rollout.shares_prefixes": shares_prefixes,
     }
     run = run_with_capacity(tokens, changes)
-    prompts = -(-most_running(run) // siblings) if shares_prefixes else most_running(run)
-    assert prompts * 40 + most_running(run) * 256 <= kv_capacity(run)
-    assert fullest(run, siblings) == most_running(run)
+    replica = resolve(run).replica
+    most = most_running(replica)
+    prompts = -(-most // siblings) if shares_prefixes else most
+    assert prompts * 40 + most * 256 <= kv_capacity(replica)
+    assert fullest(run, siblings) == most
 
 
 def test_max_running_bounds_a_replica_that_reserves_too() -> None:
     run = small_run({**RESERVE, "rollout.max_running": 5})
-    assert most_running(run) == fullest(run, siblings=1) == 5
+    assert most_running(resolve(run).replica) == fullest(run, siblings=1) == 5
 
 
 def test_a_replica_that_lets_in_on_demand_takes_in_more_than_may_grow_long() -> None:
     reserving = run_with_capacity(2400, RESERVE)
     on_demand = run_with_capacity(2400, {**RESERVE, "rollout.admission": "on-demand"})
-    assert fullest(reserving, 1) < fullest(on_demand, 1) <= most_running(on_demand) == 64
+    most = most_running(resolve(on_demand).replica)
+    assert fullest(reserving, 1) < fullest(on_demand, 1) <= most == 64
 
 
 @settings(max_examples=25, deadline=None)
@@ -92,7 +98,7 @@ def test_no_run_that_reserves_preempts_and_each_decides_alike_when_replayed(
         "workload.max_prompt_tokens": 64,
     }
     world = checked_world(run_with_capacity(900, changes))
-    most = most_running(world.run_file)
+    most = most_running(resolve(world.run_file).replica)
     trace = world.run()
     check_every_rollout_is_accounted_for(trace)
     assert not any(replica.num_preempted for replica in world.replicas.values())

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.hardware.memory import ROOMY
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.report.page.details import of_plan
 from streamrl.report.page.page import make_page, read_report, render_markdown
@@ -99,7 +100,7 @@ def test_a_part_of_a_node_that_is_rented_is_no_idle_node(tmp_path: Path) -> None
 
 def test_a_plan_leaves_its_trainer_the_room_that_doctor_asks_for() -> None:
     space = Space.open(few())
-    sides = [trainer_side(trainer.apply(space.run)) for trainer in space.trainers]
+    sides = [trainer_side(resolve(trainer.apply(space.run)).trainer) for trainer in space.trainers]
     assert all(side.need <= ROOMY * side.capacity for side in sides)
 
 
@@ -124,7 +125,7 @@ def test_trainers_without_room_are_taken_where_there_are_no_others() -> None:
     (roomy,) = find_trainers(run, Counter())
     for tokens in range(8000, 400_000, 1000):
         trainer = replace(roomy.apply(run).trainer, max_tokens_per_pass=tokens)
-        side = trainer_side(replace(run, trainer=trainer))
+        side = trainer_side(resolve(replace(run, trainer=trainer)).trainer)
         if side.need > ROOMY * side.capacity:
             break
     assert side.need < side.capacity

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.hardware.memory import most_running
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.batch_generation import Finish, StepBatch, StepEnds
 from streamrl.sim.costs.colocation import PhaseChange
@@ -144,7 +145,7 @@ def test_no_replicas_generate_a_batch_faster_than_its_bound(
     least = least_times(costs.decode, costs.kv_capacity, work)
     bound = max(least.longest, least.work / replicas)
     assert 0.4 * seconds < bound <= seconds
-    assert len(costs.decode.base) - 1 == most_running(found.apply(run))
+    assert len(costs.decode.base) - 1 == most_running(resolve(found.apply(run)).replica)
 
 
 # Steps --------------------------------------------------------------------------------------------

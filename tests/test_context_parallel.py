@@ -12,6 +12,7 @@ from streamrl.doctor.memory import MEMORY_FIXES
 from streamrl.hardware.memory import model_states, trainer_memory
 from streamrl.hardware.parallelism import check_split
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -160,13 +161,16 @@ def test_published_steps_with_context_ranks_are_predicted_within_a_tenth_though_
 def test_context_ranks_share_activations_and_logits_but_not_what_a_layer_attends_to() -> None:
     long = {"rollout.max_tokens": 65000, "workload.max_prompt_tokens": 536}
     one, four = (
-        trainer_memory(train_run(long, context_parallel=ranks, micro_batch=1)) for ranks in (1, 4)
+        trainer_memory(resolve(train_run(long, context_parallel=ranks, micro_batch=1)).trainer)
+        for ranks in (1, 4)
     )
     assert four["logits"] == one["logits"] / 4
     ring = 2 * 65536 * 2 * CACHES * CHANNELS * 2 / 4
     assert four["activations"] == pytest.approx(one["activations"] / 4 + ring)
     gathered = trainer_memory(
-        train_run(long, context_parallel=4, micro_batch=1, context_exchange="all-gather")
+        resolve(
+            train_run(long, context_parallel=4, micro_batch=1, context_exchange="all-gather")
+        ).trainer
     )
     assert gathered["activations"] == pytest.approx(four["activations"] + ring)
     assert four["weights"] == one["weights"] and four["optimizer"] < one["optimizer"]
@@ -243,4 +247,4 @@ def test_doctor_shares_the_tokens_of_a_pass_where_a_long_rollout_does_not_fit() 
     )
     found = next(iter(MEMORY_FIXES["trainer-memory"].candidates(run)))
     assert found["trainer.context_parallel"] >= 4
-    assert trainer_side(changed(run, found)).num_gpus == 16
+    assert trainer_side(resolve(changed(run, found)).trainer).num_gpus == 16

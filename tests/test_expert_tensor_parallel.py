@@ -10,6 +10,7 @@ import pytest
 
 from streamrl.hardware.memory import model_state, trainer_memory
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.report.export.launch_file import find_arguments
 from streamrl.report.export.option_table import ExportName
 from streamrl.runfile.config import Run
@@ -93,7 +94,9 @@ def test_a_gpu_holds_the_weights_of_its_slice_of_its_experts() -> None:
 
 def test_ranks_that_share_experts_hold_each_others_copies_of_tokens() -> None:
     kept = {
-        slices: trainer_memory(train_run(expert_tensor_parallel=slices, recompute="none"))
+        slices: trainer_memory(
+            resolve(train_run(expert_tensor_parallel=slices, recompute="none")).trainer
+        )
         for slices in (1, 2)
     }
     run = train_run()
@@ -112,7 +115,7 @@ def test_absent_it_is_whole_experts_among_expert_ranks_and_the_slices_of_attenti
         told, absent = (
             train_run(**{**degrees, "expert_tensor_parallel": value}) for value in (slices, None)
         )
-        assert trainer_memory(told) == trainer_memory(absent)
+        assert trainer_memory(resolve(told).trainer) == trainer_memory(resolve(absent).trainer)
         costs = [TrainingCosts.load(run) for run in (told, absent)]
         times = [one.stages.backward_times([(TOKENS, 7e6)])[0, 0] for one in costs]
         assert times[0] == times[1] and costs[0].optimizer_time == costs[1].optimizer_time

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from streamrl.cli.main import app
 from streamrl.hardware.memory import check_memory, most_running
+from streamrl.hardware.resolved import resolve
 from streamrl.report.fidelity import fidelity_page, section_of, with_section
 from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
@@ -67,7 +68,7 @@ def test_the_papers_own_ratios_follow_from_its_throughputs() -> None:
 @pytest.mark.parametrize("size", MODELS)
 def test_every_run_of_the_paper_fits_its_gpus(size: str, system: str) -> None:
     run = make_case(Case(size, "20K", system))
-    check_memory(run)
+    check_memory(resolve(run))
     assert run.num_gpus == GPUS[size]
     assert run.algorithm.rollouts_per_step == BATCH
 
@@ -93,7 +94,7 @@ def test_all_cells_take_one_reading_and_differ_only_in_model_length_and_system()
             for system in SYSTEMS:
                 run = make_case(Case(size, length, system))
                 assert run.rollout.admission == "reserve" and run.trainer.offload
-                assert most_running(run) < run.rollout.max_running
+                assert most_running(resolve(run).replica) < run.rollout.max_running
                 assert run.trainer.micro_batch == 4 and run.rollout.memory_utilization == 0.9
 
 

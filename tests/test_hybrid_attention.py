@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from streamrl.hardware.memory import kv_capacity, replica_workspace
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import TrainerConfig
@@ -83,8 +84,8 @@ def test_a_rollout_keeps_its_windows_and_its_states_whatever_its_length() -> Non
 def test_states_of_all_that_may_run_are_kept_free_before_the_cache_gets_the_rest() -> None:
     few, many = (plan("qwen3-next-80b-a3b", max_running=most) for most in (8, 512))
     states = [most * QWEN3_NEXT.shard_state_bytes("bfloat16", 8) for most in (8, 512)]
-    assert replica_workspace(many) >= states[1]
-    assert kv_capacity(few) > kv_capacity(many) > 512 * 1000
+    assert replica_workspace(resolve(many).replica) >= states[1]
+    assert kv_capacity(resolve(few).replica) > kv_capacity(resolve(many).replica) > 512 * 1000
 
 
 def test_a_window_that_no_rollout_fills_is_none() -> None:

@@ -18,6 +18,7 @@ from streamrl.executor.launchers.local_launcher import LocalLauncher
 from streamrl.executor.launchers.placement import Placement, gpus_needed
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import kv_capacity
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import memory_of
 from streamrl.record.charges import dollars_per_second, egress_dollars
 from streamrl.record.metrics import measure
@@ -170,7 +171,7 @@ def test_every_kind_decodes_as_fast_as_alone() -> None:
     assert {finish.replica for finish in finishes} == {0, 1, 2, 3}
     assert costs.of_kind(1).decode.step_time(4, 800) < costs.decode.step_time(4, 800)
     assert max(f.time for f in alone[1].values()) < max(f.time for f in alone[0].values())
-    assert costs.of_kind(1).kv_capacity == kv_capacity(run.of_kind(1))
+    assert costs.of_kind(1).kv_capacity == kv_capacity(resolve(run.of_kind(1)).replica)
 
 
 def test_the_gpu_seconds_of_every_kind_are_all_accounted_for() -> None:

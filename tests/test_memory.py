@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from streamrl.hardware.memory import (
 from streamrl.hardware.model_shape import lora_parameters
 from streamrl.hardware.parallelism import stage_layers
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -54,7 +56,9 @@ def large_run(gpus: int, **trainer: Any) -> Run:
 
 
 def test_weights_and_gradients_are_split_over_a_rank_and_the_optimizer_over_all() -> None:
-    items = trainer_memory(small_run({"trainer.tensor_parallel": 2, "trainer.data_parallel": 4}))
+    items = trainer_memory(
+        resolve(small_run({"trainer.tensor_parallel": 2, "trainer.data_parallel": 4})).trainer
+    )
     half = SEVEN.shard_parameters(2)
     assert items["weights"] == pytest.approx(2 * half)
     assert items["gradients"] == pytest.approx(4 * half)
@@ -110,7 +114,7 @@ def test_a_gpu_is_as_full_as_the_fullest_stage() -> None:
             "trainer": {"pool": "near", "pipeline_parallel": 4, "micro_batch": 2},
         }
     )
-    items, trainer = trainer_memory(run), run.trainer
+    items, trainer = trainer_memory(resolve(run).trainer), run.trainer
     num_tokens = tokens_in_pass(trainer, 256 + 2048)
     last = model_states(SEVEN, trainer, "bfloat16")[-1]
     assert items["weights"] == last.weights and items["optimizer"] == last.optimizer
@@ -119,13 +123,13 @@ def test_a_gpu_is_as_full_as_the_fullest_stage() -> None:
     assert items["activations"] == found[-1] < found[0]
     long = msgspec.structs.replace(trainer, recompute="none", max_tokens_per_pass=2**16)
     long = msgspec.structs.replace(long, micro_batch=16)
-    first = trainer_memory(msgspec.structs.replace(run, trainer=long))
+    first = trainer_memory(resolve(msgspec.structs.replace(run, trainer=long)).trainer)
     assert first["logits"] == 0.0  # its four micro-batches take more than those of the last
 
 
 def test_zero_3_splits_weights_and_gradients_over_data_parallel_ranks_too() -> None:
     changes = {"trainer.tensor_parallel": 1, "trainer.data_parallel": 4, "trainer.zero": 3}
-    items = trainer_memory(small_run(changes))
+    items = trainer_memory(resolve(small_run(changes)).trainer)
     gathered = 2 / 28  # layers
     assert items["weights"] == pytest.approx(2 * SEVEN.num_parameters * (1 / 4 + gathered))
     assert items["gradients"] == pytest.approx(4 * SEVEN.num_parameters / 4)
@@ -138,7 +142,7 @@ def test_what_data_parallel_ranks_split_goes_by_the_stage(
     zero: int, ways: tuple[int, int, int]
 ) -> None:
     changes = {"trainer.tensor_parallel": 1, "trainer.data_parallel": 4, "trainer.zero": zero}
-    items = trainer_memory(small_run(changes))
+    items = trainer_memory(resolve(small_run(changes)).trainer)
     names, widths = ("weights", "gradients", "optimizer"), (2, 4, 12)
     for name, width, split in zip(names, widths, ways, strict=True):
         assert items[name] == pytest.approx(width * SEVEN.num_parameters / split)
@@ -153,18 +157,19 @@ def test_a_trainer_that_cannot_be_split_is_told_by_the_key_of_its_own_section() 
     ):
         for section in ("trainer", "trainer.2"):
             with pytest.raises(RunError, match=rf"^{section}\.{key}") as caught:
-                check_trainer_memory(small_run({**pool, **changes}), section)
+                trainer = resolve(small_run({**pool, **changes})).trainer
+                check_trainer_memory(replace(trainer, key=section))
             assert caught.value.key == f"{section}.{key}"
 
 
 def test_actor_critic_and_reference_are_all_there_unless_they_take_turns() -> None:
-    actor = trainer_memory(small_run())
-    three = trainer_memory(small_run(PPO))
+    actor = trainer_memory(resolve(small_run()).trainer)
+    three = trainer_memory(resolve(small_run(PPO)).trainer)
     assert three["weights"] == pytest.approx(3 * actor["weights"])
     assert three["gradients"] == pytest.approx(2 * actor["gradients"])
     assert three["optimizer"] == pytest.approx(2 * actor["optimizer"])
     assert three["activations"] == actor["activations"]
-    taking_turns = trainer_memory(small_run({**PPO, "trainer.offload": True}))
+    taking_turns = trainer_memory(resolve(small_run({**PPO, "trainer.offload": True})).trainer)
     assert taking_turns["weights"] == pytest.approx(actor["weights"])
     assert "optimizer" in taking_turns
     assert "activations" not in taking_turns
@@ -173,24 +178,27 @@ def test_actor_critic_and_reference_are_all_there_unless_they_take_turns() -> No
 def test_adapters_alone_have_gradients_and_an_optimizer_and_a_critic_has_all() -> None:
     lora = {"sync.mode": "lora", "sync.lora_rank": 16}
     share = lora_parameters(SEVEN, 16) / SEVEN.num_parameters
-    plain, adapted = trainer_memory(small_run()), trainer_memory(small_run(lora))
+    plain, adapted = (
+        trainer_memory(resolve(small_run()).trainer),
+        trainer_memory(resolve(small_run(lora)).trainer),
+    )
     assert adapted["weights"] == plain["weights"]
-    critic = trainer_memory(small_run({**PPO, **lora}))
+    critic = trainer_memory(resolve(small_run({**PPO, **lora})).trainer)
     assert critic["weights"] == pytest.approx(2 * plain["weights"])  # no reference of its own
     waiting = {**PPO, **lora, "trainer.offload": True}
-    turns = trainer_memory(small_run(waiting))
+    turns = trainer_memory(resolve(small_run(waiting)).trainer)
     for name in ("gradients", "optimizer"):
         assert adapted[name] == pytest.approx(share * plain[name])
         assert critic[name] == pytest.approx((1 + share) * plain[name])
         assert turns[name] == pytest.approx(plain[name]), "while the critic steps"
     run, optimizers = small_run(waiting), (1 + share) * plain["optimizer"]
-    each = offloaded_bytes(run) / run.trainer.num_gpus
+    each = offloaded_bytes(resolve(run).trainer) / run.trainer.num_gpus
     assert each == pytest.approx(plain["weights"] + optimizers)
 
 
 def test_where_passes_are_what_fills_an_offloaded_gpu_they_are_what_counts() -> None:
     changes = {**PPO, "trainer.offload": True, "trainer.recompute": "none"}
-    items = trainer_memory(small_run({**changes, "rollout.max_tokens": 20000}))
+    items = trainer_memory(resolve(small_run({**changes, "rollout.max_tokens": 20000})).trainer)
     assert set(items) == {"weights", "gradients", "activations", "logits"}
 
 
@@ -207,8 +215,8 @@ def test_experts_are_shared_out_over_expert_parallel_ranks() -> None:
 
 def test_the_example_of_two_datacenters_fits() -> None:
     run = load_run(EXAMPLES / "h20-h800.toml")
-    check_memory(run)
-    assert sum(trainer_memory(run).values()) == pytest.approx(44e9, rel=0.05)
+    check_memory(resolve(run))
+    assert sum(trainer_memory(resolve(run).trainer).values()) == pytest.approx(44e9, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -219,13 +227,13 @@ def test_the_example_of_two_datacenters_fits() -> None:
     ],
 )
 def test_a_72b_model_trains_on_48_h800(degrees: dict[str, Any]) -> None:
-    check_memory(large_run(48, **degrees))
+    check_memory(resolve(large_run(48, **degrees)))
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_72b_model_on_8_h800_is_refused_with_its_numbers(offload: bool) -> None:
     with pytest.raises(ValueError, match=r"trainer: \d+\.\d GB a GPU") as caught:
-        check_memory(large_run(8, tensor_parallel=8, offload=offload))
+        check_memory(resolve(large_run(8, tensor_parallel=8, offload=offload)))
     text = str(caught.value)
     assert f"{72.7e9 * 12 / 8 * (1 if offload else 2) / 1e9:.1f}"[:3] in text
     assert "of optimizer" in text
@@ -237,16 +245,16 @@ def test_a_72b_model_on_8_h800_is_refused_with_its_numbers(offload: bool) -> Non
 def test_a_plan_that_keeps_every_activation_of_a_long_rollout_is_told_what_would_help() -> None:
     run = small_run({"trainer.recompute": "none", "rollout.max_tokens": 60000})
     with pytest.raises(ValueError, match=r"of activations.*trainer.recompute=\"full\""):
-        check_memory(run)
-    check_memory(small_run({"rollout.max_tokens": 60000}))
+        check_memory(resolve(run))
+    check_memory(resolve(small_run({"rollout.max_tokens": 60000})))
 
 
 def test_a_plan_whose_logits_take_much_is_told_to_chunk_them() -> None:
     changes = {"trainer.tensor_parallel": 1, "rollout.max_tokens": 20000}
     with pytest.raises(ValueError, match=r"of logits.*; trainer.logits=\"chunked\" holds few"):
-        check_memory(small_run(changes))
+        check_memory(resolve(small_run(changes)))
     with pytest.raises(ValueError) as caught:
-        check_memory(small_run({**changes, "trainer.logits": "chunked"}))
+        check_memory(resolve(small_run({**changes, "trainer.logits": "chunked"})))
     assert "chunked" not in str(caught.value)
 
 
@@ -262,15 +270,15 @@ def test_a_plan_of_32b_whose_end_stages_do_not_fit_is_refused() -> None:
         )
 
     run = plan()
-    items = trainer_memory(run)
+    items = trainer_memory(resolve(run).trainer)
     model = load_model(run.model)
     middle = model_states(model, run.trainer, "bfloat16")[3]
     held = middle.weights + middle.gradients + middle.optimizer
     assert held < load_gpu("h800").memory < sum(items.values())
     with pytest.raises(ValueError, match=r"trainer: \d+\.\d GB a GPU .*pipeline_parallel=8"):
-        check_memory(run)
-    check_memory(plan(pipeline_parallel=16))
-    check_memory(plan(tensor_parallel=2))
+        check_memory(resolve(run))
+    check_memory(resolve(plan(pipeline_parallel=16)))
+    check_memory(resolve(plan(tensor_parallel=2)))
 
 
 # Replicas -----------------------------------------------------------------------------------------
@@ -278,10 +286,10 @@ def test_a_plan_of_32b_whose_end_stages_do_not_fit_is_refused() -> None:
 
 def test_a_replica_is_its_weights_and_its_cache_and_what_stays_unused() -> None:
     run = small_run({"rollout.memory_utilization": 0.8})
-    items, gpu = replica_memory(run), load_gpu("h20")
+    items, gpu = replica_memory(resolve(run).replica), load_gpu("h20")
     assert sum(items.values()) == pytest.approx(gpu.memory)
     assert items["weights"] == 2 * SEVEN.num_parameters
-    assert items["kv_cache"] == kv_capacity(run) * 56 * 1024
+    assert items["kv_cache"] == kv_capacity(resolve(run).replica) * 56 * 1024
     assert items["unused"] == pytest.approx(0.2 * gpu.usable_memory, abs=56 * 1024)
     assert items["reserve"] == 2**29
 
@@ -293,11 +301,14 @@ def test_the_cache_gets_what_the_driver_reports_less_reserve_weights_and_workspa
     a_pass = 8192 * (2 * 3584 + 3 * 18_944) * 2
     assert a_pass > 64 * 152_064 * 20  # bytes of sampling
     room = 0.8 * (reported - 2**29) - weights - a_pass
-    assert kv_capacity(run) == int(room // (2 * 28 * 4 * 128 * 2))
+    assert kv_capacity(resolve(run).replica) == int(room // (2 * 28 * 4 * 128 * 2))
 
 
 def test_a_replica_of_many_rollouts_gives_room_to_sampling() -> None:
-    few, many = (kv_capacity(small_run({"rollout.max_running": number})) for number in (512, 2048))
+    few, many = (
+        kv_capacity(resolve(small_run({"rollout.max_running": number})).replica)
+        for number in (512, 2048)
+    )
     sampling = (2048 - 512) * 152_064 * 20
     assert (few - many) * 56 * 1024 == pytest.approx(sampling, abs=2 * 56 * 1024)
 
@@ -308,24 +319,29 @@ def test_models_that_wait_in_host_memory_must_fit_a_node() -> None:
         2 * 7_615_616_512 / 4 * 2 + 2 * 7_615_616_512 * 12 / 8
     )  # two models' weights, two optimizers
     run = small_run({**offloaded, "trainer.tensor_parallel": 4, "trainer.data_parallel": 2})
-    assert offloaded_bytes(run) == pytest.approx(8 * waits, rel=0.01)
-    assert host_memory(run) == 8 * 250e9
-    check_host_memory(run)
+    assert offloaded_bytes(resolve(run).trainer) == pytest.approx(8 * waits, rel=0.01)
+    assert host_memory(resolve(run).trainer.pool) == 8 * 250e9
+    check_host_memory(resolve(run).trainer)
     tight = {**offloaded, "cluster.pools.near.host_memory": "100 GB"}
     with pytest.raises(
         ValueError, match=r"trainer\.offload: \d+ GB wait .*near\.host_memory is 100"
     ):
-        check_host_memory(small_run(tight))
-    check_host_memory(small_run({"cluster.pools.near.host_memory": "100 GB"}))
+        check_host_memory(resolve(small_run(tight)).trainer)
+    check_host_memory(resolve(small_run({"cluster.pools.near.host_memory": "100 GB"})).trainer)
 
 
 def test_a_bucket_of_weights_must_fit_beside_what_a_replica_holds() -> None:
     room = 0.1 * (97_871 * 2**20 - 2**29)
-    check_sync_buffer(small_run({"sync.bucket_size": f"{room * 0.99 / 1e9} GB"}))
+
+    def check(changes: dict[str, str]) -> None:
+        run = small_run(changes)
+        check_sync_buffer(resolve(run).replica, run.sync)
+
+    check({"sync.bucket_size": f"{room * 0.99 / 1e9} GB"})
     large = {"sync.bucket_size": f"{room * 1.01 / 1e9} GB"}
     with pytest.raises(ValueError, match=r"sync\.bucket_size must fit .* leaves 10\.2\d GB"):
-        check_sync_buffer(small_run(large))
-    check_sync_buffer(small_run({**large, "sync.mode": "delta"}))
+        check(large)
+    check({**large, "sync.mode": "delta"})
 
 
 @pytest.mark.parametrize(
@@ -347,11 +363,15 @@ def test_the_memory_of_a_gpu_is_what_its_driver_reports(name: str, mebibytes: in
 
 def test_gpus_past_the_number_of_key_value_heads_hold_the_same_heads() -> None:
     four, eight = (
-        replica_memory(small_run({"rollout.tensor_parallel": degree, "rollout.replicas": 1}))
+        replica_memory(
+            resolve(small_run({"rollout.tensor_parallel": degree, "rollout.replicas": 1})).replica
+        )
         for degree in (4, 8)
     )
     tokens = [
-        kv_capacity(small_run({"rollout.tensor_parallel": degree, "rollout.replicas": 1}))
+        kv_capacity(
+            resolve(small_run({"rollout.tensor_parallel": degree, "rollout.replicas": 1})).replica
+        )
         for degree in (4, 8)
     ]
     assert four["kv_cache"] / tokens[0] == eight["kv_cache"] / tokens[1] == 14 * 1024
@@ -360,7 +380,7 @@ def test_gpus_past_the_number_of_key_value_heads_hold_the_same_heads() -> None:
 def test_a_replica_whose_gpus_share_out_the_experts_holds_each_of_them_once() -> None:
     changes = {"model.name": "qwen3-30b-a3b", "rollout.tensor_parallel": 8, "rollout.replicas": 1}
     sliced, shared = (
-        replica_memory(small_run({**changes, "rollout.expert_parallel": degree}))
+        replica_memory(resolve(small_run({**changes, "rollout.expert_parallel": degree})).replica)
         for degree in (1, 8)
     )
     assert sliced["weights"] == pytest.approx(shared["weights"])

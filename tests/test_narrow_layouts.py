@@ -11,10 +11,10 @@ from streamrl.hardware.memory import (
     fullest_stage,
     kv_capacity,
     replica_memory,
-    replica_model,
     stage_bytes,
 )
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import replica_side
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.training.ranks import Ranks
@@ -27,30 +27,38 @@ WIDE = {"tensor_parallel": 1, "expert_parallel": 32, "data_parallel": 32}
 
 
 def test_stages_in_fp8_hold_half_the_bytes_of_linear_layers_and_their_tables_whole() -> None:
-    wide, narrow = (stage_bytes(run, replica_model(run)) for run in _formats(**STAGES))
+    wide, narrow = (stage_bytes(resolve(run).replica) for run in _formats(**STAGES))
     table = 2 * load_model(ModelConfig(name="llama-3.1-70b")).num_embedding_parameters / 4
     for one, other in zip(wide, narrow, strict=True):
         assert other.weights - table == pytest.approx((one.weights - table) / 2, rel=1e-3)
         assert other.token == one.token
     run = plan(dtype="fp8", **STAGES)
-    assert replica_side(run).parts["weights"] == fullest_stage(run).weights
-    assert replica_memory(run)["weights"] == fullest_stage(run).weights
+    assert (
+        replica_side(resolve(run).replica).parts["weights"]
+        == fullest_stage(resolve(run).replica).weights
+    )
+    assert (
+        replica_memory(resolve(run).replica)["weights"]
+        == fullest_stage(resolve(run).replica).weights
+    )
 
 
 def test_attention_ranks_with_a_cache_in_fp8_hold_twice_the_tokens() -> None:
     model = {"name": "qwen3-235b-a22b", **WIDE}
-    wide, narrow = (kv_capacity(plan(**model, **keys)) for keys in ({}, {"kv_dtype": "fp8"}))
+    wide, narrow = (
+        kv_capacity(resolve(plan(**model, **keys)).replica) for keys in ({}, {"kv_dtype": "fp8"})
+    )
     assert narrow == pytest.approx(2 * wide, rel=1e-4)
-    assert kv_capacity(plan(dtype="fp8", kv_dtype="fp8", **model)) > narrow
+    assert kv_capacity(resolve(plan(dtype="fp8", kv_dtype="fp8", **model)).replica) > narrow
 
 
 def test_a_draft_is_kept_in_the_formats_of_its_replica() -> None:
     drafting = {"tensor_parallel": 8, "speculative": {"tokens": 2, "acceptance": 0.7}}
     (wide, cached), (narrow, less) = (
-        draft_bytes(run, replica_model(run)) for run in _formats(kv_dtype="fp8", **drafting)
+        draft_bytes(resolve(run).replica) for run in _formats(kv_dtype="fp8", **drafting)
     )
     assert narrow == pytest.approx(wide / 2, rel=1e-3)
-    assert cached == less == draft_bytes(plan(**drafting), replica_model(plan(**drafting)))[1] / 2
+    assert cached == less == draft_bytes(resolve(plan(**drafting)).replica)[1] / 2
 
 
 def test_context_ranks_share_a_pass_in_fp8_whose_attention_and_exchange_stay_in_16_bits() -> None:

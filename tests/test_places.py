@@ -26,6 +26,7 @@ from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.roles import CacheState
 from streamrl.executor.rollout.vllm_engine import CacheWatch
 from streamrl.hardware.memory import kv_capacity
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.world import SimWorld, simulate
@@ -208,7 +209,7 @@ def test_a_simulated_replica_tells_how_much_it_holds_and_what_it_has_put_off() -
 def test_a_simulated_replica_says_at_its_start_what_it_can_hold() -> None:
     run = with_kv(small_run())
     started = [e.event for e in simulate(run).entries if isinstance(e.event, ReplicaStarted)]
-    assert {event.cache_tokens for event in started} == {kv_capacity(run)}
+    assert {event.cache_tokens for event in started} == {kv_capacity(resolve(run).replica)}
 
 
 # Executed -----------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.hardware.memory import draft_bytes, replica_model
+from streamrl.hardware.memory import draft_bytes
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.roles_config import SpeculativeConfig
@@ -86,7 +87,7 @@ def test_every_way_to_generate_is_tried_with_each_number_of_drafted_tokens() -> 
 def test_without_drafts_nothing_is_kept_for_them() -> None:
     space = Space.open(drafting())
     kept = [each.apply(space.run) for each in space.replicas]
-    sizes = [draft_bytes(run, replica_model(run)) for run in kept]
+    sizes = [draft_bytes(resolve(run).replica) for run in kept]
     assert sizes[0] == (0.0, 0.0) and sizes[1] == sizes[2] > (0.0, 0.0)
 
 

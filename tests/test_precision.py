@@ -13,7 +13,6 @@ from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import kv_capacity, replica_memory, trainer_memory, weight_bytes
 from streamrl.hardware.precision import (
     FORMATS,
-    check_precision,
     precision_of,
     quantised_bytes,
     rollout_precision,
@@ -21,6 +20,7 @@ from streamrl.hardware.precision import (
     width_of,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import check_precision, resolve
 from streamrl.hardware.side_memory import replica_side
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
@@ -42,6 +42,7 @@ from tests.runs import small_run
 FP8 = {"rollout.dtype": "fp8"}
 WIDE = {"rollout.dtype": None, "rollout.weight_only": False}
 SEVEN = load_model(ModelConfig(name="qwen2.5-7b"))
+FP8_REPLICA = precision_of("fp8", None, "bfloat16")
 
 
 def replica(model: str, gpu: str, dtype: str, tp: int = 1, cache: str | None = None) -> Shard:
@@ -89,21 +90,24 @@ def test_what_a_format_saves_becomes_kv_cache_and_the_doctor_counts_the_same(
     changes: dict[str, Any],
 ) -> None:
     plain, narrow = small_run(), small_run(changes)
-    saved = replica_memory(plain)["weights"] - replica_memory(narrow)["weights"]
+    saved = (
+        replica_memory(resolve(plain).replica)["weights"]
+        - replica_memory(resolve(narrow).replica)["weights"]
+    )
     per_token = SEVEN.kv_bytes_per_token("fp8" if "rollout.kv_dtype" in changes else "bfloat16")
-    room = kv_capacity(plain) * SEVEN.kv_bytes_per_token("bfloat16") + saved
-    assert kv_capacity(narrow) == pytest.approx(room / per_token, rel=1e-4)
-    assert kv_capacity(narrow) > kv_capacity(plain)
-    side = replica_side(narrow).parts
-    assert {key: replica_memory(narrow)[key] for key in side} == side
+    room = kv_capacity(resolve(plain).replica) * SEVEN.kv_bytes_per_token("bfloat16") + saved
+    assert kv_capacity(resolve(narrow).replica) == pytest.approx(room / per_token, rel=1e-4)
+    assert kv_capacity(resolve(narrow).replica) > kv_capacity(resolve(plain).replica)
+    side = replica_side(resolve(narrow).replica).parts
+    assert {key: replica_memory(resolve(narrow).replica)[key] for key in side} == side
 
 
 def test_a_model_that_fits_two_gpus_in_fp8_alone_is_refused_in_16_bits() -> None:
     changes = {"model.name": "qwen2.5-72b", "rollout.pool": "near", "rollout.tensor_parallel": 2}
     changes |= {"cluster.pools.near.nodes": 2, "rollout.max_tokens": 40_000}
     with pytest.raises(RunError, match=r"145\.4 GB of weights"):
-        kv_capacity(small_run(changes))
-    assert kv_capacity(small_run({**changes, **FP8})) > 100_000
+        kv_capacity(resolve(small_run(changes)).replica)
+    assert kv_capacity(resolve(small_run({**changes, **FP8})).replica) > 100_000
 
 
 # Seconds ------------------------------------------------------------------------------------------
@@ -186,9 +190,11 @@ def test_a_step_has_a_stated_error_where_its_formats_were_checked_alone() -> Non
 
 def test_a_push_sends_what_replicas_keep_after_the_trainer_has_quantised_it() -> None:
     wide, narrow = (SyncCosts.load(small_run(changes)) for changes in ({}, FP8))
-    assert narrow.wire_bytes == weight_bytes(small_run(FP8)) < 0.6 * wide.wire_bytes
+    assert (
+        narrow.wire_bytes == weight_bytes(resolve(small_run(FP8)).replica) < 0.6 * wide.wire_bytes
+    )
     traffic = SEVEN.linear_parameters() * (2 * 2 + width_of("fp8", SEVEN.hidden_size))
-    assert quantised_bytes(small_run(FP8)) == pytest.approx(traffic)
+    assert quantised_bytes(SEVEN, FP8_REPLICA, "bfloat16") == pytest.approx(traffic)
     split = 4 * load_gpu("h800").memory_bandwidth * 0.8
     assert narrow.fill_time - wide.fill_time == pytest.approx(traffic / split, abs=5e-3)
 
@@ -198,7 +204,9 @@ def test_replicas_that_quantise_are_sent_whole_weights_and_pause_longer() -> Non
     wide, own, trainers = (SyncCosts.load(run) for run in (small_run(), there, small_run(FP8)))
     assert own.wire_bytes == wide.wire_bytes and own.fill_time == wide.fill_time
     achieved = load_gpu("h20").memory_bandwidth * 0.8
-    assert own.load_time - wide.load_time == pytest.approx(quantised_bytes(there) / achieved)
+    assert own.load_time - wide.load_time == pytest.approx(
+        quantised_bytes(SEVEN, FP8_REPLICA, "bfloat16") / achieved
+    )
     assert own.load_time > wide.load_time > trainers.load_time
 
 
@@ -208,8 +216,9 @@ def test_shared_gpus_make_narrow_weights_anew_beside_those_that_they_train() -> 
     wide, narrow = (PhaseChange.load(small_run({**changes, **more})) for more in ({}, FP8))
     assert wide.reshard_time == 0 < narrow.reshard_time
     achieved = load_gpu("h20").memory_bandwidth * 0.8
-    written = 2 * weight_bytes(small_run({**changes, **FP8}))
-    made = written + quantised_bytes(small_run({**changes, **FP8}))
+    replica = resolve(small_run({**changes, **FP8})).replica
+    made = 2 * weight_bytes(replica)
+    made += quantised_bytes(replica.model, replica.precision, "bfloat16")
     assert narrow.wake_time == pytest.approx(made / achieved)
 
 
@@ -243,7 +252,7 @@ def test_training_in_fp8_is_faster_by_its_products_alone_and_holds_what_16_bits_
     ratio = wide.train_time([8192] * 32) / narrow.train_time([8192] * 32)
     assert 1.1 < ratio < 1.8
     assert narrow.provenance.tier == "composed" and narrow.provenance.error != wide.provenance.error
-    assert trainer_memory(run) == trainer_memory(other)
+    assert trainer_memory(resolve(run).trainer) == trainer_memory(resolve(other).trainer)
     eager = trained("fp8", **{"trainer.kernels": "eager"})[0].stages.forward[0].per_token
     plain = trained("bfloat16", **{"trainer.kernels": "eager"})[0].stages.forward[0].per_token
     gained = wide.stages.forward[0].per_token - narrow.stages.forward[0].per_token
@@ -305,7 +314,7 @@ def test_a_gpu_without_the_units_is_told_in_one_line_and_what_it_could_do(
 def test_any_gpu_keeps_weights_alone_in_any_format(dtype: str) -> None:
     changes = {"rollout.dtype": dtype, "rollout.weight_only": True, "cluster.pools.far.gpu": "a100"}
     run = small_run(changes)
-    own = rollout_precision(run)
+    own = rollout_precision(run.rollout, run.model)
     assert own.is_weight_only and own.compute == "bfloat16"
     assert (
         Costs.load(run).decode.base[1] < Costs.load(small_run({**changes, **WIDE})).decode.base[1]

@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.hardware.memory import kv_capacity
+from streamrl.hardware.resolved import resolve
 from streamrl.workload.replica_batch import (
     ReplicaBatch,
     mean_lengths,
@@ -26,7 +27,7 @@ def test_memory_holds_rollouts_as_long_as_running_ones_are_on_average() -> None:
     run = full_run()
     lengths, batch = mean_lengths(run), replica_batch(run)
     assert lengths is not None and batch is not None
-    assert batch.held == pytest.approx(kv_capacity(run) / lengths.context)
+    assert batch.held == pytest.approx(kv_capacity(resolve(run).replica) / lengths.context)
     assert lengths.prompt < lengths.context < lengths.total
 
 

@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.executor.backend_limits import check_back_ends
-from streamrl.hardware.memory import kv_capacity, longest_sequence
+from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.parallelism import replica_shards
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.record.metrics import measure
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
@@ -168,12 +169,12 @@ def test_stages_take_gpus_and_a_share_of_the_weights_and_of_every_cache() -> Non
     first, last = replica_shards(LLAMA, run.rollout)
     assert first.parameters == pytest.approx(last.parameters, rel=1e-4)
     assert first.parameters + last.parameters == pytest.approx(whole, rel=1e-3)
-    eight = kv_capacity(plan(tensor_parallel=8))
-    assert kv_capacity(run) == pytest.approx(eight, rel=0.05)
+    eight = kv_capacity(resolve(plan(tensor_parallel=8)).replica)
+    assert kv_capacity(resolve(run).replica) == pytest.approx(eight, rel=0.05)
 
 
 def test_a_token_of_every_rollout_takes_two_turns_of_the_slower_of_two_stages() -> None:
-    longest = longest_sequence(plan())
+    longest = resolve(plan()).replica.longest_sequence
     one, two = (compose_decode(shard(4, stages), 64, longest, 1e6) for stages in (1, 2))
     staged, batch = shard(4, 2), np.array([32.0])  # 64 rollouts are two batches
     slowdown = staged.engine.constants.slowdown
@@ -222,7 +223,7 @@ def test_prefill_passes_through_stages_one_behind_the_other() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     run = plan({"nodes": 24}, pipeline_parallel=96)
     with pytest.raises(RunError, match=r"rollout\.pipeline_parallel must be at most the 80 layers"):
-        kv_capacity(run)
+        kv_capacity(resolve(run).replica)
 
 
 def test_a_run_of_two_stages_a_replica_counts_all_its_gpus() -> None:

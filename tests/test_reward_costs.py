@@ -12,12 +12,13 @@ import pytest
 from streamrl.doctor.memory import find
 from streamrl.engine.messages import Verified, Verify
 from streamrl.hardware.measured_profile import MeasuredModel, read_measured, write_measured
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import memory_of
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, make_run, write_run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.reward_model import reward_costs
+from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards, reward_costs
 from streamrl.sim.world import simulate
 from tests.measured_profile import (
     ALONE,
@@ -35,6 +36,10 @@ POOL: dict[str, Any] = {
     "verifier.pool": "third",
     "verifier.gpus_per_worker": 1,
 }
+
+
+def costs_of(run: Run) -> StatedRewards | ModelRewards | None:
+    return reward_costs(resolve(run).reward, run.costs)
 
 
 def rewarded(**changes: Any) -> Run:
@@ -131,10 +136,10 @@ def measured(directory: Path, *, pace: float = 1.0, **changes: Any) -> Run:
 def test_a_call_takes_what_a_profile_measured_of_its_passes_padding_included(
     tmp_path: Path,
 ) -> None:
-    costs = reward_costs(measured(tmp_path, verifier__max_tokens_per_pass=128))
+    costs = costs_of(measured(tmp_path, verifier__max_tokens_per_pass=128))
     assert costs is not None
     assert costs.call_time([16] * 4) == pytest.approx(ALONE + prefix_time(4, 16), rel=1e-4)
-    slower = reward_costs(measured(tmp_path, pace=1.5))
+    slower = costs_of(measured(tmp_path, pace=1.5))
     assert slower is not None
     assert slower.call_time([16]) == pytest.approx(1.5 * (ALONE + prefix_time(1, 16)), rel=1e-4)
     assert costs.call_time([10, 64]) == pytest.approx(ALONE + prefix_time(2, 64), rel=1e-4)
@@ -182,7 +187,7 @@ def test_a_profile_of_another_reward_model_is_refused(
 
 def test_without_a_profile_they_are_composed_or_stated_or_refused(tmp_path: Path) -> None:
     here = {"verifier__reward": [{**MODEL, "model": str(model_directory(tmp_path / "model"))}]}
-    composed = reward_costs(rewarded(**here))
+    composed = costs_of(rewarded(**here))
     assert composed is not None and composed.provenance is not None
     assert (
         0
@@ -190,10 +195,10 @@ def test_without_a_profile_they_are_composed_or_stated_or_refused(tmp_path: Path
         < composed.call_time([100] * 64)
         < 64 * composed.call_time([100])
     )
-    stated = reward_costs(rewarded(verifier__time="50 ms"))
+    stated = costs_of(rewarded(verifier__time="50 ms"))
     assert stated is not None and stated.call_time([7, 9, 11]) == pytest.approx(0.15)
     with pytest.raises(ValueError, match=r"verifier\.time is missing: the shape of hf://nobody"):
-        reward_costs(rewarded())
+        costs_of(rewarded())
     metrics = measure(simulate(rewarded(**here)))
     assert sum(metrics.tiers.values()) == pytest.approx(1.0)
 

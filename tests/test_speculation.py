@@ -11,6 +11,7 @@ import pytest
 from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import draft_of, kv_capacity, replica_memory
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.roles_config import SpeculativeConfig
@@ -91,13 +92,17 @@ def test_a_draft_takes_memory_for_its_weights_and_its_cache() -> None:
         run_with(tokens=1, acceptance=0.7, model="qwen2.5-0.5b"),
     )
     model = load_model(ModelConfig(name="qwen2.5-0.5b"))
-    weights = [replica_memory(run)["weights"] for run in (plain, module, small)]
+    weights = [replica_memory(resolve(run).replica)["weights"] for run in (plain, module, small)]
     assert weights[2] - weights[0] == pytest.approx(2 * model.num_parameters)
     assert 0 < weights[1] - weights[0] < weights[0] / 20
-    assert kv_capacity(plain) > kv_capacity(module) > kv_capacity(small)
+    assert (
+        kv_capacity(resolve(plain).replica)
+        > kv_capacity(resolve(module).replica)
+        > kv_capacity(resolve(small).replica)
+    )
     per_token = 28 * 4 * 128 * 2 * 2, 24 * 2 * 64 * 2 * 2
-    room = kv_capacity(plain) * per_token[0] - 2 * model.num_parameters
-    assert kv_capacity(small) == pytest.approx(room / sum(per_token), rel=1e-3)
+    room = kv_capacity(resolve(plain).replica) * per_token[0] - 2 * model.num_parameters
+    assert kv_capacity(resolve(small).replica) == pytest.approx(room / sum(per_token), rel=1e-3)
     assert Costs.load(small).decode.base[1] < Costs.load(plain).decode.base[1]
 
 

@@ -14,6 +14,7 @@ from benchmarks import bench_sync
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.model_shape import ModelShape, linear_layers, lora_parameters
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.sync_profiles import load_backend, load_delta, load_transport
 from streamrl.sim.costs.weight_sync import Hop, Payload, SyncCosts, TransferTimes, num_tensors
@@ -143,7 +144,11 @@ def test_a_push_to_another_datacenter_takes_its_bytes_over_the_link_its_latency_
     None
 ):
     run = small_run(UNSPLIT)
-    costs, link, num_bytes = SyncCosts.load(run), load_transport("tcp"), weight_bytes(run)
+    costs, link, num_bytes = (
+        SyncCosts.load(run),
+        load_transport("tcp"),
+        weight_bytes(resolve(run).replica),
+    )
     assert num_bytes < run.sync.bucket_size
     on_the_link = num_bytes / (1e10 * link.efficiency) + link.message_latency
     assert costs.push_time == pytest.approx(on_the_link + 0.01 + num_bytes / H20.nvlink, rel=1e-12)
@@ -176,7 +181,7 @@ def test_the_latency_of_a_link_counts_once(bucket_size: str) -> None:
 
 def test_one_copy_crosses_to_another_datacenter_however_many_replicas_wait() -> None:
     few, many = sync({"rollout.replicas": 1}), sync({"rollout.replicas": 8})
-    assert few.wire_bytes == many.wire_bytes == weight_bytes(small_run())
+    assert few.wire_bytes == many.wire_bytes == weight_bytes(resolve(small_run()).replica)
     assert few.push_time == many.push_time
 
 
@@ -186,7 +191,7 @@ def test_nodes_behind_the_link_cost_one_bucket_each_time_their_number_doubles() 
         return sync(changes).push_time
 
     network = load_transport("rdma")
-    bucket = weight_bytes(small_run()) / 16
+    bucket = weight_bytes(resolve(small_run()).replica) / 16
     hop = bucket / (H20.network * 8 * network.efficiency) + network.message_latency
     assert push_time(2) - push_time(1) == pytest.approx(hop)
     assert push_time(16) - push_time(1) == pytest.approx(4 * hop)
@@ -205,14 +210,17 @@ def test_on_one_node_nothing_but_nvlink_counts() -> None:
     gather, spread = 3 / 4, 1
     nvlink = load_gpu("h800").nvlink
     assert costs.push_time == pytest.approx(
-        weight_bytes(small_run()) / nvlink * (gather + spread), rel=1e-9
+        weight_bytes(resolve(small_run()).replica) / nvlink * (gather + spread), rel=1e-9
     )
 
 
 def test_shards_cross_a_link_once_for_every_replica() -> None:
     changes = {"sync.backend": "nccl-reshard", "cluster.pools.far.nodes": 2}
     one, ten = sync({**changes, "rollout.replicas": 1}), sync({**changes, "rollout.replicas": 10})
-    num_bytes, share = weight_bytes(small_run()), load_backend("nccl-reshard").broadcast_share
+    num_bytes, share = (
+        weight_bytes(resolve(small_run()).replica),
+        load_backend("nccl-reshard").broadcast_share,
+    )
     assert ten.wire_bytes - one.wire_bytes == pytest.approx(9 * (1 - share) * num_bytes, rel=1e-9)
 
 
@@ -237,7 +245,7 @@ def test_shards_take_as_long_as_the_busiest_of_receiver_sender_and_link(
     }
     costs = sync(changes, bandwidth=bandwidth, transport="rdma")
     backend, network = load_backend("nccl-reshard"), load_transport("rdma")
-    num_bytes = weight_bytes(small_run())
+    num_bytes = weight_bytes(resolve(small_run()).replica)
     shards = num_bytes * (1 - backend.broadcast_share)
     line = float(bandwidth.split()[0]) * {"Tbps": 1e12, "Gbps": 1e9}[bandwidth.split()[1]] / 8
     shard_time = {
@@ -262,7 +270,7 @@ def test_no_measured_backend_is_faster_than_what_the_wires_allow(name: str) -> N
 
 def test_a_delta_pays_for_the_comparison_of_all_weights() -> None:
     costs = sync({"sync.mode": "delta"})
-    compare_time = weight_bytes(small_run()) / load_delta().compare_bandwidth
+    compare_time = weight_bytes(resolve(small_run()).replica) / load_delta().compare_bandwidth
     codec_time = costs.wire_bytes / load_delta().codec_bandwidth
     assert costs.push_time > compare_time + codec_time
     assert costs.push_time == pytest.approx(compare_time + codec_time, rel=0.1)
@@ -275,7 +283,7 @@ def test_a_delta_pays_for_the_comparison_of_all_weights() -> None:
 def test_a_load_copies_the_shard_within_the_gpu_and_over_tcp_from_the_host_first(
     degree: int,
 ) -> None:
-    shard = weight_bytes(small_run()) / degree
+    shard = weight_bytes(resolve(small_run()).replica) / degree
     copy = 2 * shard / (H20.memory_bandwidth * H20.roofline.bandwidth_efficiency)
     changes = {"rollout.tensor_parallel": degree}
     assert sync(changes, transport="rdma").load_time == pytest.approx(copy)
@@ -285,7 +293,7 @@ def test_a_load_copies_the_shard_within_the_gpu_and_over_tcp_from_the_host_first
 def test_a_pool_that_speaks_tcp_loads_through_its_hosts() -> None:
     direct = sync(transport="rdma")
     staged = sync({"cluster.pools.far.transport": "tcp"}, transport="rdma")
-    through_host = weight_bytes(small_run()) / H20.host_link
+    through_host = weight_bytes(resolve(small_run()).replica) / H20.host_link
     assert staged.load_time - direct.load_time == pytest.approx(through_host)
 
 
@@ -295,7 +303,7 @@ def test_a_delta_is_applied_to_the_whole_shard_and_adapters_only_to_themselves()
     lora = {"sync.mode": "lora", "rollout.backend": "vllm"}
     assert sync(lora, transport="rdma").load_time < full / 50
     merged = sync({**lora, "sync.merge_adapters": True}, transport="rdma")
-    by_host = weight_bytes(small_run()) / H20.host_link
+    by_host = weight_bytes(resolve(small_run()).replica) / H20.host_link
     assert merged.load_time == pytest.approx(full + by_host)
     assert sync({"sync.mode": "lora"}, transport="rdma").load_time == merged.load_time
     assert "merging adapters" in " ".join(merged.sources)

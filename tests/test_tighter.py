@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.hardware.memory import ROOMY
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
@@ -54,7 +55,7 @@ def filled() -> Run:
 def test_a_plan_names_the_better_one_that_leaves_less_room() -> None:
     run = filled()
     tight = Space.open(run, tight=True)
-    sides = [trainer_side(trainer.apply(run)) for trainer in tight.trainers]
+    sides = [trainer_side(resolve(trainer.apply(run)).trainer) for trainer in tight.trainers]
     assert sides and all(ROOMY * side.capacity < side.need <= side.capacity for side in sides)
     planned = make_plan(run)
     tighter, chosen = planned.plan.tighter, planned.plan.allocation

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.hardware.memory import kv_capacity, longest_sequence
+from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.parallelism import replica_shards
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import longest_sequence, resolve
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -115,17 +116,17 @@ def test_experts_are_shared_out_and_attention_is_whole_on_every_rank() -> None:
 
 
 def test_attention_ranks_hold_a_latent_cache_each_and_tensor_ranks_the_same_one() -> None:
-    wide = kv_capacity(plan(**WIDE))
-    deep = kv_capacity(plan(tensor_parallel=16, expert_parallel=16, replicas=8))
+    wide = kv_capacity(resolve(plan(**WIDE)).replica)
+    deep = kv_capacity(resolve(plan(tensor_parallel=16, expert_parallel=16, replicas=8)).replica)
     assert wide > 20 * deep
     assert wide % 128 == 0
 
 
 def test_a_step_of_attention_ranks_costs_what_each_does_for_its_share() -> None:
     run = plan(**WIDE)
-    wide, longest = Costs.load(run).decode, longest_sequence(run)
+    wide, longest = Costs.load(run).decode, longest_sequence(run.rollout, run.workload)
     alone = Shard(DEEPSEEK, Kernels("h200", "bfloat16"))
-    rank = compose_decode(alone, 4096 // 128, longest, kv_capacity(run) / 128)
+    rank = compose_decode(alone, 4096 // 128, longest, kv_capacity(resolve(run).replica) / 128)
     for running in (256, 1024, 4096):
         share = rank.per_context_token[running // 128]
         assert wide.per_context_token[running] * 128 == pytest.approx(share)

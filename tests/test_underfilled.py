@@ -25,6 +25,7 @@ from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trace import DecodeYield, Trace, read_trace
 from streamrl.hardware.measured_profile import write_measured
 from streamrl.hardware.memory import kv_capacity
+from streamrl.hardware.resolved import resolve
 from streamrl.record.attribution import attribute
 from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.decode_efficiency import measured_yield, share_lost
@@ -163,7 +164,7 @@ def test_a_run_loses_what_its_decode_steps_do_one_by_one(admission: str, sibling
         own = context - 40 * (1 - 1 / siblings)
         full = len(costs.decode.base) - 1
         if admission == "on-demand":
-            full = max(min(full, int(kv_capacity(run) // own)), running)
+            full = max(min(full, int(kv_capacity(resolve(run).replica) // own)), running)
         here = costs.decode.step_time(running, running * context)
         lost += here * (
             1 - (running / here) / (full / costs.decode.step_time(full, full * context))

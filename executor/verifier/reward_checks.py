@@ -14,7 +14,7 @@ from typing import NamedTuple
 from streamrl.executor.verifier.scorers import Scorer, is_scored, make_scorer
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.hardware.hugging_face import weight_problems
-from streamrl.hardware.memory import reward_model_key
+from streamrl.hardware.resolved import reward_model_key
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.runfile.roles_config import RewardConfig
@@ -30,7 +30,7 @@ def check_reward_model(run: Run) -> None:
     reward = run.verifier.reward_model
     if reward is None or reward.model is None or reward.model.startswith(HUB):
         return
-    key, path = reward_model_key(run), Path(reward.model)
+    key, path = reward_model_key(run.verifier), Path(reward.model)
     try:
         table = json.loads((path / "config.json").read_text(encoding="utf-8-sig"))
         names = [str(name) for name in table.get("architectures") or ()]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamrl.hardware.memory import replica_model
 from streamrl.hardware.precision import rollout_precision
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.weight_sync import SyncSide
@@ -32,8 +32,8 @@ class CacheTransfer:
     def load(cls, run: Run) -> CacheTransfer:
         """Return what the pool of the replicas allows."""
         side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-        num_bytes = replica_model(run).shard_kv_bytes_per_token(
-            rollout_precision(run).cache, run.rollout.tensor_parallel
+        num_bytes = resolve(run).replica.longest_model.shard_kv_bytes_per_token(
+            rollout_precision(run.rollout, run.model).cache, run.rollout.tensor_parallel
         )
         num_bytes /= run.rollout.pipeline_parallel
         return cls(num_bytes / _bandwidth(side), Provenance.of("roofline", _sources(side)))

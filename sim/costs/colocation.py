@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from streamrl.hardware.memory import (
     fullest_stage,
     model_state,
-    num_models,
-    num_trained_models,
     shard_parameters,
 )
 from streamrl.hardware.model_shape import BYTES
@@ -33,6 +31,7 @@ from streamrl.hardware.precision import (
     trained_dtype,
 )
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.corrections import own_switch_time
@@ -78,7 +77,8 @@ class PhaseChange:
         side = SyncSide.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
         memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
         wire, sources = _wire(run, side)
-        quantised = quantised_bytes(run) / weight_ranks(run)
+        replica, trained = resolve(run).replica, resolve(run).trainer.dtype
+        quantised = quantised_bytes(replica.model, replica.precision, trained) / weight_ranks(run)
         return cls(
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
@@ -130,14 +130,21 @@ def count_moved(run: Run) -> PhaseBytes:
     actor steps last, so that its weights are there to be sent. Of a model that is alone the optimizer does.
     """
     model, trained = load_model(run.model), _trained_shard(run)
-    needed, is_kept = fullest_stage(run).weights, not is_narrow(rollout_precision(run).weights)
+    needed, is_kept = (
+        fullest_stage(resolve(run).replica).weights,
+        not is_narrow(rollout_precision(run.rollout, run.model).weights),
+    )
     onloaded = offloaded = 0.0
-    if not (run.trainer.offload and num_models(run) > 1):
+    if not (run.trainer.offload and resolve(run).trainer.num_models > 1):
         optimizer = 0.0
         if not run.trainer.offload:
-            optimizer = model_state(model, run.trainer, trained_dtype(run)).optimizer
-        changed = num_trained_models(run) * (trained + optimizer)
-        unchanged = (num_models(run) - num_trained_models(run)) * trained
+            optimizer = model_state(
+                model, run.trainer, trained_dtype(run.trainer, run.model)
+            ).optimizer
+        changed = resolve(run).trainer.num_trained_models * (trained + optimizer)
+        unchanged = (
+            resolve(run).trainer.num_models - resolve(run).trainer.num_trained_models
+        ) * trained
         room = _room_beside_generator(run)
         offloaded = max(0.0, changed - room)
         onloaded = max(0.0, changed + unchanged - room)
@@ -150,7 +157,7 @@ def _trained_shard(run: Run) -> float:
     trainer = run.trainer
     parameters = shard_parameters(load_model(run.model), trainer)
     ways = trainer.copies if trainer.zero == 3 else 1
-    return parameters * BYTES[trained_dtype(run)] / ways
+    return parameters * BYTES[trained_dtype(run.trainer, run.model)] / ways
 
 
 def _room_beside_generator(run: Run) -> float:

@@ -18,17 +18,15 @@ from streamrl.hardware.memory import (
     check_sync_buffer,
     check_trainer_memory,
     kv_capacity,
-    longest_sequence,
     most_running,
-    replica_model,
 )
-from streamrl.hardware.precision import Precision, check_precision, rollout_precision
+from streamrl.hardware.precision import Precision, rollout_precision
 from streamrl.hardware.profiles import check_profiles
+from streamrl.hardware.resolved import check_precision, longest_sequence, resolve
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.gpu_pools import find_link, of_kind
-from streamrl.runfile.keys import trainer_key
 from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.colocation import sync_costs
 from streamrl.sim.costs.corrections import calibrated_sources, framework_sources, generation_factor
@@ -114,7 +112,7 @@ class SecondaryTrainerCosts(TrainerCosts):
         name = run.followers[trainer - 1].name
         if run.only_counts(trainer):
             return cls(name=name, training=NoTraining(), provenance=Provenance(shares={}))
-        check_trainer_memory(seen, trainer_key(trainer))
+        check_trainer_memory(resolve(run).trainers[trainer])
         training: TrainingCosts | MeasuredTraining
         if config.profile is not None:
             machine = MachineCosts.load(seen, Path(config.profile))
@@ -189,18 +187,19 @@ class Costs(TrainerCosts):
         _check_backend(run)
         check_profiles(run)
         check_precision(run)
-        check_memory(run)
-        check_host_memory(run)
-        check_sync_buffer(run)
+        check_memory(resolve(run))
+        check_host_memory(resolve(run).trainer)
+        if not run.policies.shares_gpus:
+            check_sync_buffer(resolve(run).replica, run.sync)
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)
         sync = sync_costs(run)
         trained = training.provenance
-        moved, rewards = CacheTransfer.load(run), reward_costs(run)
+        moved, rewards = CacheTransfer.load(run), reward_costs(resolve(run).reward, run.costs)
         costs = cls(
             decode=decode,
             prefill=prefill,
-            kv_capacity=kv_capacity(run),
+            kv_capacity=kv_capacity(resolve(run).replica),
             sync=sync,
             training=training,
             cache_transfer=moved,
@@ -374,7 +373,7 @@ def _with_framework(costs: Costs, run: Run) -> Costs:
 
 def _checked(provenance: Provenance, run: Run) -> Provenance:
     """Return where seconds of a replica come from with the error of its engine, in formats and layouts that were checked."""
-    own, rollout = rollout_precision(run), run.rollout
+    own, rollout = rollout_precision(run.rollout, run.model), run.rollout
     gpu, in_fp8 = run.cluster.pools[rollout.pool].gpu, own.compute == "fp8"
     is_plain = rollout.drafts is None and rollout.gpus_per_replica == rollout.tensor_parallel
     is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
@@ -404,8 +403,12 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators."""
     rollout = run.rollout
     shard = Shard(
-        replica_model(run),
-        kernels_of(run.cluster.pools[rollout.pool].gpu, rollout_precision(run), run.costs.backend),
+        resolve(run).replica.longest_model,
+        kernels_of(
+            run.cluster.pools[rollout.pool].gpu,
+            rollout_precision(run.rollout, run.model),
+            run.costs.backend,
+        ),
         rollout.tensor_parallel,
         rollout.expert_parallel,
         load_engine(run.costs.engine),
@@ -414,8 +417,8 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         overlaps_dispatch=rollout.overlaps_dispatch,
         wires=Interconnect.of(run.cluster.pools[rollout.pool]),
     )
-    most = most_running(run)
-    size = (most, longest_sequence(run), kv_capacity(run))
+    most = most_running(resolve(run).replica)
+    size = (most, longest_sequence(run.rollout, run.workload), kv_capacity(resolve(run).replica))
     if rollout.drafts is None:
         decode = compose_decode(shard, *size)
     else:

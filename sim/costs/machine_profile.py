@@ -14,7 +14,7 @@ from streamrl.hardware.measured_profile import (
     read_measured,
     scaled_to_mean_speed,
 )
-from streamrl.hardware.memory import most_running, num_trained_models
+from streamrl.hardware.memory import most_running
 from streamrl.hardware.parallelism import threads_per_role
 from streamrl.hardware.profile_fit import (
     MEDIAN,
@@ -26,6 +26,7 @@ from streamrl.hardware.profile_fit import (
     fit_prefill,
 )
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -156,7 +157,7 @@ class MachineCosts:
         profile = scaled_to_mean_speed(as_measured)
         measured = Provenance.of("measured", [_source(as_measured, path)])
         generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
-        fit = fit_decode(profile.decode, most_running(run))
+        fit = fit_decode(profile.decode, most_running(resolve(run).replica))
         return cls(
             decode=DecodeCurve(
                 base=fit.base, per_context_token=fit.per_context_token, provenance=generated
@@ -203,7 +204,7 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     longest = max(row.context for row in profile.decode)
     wanted = run.rollout.max_tokens + run.workload.max_prompt_tokens
     notes = []
-    if (running := most_running(run)) > most:
+    if (running := most_running(resolve(run).replica)) > most:
         notes.append(f"decode extrapolated from {most} to {running} rollouts")
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
@@ -345,9 +346,9 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
         score=fit_passes(profile.score).at(score),
         call=call,
         optimizer_time=call[0]
-        + num_trained_models(run) * profile.optimizer.seconds[MEDIAN] / train,
+        + resolve(run).trainer.num_trained_models * profile.optimizer.seconds[MEDIAN] / train,
         num_scored=algorithm.num_scored,
-        num_trained=num_trained_models(run),
+        num_trained=resolve(run).trainer.num_trained_models,
         informative_share=run.computed_share,
         trained_group_share=run.trained_group_share,
         group_size=run.algorithm.group_size,

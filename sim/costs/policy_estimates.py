@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from streamrl.engine.estimates import Latency
 from streamrl.engine.systems import moves_caches, needs_latency
-from streamrl.hardware.memory import longest_sequence, most_running
+from streamrl.hardware.memory import most_running
+from streamrl.hardware.resolved import longest_sequence, resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 
@@ -44,7 +45,7 @@ def _context_time(run: Run, costs: Costs) -> float:
     """Return the seconds of each token of context that moves: its transfer, or prefill at the longest context."""
     if moves_caches(run):
         return costs.cache_transfer.token_time
-    context = longest_sequence(run)
+    context = longest_sequence(run.rollout, run.workload)
     return costs.prefill_time(context, context**2 / 2, 0) / context
 
 
@@ -62,8 +63,8 @@ def latency_points(run: Run, costs: Costs) -> Points:
     Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds of
     these, or of the longest where admission reserves them.
     """
-    context = longest_sequence(run) / 2
-    most = most_running(run)
+    context = longest_sequence(run.rollout, run.workload) / 2
+    most = most_running(resolve(run).replica)
     if run.rollout.admission == "on-demand":
         most = max(1, min(most, int(costs.kv_capacity / context)))
     batches = [b for b in (2**i for i in range(17)) if b < most] + [most]

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.hardware.measured_profile import (
-    MeasuredProfile,
     read_measured,
     scaled_to_mean_speed,
     shape_digest,
 )
-from streamrl.hardware.memory import check_reward_memory, reward_model_key, reward_shape
+from streamrl.hardware.memory import check_reward_memory
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profile_fit import PassFit, fit_passes
+from streamrl.hardware.resolved import RewardHardware
 from streamrl.hardware.tiers import Provenance
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.curves import PrefillCurve
 from streamrl.sim.costs.inference import Shard
@@ -61,36 +61,37 @@ class ModelRewards:
         return self.pass_costs.time(tokens, pairs, 0, rollouts)
 
 
-def reward_costs(run: Run) -> StatedRewards | ModelRewards | None:
+def reward_costs(
+    reward: RewardHardware | None, config: CostsConfig
+) -> StatedRewards | ModelRewards | None:
     """Return what a run's reward model costs; None where it has none.
 
     Raises:
         RunError: nobody knows, or a GPU does not hold it.
     """
-    verifier = run.verifier
-    if verifier.reward_model is None:
+    if reward is None:
         return None
-    check_reward_memory(run)
+    check_reward_memory(reward)
+    verifier = reward.config
     if verifier.time:
         return StatedRewards(verifier.time)
-    if run.costs.profile is not None:
-        return _measured(run, Path(run.costs.profile))
-    shape = reward_shape(run)
-    if shape is None:
-        text = f"verifier.time is missing: the shape of {verifier.reward_model.model} is not here to compose its seconds"
-        raise RunError("verifier.time", None, None, text, (reward_model_key(run), "costs.profile"))
-    curve = _composed(run, shape)
+    if config.profile is not None:
+        return _measured(reward, Path(config.profile))
+    if reward.shape is None:
+        text = f"verifier.time is missing: the shape of {reward.name} is not here to compose its seconds"
+        raise RunError("verifier.time", None, None, text, (reward.key, "costs.profile"))
+    curve = _composed(reward, reward.shape, config)
     return ModelRewards(curve, verifier.max_tokens_per_pass, curve.provenance)
 
 
-def _measured(run: Run, path: Path) -> ModelRewards:
+def _measured(reward: RewardHardware, path: Path) -> ModelRewards:
     """Return the seconds of a profile of this machine.
 
     Raises:
         RunError: it has none of a reward model, or of another one, or on another GPU.
     """
     profile = scaled_to_mean_speed(read_measured(path))
-    key, shape = reward_model_key(run), reward_shape(run)
+    key, shape = reward.key, reward.shape
     measured = profile.reward_model
     if measured is None or not profile.reward:
         text = f"costs.profile: {path} has no reward model: {TO_MEASURE}, or verifier.time states its seconds"
@@ -98,32 +99,29 @@ def _measured(run: Run, path: Path) -> ModelRewards:
     if shape is not None and shape_digest(shape) != measured.digest:
         text = f"costs.profile: {path} was measured for the reward model {measured.name}, but {key} has the shape of {shape.name}"
         raise RunError("costs.profile", str(path), None, text, (key,))
-    _check_gpu(run, profile, path)
+    _check_gpu(reward, profile.gpu, path)
     provenance = Provenance.of(
         "measured", [f"{path}: {profile.source}, reward model {measured.name}"]
     )
-    return ModelRewards(fit_passes(profile.reward), run.verifier.max_tokens_per_pass, provenance)
+    return ModelRewards(fit_passes(profile.reward), reward.config.max_tokens_per_pass, provenance)
 
 
-def _check_gpu(run: Run, profile: MeasuredProfile, path: Path) -> None:
-    pool = run.verifier.pool
-    assert pool is not None, "check_rewards wants one"
-    gpu = run.cluster.pools[pool].gpu
-    if gpu != profile.gpu:
-        text = f"costs.profile: {path} was measured with {profile.gpu!r}, but cluster.pools.{pool}.gpu is {gpu!r}: verifier.time states the seconds of other GPUs"
+def _check_gpu(reward: RewardHardware, measured: str, path: Path) -> None:
+    assert reward.pool is not None, "check_rewards wants one"
+    pool, gpu = reward.config.pool, reward.pool.gpu
+    if gpu != measured:
+        text = f"costs.profile: {path} was measured with {measured!r}, but cluster.pools.{pool}.gpu is {gpu!r}: verifier.time states the seconds of other GPUs"
         raise RunError("costs.profile", str(path), None, text, (f"cluster.pools.{pool}.gpu",))
 
 
-def _composed(run: Run, shape: ModelShape) -> PrefillCurve:
+def _composed(reward: RewardHardware, shape: ModelShape, config: CostsConfig) -> PrefillCurve:
     """Compose its passes as those of an inference engine that prefills and does nothing else."""
-    verifier = run.verifier
-    assert verifier.pool is not None, "check_rewards wants one"
-    pool = run.cluster.pools[verifier.pool]
+    assert reward.pool is not None, "check_rewards wants one"
     shard = Shard(
         shape,
-        Kernels(pool.gpu, run.model.dtype, run.costs.backend, run.model.dtype),
-        max(1, verifier.gpus_per_worker),
-        engine=load_engine(run.costs.engine),
-        wires=Interconnect.of(pool),
+        Kernels(reward.pool.gpu, reward.dtype, config.backend, reward.dtype),
+        max(1, reward.config.gpus_per_worker),
+        engine=load_engine(config.engine),
+        wires=Interconnect.of(reward.pool),
     )
     return PrefillCurve(shard, 1, is_mixed=False)

@@ -31,6 +31,7 @@ from streamrl.hardware.memory import fullest_stage, weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape, linear_layers, lora_parameters
 from streamrl.hardware.precision import quantised_bytes, rollout_precision
 from streamrl.hardware.profiles import Gpu, gpu_of, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.tiers import TIERS, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
@@ -72,8 +73,10 @@ class Payload:
 def _sent_bytes(run: Run) -> int:
     """Bytes of all weights: as replicas keep them, or as they are trained where each replica quantises its own."""
     if run.sync.quantise_at == "trainer":
-        return weight_bytes(run)
-    return load_model(run.model).num_parameters * BYTES[rollout_precision(run).wide]
+        return weight_bytes(resolve(run).replica)
+    return (
+        load_model(run.model).num_parameters * BYTES[rollout_precision(run.rollout, run.model).wide]
+    )
 
 
 def num_tensors(model: ModelShape) -> int:
@@ -287,7 +290,7 @@ class _Route:
     def _fixed_time(self) -> float:
         fixed = self.backend.fixed_time(self.payload.num_bytes, self.payload.num_tensors)
         if self._is_delta:
-            fixed += weight_bytes(self.run) / load_delta().compare_bandwidth
+            fixed += weight_bytes(resolve(self.run).replica) / load_delta().compare_bandwidth
         return fixed + self._quantise_time("trainer")
 
     def _quantise_time(self, where: str) -> float:
@@ -299,7 +302,8 @@ class _Route:
         if where == "replica":
             ways, gpu = weight_ranks(self.run), self.rollout.gpu
         achieved = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
-        return quantised_bytes(self.run) / ways / achieved
+        replica, trained = resolve(self.run).replica, resolve(self.run).trainer.dtype
+        return quantised_bytes(replica.model, replica.precision, trained) / ways / achieved
 
     def _hops(self) -> list[Hop]:
         """Everything that a broadcast bucket passes, in order."""
@@ -359,11 +363,11 @@ class _Route:
         """
         gpu, ways = self.rollout.gpu, weight_ranks(self.run)
         is_whole = self._is_delta or self.run.merges_adapters
-        copied = weight_bytes(self.run) if is_whole else self.payload.num_bytes
+        copied = weight_bytes(resolve(self.run).replica) if is_whole else self.payload.num_bytes
         memory_bandwidth = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
         load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
         if self.run.merges_adapters:
-            load_time += weight_bytes(self.run) / ways / gpu.host_link
+            load_time += weight_bytes(resolve(self.run).replica) / ways / gpu.host_link
         elif self._is_through_host and not self.backend.fitted_to:
             load_time += self.payload.num_bytes / ways / gpu.host_link
         return load_time + self._quantise_time("replica")
@@ -422,4 +426,4 @@ def weight_ranks(run: Run) -> float:
     config = run.rollout
     if config.data_parallel == 1:
         return config.tensor_parallel * config.pipeline_parallel
-    return weight_bytes(run) / fullest_stage(run).weights
+    return weight_bytes(resolve(run).replica) / fullest_stage(resolve(run).replica).weights

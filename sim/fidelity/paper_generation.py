@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
@@ -79,7 +80,8 @@ def constants() -> list[tuple[str, str, str]]:
             "reading: rollouts that a replica runs at once",
             "as many of the longest as its KV memory holds: at 20K "
             + ", ".join(
-                f"{most_running(make_case(Case(size, '20K', 'sync')))} ({size})" for size in MODELS
+                f"{most_running(resolve(make_case(Case(size, '20K', 'sync'))).replica)} ({size})"
+                for size in MODELS
             ),
             "Equation 2, whose batch is bounded by KV memory: no number is chosen, and no figure was asked. Against "
             "20 let in on demand, which suits Table 3 best, Figures 2, 9 and 12 gain and Figure 8, "
@@ -166,7 +168,7 @@ def _batch_note() -> str:
     """Say how much of its share a replica runs at once."""
     runs = {size: make_case(Case(size, "20K", "sync")) for size in MODELS}
     shares = ", ".join(
-        f"{most_running(run)} of {BATCH // run.rollout.replicas} ({size})"
+        f"{most_running(resolve(run).replica)} of {BATCH // run.rollout.replicas} ({size})"
         for size, run in runs.items()
     )
     return (

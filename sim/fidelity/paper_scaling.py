@@ -11,6 +11,7 @@ from streamrl.engine.messages import Resize, Stepped
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trace import Trace
 from streamrl.hardware.memory import most_running
+from streamrl.hardware.resolved import resolve
 from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_latency
@@ -214,7 +215,7 @@ def _rounds_note() -> str:
         generate_batch(run, Costs.load(run), SimulatedWorkload(run).draw(0, BATCH))[-1].time
         for run in filled
     ]
-    most = most_running(runs[0])
+    most = most_running(resolve(runs[0]).replica)
     return (
         f"a node is added once generation lags by what Equation 2 expects of it, and Equation 2 counts whole rounds: 16 "
         f"replicas are dealt 64 rollouts and run {most}, {ceil(64 / most)} rounds, 24 are dealt 43, {ceil(43 / most)}, "

@@ -9,6 +9,7 @@ from math import log
 from statistics import median
 
 from streamrl.hardware.memory import most_running
+from streamrl.hardware.resolved import resolve
 from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
 from streamrl.runfile.config import Run
 from streamrl.sim.fidelity.paper import (
@@ -291,8 +292,8 @@ def _wider_note(ours: dict[Case, Times]) -> str:
     narrow, wide = (make_case(cases[1], changes=each) for each in ({}, changes[1]))
     return (
         f"32B at 20K: a replica on {narrow.rollout.tensor_parallel} GPUs is dealt {_share(narrow)} rollouts and has memory "
-        f"for {most_running(narrow)} of the longest, which is the smallest part of all cells; on "
-        f"{wide.rollout.tensor_parallel} GPUs it is dealt {_share(wide)} and has memory for {most_running(wide)}, and its "
+        f"for {most_running(resolve(narrow).replica)} of the longest, which is the smallest part of all cells; on "
+        f"{wide.rollout.tensor_parallel} GPUs it is dealt {_share(wide)} and has memory for {most_running(resolve(wide).replica)}, and its "
         f"three cells are at {errors(wider)} instead of {errors(ours[case] for case in cases)}. The paper does not say "
         "how many it used (all models on twice the GPUs: `benchmarks/bench_readings.py`)"
     )
@@ -306,7 +307,8 @@ def _held_at_once() -> str:
     """Return how many of the 64 rollouts an H800 replica of 7B runs at once, by length."""
     runs = {length: make_case(Case("7B", length, "async")) for length in LENGTHS}
     return ", ".join(
-        f"{min(_share(run), most_running(run))} ({length})" for length, run in runs.items()
+        f"{min(_share(run), most_running(resolve(run).replica))} ({length})"
+        for length, run in runs.items()
     )
 
 

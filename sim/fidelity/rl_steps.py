@@ -33,6 +33,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Trace
 from streamrl.hardware.memory import check_memory
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
@@ -313,7 +314,7 @@ def _simulated(step: Published, choice: dict[str, Any]) -> PhaseSeconds | None:
     """Simulate a choice; None where it does not fit the GPUs that ran it."""
     run = _run(step.table, choice)
     try:
-        check_memory(run)
+        check_memory(resolve(run))
     except RunError:
         return None
     return phase_seconds(simulate(run))

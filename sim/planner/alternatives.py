@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.plan import OverMemoryLimit, PartialNodePlan
@@ -36,7 +37,7 @@ def find_with_fuller_memory(
     found = _find(search, run, chosen, pool, watch, tight=True)
     if found is None:
         return None
-    side = trainer_side(found.candidate.apply(run))
+    side = trainer_side(resolve(found.candidate.apply(run)).trainer)
     return OverMemoryLimit(
         choice=describe(run, found.candidate),
         settings=settings_of(found.candidate),

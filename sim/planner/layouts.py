@@ -23,12 +23,12 @@ from streamrl.hardware.memory import (
     ROOMY,
     host_memory,
     kv_capacity,
-    longest_sequence,
     offloaded_bytes,
     trainer_memory,
 )
 from streamrl.hardware.parallelism import slices_experts, splits_context
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -267,7 +267,8 @@ def _piped(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas
 def holds_rollouts(run: Run, least: int = 1) -> bool:
     """Whether a replica holds `least` rollouts of the longest kind at once."""
     try:
-        return kv_capacity(run) >= least * longest_sequence(run)
+        replica = resolve(run).replica
+        return kv_capacity(replica) >= least * replica.longest_sequence
     except ValueError:
         return False
 
@@ -353,7 +354,8 @@ def _first_that_fits(
     memory = load_gpu(run.cluster.pools[ways[0].pool].gpu).usable_memory
     leanest = ways[-1].apply(run)
     least = _trainer_bytes(leanest) / memory
-    if least > 1 or offloaded_bytes(leanest) > host_memory(leanest):
+    trainer = resolve(leanest).trainer
+    if least > 1 or offloaded_bytes(trainer) > host_memory(trainer.pool):
         return None, False
     if least > most_memory:
         return None, True
@@ -386,7 +388,7 @@ def _reason_against(run: Run, degrees: Degrees) -> str | None:
 def _trainer_bytes(run: Run) -> float:
     """Bytes on the fullest GPU; without end where the model cannot be split that way."""
     try:
-        return sum(trainer_memory(run).values())
+        return sum(trainer_memory(resolve(run).trainer).values())
     except ValueError:
         return float("inf")
 

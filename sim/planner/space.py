@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.engine.presets import System, choose_system
-from streamrl.hardware.memory import ROOMY, kv_capacity, longest_sequence
-from streamrl.hardware.precision import check_precision
+from streamrl.hardware.memory import ROOMY, kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
+from streamrl.hardware.resolved import check_precision, longest_sequence, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import find_link, powers_of_two
 from streamrl.runfile.plan_config import PlanConfig
@@ -452,7 +452,7 @@ def _with_more_running(run: Run, replicas: list[Replicas], mean_tokens: float) -
     found = []
     for each in replicas:
         share = run.algorithm.rollouts_per_step / each.replicas
-        held = kv_capacity(each.apply(run)) / mean_tokens
+        held = kv_capacity(resolve(each.apply(run)).replica) / mean_tokens
         for most in wanted or powers_of_two(MOST_RUNNING):
             if most > each.max_running and (wanted or most < 2 * min(share, held)):
                 found.append(each._replace(max_running=most))
@@ -474,7 +474,7 @@ def _expert_degrees(run: Run) -> Sequence[int]:
 
 def _context_degrees(run: Run) -> Sequence[int]:
     """Return the degrees that leave each rank of the longest rollout a part worth having; 1 and the run's own else."""
-    parts = longest_sequence(run) // LEAST_PART
+    parts = longest_sequence(run.rollout, run.workload) // LEAST_PART
     usual = powers_of_two(min(parts, MOST_CONTEXT_RANKS)) if parts >= LONG_IN_PARTS else [1]
     return run.plan.context_parallel or sorted({1, run.trainer.context_parallel, *usual})
 

@@ -73,7 +73,7 @@ def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Serie
     """
     costs, model = TrainingCosts.load(run), load_model(run.model)
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
-    peak = gpu.flops[training_dtype(run)] * run.trainer.num_gpus
+    peak = gpu.flops[training_dtype(run.trainer, run.model)] * run.trainer.num_gpus
     needed = [3 * costs.num_trained * rollouts * model.forward_flops(n, n * n / 2) for n in lengths]
     seconds = [costs.train_time([n] * rollouts) for n in lengths]
     trainer = run.trainer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil, lcm
 
 from streamrl.engine.systems import rollouts_that_fill
-from streamrl.hardware.memory import longest_sequence
+from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.workload.replica_batch import mean_lengths, rollouts_under_way
@@ -75,7 +75,8 @@ def _find_fills(run: Run) -> Iterator[Finding]:
 
 def _find_tokens(run: Run) -> Iterator[Finding]:
     """Say which passes are bounded by their tokens, not by `micro_batch`: full passes lose nothing by it."""
-    trainer, mean, longest = run.trainer, mean_lengths(run), longest_sequence(run)
+    trainer, mean = run.trainer, mean_lengths(run)
+    longest = longest_sequence(run.rollout, run.workload)
     room = trainer.max_tokens_per_pass
     held = trainer.micro_batch if mean is None else max(1, int(room // mean.total))
     if mean is not None and held <= trainer.micro_batch / 2:

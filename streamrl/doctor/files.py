@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.hardware.hugging_face import read_positions, weight_problems
-from streamrl.hardware.memory import longest_sequence
+from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Level
 from streamrl.workload.workload import load_source
@@ -69,7 +69,7 @@ def _find_model(run: Run) -> Iterator[Finding]:
 
 def _find_positions(run: Run, path: Path) -> Iterator[Finding]:
     """Find sequences longer than what the model was trained on."""
-    most, longest = read_positions(path), longest_sequence(run)
+    most, longest = read_positions(path), longest_sequence(run.rollout, run.workload)
     if most is None or longest <= most:
         return
     room = most - run.workload.max_prompt_tokens

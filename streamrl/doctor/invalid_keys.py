@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, assert_never, get_args, get_origin,
 
 import msgspec
 
-from streamrl.hardware.precision import check_precision
 from streamrl.hardware.profiles import check_profiles, load_model
+from streamrl.hardware.resolved import check_precision
 from streamrl.runfile.checks import CHECKS
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import LinkConfig

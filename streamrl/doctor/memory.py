@@ -8,13 +8,11 @@ from itertools import product
 from streamrl.hardware.memory import (
     ROOMY,
     kv_capacity,
-    longest_sequence,
     most_running,
-    num_models,
-    reward_model_bytes,
 )
 from streamrl.hardware.profiles import load_model
-from streamrl.hardware.side_memory import SideMemory, replica_side, trainer_side, verifier_side
+from streamrl.hardware.resolved import longest_sequence, resolve
+from streamrl.hardware.side_memory import SideMemory, replica_side, reward_side, trainer_side
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level, changed
 from streamrl.runfile.gpu_pools import powers_of_two
@@ -43,11 +41,11 @@ def _listed(side: SideMemory) -> str:
 
 def find_replica(run: Run) -> Finding:
     """Say whether a replica holds its weights and one longest rollout."""
-    side = replica_side(run)
+    side = replica_side(resolve(run).replica)
     if side.need > side.usable:
         text = (
             f"rollout: {side.need / GB:.1f} GB a GPU ({_listed(side)}, for one rollout of "
-            f"{longest_sequence(run):,} tokens), but {side.gpu} at memory_utilization "
+            f"{longest_sequence(run.rollout, run.workload):,} tokens), but {side.gpu} at memory_utilization "
             f"{run.rollout.memory_utilization:g} gives {side.usable / GB:.1f} GB"
         )
         return Finding(level="error", topic="memory", name="rollout-memory", text=text)
@@ -60,20 +58,22 @@ def find_replica(run: Run) -> Finding:
 
 def held(run: Run) -> str:
     """Say how many rollouts fit the KV cache, which no prompt shares: of the longest, and as they are on average."""
-    tokens, longest, mean = kv_capacity(run), longest_sequence(run), mean_lengths(run)
+    replica, mean = resolve(run).replica, mean_lengths(run)
+    tokens, longest = kv_capacity(replica), replica.longest_sequence
     held = (
         f"{tokens:,} tokens of a replica are {tokens // longest:,} rollouts of {longest:,} tokens"
     )
     if mean is not None:
         held += f", {int(tokens // mean.context):,} with a running one's mean context of {mean.context:,.0f}"
     if run.rollout.admission == "reserve":
-        held += f"; admission reserves {run.rollout.max_tokens:,} of each, so {most_running(run):,} run at once"
+        held += f"; admission reserves {run.rollout.max_tokens:,} of each, so {most_running(replica):,} run at once"
     return f"{held} (max_running {run.rollout.max_running})"
 
 
 def _find_room(run: Run) -> Iterator[Finding]:
     """Say that a replica's memory limits its batch; whether that has a price, a rehearsal tells."""
-    if replica_side(run).need > replica_side(run).usable:
+    side = replica_side(resolve(run).replica)
+    if side.need > side.usable:
         return
     batch = replica_batch(run)
     if run.rollout.admission == "on-demand" and batch is not None and batch.limit == "memory":
@@ -89,7 +89,7 @@ def _find_room(run: Run) -> Iterator[Finding]:
 
 def find_trainer(run: Run) -> Iterator[Finding]:
     """Find that the trainer does not fit, or hardly."""
-    side = trainer_side(run)
+    side = trainer_side(resolve(run).trainer)
     share = side.need / side.capacity
     text = (
         f"trainer: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU, {share:.0%} of {side.gpu} "
@@ -109,20 +109,27 @@ def find_trainer(run: Run) -> Iterator[Finding]:
 
 def _find_verifier(run: Run) -> Iterator[Finding]:
     """Find that a GPU does not hold the reward model, or that nobody knows."""
-    reward = run.verifier.reward_model
-    if reward is not None and not reward_model_bytes(run):
-        text = f"verifier: the shape of {reward.model} is not here, so what it takes of a GPU is not known"
+    reward = resolve(run).reward
+    if reward is None:
+        return
+    if reward.shape is None:
+        text = f"verifier: the shape of {reward.name} is not here, so what it takes of a GPU is not known"
         yield Finding(level="ok", topic="memory", name="verifier-unknown", text=text)
-    for side in verifier_side(run):
-        text = (
-            f"verifier: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU of the reward model "
-            f"({_listed(side)}) on {side.gpu}"
-        )
-        fits = side.need <= side.capacity
-        level: Level = "ok" if fits else "error"
-        name = "verifier-fits" if fits else "verifier-memory"
-        fix = "" if fits else "a smaller verifier.max_tokens_per_pass, or a pool of larger GPUs"
-        yield Finding(level=level, topic="memory", name=name, text=text, fix=fix)
+    side = reward_side(reward)
+    if side is not None:
+        yield _verifier_finding(side)
+
+
+def _verifier_finding(side: SideMemory) -> Finding:
+    text = (
+        f"verifier: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU of the reward model "
+        f"({_listed(side)}) on {side.gpu}"
+    )
+    fits = side.need <= side.capacity
+    level: Level = "ok" if fits else "error"
+    name = "verifier-fits" if fits else "verifier-memory"
+    fix = "" if fits else "a smaller verifier.max_tokens_per_pass, or a pool of larger GPUs"
+    return Finding(level=level, topic="memory", name=name, text=text, fix=fix)
 
 
 MOST_GROWTH = 6
@@ -175,16 +182,17 @@ def _longer_replicas(run: Run) -> Iterator[Changes]:
 
 def _roomier_trainers(run: Run) -> Iterator[Changes]:
     """Yield what fits: on the fewest GPUs first, and of these what changes least."""
+    trainer = resolve(run).trainer
     switches: list[dict[str, object]] = [
         {},
         {"trainer.recompute": "full"},
         {"trainer.logits": "chunked"},
-        {"trainer.max_tokens_per_pass": longest_sequence(run)},
+        {"trainer.max_tokens_per_pass": trainer.longest_sequence},
         {"trainer.zero": 3},
-        {"trainer.recompute": "full", "trainer.max_tokens_per_pass": longest_sequence(run)},
+        {"trainer.recompute": "full", "trainer.max_tokens_per_pass": trainer.longest_sequence},
         {"trainer.recompute": "full", "trainer.logits": "chunked"},
     ]
-    if num_models(run) > 1:
+    if trainer.num_models > 1:
         switches += [{**each, "trainer.offload": True} for each in switches]
     for doublings in range(MOST_GROWTH + 1):
         layouts = [{}, *_layouts(run, run.trainer.num_gpus * 2**doublings)]
@@ -218,13 +226,14 @@ def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
 
 def _context_degrees(run: Run) -> list[int]:
     """Return the run's own degree, and those that leave each rank of a long rollout a part of it."""
-    usual = powers_of_two(min(MOST_CONTEXT_RANKS, longest_sequence(run) // LEAST_PART))
+    longest = longest_sequence(run.rollout, run.workload)
+    usual = powers_of_two(min(MOST_CONTEXT_RANKS, longest // LEAST_PART))
     return sorted({run.trainer.context_parallel, *usual})
 
 
 def _fits(run: Run, changes: Changes) -> bool:
     try:
-        side = trainer_side(changed(run, changes))
+        side = trainer_side(resolve(changed(run, changes)).trainer)
     except ValueError:
         return False
     return side.need <= side.capacity
@@ -234,11 +243,11 @@ def _fits(run: Run, changes: Changes) -> bool:
 
 
 def _replica_effect(run: Run) -> str:
-    return f"{replica_side(run).parts['weights'] / GB:.1f} GB of weights a GPU, {held(run)}"
+    return f"{replica_side(resolve(run).replica).parts['weights'] / GB:.1f} GB of weights a GPU, {held(run)}"
 
 
 def _trainer_effect(run: Run) -> str:
-    side = trainer_side(run)
+    side = trainer_side(resolve(run).trainer)
     return f"{side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU"
 
 

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import NamedTuple, assert_never
 
 from msgspec.structs import replace
 
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
-from streamrl.hardware.hugging_face import read_config_json
 from streamrl.hardware.model_shape import BYTES, ModelShape, lora_parameters
 from streamrl.hardware.parallelism import (
     check_split,
@@ -35,19 +33,19 @@ from streamrl.hardware.parallelism import (
     split_over_stages,
     stage_layers,
 )
-from streamrl.hardware.precision import (
-    kept_bytes,
-    rollout_precision,
-    shard_weight_bytes,
-    trained_dtype,
+from streamrl.hardware.precision import kept_bytes, shard_weight_bytes
+from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.hardware.resolved import (
+    ReplicaHardware,
+    ResolvedRun,
+    RewardHardware,
+    TrainerHardware,
 )
-from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.config import Run
+from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.keys import pool_key
-from streamrl.runfile.roles_config import REWARD_MODEL, SpeculativeConfig, TrainerConfig
-from streamrl.runfile.workload_config import HUB
+from streamrl.runfile.policies_config import SyncConfig
+from streamrl.runfile.roles_config import SpeculativeConfig, TrainerConfig
 
 PREFILL_CHUNK = 8192
 """Tokens of one forward pass: vLLM's default of max_num_batched_tokens for throughput."""
@@ -92,15 +90,15 @@ def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
     return replace(model, num_layers=1, experts=experts, linear=None, **window)
 
 
-def draft_bytes(run: Run, model: ModelShape) -> tuple[float, float]:
+def draft_bytes(replica: ReplicaHardware) -> tuple[float, float]:
     """Return the bytes of a draft's weights on a GPU of a replica, and those that a token leaves in its cache there.
 
     It is in the formats of the replica. A module shares embedding and head with its model.
     """
-    rollout, own = run.rollout, rollout_precision(run)
+    rollout, own = replica.config, replica.precision
     if rollout.drafts is None:
         return 0.0, 0.0
-    draft, degree = draft_of(model, rollout.drafts), rollout.tensor_parallel
+    draft, degree = draft_of(replica.longest_model, rollout.drafts), rollout.tensor_parallel
     experts = rollout.expert_parallel if draft.experts is not None else 1
     weights = shard_weight_bytes(draft, own.weights, own.wide, degree, experts)
     if rollout.drafts.model is None:
@@ -125,16 +123,16 @@ class StageBytes(NamedTuple):
         return self.weights + self.draft
 
 
-def stage_bytes(run: Run, model: ModelShape) -> list[StageBytes]:
-    """Return what a GPU of each stage holds of a model, the first stage first.
+def stage_bytes(replica: ReplicaHardware) -> list[StageBytes]:
+    """Return what a GPU of each stage holds of the model, the first stage first.
 
     Raises:
         RunError: as `replica_shards`.
     """
-    own, rollout = rollout_precision(run), run.rollout
+    own, rollout, model = replica.precision, replica.config, replica.longest_model
     per_layer = model.shard_kv_bytes_per_token(own.cache, rollout.tensor_parallel)
     per_layer /= model.num_layers
-    draft, drafted = draft_bytes(run, model)
+    draft, drafted = draft_bytes(replica)
     found = []
     for shard in replica_shards(model, rollout):
         sizes = (shard.parameters, shard.linear_parameters)
@@ -159,24 +157,23 @@ GATHERED_LAYERS = 2
 # The rollout side ---------------------------------------------------------------------------------
 
 
-def weight_bytes(run: Run) -> int:
+def weight_bytes(replica: ReplicaHardware) -> int:
     """Bytes of the weights as replicas keep them: every parameter once."""
-    own = rollout_precision(run)
-    return round(shard_weight_bytes(load_model(run.model), own.weights, own.wide))
+    own = replica.precision
+    return round(shard_weight_bytes(replica.model, own.weights, own.wide))
 
 
-def kv_capacity(run: Run) -> int:
+def kv_capacity(replica: ReplicaHardware) -> int:
     """Tokens whose keys and values a replica can hold.
 
     Raises:
         RunError: the weights alone, or one rollout of the longest kind, do not fit.
     """
-    model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    rollout = run.rollout
+    rollout, gpu = replica.config, replica.gpu
     usable = gpu.usable_memory * rollout.memory_utilization
-    workspace = replica_workspace(run)
-    capacity, weights = _least_room(run, usable - workspace)
-    longest, gpus = longest_sequence(run), rollout.gpus_per_replica
+    workspace = replica_workspace(replica)
+    capacity, weights = _least_room(replica, usable - workspace)
+    longest, gpus = replica.longest_sequence, rollout.gpus_per_replica
     if capacity < longest:
         others = {
             "pipeline_parallel": rollout.pipeline_parallel,
@@ -187,44 +184,46 @@ def kv_capacity(run: Run) -> int:
             "rollout.tensor_parallel",
             rollout.tensor_parallel,
             None,
-            f"rollout.tensor_parallel={rollout.tensor_parallel}{more}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
+            f"rollout.tensor_parallel={rollout.tensor_parallel}{more}: {replica.model.name} needs "
+            f"{gpus * weights / 1e9:.1f} GB of "
             f"weights, {gpus * workspace / 1e9:.1f} GB of workspace and {longest} tokens of KV cache, "
-            f"but {gpus} x {gpu.name} at memory_utilization {run.rollout.memory_utilization} hold "
+            f"but {gpus} x {gpu.name} at memory_utilization {rollout.memory_utilization} hold "
             f"{gpus * usable / 1e9:.1f} GB, which leaves {capacity} tokens",
             ("rollout.memory_utilization", "rollout.max_tokens"),
         )
     return capacity * rollout.data_parallel
 
 
-def _least_room(run: Run, usable: float) -> tuple[int, float]:
+def _least_room(replica: ReplicaHardware, usable: float) -> tuple[int, float]:
     """Return the tokens that fit beside the weights of the stage with least room for them, and its bytes of weights."""
     return min(
         (int(max(0.0, usable - stage.held) // stage.token), stage.held)
-        for stage in stage_bytes(run, replica_model(run))
+        for stage in stage_bytes(replica)
     )
 
 
-def fullest_stage(run: Run) -> StageBytes:
+def fullest_stage(replica: ReplicaHardware) -> StageBytes:
     """Return what a GPU holds of the pipeline stage that has most weights.
 
     Raises:
         RunError: the model cannot be split as the run file says.
     """
-    return max(stage_bytes(run, replica_model(run)))
+    return max(stage_bytes(replica))
 
 
-def replica_workspace(run: Run) -> float:
+def replica_workspace(replica: ReplicaHardware) -> float:
     """Bytes on one GPU of a replica beside weights and KV cache: of a pass, and what rollouts keep whatever their length."""
-    rollout, model, wide = run.rollout, replica_model(run), rollout_precision(run).wide
+    rollout, model, wide = replica.config, replica.longest_model, replica.precision.wide
     most, degree = -(-rollout.max_running // rollout.data_parallel), rollout.tensor_parallel
     states = most * model.shard_state_bytes(wide, degree)
     work = workspace_bytes(model, wide, most, degree, min(rollout.expert_parallel, degree))
-    if run.serves_adapters:  # their place, beside weights
-        work += lora_parameters(model, run.sync.lora_rank) * BYTES[run.model.dtype] / degree
+    if replica.adapter_rank is not None:  # their place, beside weights
+        adapters = lora_parameters(model, replica.adapter_rank)
+        work += adapters * BYTES[replica.adapter_dtype] / degree
     return work + states / rollout.pipeline_parallel
 
 
-def most_running(run: Run) -> int:
+def most_running(replica: ReplicaHardware) -> int:
     """Return the most rollouts that a replica ever decodes at once, so that no simulated batch is larger.
 
     Where admission reserves the longest output of each, memory holds that many of them, whole groups beside each
@@ -233,34 +232,32 @@ def most_running(run: Run) -> int:
     Raises:
         RunError: as `kv_capacity`, where admission reserves memory.
     """
-    rollout = run.rollout
+    rollout = replica.config
     match rollout.admission:
         case "on-demand":
             return rollout.max_running
         case "reserve":
-            return min(rollout.max_running, _num_reserved(run))
+            return min(rollout.max_running, _num_reserved(replica))
         case _:
             assert_never(rollout.admission)
 
 
-def _num_reserved(run: Run) -> int:
-    capacity, longest = kv_capacity(run), run.rollout.max_tokens
-    lengths = run.workload.lengths
-    prompt = lengths.prompt_tokens if lengths is not None and lengths.kind != "trace" else 0
-    sharing = run.algorithm.group_size if run.shares_prefixes else 1
+def _num_reserved(replica: ReplicaHardware) -> int:
+    capacity, longest = kv_capacity(replica), replica.config.max_tokens
+    prompt, sharing = replica.prompt_tokens, replica.rollouts_per_prompt
     groups, rest = divmod(capacity, prompt + sharing * longest)
     return groups * sharing + max(0, rest - prompt) // longest
 
 
-def replica_memory(run: Run) -> dict[str, float]:
+def replica_memory(replica: ReplicaHardware) -> dict[str, float]:
     """Bytes on one GPU of a replica: weights, workspace, KV cache of as many tokens as fit, what stays unused.
 
     Raises:
         ValueError: as `kv_capacity`.
     """
-    gpu, fullest = load_gpu(run.cluster.pools[run.rollout.pool].gpu), fullest_stage(run)
-    weights, workspace = fullest.held, replica_workspace(run)
-    cache = kv_capacity(run) / run.rollout.data_parallel * fullest.token
+    gpu, fullest = replica.gpu, fullest_stage(replica)
+    weights, workspace = fullest.held, replica_workspace(replica)
+    cache = kv_capacity(replica) / replica.config.data_parallel * fullest.token
     unused = gpu.usable_memory - weights - workspace - cache
     return {
         "weights": weights,
@@ -269,16 +266,6 @@ def replica_memory(run: Run) -> dict[str, float]:
         "unused": unused,
         "reserve": gpu.reserve,
     }
-
-
-def replica_model(run: Run) -> ModelShape:
-    """Return the model as the longest rollouts see it."""
-    return load_model(run.model).seen_by(longest_sequence(run))
-
-
-def longest_sequence(run: Run) -> int:
-    """Tokens of the longest prompt with the longest output that the run file allows."""
-    return run.rollout.max_tokens + run.workload.max_prompt_tokens
 
 
 # The training side --------------------------------------------------------------------------------
@@ -291,29 +278,6 @@ class ModelState:
     weights: float
     gradients: float
     optimizer: float
-
-
-def num_trained_models(run: Run) -> int:
-    """Models that the trainer updates: the actor, and the critic where there is one."""
-    return 1 + run.algorithm.has_critic
-
-
-def trained_share(run: Run) -> float:
-    """Return the parameters of the actor that learn over those of the model: all, or adapters beside them."""
-    if run.sync.adapter_rank is None:
-        return 1.0
-    model = load_model(run.model)
-    return lora_parameters(model, run.sync.adapter_rank) / model.num_parameters
-
-
-def trained_models(run: Run) -> float:
-    """Return the parameters that the trainer updates over those of one model; a critic learns all of its own."""
-    return trained_share(run) + run.algorithm.has_critic
-
-
-def num_models(run: Run) -> int:
-    """Models that the trainer holds; of a policy with adapters the reference is what is beside them."""
-    return num_trained_models(run) + (run.algorithm.has_reference and run.sync.mode != "lora")
 
 
 def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:
@@ -386,208 +350,179 @@ def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
     return shard / trainer.pipeline_parallel
 
 
-def trainer_memory(run: Run) -> dict[str, float]:
+def trainer_memory(trainer: TrainerHardware) -> dict[str, float]:
     """Bytes on the fullest GPU of the trainer, by what takes them, at its fullest moment: of all pipeline stages.
 
     Raises:
         RunError: the model cannot be split as the run file says.
     """
-    model, trainer, dtype = load_model(run.model), run.trainer, trained_dtype(run)
-    states = model_states(model, trainer, dtype)
-    num_tokens = tokens_in_pass(trainer, longest_sequence(run))
-    activations = activation_bytes(model, trainer, dtype, num_tokens)
+    model, config, dtype = trainer.model, trainer.config, trainer.dtype
+    states = model_states(model, config, dtype)
+    num_tokens = tokens_in_pass(config, trainer.longest_sequence)
+    activations = activation_bytes(model, config, dtype, num_tokens)
     moments = []
     for stage, state in enumerate(states):
         is_last = stage == len(states) - 1
         passes = {
             "activations": activations[stage],
-            "logits": logit_bytes(model, trainer, num_tokens) if is_last else 0.0,
+            "logits": logit_bytes(model, config, num_tokens) if is_last else 0.0,
         }
-        moments += _moments(run, state, passes)
+        moments += _moments(trainer, state, passes)
     return max(moments, key=lambda items: sum(items.values()))
 
 
-def _moments(run: Run, state: ModelState, passes: dict[str, float]) -> list[dict[str, float]]:
+def _moments(
+    trainer: TrainerHardware, state: ModelState, passes: dict[str, float]
+) -> list[dict[str, float]]:
     """Return what a GPU of one stage holds, at each moment that may be its fullest."""
-    if not run.trainer.offload:
-        trained = trained_models(run)
+    if not trainer.config.offload:
+        trained = trainer.trained_models
         held = {
-            "weights": state.weights * num_models(run),
+            "weights": state.weights * trainer.num_models,
             "gradients": state.gradients * trained,
             "optimizer": state.optimizer * trained,
         }
         return [{**held, **passes}]
-    most = max(trained_share(run), float(run.algorithm.has_critic))
+    most = max(trainer.trained_share, float(trainer.algorithm.has_critic))
     alone = {"weights": state.weights, "gradients": state.gradients * most}
     return [{**alone, **passes}, {**alone, "optimizer": state.optimizer * most}]
 
 
-def check_memory(run: Run) -> None:
+def check_memory(resolved: ResolvedRun) -> None:
     """Raise `RunError` where a side does not fit its GPUs, with the numbers."""
-    kv_capacity(run)
-    check_trainer_memory(run, "trainer")
+    kv_capacity(resolved.replica)
+    check_trainer_memory(resolved.trainer)
 
 
-def check_trainer_memory(run: Run, key: str) -> None:
-    """Raise `RunError` where the trainer of `run`, whose section is `key`, does not fit its GPUs."""
-    check_split(load_model(run.model), run.trainer, key)
-    gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
-    items = trainer_memory(run)
+def check_trainer_memory(trainer: TrainerHardware) -> None:
+    """Raise `RunError` where a trainer does not fit its GPUs, with the numbers."""
+    config, key, gpu = trainer.config, trainer.key, trainer.gpu
+    check_split(trainer.model, config, key)
+    items = trainer_memory(trainer)
     need = sum(items.values())
     if need > gpu.usable_memory:
-        trainer = run.trainer
         context = (
-            f"context_parallel={trainer.context_parallel}, " if trainer.context_parallel > 1 else ""
+            f"context_parallel={config.context_parallel}, " if config.context_parallel > 1 else ""
         )
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
         raise RunError(
             f"{key}.tensor_parallel",
-            trainer.tensor_parallel,
+            config.tensor_parallel,
             None,
             f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
-            f"{trainer.data_parallel}, {context}tensor_parallel={trainer.tensor_parallel}, "
-            f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
-            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_suggest_fixes(run, key, items)}",
+            f"{config.data_parallel}, {context}tensor_parallel={config.tensor_parallel}, "
+            f"pipeline_parallel={config.pipeline_parallel}, but {gpu.name} has "
+            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_suggest_fixes(trainer, items)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),
         )
 
 
-def _suggest_fixes(run: Run, key: str, items: dict[str, float]) -> str:
+def _suggest_fixes(trainer: TrainerHardware, items: dict[str, float]) -> str:
     """Name the switches that are still open."""
-    ways = []
-    if not run.trainer.offload and num_models(run) > 1:
+    config, key, ways = trainer.config, trainer.key, []
+    if not config.offload and trainer.num_models > 1:
         ways.append(f"{key}.offload=true lets models wait in host memory")
-    elif not run.trainer.offload and _steps_alone(run, items):
+    elif not config.offload and _steps_alone(trainer.gpu, items):
         ways.append(f"{key}.offload=true lets the optimizer wait in host memory")
-    if run.trainer.recompute != "full":
+    if config.recompute != "full":
         ways.append(f'{key}.recompute="full" keeps fewer activations')
-    if run.trainer.logits != "chunked" and items.get("logits", 0.0) > LARGE_MODEL * sum(
-        items.values()
-    ):
+    if config.logits != "chunked" and items.get("logits", 0.0) > LARGE_MODEL * sum(items.values()):
         ways.append(f'{key}.logits="chunked" holds few logits at once')
     return f"; {', '.join(ways)}" if ways else ""
 
 
-def _steps_alone(run: Run, items: dict[str, float]) -> bool:
+def _steps_alone(gpu: Gpu, items: dict[str, float]) -> bool:
     """Whether a GPU holds what a step of the optimizer takes, once passes have left it."""
     taken = items["weights"] + items["gradients"] + items["optimizer"]
-    return taken <= load_gpu(run.cluster.pools[run.trainer.pool].gpu).usable_memory
+    return taken <= gpu.usable_memory
 
 
-def check_host_memory(run: Run, key: str = "trainer") -> None:
-    """Raise `RunError` where the models that `trainer.offload` moves out do not fit the host memory of a node.
-
-    `key` is the section of the trainer of `run`.
-    """
-    need, held = offloaded_bytes(run), host_memory(run)
+def check_host_memory(trainer: TrainerHardware) -> None:
+    """Raise `RunError` where the models that `trainer.offload` moves out do not fit the host memory of a node."""
+    need, held, key = offloaded_bytes(trainer), host_memory(trainer.pool), trainer.key
     if need > held:
+        pool = trainer.config.pool
         raise RunError(
             f"{key}.offload",
             True,
             None,
             f"{key}.offload: {need / 1e9:.0f} GB wait in the host memory of a node, but "
-            f"{pool_key(run.trainer.pool, 'host_memory')} is {held / 1e9:.0f} GB",
-            (f"{key}.data_parallel", pool_key(run.trainer.pool, "host_memory")),
+            f"{pool_key(pool, 'host_memory')} is {held / 1e9:.0f} GB",
+            (f"{key}.data_parallel", pool_key(pool, "host_memory")),
         )
 
 
-def host_memory(run: Run) -> float:
-    """Return the bytes of host memory of a node of the trainer; without end where none is known to bind."""
-    pool = run.cluster.pools[run.trainer.pool]
+def host_memory(pool: PoolConfig) -> float:
+    """Return the bytes of host memory of a node of a pool; without end where none is known to bind."""
     if pool.host_memory is not None:
         return pool.host_memory
     share = load_gpu(pool.gpu).host_memory
     return inf if share is None else share * pool.gpus_per_node
 
 
-def offloaded_bytes(run: Run) -> float:
+def offloaded_bytes(trainer: TrainerHardware) -> float:
     """Bytes of a node's GPUs of the trainer that wait in its host memory at most: all but the model at work."""
-    if not run.trainer.offload:
+    if not trainer.config.offload:
         return 0.0
-    model = load_model(run.model)
-    states = model_states(model, run.trainer, trained_dtype(run))
-    others, trained = num_models(run) - 1, trained_models(run)
+    states = model_states(trainer.model, trainer.config, trainer.dtype)
+    others, trained = trainer.num_models - 1, trainer.trained_models
     a_gpu = max(others * state.weights + trained * state.optimizer for state in states)
-    num_gpus = min(run.cluster.pools[run.trainer.pool].gpus_per_node, run.trainer.num_gpus)
-    return num_gpus * a_gpu
+    return min(trainer.pool.gpus_per_node, trainer.config.num_gpus) * a_gpu
 
 
-def check_sync_buffer(run: Run) -> None:
+def check_sync_buffer(replica: ReplicaHardware, sync: SyncConfig) -> None:
     """Raise `RunError` where a replica has no room for a bucket of the weights that it is sent.
 
-    The bucket comes beside what `rollout.memory_utilization` gives weights and cache; GPUs that train too are
-    sent theirs between themselves.
+    The bucket comes beside what `rollout.memory_utilization` gives weights and cache. GPUs that train too need none:
+    they are sent theirs between themselves.
     """
-    if run.policies.shares_gpus or run.sync.mode != "full":
+    if sync.mode != "full":
         return
-    gpu = load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    room = gpu.usable_memory * (1 - run.rollout.memory_utilization)
-    bucket = min(run.sync.bucket_size, weight_bytes(run))
+    gpu, share = replica.gpu, replica.config.memory_utilization
+    room = gpu.usable_memory * (1 - share)
+    bucket = min(sync.bucket_size, weight_bytes(replica))
     if bucket > room:
         raise RunError(
             "sync.bucket_size",
-            run.sync.bucket_size,
+            sync.bucket_size,
             Bounds(0, room),
             f"sync.bucket_size must fit beside rollout.memory_utilization "
-            f"{run.rollout.memory_utilization:g} of {gpu.name}, which leaves {room / 1e9:.2f} GB, "
+            f"{share:g} of {gpu.name}, which leaves {room / 1e9:.2f} GB, "
             f"got {bucket / 1e9:.2f} GB",
             ("rollout.memory_utilization",),
         )
 
 
-def reward_model_key(run: Run) -> str:
-    """Return the key of a run's reward model."""
-    places = (at for at, each in enumerate(run.verifier.reward) if each.scorer == REWARD_MODEL)
-    return f"verifier.reward.{next(places)}.model"
-
-
-def reward_shape(run: Run) -> ModelShape | None:
-    """Return the shape of a run's reward model; None where it has none, or one of the hub, whose shape is not here.
-
-    Raises:
-        RunError: its directory has no config.json that is known.
-    """
-    reward = run.verifier.reward_model
-    if reward is None or reward.model is None or reward.model.startswith(HUB):
-        return None
-    try:
-        return read_config_json(Path(reward.model) / "config.json")
-    except RunError as error:
-        key = reward_model_key(run)
-        text = str(error).replace("model.path", key, 1)
-        raise RunError(key, reward.model, text=text) from None
-
-
-def reward_model_bytes(run: Run) -> dict[str, float]:
+def reward_model_bytes(reward: RewardHardware) -> dict[str, float]:
     """Return the bytes on a GPU of the verifier's, by what takes them; nothing where the shape is not known.
 
     Its head has one output in place of one for each token, which takes next to nothing.
     """
-    shape = reward_shape(run)
+    shape = reward.shape
     if shape is None:
         return {}
-    verifier, dtype = run.verifier, run.model.dtype
+    verifier, dtype = reward.config, reward.dtype
     degree = max(1, verifier.gpus_per_worker)
     parameters = shape.num_parameters
     if not shape.has_tied_embeddings:
         parameters -= shape.vocab_size * shape.hidden_size
-    chunks = max(verifier.max_tokens_per_pass, longest_sequence(run)) / PREFILL_CHUNK
+    chunks = max(verifier.max_tokens_per_pass, reward.longest_sequence) / PREFILL_CHUNK
     return {
         "weights": parameters * BYTES[dtype] / degree,
         "workspace": workspace_bytes(shape, dtype, 0, degree) * chunks,
     }
 
 
-def check_reward_memory(run: Run) -> None:
+def check_reward_memory(reward: RewardHardware) -> None:
     """Raise `RunError` where a GPU of the verifier's pool does not hold the reward model, with the numbers."""
-    items, pool = reward_model_bytes(run), run.verifier.pool
+    items, pool = reward_model_bytes(reward), reward.pool
     if not items or pool is None:
         return
-    gpu = load_gpu(run.cluster.pools[pool].gpu)
+    gpu = load_gpu(pool.gpu)
     need = sum(items.values())
     if need > gpu.usable_memory:
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
-        degree = run.verifier.gpus_per_worker
+        degree = reward.config.gpus_per_worker
         raise RunError(
             "verifier.gpus_per_worker",
             degree,

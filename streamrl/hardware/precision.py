@@ -24,10 +24,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from streamrl.hardware.model_shape import BYTES, ModelShape
-from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.runfile.config import Run
+from streamrl.hardware.profiles import Gpu
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.errors import OneOf, RunError
-from streamrl.runfile.keys import trainer_key
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 ROW = 0
 """Stands for values that share a scale in a whole row of a matrix."""
@@ -117,55 +117,41 @@ def precision_of(
     return Precision(kept, wide, cache or wide, only)
 
 
-def rollout_precision(run: Run) -> Precision:
+def rollout_precision(rollout: RolloutConfig, model: ModelConfig) -> Precision:
     """Return the formats of a run's replicas."""
-    rollout = run.rollout
     return precision_of(
-        rollout.dtype, rollout.kv_dtype, run.model.dtype, weight_only=rollout.weight_only
+        rollout.dtype, rollout.kv_dtype, model.dtype, weight_only=rollout.weight_only
     )
 
 
-def training_dtype(run: Run) -> str:
+def training_dtype(trainer: TrainerConfig, model: ModelConfig) -> str:
     """Return what the trainer multiplies in."""
-    return run.trainer.dtype or run.model.dtype
+    return trainer.dtype or model.dtype
 
 
-def trained_dtype(run: Run) -> str:
+def trained_dtype(trainer: TrainerConfig, model: ModelConfig) -> str:
     """Return what the trainer keeps weights and activations in: the wide format where it multiplies in a narrow one."""
-    own = training_dtype(run)
-    return run.model.dtype if own in FORMATS else own
+    own = training_dtype(trainer, model)
+    return model.dtype if own in FORMATS else own
 
 
-def quantised_bytes(run: Run) -> float:
+def quantised_bytes(model: ModelShape, own: Precision, trained: str) -> float:
     """Bytes of memory traffic in which the weights of one push are brought to a narrow format; 0 where they stay wide.
 
     They are read twice, for their scales and for their values, and written once.
+
+    Args:
+        model: the model that is pushed.
+        own: formats of the replicas.
+        trained: format in which the trainer keeps its weights.
     """
-    own = rollout_precision(run)
     if not is_narrow(own.weights):
         return 0.0
-    model = load_model(run.model)
-    read = 2 * width_of(trained_dtype(run))
+    read = 2 * width_of(trained)
     return model.linear_parameters() * (read + width_of(own.weights, model.hidden_size))
 
 
 # What a GPU cannot do -----------------------------------------------------------------------------
-
-
-def check_precision(run: Run) -> None:
-    """Raise `RunError` where a GPU has no units for what it should multiply."""
-    for kind in range(run.rollout.num_kinds):
-        own = run.of_kind(kind)
-        gpu = load_gpu(own.cluster.pools[own.rollout.pool].gpu)
-        check_units(
-            rollout_precision(own),
-            gpu.name,
-            gpu.flops,
-            "rollout.",
-            "rollout.weight_only = true",
-        )
-    for number in range(run.num_trainers):
-        _check_trainer(run.as_seen_by(number), trainer_key(number))
 
 
 def check_units(
@@ -184,8 +170,8 @@ def check_units(
         raise RunError("rollout.weight_only", False, OneOf([True]), text, ("rollout.dtype",))
 
 
-def _check_trainer(run: Run, section: str) -> None:
-    own, gpu = training_dtype(run), load_gpu(run.cluster.pools[run.trainer.pool].gpu)
+def check_computed_in(own: str, gpu: Gpu, section: str) -> None:
+    """Raise `RunError` where a GPU does not compute in the format of the trainer with a section."""
     if is_narrow(own) and own not in gpu.flops:
         text = (
             f"{section}.dtype {own!r}: {gpu.name} does not compute in {own}; "

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 
 from streamrl.hardware.memory import (
     fullest_stage,
-    longest_sequence,
     replica_workspace,
     reward_model_bytes,
     trainer_memory,
 )
-from streamrl.hardware.profiles import Gpu, load_gpu
+from streamrl.hardware.profiles import load_gpu
+from streamrl.hardware.resolved import ReplicaHardware, RewardHardware, TrainerHardware, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import kind_name, trainer_names
 
@@ -45,34 +43,32 @@ def memory_of(run: Run) -> list[SideMemory]:
     Raises:
         ValueError: a profile is missing, or the model cannot be split as the run file says.
     """
+    resolved = resolve(run)
     trainers = [
-        msgspec.structs.replace(trainer_side(run.as_seen_by(number)), side=name)
+        msgspec.structs.replace(trainer_side(resolved.trainers[number]), side=name)
         for number, name in enumerate(trainer_names(run.followers))
         if not run.only_counts(number)
     ]
     replicas = [
-        msgspec.structs.replace(replica_side(run.of_kind(kind)), side=kind_name(kind))
-        for kind in range(run.rollout.num_kinds)
+        msgspec.structs.replace(replica_side(replica), side=kind_name(kind))
+        for kind, replica in enumerate(resolved.replicas)
     ]
-    return [*replicas, *trainers, *verifier_side(run)]
+    verifier = None if resolved.reward is None else reward_side(resolved.reward)
+    return [*replicas, *trainers, *([] if verifier is None else [verifier])]
 
 
-def _gpu(run: Run, pool: str) -> Gpu:
-    return load_gpu(run.cluster.pools[pool].gpu)
-
-
-def replica_side(run: Run) -> SideMemory:
+def replica_side(replica: ReplicaHardware) -> SideMemory:
     """Return the memory of a GPU that generates: weights, and the cache that fills what is left."""
-    rollout, gpu, fullest = run.rollout, _gpu(run, run.rollout.pool), fullest_stage(run)
-    usable = gpu.usable_memory * rollout.memory_utilization
-    workspace = replica_workspace(run)
+    gpu, fullest = replica.gpu, fullest_stage(replica)
+    usable = gpu.usable_memory * replica.config.memory_utilization
+    workspace = replica_workspace(replica)
     held, per_token = fullest.held, fullest.token
     room = usable - held - workspace
-    num_tokens = max(int(max(0.0, room) // per_token), longest_sequence(run))
+    num_tokens = max(int(max(0.0, room) // per_token), replica.longest_sequence)
     return SideMemory(
         side="rollout",
         gpu=gpu.name,
-        num_gpus=rollout.num_gpus,
+        num_gpus=replica.config.num_gpus,
         capacity=gpu.usable_memory,
         usable=usable,
         parts={
@@ -83,29 +79,30 @@ def replica_side(run: Run) -> SideMemory:
     )
 
 
-def trainer_side(run: Run) -> SideMemory:
+def trainer_side(trainer: TrainerHardware) -> SideMemory:
     """Return the memory of the fullest GPU that trains."""
-    gpu = _gpu(run, run.trainer.pool)
+    gpu = trainer.gpu
     return SideMemory(
         side="trainer",
         gpu=gpu.name,
-        num_gpus=run.trainer.num_gpus,
+        num_gpus=trainer.config.num_gpus,
         capacity=gpu.usable_memory,
         usable=gpu.usable_memory,
-        parts=trainer_memory(run),
+        parts=trainer_memory(trainer),
     )
 
 
-def verifier_side(run: Run) -> Iterator[SideMemory]:
-    """Yield the memory of a GPU that computes rewards, where there are such and their model is known."""
-    parts, pool = reward_model_bytes(run), run.verifier.pool
-    if parts and pool is not None:
-        gpu = _gpu(run, pool)
-        yield SideMemory(
-            side="verifier",
-            gpu=gpu.name,
-            num_gpus=run.verifier.num_gpus,
-            capacity=gpu.usable_memory,
-            usable=gpu.usable_memory,
-            parts=parts,
-        )
+def reward_side(reward: RewardHardware) -> SideMemory | None:
+    """Return the memory of a GPU that computes rewards; None where the model or its pool is not known."""
+    parts = reward_model_bytes(reward)
+    if not parts or reward.pool is None:
+        return None
+    gpu = load_gpu(reward.pool.gpu)
+    return SideMemory(
+        side="verifier",
+        gpu=gpu.name,
+        num_gpus=reward.config.num_gpus,
+        capacity=gpu.usable_memory,
+        usable=gpu.usable_memory,
+        parts=parts,
+    )

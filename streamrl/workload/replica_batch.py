@@ -10,6 +10,7 @@ import numpy as np
 
 from streamrl.engine.presets import choose_system, window_of
 from streamrl.hardware.memory import kv_capacity, most_running
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import BLOCK, RecordedGroups, load_source
@@ -89,9 +90,10 @@ def replica_batch(run: Run) -> ReplicaBatch | None:
     lengths = mean_lengths(run)
     if lengths is None:
         return None
-    held = kv_capacity(run) / lengths.context
+    replica = resolve(run).replica
+    held = kv_capacity(replica) / lengths.context
     if run.rollout.admission == "reserve":
-        running = most_running(run)
+        running = most_running(replica)
         held = running if running < run.rollout.max_running else inf
     share = rollouts_under_way(run) / run.rollout.num_replicas
     return ReplicaBatch(held, run.rollout.max_running, share)

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from streamrl.hardware.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
-    longest_sequence,
-    num_trained_models,
     shared_out_parameters,
     stage_parameters,
-    trained_models,
 )
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.precision import trained_dtype, training_dtype
 from streamrl.hardware.profiles import Gpu, gpu_of, load_model
+from streamrl.hardware.resolved import longest_sequence, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import TrainerConfig
 
@@ -47,18 +45,21 @@ class Ranks:
     def of(cls, run: Run) -> Ranks:
         """Return the ranks of a run's trainer."""
         pool = run.cluster.pools[run.trainer.pool]
-        num_trained, adapter_rank = num_trained_models(run), run.sync.adapter_rank or 0
+        num_trained, adapter_rank = (
+            resolve(run).trainer.num_trained_models,
+            run.sync.adapter_rank or 0,
+        )
         return cls(
-            model=load_model(run.model).seen_by(longest_sequence(run)),
+            model=load_model(run.model).seen_by(longest_sequence(run.rollout, run.workload)),
             gpu=gpu_of(pool),
             gpu_name=pool.gpu,
             trainer=run.trainer,
             nvlink_domain=pool.domain,
-            dtype=trained_dtype(run),
-            computes_in=training_dtype(run),
+            dtype=trained_dtype(run.trainer, run.model),
+            computes_in=training_dtype(run.trainer, run.model),
             frozen=bool(adapter_rank) / num_trained,
             adapter_rank=adapter_rank,
-            trained=trained_models(run) / num_trained,
+            trained=resolve(run).trainer.trained_models / num_trained,
         )
 
     @property

@@ -17,13 +17,11 @@ from typing import NamedTuple
 
 from streamrl.hardware.memory import (
     ModelState,
-    longest_sequence,
     model_state,
-    num_models,
-    num_trained_models,
 )
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import longest_sequence, resolve
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import TrainerConfig
@@ -112,8 +110,10 @@ class TrainingCosts:
                 gradients=state.gradients * ranks.trained,
                 optimizer=state.optimizer * ranks.trained,
             )
-            switches = Switches.of(state, ranks.gpu.host_link, is_alone=num_models(run) == 1)
-        num_trained = num_trained_models(run)
+            switches = Switches.of(
+                state, ranks.gpu.host_link, is_alone=resolve(run).trainer.num_models == 1
+            )
+        num_trained = resolve(run).trainer.num_trained_models
         framework = run.framework
         updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
         optimizer_time = (num_trained * updated + step_time) / train
@@ -200,7 +200,7 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
 
 def _unseen(run: Run) -> str | None:
     """Say what of a model, or of what learns, no published step had; None where it is as theirs."""
-    model = load_model(run.model).seen_by(longest_sequence(run))
+    model = load_model(run.model).seen_by(longest_sequence(run.rollout, run.workload))
     if run.sync.mode == "lora":
         return "adapters: products for gradients of weights left out, theirs added; no training with them was measured"
     if model.linear is not None:

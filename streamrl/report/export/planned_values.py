@@ -10,8 +10,8 @@ from math import ceil
 from typing import NamedTuple
 
 from streamrl.engine.presets import choose_system
-from streamrl.hardware.memory import longest_sequence
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.config import Run, num_extra
 from streamrl.runfile.frameworks import Framework, Value
 
@@ -109,7 +109,7 @@ def _batch(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("max_prompt_tokens", "workload.max_prompt_tokens", most, ALWAYS)
     yield PlannedValue("max_tokens", "rollout.max_tokens", run.rollout.max_tokens)
     total = "rollout.max_tokens + workload.max_prompt_tokens"
-    yield PlannedValue("total_tokens", total, longest_sequence(run))
+    yield PlannedValue("total_tokens", total, longest_sequence(run.rollout, run.workload))
 
 
 def _generation(run: Run) -> Iterator[PlannedValue]:
@@ -166,7 +166,7 @@ def _training(run: Run) -> Iterator[PlannedValue]:
     plain = (1, trainer.tensor_parallel)
     key = "trainer.expert_tensor_parallel, or what it is where absent"
     yield PlannedValue("expert_tensor_parallel", key, slices, plain)
-    tokens, longest = trainer.max_tokens_per_pass, longest_sequence(run)
+    tokens, longest = trainer.max_tokens_per_pass, longest_sequence(run.rollout, run.workload)
     yield PlannedValue("tokens_per_pass", "trainer.max_tokens_per_pass", tokens, ALWAYS)
     yield PlannedValue(
         "tokens_per_pass_and_longest",

@@ -81,7 +81,11 @@ def assumptions_of(
 def _of_formats(run: Run) -> Iterator[Assumption]:
     rollout = run.rollout
     if rollout.dtype is not None or rollout.kv_dtype is not None:
-        yield Assumption("formats of replicas", str(rollout_precision(run)), f"{RUN_FILE}: rollout")
+        yield Assumption(
+            "formats of replicas",
+            str(rollout_precision(run.rollout, run.model)),
+            f"{RUN_FILE}: rollout",
+        )
     if run.trainer.dtype is not None:
         yield Assumption("products of training", run.trainer.dtype, f"{RUN_FILE}: trainer.dtype")
 

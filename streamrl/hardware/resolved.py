@@ -1,0 +1,270 @@
+"""Resolve a run file once: the model, GPUs, number formats and sizes that the functions of each role need.
+
+`resolve` reads nothing by itself. Each part is resolved when it is first asked for, and then kept.
+
+| part       | one for each                     | from the run file as          |
+|------------|----------------------------------|-------------------------------|
+| `replicas` | kind of replica                  | `Run.of_kind`                 |
+| `trainers` | trainer                          | `Run.as_seen_by`              |
+| `reward`   | run, where it has a reward model | it is                         |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from streamrl.hardware.hugging_face import read_config_json
+from streamrl.hardware.model_shape import ModelShape, lora_parameters
+from streamrl.hardware.precision import (
+    Precision,
+    check_computed_in,
+    check_units,
+    rollout_precision,
+    trained_dtype,
+    training_dtype,
+)
+from streamrl.hardware.profiles import Gpu, gpu_of, load_model
+from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.keys import trainer_key
+from streamrl.runfile.roles_config import (
+    REWARD_MODEL,
+    RolloutConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
+from streamrl.runfile.workload_config import HUB, WorkloadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaHardware:
+    """One kind of replica: its model, pool, number formats and section of the run file."""
+
+    config: RolloutConfig
+    pool: PoolConfig
+    model: ModelShape
+    """As its profile has it."""
+    precision: Precision
+    longest_sequence: int
+    """Tokens of the longest prompt with the longest output."""
+    prompt_tokens: int
+    """Tokens of a prompt; 0 where only a recorded run tells them."""
+    rollouts_per_prompt: int
+    """Rollouts that share the cache of one prompt."""
+    adapter_rank: int | None
+    """Rank of the adapters that it serves beside its weights; None where it serves none."""
+    adapter_dtype: str
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        """The GPU of its pool, with its share of the network of a node."""
+        return gpu_of(self.pool)
+
+    @cached_property
+    def longest_model(self) -> ModelShape:
+        """The model as the longest rollouts see it."""
+        return self.model.seen_by(self.longest_sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerHardware:
+    """One trainer: its model, pool, number formats and section of the run file."""
+
+    key: str
+    """Of its section: "trainer", "trainer.1"."""
+    config: TrainerConfig
+    pool: PoolConfig
+    model: ModelShape
+    """As its profile has it."""
+    dtype: str
+    """Of weights, activations and what GPUs send each other."""
+    computes_in: str
+    """Format of the products of linear layers."""
+    longest_sequence: int
+    """Tokens of the longest prompt with the longest output."""
+    algorithm: AlgorithmConfig
+    adapter_rank: int | None
+    """Rank of the adapters that it learns; None where it learns all weights."""
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        """The GPU of its pool, with its share of the network of a node."""
+        return gpu_of(self.pool)
+
+    @cached_property
+    def longest_model(self) -> ModelShape:
+        """The model as the longest rollouts see it."""
+        return self.model.seen_by(self.longest_sequence)
+
+    @property
+    def num_trained_models(self) -> int:
+        """Models that it updates: the actor, and the critic where there is one."""
+        return 1 + self.algorithm.has_critic
+
+    @property
+    def trained_share(self) -> float:
+        """Parameters of the actor that learn over those of the model: all, or adapters beside them."""
+        if self.adapter_rank is None:
+            return 1.0
+        return lora_parameters(self.model, self.adapter_rank) / self.model.num_parameters
+
+    @property
+    def trained_models(self) -> float:
+        """Parameters that it updates over those of one model; a critic learns all of its own."""
+        return self.trained_share + self.algorithm.has_critic
+
+    @property
+    def num_models(self) -> int:
+        """Models that it holds. With adapters, the weights beside them are the reference."""
+        has_reference = self.algorithm.has_reference and self.adapter_rank is None
+        return self.num_trained_models + has_reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardHardware:
+    """The reward model of a run, and the pool that computes it."""
+
+    config: VerifierConfig
+    pool: PoolConfig | None
+    shape: ModelShape | None
+    """None where the model is on the hub, so its shape is not known."""
+    dtype: str
+    longest_sequence: int
+    """Tokens of the longest prompt with the longest output."""
+
+    @property
+    def key(self) -> str:
+        """Key of the model in the run file."""
+        return reward_model_key(self.config)
+
+    @property
+    def name(self) -> str | None:
+        """The model as the run file names it."""
+        reward = self.config.reward_model
+        return None if reward is None else reward.model
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run file with the model and hardware of each role."""
+
+    run: Run
+
+    @cached_property
+    def model(self) -> ModelShape:
+        """The model that is trained, as its profile has it."""
+        return load_model(self.run.model)
+
+    @cached_property
+    def replica(self) -> ReplicaHardware:
+        """The kind of replica that the run file names first."""
+        return _resolve_replica(self.run, self.model)
+
+    @cached_property
+    def replicas(self) -> tuple[ReplicaHardware, ...]:
+        """Every kind of replica, each as if the run had replicas of this kind alone."""
+        kinds = map(self.run.of_kind, range(self.run.rollout.num_kinds))
+        return tuple(_resolve_replica(kind, self.model) for kind in kinds)
+
+    @cached_property
+    def trainer(self) -> TrainerHardware:
+        """The trainer that leads."""
+        return _resolve_trainer(self.run, self.model, trainer_key(0))
+
+    @cached_property
+    def trainers(self) -> tuple[TrainerHardware, ...]:
+        """Every trainer, the one that leads first."""
+        return tuple(
+            _resolve_trainer(self.run.as_seen_by(number), self.model, trainer_key(number))
+            for number in range(self.run.num_trainers)
+        )
+
+    @cached_property
+    def reward(self) -> RewardHardware | None:
+        """The reward model; None where the run has none.
+
+        Raises:
+            RunError: its directory has no config.json that is known.
+        """
+        verifier = self.run.verifier
+        if verifier.reward_model is None:
+            return None
+        return RewardHardware(
+            config=verifier,
+            pool=None if verifier.pool is None else self.run.cluster.pools[verifier.pool],
+            shape=_reward_shape(verifier),
+            dtype=self.run.model.dtype,
+            longest_sequence=longest_sequence(self.run.rollout, self.run.workload),
+        )
+
+
+def resolve(run: Run) -> ResolvedRun:
+    """Return the model and hardware of a run, each part read when it is first asked for."""
+    return ResolvedRun(run)
+
+
+def longest_sequence(rollout: RolloutConfig, workload: WorkloadConfig) -> int:
+    """Return the tokens of the longest prompt with the longest output that a run file allows."""
+    return rollout.max_tokens + workload.max_prompt_tokens
+
+
+def _resolve_replica(run: Run, model: ModelShape) -> ReplicaHardware:
+    lengths = run.workload.lengths
+    is_stated = lengths is not None and lengths.kind != "trace"
+    return ReplicaHardware(
+        config=run.rollout,
+        pool=run.cluster.pools[run.rollout.pool],
+        model=model,
+        precision=rollout_precision(run.rollout, run.model),
+        longest_sequence=longest_sequence(run.rollout, run.workload),
+        prompt_tokens=lengths.prompt_tokens if lengths is not None and is_stated else 0,
+        rollouts_per_prompt=run.algorithm.group_size if run.shares_prefixes else 1,
+        adapter_rank=run.sync.lora_rank if run.serves_adapters else None,
+        adapter_dtype=run.model.dtype,
+    )
+
+
+def _resolve_trainer(run: Run, model: ModelShape, key: str) -> TrainerHardware:
+    return TrainerHardware(
+        key=key,
+        config=run.trainer,
+        pool=run.cluster.pools[run.trainer.pool],
+        model=model,
+        dtype=trained_dtype(run.trainer, run.model),
+        computes_in=training_dtype(run.trainer, run.model),
+        longest_sequence=longest_sequence(run.rollout, run.workload),
+        algorithm=run.algorithm,
+        adapter_rank=run.sync.adapter_rank,
+    )
+
+
+def reward_model_key(verifier: VerifierConfig) -> str:
+    """Return the key of a run's reward model."""
+    places = (at for at, each in enumerate(verifier.reward) if each.scorer == REWARD_MODEL)
+    return f"verifier.reward.{next(places)}.model"
+
+
+def _reward_shape(verifier: VerifierConfig) -> ModelShape | None:
+    reward = verifier.reward_model
+    if reward is None or reward.model is None or reward.model.startswith(HUB):
+        return None
+    try:
+        return read_config_json(Path(reward.model) / "config.json")
+    except RunError as error:
+        key = reward_model_key(verifier)
+        text = str(error).replace("model.path", key, 1)
+        raise RunError(key, reward.model, text=text) from None
+
+
+def check_precision(run: Run) -> None:
+    """Raise `RunError` where a GPU has no units for what it should multiply."""
+    resolved = resolve(run)
+    for replica in resolved.replicas:
+        gpu, remedy = replica.gpu, "rollout.weight_only = true"
+        check_units(replica.precision, gpu.name, gpu.flops, "rollout.", remedy)
+    for trainer in resolved.trainers:
+        check_computed_in(trainer.computes_in, trainer.gpu, trainer.key)
