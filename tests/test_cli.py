@@ -168,7 +168,7 @@ def test_help_has_an_example(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("attach", "What a [[trainer]] section"),
+        ("attach", "one [[trainer]] section"),
         ("import", "the section [workload] that"),
         ("ranker fit", "pip install 'streamrl[ranker]'"),
     ],

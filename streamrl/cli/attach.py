@@ -25,10 +25,15 @@ def attach(
     run: RunDirectory,
     trainer: Annotated[
         Path,
-        typer.Argument(metavar="TRAINER.toml", help="What a [[trainer]] section would say of it."),
+        typer.Argument(
+            metavar="TRAINER.toml", help="A TOML file with the keys of one [[trainer]] section."
+        ),
     ],
 ) -> None:
-    """Let one more trainer follow a run that goes on, or one that was detached follow it again.
+    """Add a trainer to a running job, or re-attach one.
+
+    The job does not stop. The trainer joins as a secondary trainer, and learns from groups that start afterwards. A
+    trainer that was detached continues from its own checkpoint.
 
     Example: streamrl attach runs/three-trainers rloo.toml
     """
@@ -55,9 +60,11 @@ def _read_secondary_trainer(run: Run, path: Path) -> SecondaryTrainerConfig:
 
 def detach(
     run: RunDirectory,
-    name: Annotated[str, typer.Argument(help="The trainer that is to leave.")],
+    name: Annotated[str, typer.Argument(help="The name of the trainer to remove.")],
 ) -> None:
-    """Let a trainer end what it does, save itself, and leave a run that goes on.
+    """Save a trainer's checkpoint and remove it from a running job.
+
+    The trainer finishes its current work first. Other trainers continue.
 
     Example: streamrl detach runs/three-trainers rloo
     """

@@ -1,4 +1,4 @@
-"""`streamrl calibrate`: what the seconds of one's own steps say of the simulated ones."""
+"""`streamrl calibrate`: fit predicted times to measured steps."""
 
 from __future__ import annotations
 
@@ -43,32 +43,37 @@ def calibrate(
         Path,
         typer.Argument(
             metavar="MEASURED",
-            help="Steps of that run: a log of verl, NeMo-RL, slime, OpenRLHF or TRL, a CSV with named columns, or the "
-            "directory of an executed run.",
+            help="Measured steps of that run. A log of verl, NeMo-RL, slime, OpenRLHF or TRL, a CSV with named columns, or "
+            "the directory of an executed run.",
         ),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where to write it; costs.calibration of a run file names it."
+            "--output",
+            "-o",
+            help="Write the factors to this file. Name it in costs.calibration of a run file.",
         ),
     ] = None,
     log_format: Annotated[
         str | None,
-        typer.Option("--format", help="The log's; found out where absent."),
+        typer.Option(
+            "--format",
+            help="Format of the log: verl, nemo-rl, slime, openrlhf, trl or csv. Default: detect it.",
+        ),
     ] = None,
     held_out: Annotated[
-        float, typer.Option(help="Share of the steps, the last ones, that nothing is fitted to.")
+        float, typer.Option(help="Share of steps, from the end, that only test the fit.")
     ] = HELD_OUT,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fit factors by stage to the seconds of your own steps: a framework's log, a CSV, or an executed run.
+    """Fit predicted times to the measured steps of your own runs.
 
-    The steps that were measured are simulated, with lengths as they were recorded, and what each stage takes more or
-    less becomes a factor: generation, score (forward passes before training), train, sync, and seconds of each step
-    beside them. The last of the steps are held out, and their error said. Where the run file says something else of the
-    work than was measured (rollouts, lengths, GPUs, passes, mode), nothing is fitted: mend the run file first.
+    The command simulates the measured steps with their recorded lengths. Each stage gets a factor: measured over
+    simulated time. Stages are generation, score (forward passes before training), train, sync, and the rest of a step.
+    The held-out steps show the remaining error. If the run file describes other work than the measured steps (rollouts,
+    lengths, GPUs, passes, mode), nothing is fitted. Correct the run file first.
 
     Example: streamrl calibrate run.toml verl.log -o calibration.toml
     """

@@ -1,4 +1,4 @@
-"""`streamrl compare`: what was predicted against what was measured."""
+"""`streamrl compare`: compare an executed run with its simulation."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ KINDS = {"real": "an executed run", "simulated": "a simulation"}
 
 
 def compare(
-    measured: Annotated[Path, typer.Argument(help="An executed run: its directory or trace.")],
+    measured: Annotated[Path, typer.Argument(help="Directory or trace of an executed run.")],
     predicted: Annotated[
         Path | None,
-        typer.Argument(help="A simulation; without it, the measured run is simulated now."),
+        typer.Argument(
+            help="Directory or trace of a simulation. Default: simulate the measured run now."
+        ),
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a run with its simulation: step time, throughput, and idle time by cause.
+    """Compare an executed run with its simulation.
 
-    Without a second trace the run file in the trace is simulated with the output lengths and the share of
-    non-zero advantages that the run had, so that only the seconds differ; figures of both are over the same steps.
+    The table shows step time, throughput and idle time by cause, over the same steps of both. Without PREDICTED, the
+    simulation uses the recorded output lengths and the recorded share of non-zero advantages. So only times differ.
 
-    `--set` changes what is simulated, such as where its seconds come from (costs.profile).
+    `--set` changes the simulation, such as the profile that it uses (costs.profile).
 
     Example: streamrl compare runs/quickstart
     """

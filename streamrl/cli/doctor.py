@@ -1,4 +1,4 @@
-"""`streamrl doctor`: what is wrong with a run file, before any GPU is taken."""
+"""`streamrl doctor`: find the problems of a run file before it uses a GPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from streamrl.sim.checkup import checkup
 
 
 def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Examine a run file before any GPU is taken: memory, divisibility, batches, staleness, link, versions, files.
+    """Find the problems of a run file before it uses a GPU.
 
-    Every error and warning comes with what mends it; fixes that name keys were tried. Exit status 1 where there
-    are errors.
+    The command checks memory, divisibility, batches, staleness, links, versions and files. Each error and warning has a
+    fix. Fixes that name keys were tried. Exit status 1 means that there are errors.
 
     Example: streamrl doctor examples/h20-h800.toml --set rollout.max_running=512
     """

@@ -1,4 +1,4 @@
-"""`streamrl execute`: run a run file for real."""
+"""`streamrl execute`: run the training of a run file."""
 
 from __future__ import annotations
 
@@ -43,13 +43,16 @@ def execute(
     run_file: RunFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in execute.output.")
+        bool,
+        typer.Option("--resume", help="Continue from the newest checkpoint in execute.output."),
     ] = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
 ) -> None:
-    """Run a run file on real processes, and leave trace, metrics, rollouts and checkpoints.
+    """Run the training of a run file, locally or on Ray.
+
+    The run directory (execute.output) gets the trace, metrics, rollouts and checkpoints.
 
     Losses, restarts and resizes are logged to standard error, one line each.
 

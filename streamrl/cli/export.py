@@ -1,4 +1,4 @@
-"""`streamrl export`: what was planned, as another framework is started with it."""
+"""`streamrl export`: write launch arguments for another framework."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def export(
         typer.Option(
             "--framework",
             metavar="NAME",
-            help="verl, nemo-rl, slime or openrlhf; the run file's framework.name where absent.",
+            help="verl, nemo-rl, slime or openrlhf. Default: framework.name of the run file.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the script there, instead of printing it."),
+        typer.Option("--output", "-o", help="Write the script to this file. Default: print it."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a script that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what was planned as the launch arguments of verl, NeMo-RL, slime or OpenRLHF.
+    """Write launch arguments for verl, NeMo-RL, slime or OpenRLHF.
 
-    Each option says which key it comes from and which file of the framework has it; what the framework has no option
-    for stands in comments at the end.
+    RUN.toml is a plan or any other run file. Each option in the script names its key and the framework's source file.
+    Comments at the end list settings that the framework has no option for.
 
     Example: streamrl export plans/7b/plan.toml --framework verl
     """

@@ -1,4 +1,4 @@
-"""`streamrl import`: from a log, or a data set of rollouts, to a workload that replays it."""
+"""`streamrl import`: make a workload from a log, an executed run or recorded rollouts."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def import_log(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The directory that files are written to.")
+        Path, typer.Option("--output", "-o", help="Write the files to this directory.")
     ],
     log_format: Annotated[
         str | None,
         typer.Option(
             "--format",
-            help="verl, nemo-rl, slime, openrlhf, trl, csv, or rollouts; found out where absent.",
+            help="verl, nemo-rl, slime, openrlhf, trl, csv or rollouts. Default: detect it.",
         ),
     ] = None,
     fields: Annotated[
@@ -68,28 +68,34 @@ def import_log(
         typer.Option(
             "--field",
             metavar="NAME=COLUMN",
-            help="The column of rollouts that has output_tokens, prompt_id or prompt_tokens.",
+            help="Column of the rollouts that holds output_tokens, prompt_id or prompt_tokens. Repeat for more.",
         ),
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Of a data set.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a data set, such as train.")] = None,
     shape: Annotated[
         str,
-        typer.Option(help="Of lengths where a log has means alone: a name of profiles/lengths."),
+        typer.Option(
+            help="Length distribution if a log has only means: a name in profiles/lengths."
+        ),
     ] = SHAPE,
     is_asynchronous: Annotated[
         bool | None,
         typer.Option(
             "--asynchronous/--in-turns",
-            help="Whether the logged run generated beside training, where its keys do not tell.",
+            help="Whether the run generated during training. Default: read it from the log's keys.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a workload of a framework's log, or of a data set of rollouts, with the steps that calibrate reads.
+    """Make a workload from a log, an executed run or recorded rollouts.
 
-    Of rollouts: lengths.csv with what each took, prompt by prompt, and workload.toml, the section [workload] that replays
-    them. Of a log: steps.csv, which `streamrl calibrate` reads, and workload.toml with lengths of a known shape
-    scaled to the mean that was logged. Of an executed run: both, from what it recorded.
+    From rollouts, it writes lengths.csv and workload.toml, the section [workload] that replays them. lengths.csv has the
+    length of each output by prompt.
+
+    From a log, it writes steps.csv for `streamrl calibrate`, and workload.toml. Its lengths follow a known distribution,
+    scaled to the logged mean.
+
+    From an executed run, it writes steps.csv and workload.toml with the recorded lengths.
 
     Example: streamrl import rollouts.jsonl -o recorded
     """

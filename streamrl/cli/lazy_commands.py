@@ -1,4 +1,4 @@
-"""Import a command only when it is called: until then a name and a sentence stand for it."""
+"""Import a command only when it is called. Until then, the list of commands has its name and a sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CommandTable: TypeAlias = dict[str, tuple[str, str]]
 
 
 class LazyCommand(TyperCommand):
-    """Stands in a list of commands for one that is not imported yet: a function, or a group of commands."""
+    """A function or a group in the list of commands, imported only when it is called."""
 
     def __init__(self, name: str, place: str, summary: str) -> None:
         super().__init__(name, help=summary)

@@ -1,4 +1,4 @@
-"""`streamrl COMMAND …`: exit status 0 done, 2 wrong input with one clear line, 1 failed."""
+"""`streamrl COMMAND`: exit status 0 is success, 2 is wrong input with one clear line, 1 is failure."""
 
 from __future__ import annotations
 
@@ -24,67 +24,67 @@ class Commands(LazyGroup):
     table: ClassVar[CommandTable] = {
         "simulate": (
             "streamrl.cli.simulate:simulate",
-            "Simulate a run file and say what its whole training and a step take and cost, and where GPUs stand idle.",
+            "Predict time, cost and GPU idle time of a run.",
         ),
         "plan": (
             "streamrl.cli.plan:plan",
-            "Choose GPUs, parallelism and mode for a run: its pools are the offer, `nodes` the most that may be rented.",
+            "Choose GPUs, parallelism and system for a run, by cost or speed.",
         ),
         "export": (
             "streamrl.cli.export:export",
-            "Write what was planned as the launch arguments of verl, NeMo-RL, slime or OpenRLHF.",
+            "Write launch arguments for verl, NeMo-RL, slime or OpenRLHF.",
         ),
         "execute": (
             "streamrl.cli.execute:execute",
-            "Run a run file on real processes, and leave trace, metrics, rollouts and checkpoints.",
+            "Run the training of a run file, locally or on Ray.",
         ),
         "attach": (
             "streamrl.cli.attach:attach",
-            "Let one more trainer follow a run that goes on, or one that was detached follow it again.",
+            "Add a trainer to a running job, or re-attach one.",
         ),
         "detach": (
             "streamrl.cli.attach:detach",
-            "Let a trainer end what it does, save itself, and leave a run that goes on.",
+            "Save a trainer's checkpoint and remove it from a running job.",
         ),
         "replay": (
             "streamrl.cli.replay:replay",
-            "Feed recorded events to a fresh engine; every decision must be the recorded one, and the ledger must balance.",
+            "Check a finished run: repeat its decisions and account for each rollout.",
         ),
         "compare": (
             "streamrl.cli.compare:compare",
-            "Compare a run with its simulation: step time, throughput, and idle time by cause.",
+            "Compare an executed run with its simulation.",
         ),
         "calibrate": (
             "streamrl.cli.calibrate:calibrate",
-            "Fit factors by stage to the seconds of your own steps: a framework's log, a CSV, or an executed run.",
+            "Fit predicted times to the measured steps of your own runs.",
         ),
         "import": (
             "streamrl.cli.import_log:import_log",
-            "Make a workload of a framework's log, or of a data set of rollouts, with the steps that calibrate reads.",
+            "Make a workload from a log, an executed run or recorded rollouts.",
         ),
         "report": (
             "streamrl.cli.report:report",
-            "Write one self-contained HTML page: the answer, alternatives, idle time, sensitivity, and how sure it is.",
+            "Write one HTML page about plans, runs and studies.",
         ),
         "samples": (
             "streamrl.cli.samples:samples",
-            "Print what a run was trained on: prompt, completions, rewards and advantages of a group of a step.",
+            "Print the prompts, completions and rewards that a run trained on.",
         ),
         "validate": (
             "streamrl.cli.validate:validate",
-            "Compare predictions with published measurements: serving row by row, the paper figure by figure.",
+            "Compare predictions with published measurements.",
         ),
         "doctor": (
             "streamrl.cli.doctor:doctor",
-            "Examine a run file before any GPU is taken: memory, divisibility, batches, staleness, link, versions, files.",
+            "Find the problems of a run file before it uses a GPU.",
         ),
         "profile": (
             "streamrl.cli.profile:profile",
-            "Measure what operations take, and look at what was measured.",
+            "Measure a model on this machine, or show and check profiles.",
         ),
         "ranker": (
             "streamrl.cli.ranker:ranker",
-            "Expected output lengths: fit a ranker of prompts, score prompts, and how good it is.",
+            "Fit, use and test rankers that predict output lengths.",
         ),
     }
 
@@ -110,7 +110,7 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
         ),
     ] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`streamrl plan`: which GPUs, how many on each side, in which parallelism and mode."""
+"""`streamrl plan`: choose GPUs, parallelism and system."""
 
 from __future__ import annotations
 
@@ -31,23 +31,27 @@ def plan(
     run_file: RunFile,
     overrides: Overrides = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help=f"Write {PLAN_TOML} and {PLAN_JSON} there.")
+        Path,
+        typer.Option(
+            "--output", "-o", help=f"Write {PLAN_TOML} and {PLAN_JSON} to this directory."
+        ),
     ] = Path(),
     export: Annotated[
         str | None,
         typer.Option(
             "--export",
             metavar="NAME",
-            help="Write the launch arguments of verl, nemo-rl, slime or openrlhf there too, as NAME.sh.",
+            help="Also write NAME.sh, the launch arguments of verl, nemo-rl, slime or openrlhf.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a plan that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing plan.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose GPUs, parallelism and mode for a run: its pools are the offer, `nodes` the most that may be rented.
+    """Choose GPUs, parallelism and system for a run, by cost or speed.
 
-    What is open, what counts and what may not be exceeded (`budget`, `deadline`) is in its section `plan`. The
-    chosen allocation goes to plan.toml, ready for `simulate`, and for `execute` unless a line says what it cannot do.
+    The pools of the run file are your offer; `nodes` is the most that you may rent. Its section `plan` says what to
+    search, what to minimize, and the limits (`budget`, `deadline`). plan.toml holds the chosen plan, for `simulate`
+    and `execute`. A line says so if `execute` does not support it.
 
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
     """

@@ -1,4 +1,4 @@
-"""`streamrl profile`: measured costs; `streamrl profile MODELDIR` measures a model on this machine."""
+"""`streamrl profile`: the group of profile commands; `streamrl profile MODELDIR` measures a model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ProfileCommands(LazyGroup):
     table: ClassVar[CommandTable] = {
         "show": (
             "streamrl.cli.profile_show:show",
-            "Show the decode curve of a model: seconds, tokens per dollar, MBU and MFU, tier and sources.",
+            "Show how fast a model decodes on a GPU.",
         ),
         "check": (
             "streamrl.cli.profile_check:check",
-            "Read every profile and say what is wrong with it: schema, units, sources, and physics.",
+            "Check every profile: schema, units, sources and physical limits.",
         ),
         MEASURE: (
             "streamrl.cli.profile_measure:measure",
-            "Measure a model on this machine: decode, prefill, training, optimizer, push and load.",
+            "Measure a model on this machine, for use in simulations.",
         ),
     }
 
@@ -40,6 +40,6 @@ profile = typer.Typer(
     name="profile",
     cls=ProfileCommands,
     no_args_is_help=True,
-    help="Measure what operations take, and look at what was measured.\n\n"
+    help="Measure a model on this machine, or show and check profiles.\n\n"
     "Example: streamrl profile build/quickstart/model",
 )

@@ -1,4 +1,4 @@
-"""`streamrl profile check`: is every file in profiles/ what it says it is?"""
+"""`streamrl profile check`: check every file in profiles/."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def check(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="A folder laid out as profiles/ is, the shipped one by default; measured profiles of "
-            "machines go to its hosts/."
+            help="A folder with the layout of profiles/. Measured profiles of machines belong in its hosts/. "
+            "Default: the shipped profiles."
         ),
     ] = PROFILES,
     as_json: AsJson = False,
 ) -> None:
-    """Read every profile and say what is wrong with it: schema, units, sources, and physics.
+    """Check every profile: schema, units, sources and physical limits.
 
     Example: streamrl profile check
     """

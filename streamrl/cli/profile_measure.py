@@ -20,69 +20,83 @@ DIRECTORY = Path("runs/profiles")
 
 
 def measure(
-    model: Annotated[Path, typer.Argument(metavar="MODELDIR", help="A Hugging Face directory.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODELDIR", help="A Hugging Face model directory.")
+    ],
     gpu: Annotated[
-        str, typer.Option(help="What this machine computes on: a name in profiles/gpus.")
+        str, typer.Option(help="The GPU of this machine, or cpu: a name in profiles/gpus.")
     ] = "cpu",
     backend: Annotated[
-        ProfiledBackend, typer.Option(help="Who generates, as `rollout.backend` names it.")
+        ProfiledBackend, typer.Option(help="Inference engine to measure (rollout.backend).")
     ] = "transformers",
     dtype: Annotated[
-        str | None, typer.Option(help="Of weights: float32 on a CPU, else bfloat16, where absent.")
+        str | None,
+        typer.Option(help="Format of weights. Default: float32 on a CPU, else bfloat16."),
     ] = None,
-    max_running: Annotated[int, typer.Option(help="Largest batch to decode.")] = 64,
-    max_context: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
-    max_tokens_per_pass: Annotated[int, typer.Option(help="Of the trainer.")] = 2048,
+    max_running: Annotated[int, typer.Option(help="Largest batch to decode, in rollouts.")] = 64,
+    max_context: Annotated[
+        int, typer.Option(help="Longest prompt and output together, in tokens.")
+    ] = 512,
+    max_tokens_per_pass: Annotated[
+        int, typer.Option(help="Most tokens in one pass of the trainer.")
+    ] = 2048,
     packing: Annotated[
         Packing,
-        typer.Option(help="Of the trainer's passes: packed, or padded where a model needs it."),
+        typer.Option(
+            help="Packing of the trainer's passes: packed, or padded if a model needs it."
+        ),
     ] = "packed",
     recompute: Annotated[
         Recompute | None,
         typer.Option(
-            help="Of the trainer, as `trainer.recompute` names it: full on GPUs, where absent; nothing else is there on a CPU."
+            help="Activation recomputation (trainer.recompute). Default: full on a GPU, none on a CPU. A CPU supports only none."
         ),
     ] = None,
     lora_rank: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Train and push adapters of this rank, which vllm computes with beside its weights and others merge, as runs with `sync.mode` lora do; all weights where absent.",
+            help="Train and push LoRA adapters of this rank (sync.mode = lora). vllm applies them next to its weights; other engines merge them. Default: train all weights.",
         ),
     ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="CPU threads of each worker process; where absent half of the cores, as of a run with one replica.",
+            help="CPU threads per worker process. Default: half of the cores, as in a run with one replica.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the profile to this file. Default: a name made of model and GPU.",
+        ),
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="POOL",
-            help="Measure also what Ray takes of a rollout: on the cluster that this machine is part of, on nodes of this pool.",
+            help="Also measure Ray's time per rollout, on nodes of this pool in this machine's cluster.",
         ),
     ] = None,
     reward_model: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Measure also the calls of a reward model: a Hugging Face directory.",
+            help="Also measure calls of the reward model in this Hugging Face directory.",
         ),
     ] = None,
-    ray_address: Annotated[str, typer.Option(help="Of that cluster's head.")] = "auto",
+    ray_address: Annotated[str, typer.Option(help="Address of the Ray cluster's head.")] = "auto",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few points, to see that it runs.")
+        bool, typer.Option("--quick", help="Measure few points, to test that it works.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model on this machine: decode, prefill, training, optimizer, push and load.
+    """Measure a model on this machine, for use in simulations.
 
-    A run file whose `costs.profile` names the result is simulated with it.
+    It measures decode, prefill, training, optimizer, push and load. Name the result in `costs.profile` of a run file.
 
     Example: streamrl profile build/quickstart/model --max-context 176 -o runs/profiles/quickstart.toml
     """

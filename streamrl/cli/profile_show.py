@@ -1,4 +1,4 @@
-"""`streamrl profile show`: how fast a model generates on a GPU, and what is known about it."""
+"""`streamrl profile show`: show how fast a model decodes on a GPU."""
 
 from __future__ import annotations
 
@@ -28,36 +28,54 @@ def show(
     model: Annotated[
         str, typer.Argument(help="A name in profiles/models, or a Hugging Face directory.")
     ],
-    gpu: Annotated[str, typer.Option(help="A name in profiles/gpus; several with commas.")] = "h20",
+    gpu: Annotated[
+        str, typer.Option(help="A name in profiles/gpus, or several with commas.")
+    ] = "h20",
     tensor_parallel: Annotated[
         int,
         typer.Option(
-            "--tensor-parallel", "--tp", min=1, help="GPUs of one replica; above 8, whole nodes."
+            "--tensor-parallel", "--tp", min=1, help="GPUs per replica. Above 8, whole nodes."
         ),
     ] = 1,
     expert_parallel: Annotated[
-        int, typer.Option("--expert-parallel", "--ep", min=1, help="1, or as many as --tp.")
+        int,
+        typer.Option(
+            "--expert-parallel",
+            "--ep",
+            min=1,
+            help="Expert parallel GPUs: 1, or the value of --tp.",
+        ),
     ] = 1,
     dtype: Annotated[
-        str, typer.Option(help=f"What weights are kept and multiplied in: {', '.join(WEIGHTS)}.")
+        str, typer.Option(help=f"Format of weights and products: {', '.join(WEIGHTS)}.")
     ] = "bfloat16",
     kv_dtype: Annotated[
-        str | None, typer.Option(help=f"What keys and values are kept in: {', '.join(CACHES)}.")
+        str | None,
+        typer.Option(help=f"Format of the KV cache: {', '.join(CACHES)}. Default: 16 bits."),
     ] = None,
     weight_only: Annotated[
-        bool, typer.Option("--weight-only", help="Multiply narrow weights in bfloat16.")
+        bool,
+        typer.Option(
+            "--weight-only", help="Keep weights narrow in memory only, and multiply in bfloat16."
+        ),
     ] = False,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of context a rollout.")] = 4000,
-    max_running: Annotated[int, typer.Option(min=1, help="Largest batch.")] = 512,
+    context: Annotated[int, typer.Option(min=1, help="Context of each rollout, in tokens.")] = 4000,
+    max_running: Annotated[int, typer.Option(min=1, help="Largest batch, in rollouts.")] = 512,
     backend: Annotated[
-        str | None, typer.Option(help="Take the tables of this backend, such as sglang.")
+        str | None,
+        typer.Option(
+            help="Use the tables of this backend, such as sglang. Default: the GPU profile's tables."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Draw the figure there (.png or .svg).")
+        Path | None,
+        typer.Option("--output", "-o", help="Draw the curve to this file (.png or .svg)."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the decode curve of a model: seconds, tokens per dollar, MBU and MFU, tier and sources.
+    """Show how fast a model decodes on a GPU.
+
+    The table shows the step time, tokens per dollar, MBU, MFU, tier and sources for each batch size.
 
     Example: streamrl profile show qwen2.5-7b --gpu h20,h800 -o generation.png
     """

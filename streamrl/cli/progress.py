@@ -1,4 +1,4 @@
-"""How far a command is, on standard error: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Show the progress of a command on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`streamrl ranker fit`, `score` and `eval`: who expects the longest outputs, and how well."""
+"""`streamrl ranker fit`, `score` and `eval`: fit, use and test rankers of output lengths."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 ranker = typer.Typer(
     name="ranker",
     no_args_is_help=True,
-    help="Expected output lengths: fit a ranker of prompts, score prompts, and how good it is.\n\n"
+    help="Fit, use and test rankers that predict output lengths.\n\n"
     "Example: streamrl ranker eval runs/quickstart",
 )
 
 Model = Annotated[
-    str | None, typer.Option(help="Only lengths of this model, where a file has several.")
+    str | None, typer.Option(help="Use only lengths of this model. Default: all in the file.")
 ]
 
 
@@ -36,21 +36,22 @@ def fit(
             help="Directory of an executed run, or a CSV with prompt_id, prompt and output_tokens."
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write the ranker to this file.")],
     lm: Annotated[
         str | None,
         typer.Option(
-            help="Hugging Face directory of a language model whose activations are probed."
+            help="Fit a probe on the activations of this language model, a Hugging Face directory. Default: use words."
         ),
     ] = None,
     model: Model = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the folds of cross-validation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the cross-validation folds.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Fit a ranker to prompts whose outputs' lengths are known: ridge or boosted trees on words and shape.
+    """Fit a ranker to prompts with known output lengths.
 
-    Needs scikit-learn: pip install 'streamrl[ranker]'. A run uses it with workload.ranker.path. With --lm it is a linear
-    probe on what a language model makes of the prompts, which `streamrl ranker score` asks ahead of a run.
+    The ranker is a ridge regression or boosted trees on words and shape of the prompt, by cross-validation. It needs
+    scikit-learn: pip install 'streamrl[ranker]'. Name it in workload.ranker.path of a run file. With --lm it is a linear
+    probe on a language model's activations. Use `streamrl ranker score` with a probe before a run.
 
     Example: streamrl ranker fit runs/quickstart -o ranker.npz
     """
@@ -89,17 +90,20 @@ def score(
     prompts: Annotated[
         str,
         typer.Argument(
-            help="Prompts: a JSONL or Parquet file, a data set's directory or hf://NAME, or a run file, whose data it is."
+            help="Prompts: a JSONL or Parquet file, a data set (directory or hf://NAME), or a run file that names them."
         ),
     ],
-    by: Annotated[Path, typer.Option("--ranker", help="What `streamrl ranker fit` wrote.")],
+    by: Annotated[Path, typer.Option("--ranker", help="A file from `streamrl ranker fit`.")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="JSONL file to write, with expected_tokens.")
+        Path,
+        typer.Option(
+            "-o", "--output", help="Write the prompts with expected_tokens to this JSONL file."
+        ),
     ],
 ) -> None:
-    """Write prompts with the output tokens that a ranker expects of each.
+    """Add expected output lengths to prompts.
 
-    Those of a run file are written as its fields and its template make them: a run that reads what is written needs
+    Prompts of a run file are written after its field names and template are applied. A run that reads the result needs
     neither.
 
     Example: streamrl ranker score prompts.jsonl --ranker ranker.npz -o scored.jsonl
@@ -135,35 +139,41 @@ def evaluate(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Directory of an executed run, or a CSV (may be .gz) of lengths by prompt or of scores."
+            help="Directory of an executed run, or a CSV (or .csv.gz) of lengths by prompt or of scores."
         ),
     ],
     score: Annotated[
         list[str] | None,
-        typer.Option(help="Column of scores; score where absent, all with --lengths."),
+        typer.Option(help="Column of scores. Default: score, or all columns with --lengths."),
     ] = None,
     lengths: Annotated[
         list[Path] | None,
-        typer.Option(help="Lengths by prompt_id, where FILE has scores without output_tokens."),
+        typer.Option(
+            help="CSV of lengths by prompt_id, if SOURCE has scores without output_tokens."
+        ),
     ] = None,
     history: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Past outputs that rankers by history know; may be repeated."),
+        typer.Option(
+            min=1, help="Number of past outputs that history rankers know. Repeat for more."
+        ),
     ] = None,
     scores: Annotated[
-        Path | None, typer.Option(help="A CSV of scores by prompt_id, as priors beside the text.")
+        Path | None, typer.Option(help="CSV of scores by prompt_id, tested as another prior.")
     ] = None,
     past_of: Annotated[
-        str | None, typer.Option(help="Whose lengths are the past, where they are another model's.")
+        str | None,
+        typer.Option(help="Use the lengths of this model as the past. Default: the same model."),
     ] = None,
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show by task family which share of the longest rankers find, with standard errors over prompts.
+    """Measure how many of the longest outputs a ranker finds.
 
-    Of lengths by prompt: prompt length, text (fitted to other prompts), past outputs, both, and hindsight. Of a file
-    with columns score and output_tokens: these scores. The slope is that of log lengths over log expectations: 1 where
-    tokens mean what they say. With --json each ranker is one line.
+    Recall is shown by task family, with standard errors over prompts. From lengths by prompt, the command tests prompt
+    length, text (fitted to other prompts), past outputs, both, and hindsight. From a file with columns score and
+    output_tokens, it tests these scores. Slope is that of log lengths over log expectations; 1 means that expected
+    tokens are right on average. With --json, each ranker is one line.
 
     Example: streamrl ranker eval lengths.csv.gz --history 1 --history 4
     """

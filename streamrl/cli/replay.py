@@ -1,4 +1,4 @@
-"""`streamrl replay`: would today's engine decide as the recorded one did, and do the books of the run balance?"""
+"""`streamrl replay`: repeat the decisions of a finished run, and check its ledger."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from streamrl.record.restarts import ledger_of_run
 
 
 def replay(
-    traces: Annotated[list[Path], typer.Argument(help="Trace files or run directories.")],
+    traces: Annotated[
+        list[Path], typer.Argument(help="Trace files or run directories, executed or simulated.")
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Feed recorded events to a fresh engine; every decision must be the recorded one, and the ledger must balance.
+    """Check a finished run: repeat its decisions and account for each rollout.
+
+    A fresh control engine gets the recorded events. Each decision must equal the recorded one. Each rollout must have been
+    trained on once, or dropped with a reason. Exit status 1 means that this is not so.
 
     Example: streamrl replay runs/quickstart
     """

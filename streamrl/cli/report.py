@@ -1,4 +1,4 @@
-"""`streamrl report`: what a plan, runs and studies come to, as one page to read, print or send."""
+"""`streamrl report`: write one HTML page about plans, runs and studies."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ def report(
     directories: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR...", help="Directories of plans, runs and studies, in any mixture."
+            metavar="DIR...", help="Directories of plans, runs and studies, in any combination."
         ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help=f"The HTML file; {PAGE} in the first DIR where absent."
-        ),
+        typer.Option("--output", "-o", help=f"The HTML file. Default: {PAGE} in the first DIR."),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the same as Markdown there.")
+        Path | None,
+        typer.Option("--markdown", help="Also write the page as Markdown to this file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one self-contained HTML page: the answer, alternatives, idle time, sensitivity, and how sure it is.
+    """Write one HTML page about plans, runs and studies.
 
-    Nothing is simulated: the page says what the directories hold. Several runs are compared with each other.
-
-    A run that is executed may go on meanwhile: it is told as far as it is.
+    The page shows the answer, alternatives, idle time, sensitivity and model error. It is self-contained. Several runs are
+    compared with each other. Nothing is simulated. A running job is shown up to its last step.
 
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """

@@ -1,4 +1,4 @@
-"""`streamrl samples`: what a run wrote, to read while it goes on and after."""
+"""`streamrl samples`: print what a run trained on."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ def samples(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of an executed run.")],
     steps: Annotated[
         list[int] | None,
-        typer.Option("--step", metavar="STEP", help="A step; may repeat. The newest where absent."),
+        typer.Option(
+            "--step", metavar="STEP", help="Step to print. Repeat for more. Default: the newest."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a run was trained on: prompt, completions, rewards and advantages of a group of a step.
+    """Print the prompts, completions and rewards that a run trained on.
+
+    One group is printed per step: prompt, completions, rewards and advantages. The job may still be running.
 
     Example: streamrl samples runs/quickstart --step 1 --step 40
     """

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, JSON on standard output, traces by file or directory."""
+"""Arguments, options and output that several commands share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Replace a key of the run file: rollout.replicas=8."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace a key of the run file, such as rollout.replicas=8. Repeat for more keys.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 RunDirectory = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The directory of a run that goes on: execute.output.")
+    Path, typer.Argument(metavar="RUN", help="The directory of a running job (execute.output).")
 ]
 
 PIPE_WIDTH = 200

@@ -1,4 +1,4 @@
-"""`streamrl simulate`: what a run would take and cost, and what if it were another."""
+"""`streamrl simulate`: predict time, cost and GPU idle time of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_
 
 def simulate(
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="The run file; none with --from.")
+        Path | None,
+        typer.Argument(
+            metavar="RUN.toml", help="A run file or a study file. Leave it out with --from."
+        ),
     ] = None,
     overrides: Overrides = None,
     output: Annotated[
@@ -40,24 +43,24 @@ def simulate(
         typer.Option(
             "--output",
             "-o",
-            help="Write trace.jsonl, timeline.png and chrome_trace.json there; of a study study.csv, "
-            "study.json and a figure for each metric; of a run against another against.json. `streamrl report` reads all of them.",
+            help="Write results to this directory, for `streamrl report`. A run writes trace.jsonl, timeline.png and "
+            "chrome_trace.json. A study writes study.csv, study.json and a figure per metric. --against writes against.json.",
         ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=V1,V2",
-            help="What if? Simulate every combination of these values; "
-            "'KEY=V1,V2; KEY=W1,W2' for keys that change side by side.",
+            help="Simulate every combination of these values. Repeat for more keys. "
+            "'KEY=V1,V2; KEY=W1,W2' changes keys together.",
         ),
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
             metavar="B.toml",
-            help="Is this run worth it over that one? Simulate both on the same prompts until their difference is known. "
-            "--set changes both; --set A:KEY=VALUE or B:KEY=VALUE one of them.",
+            help="Compare with this run file, on the same prompts, until the difference is known. --set changes both runs; "
+            "--set A:KEY=VALUE or B:KEY=VALUE changes one.",
         ),
     ] = None,
     recorded: Annotated[
@@ -65,42 +68,47 @@ def simulate(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="What would have happened? Simulate what a run's directory or trace records, as it was and with "
-            "--set KEY=VALUE, from the lengths that it had.",
+            help="Simulate a finished run (directory or trace) unchanged and with --set KEY=VALUE, with its recorded lengths.",
         ),
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help="Simulations of each combination, each with a seed of its own."),
+        typer.Option(
+            help="Simulations per combination, each with its own seed. Default: as in the study file, or 1."
+        ),
     ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Draw this of a study: step_time, idle.skew, …")
+        list[str] | None,
+        typer.Option(help="Draw this metric of a study: step_time, idle.skew, … Repeat for more."),
     ] = None,
     skip_infeasible: Annotated[
-        bool, typer.Option("--skip-infeasible", help="Leave out combinations that cannot be.")
+        bool,
+        typer.Option(
+            "--skip-infeasible",
+            help="Leave out combinations that are not possible, such as those that do not fit in memory.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a run file and say what its whole training and a step take and cost, and where GPUs stand idle.
+    """Predict time, cost and GPU idle time of a run.
 
-    First comes the whole run: all `algorithm.steps`, with their start. All other figures are those of the steady
-    state: as many steps are simulated as `simulate.interval` needs, at most `simulate.max_steps`, whatever
-    `algorithm.steps` is. Without --output they are measured as they are made, so that thousands take no more memory
-    than a few.
+    The first rows are for the whole run: all `algorithm.steps` with the start. All other figures are for the steady
+    state. The command simulates as many steps as `simulate.interval` needs, at most `simulate.max_steps`, whatever
+    `algorithm.steps` is. Without --output, memory use does not grow with the number of steps.
+
+    With --sweep, or a study file instead of a run file, it simulates every combination of values, and prints a finding.
+
+    With --against, it compares two runs that do the same work. It shows time and cost of both, and whether the
+    difference is more than chance. It also shows at which price or bandwidth both cost the same per token.
+
+    With --from, it shows what a change would have saved in a finished run. Both simulations use the recorded lengths,
+    expectations and share of non-zero advantages.
 
     Example: streamrl simulate examples/h20-h800.toml --set policies.system=stream-sync -o runs/what-if
 
-    With --sweep, or a study file instead of a run file, every combination is simulated, and what follows said.
-
     Example: streamrl simulate examples/h20-h800.toml --sweep policies.system=stream-sync,stream-async
 
-    With --against, the run is set against another that does the same work: what each takes and costs, whether the
-    difference is more than chance, and at which price or bandwidth a token costs as much with both.
-
     Example: streamrl simulate examples/against.toml --against examples/against-colocated.toml
-
-    With --from, a run that was executed or simulated is simulated again, as it was and with --set, both from the
-    lengths, expectations and share of advantages that it had: what would the change have saved?
 
     Example: streamrl simulate --from runs/quickstart --set policies.system=stream-sync
     """

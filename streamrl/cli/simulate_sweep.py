@@ -1,4 +1,4 @@
-"""`streamrl simulate --sweep`: simulate every combination of some keys' values with every seed."""
+"""`streamrl simulate --sweep`: simulate every combination of values, with every seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`streamrl validate`: published measurements beside what the costs and the simulation say of them."""
+"""`streamrl validate`: compare predictions with published measurements."""
 
 from __future__ import annotations
 
@@ -55,21 +55,26 @@ PICTURES = "fidelity"
 def validate(
     what: Annotated[
         str | None,
-        typer.Argument(help=f"One of {', '.join((*ROWS, PAPER))}; all where absent."),
+        typer.Argument(help=f"One of {', '.join((*ROWS, PAPER))}. Default: all."),
     ] = None,
     figure: Annotated[
-        list[str] | None, typer.Option(help=f"Of the paper, only these: {', '.join(FIGURES)}.")
+        list[str] | None,
+        typer.Option(help=f"Only this figure of the paper: {', '.join(FIGURES)}. Repeat for more."),
     ] = None,
     rows: Annotated[
-        bool, typer.Option("--rows", help="Print each published row beside its prediction.")
+        bool, typer.Option("--rows", help="Print each published row with its prediction.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write fidelity.md and its pictures there."),
+        typer.Option(
+            "--output", "-o", help="Write fidelity.md and its pictures to this directory."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare predictions with published measurements: serving row by row, the paper figure by figure.
+    """Compare predictions with published measurements.
+
+    Serving, training and steps are compared row by row, the StreamRL paper figure by figure.
 
     Example: streamrl validate paper --figure fig8 --figure table3
     """

@@ -1,4 +1,4 @@
-"""Show a run while it goes on: a table of its last steps on a terminal, a line for each step elsewhere."""
+"""Show a running job: a table of its last steps on a terminal, otherwise a line per step."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def text_of(column: Column, step: Mapping[str, float]) -> str:
 
 
 RECENT = 200
-"""Rollouts that the reward is the mean of which stands beside the bar."""
+"""Rollouts in the mean reward next to the progress bar."""
 NUM_ROWS = 10
 """Steps in the table."""
 QUIET = 30.0
-"""Seconds between lines that say where a step is, where there is no terminal."""
+"""Seconds between progress lines within a step, without a terminal."""
 REFRESHES = 4
-"""Times a second that the terminal is drawn, and that rollouts are counted."""
+"""Updates of the terminal a second, and counts of rollouts."""
 
 
 class RunWatch:
@@ -216,7 +216,7 @@ class RunWatch:
         )
 
     def _shown_facts(self) -> str:
-        """Return what stands beside the bar; where there is no terminal that is all that is told."""
+        """Return the text next to the progress bar. Without a terminal, only this text is printed."""
         return self._facts if self._live is None else self._left()
 
     def _view(self) -> Group:
