@@ -7,6 +7,8 @@ checkpoints/v000050/     weights, optimizer, checksums of all of them, and at la
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -14,6 +16,8 @@ import msgspec
 
 from streamrl.engine.messages import SaveCheckpoint
 from streamrl.executor.checksums import find_damage
+from streamrl.record.run_directory import ROLLED_BACK_TO
+from streamrl.record.samples import SampledGroup
 
 KEPT_CHECKPOINTS = 2  # the newest may be the one that a crash left useless
 POSITION = "position.json"
@@ -149,3 +153,22 @@ def _read_position(path: Path) -> Position:
     if path.name != f"v{position.version:06d}":
         raise ValueError(f"{POSITION} is of version {position.version}")
     return position
+
+
+class TrainerRecord(ABC):
+    """Where a trainer writes down its steps and its checkpoints."""
+
+    checkpoints: Checkpoints
+
+    @abstractmethod
+    def write_step(self, figures: Mapping[str, object]) -> None:
+        """Add a line to metrics.jsonl."""
+
+    @abstractmethod
+    def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
+        """Write down what a step was trained on, where anybody wants to read it."""
+
+    def roll_back(self, time: float) -> None:
+        """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""
+        saved = self.checkpoints.newest()
+        self.write_step({ROLLED_BACK_TO: saved.version if saved else 0, "time": time})

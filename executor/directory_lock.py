@@ -63,3 +63,10 @@ def is_abandoned(directory: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Let a file hold `data`, for whoever reads it meanwhile all of the old or all of the new."""
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_bytes(data)
+    partial.rename(path)

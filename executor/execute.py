@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from streamrl.executor.launchers.launcher import Launcher
     from streamrl.executor.record import RunDirectory
     from streamrl.executor.roles import TransferRole, Write
+    from streamrl.executor.subscribers.secondary_records import SecondaryRecords
     from streamrl.executor.token_files import KeptTokens
 
 logger = logging.getLogger(__name__)
@@ -226,14 +227,22 @@ async def _execute(
     interruption: Interruption,
 ) -> None:
     from streamrl.executor.record import RunDirectory
+    from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 
-    with contextlib.closing(RunDirectory(Path(run.execute.output), take)) as directory:
+    path = Path(run.execute.output)
+    with (
+        contextlib.closing(RunDirectory(path, take)) as directory,
+        contextlib.closing(SecondaryRecords(run, path)) as records,
+    ):
         directory.find_checkpoint(run, resume)
-        await _execute_in(directory, run, resume, watch, how_to_resume, interruption)
+        if resume:
+            records.check()
+        await _execute_in(directory, records, run, resume, watch, how_to_resume, interruption)
 
 
 async def _execute_in(
     directory: RunDirectory,
+    records: SecondaryRecords,
     run: Run,
     resume: bool,
     watch: Watch,
@@ -255,9 +264,10 @@ async def _execute_in(
     if resume:
         check_prompt_tokens(directory.path, prompts)
     checkpoint = directory.open(run, resume)
+    damaged = [*directory.damaged, *records.open(directory.leg, is_resumed=resume)]
     if directory.changes:
         logger.info(f"other than in the leg before: {'; '.join(directory.changes.values())}")
-    for damage in directory.damaged:
+    for damage in damaged:
         logger.warning(f"a damaged checkpoint is passed over: {damage}")
     if resume and run.workload.ranker is not None:
         lines = read_rollouts(directory.path)
@@ -295,6 +305,7 @@ async def _execute_in(
             verifier,
             partial(make_transfer, run, launcher),
             directory,
+            records,
             checkpoint,
             watch,
         )

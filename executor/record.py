@@ -14,7 +14,7 @@ samples.jsonl            a line for each step with some of what it was trained o
 chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `streamrl.executor.monitoring`
 faults.jsonl             a line for each planned fault that struck; see `streamrl.executor.faults`
 checkpoints/             see `streamrl.executor.checkpoints`
-followers/               what trainers that follow leave; see `streamrl.executor.trainer_record`
+followers/               files of secondary trainers; see `streamrl.executor.subscribers.secondary_records`
 tokens/                  what replicas have made of rollouts that are not trained on, as long as the run is not over
 logs/                    output of the worker processes
 lock                     the process that runs it, as long as it lives
@@ -35,15 +35,9 @@ import msgspec
 
 from streamrl.engine.trace import LineFile, open_at_end
 from streamrl.executor.buffer import BufferedRollout
-from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
+from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position, TrainerRecord
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
-from streamrl.executor.subscribers.attach_requests import ATTACHED, CONTROL, replace_file
-from streamrl.executor.trainer_record import (
-    SecondaryTrainerRecord,
-    TrainerRecord,
-    secondary_records,
-)
 from streamrl.record.restarts import (
     KEPT_BY_A_RESUME,
     earlier_trace_numbers,
@@ -51,6 +45,8 @@ from streamrl.record.restarts import (
     first_difference,
 )
 from streamrl.record.run_directory import (
+    ATTACHED,
+    CONTROL,
     METRICS,
     ROLLED_BACK_TO,
     ROLLOUTS,
@@ -97,8 +93,6 @@ class RunDirectory(TrainerRecord):
         """Told each line of metrics.jsonl."""
         self.logs = path / "logs"
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self.followers: list[SecondaryTrainerRecord] = []
-        """Of the trainers that follow, in order."""
         self.leg = 1
         """How often the run was begun or resumed, this time included."""
         self.trace_file: LineFile
@@ -140,9 +134,6 @@ class RunDirectory(TrainerRecord):
         if resume:
             self.damaged = self.checkpoints.resume_from(checkpoint)
             self._mark_resume(checkpoint)
-        for follower in self.followers:
-            damaged = follower.open(self.leg, is_resumed=resume)
-            self.damaged += [f"{follower.path.name}: {damage}" for damage in damaged]
         return checkpoint
 
     @property
@@ -159,7 +150,6 @@ class RunDirectory(TrainerRecord):
                 its steps, that another process runs, that was begun with other settings, or whose every checkpoint is
                 damaged.
         """
-        self.followers = self.followers or secondary_records(run, self.path)
         if self.has_run and not resume:
             raise ValueError(
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
@@ -189,17 +179,7 @@ class RunDirectory(TrainerRecord):
                 f"{checkpoint.version}; --set algorithm.steps={2 * checkpoint.version} goes on with it"
             )
         self._check_settings(run)
-        for follower in self.followers:
-            follower.checkpoints.newest_whole()
         return self.checkpoints.newest_whole()
-
-    def join(self, run: Run) -> SecondaryTrainerRecord:
-        """Return the record of the last trainer of a run, which joins the others."""
-        record = secondary_records(run, self.path)[-1]
-        record.open(self.leg, is_resumed=False)
-        self.followers.append(record)
-        replace_file(self.path / RUN, encode_run(run))
-        return record
 
     def write_step(self, figures: Mapping[str, object]) -> None:
         """Add a line to metrics.jsonl, and tell those who watch where it is a step."""
@@ -245,8 +225,6 @@ class RunDirectory(TrainerRecord):
         self._trackers.close()
         for file in self._files:
             file.close()
-        for follower in self.followers:
-            follower.close()
         self._lock.release()
 
     def _claim(self, who: str) -> None:

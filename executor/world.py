@@ -63,6 +63,7 @@ from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import TransferRole, VerifierRole, Write, reason_of
 from streamrl.executor.rollout.replica import Replica
 from streamrl.executor.subscribers.membership import Membership
+from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.stream import GroupStream
 from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
@@ -84,6 +85,7 @@ class RealWorld(World[Trace]):
         verifier: VerifierRole,
         make_transfer: Callable[[Write], TransferRole],
         directory: RunDirectory,
+        records: SecondaryRecords,
         resume_from: Checkpoint | None = None,
         watch: Callable[[Event, State, float], None] = lambda event, state, now: None,
     ) -> None:
@@ -100,14 +102,14 @@ class RealWorld(World[Trace]):
         self._trainers = Trainers(
             trace.run,
             buffer,
-            directory,
+            (directory, *records.all),
             launcher,
             partial(self._faults.expose, TRAINER),
             lambda: self.now,
         )
         self._transfer = make_transfer(self._trainers.leader.push)
         self._stream = GroupStream(directory.path, trace.run, buffer)
-        self.members = Membership(trace, directory, self._trainers, launcher, buffer, self)
+        self.members = Membership(trace, records, self._trainers, launcher, buffer, self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()

@@ -18,6 +18,7 @@ from streamrl.executor.launchers.processes import begin_for, fork_from, spawn
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import Manifest, Scoring, TransferRole, VerifierRole, Write
+from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.world import RealWorld
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
@@ -165,6 +166,8 @@ def make_world(
     """Put a real world of scripted roles together, which write to `tokens`; call it inside the event loop."""
     directory = RunDirectory(Path(run.execute.output))
     checkpoint = directory.open(run, resume)
+    records = SecondaryRecords(run, directory.path)
+    records.open(directory.leg, is_resumed=resume)
     kept = find_kept(run, tokens, checkpoint) if resume and tokens is not None else None
     launcher = launcher_class(run, directory, **launcher_options)
     return RealWorld(
@@ -175,6 +178,7 @@ def make_world(
         verifier_class(),
         make_transfer,
         directory,
+        records,
         checkpoint,
         **kwargs,
     )

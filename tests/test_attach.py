@@ -81,7 +81,7 @@ def execute(run: Run, act: Act, resume: bool = False) -> Trace:
         if resume:
             full = with_attached(run, Path(run.execute.output))
         world = make_world(full if resume else run, {"slowest": 0.01}, resume, watch=watch)
-        with contextlib.closing(world._directory):
+        with contextlib.closing(world._directory), contextlib.closing(world.members._records):
             return await world.run()
 
     return asyncio.run(asyncio.wait_for(go(), timeout=60))

@@ -22,6 +22,7 @@ from streamrl.engine.trainer_side import DONE_BEFORE, LEADER, ROLLED_BACK
 from streamrl.executor.checkpoints import Checkpoints
 from streamrl.executor.pretrained import load_pretrained
 from streamrl.executor.record import RunDirectory
+from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.world import RealWorld
 from streamrl.record.ledger import MISSED
 from streamrl.record.restarts import ledger_of_run
@@ -259,7 +260,7 @@ def test_a_follower_whose_every_checkpoint_is_damaged_is_for_a_person_to_decide_
         position.write_text("{")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"1-quick-one/checkpoints: every checkpoint is damaged"):
-        RunDirectory(tmp_path / "run").find_checkpoint(run, resume=True)
+        SecondaryRecords(run, tmp_path / "run").check()
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -215,7 +215,7 @@ def execute(
                 world._over.set()
 
         world: RealWorld = make_world(run, {"slowest": 0.01}, resume, watch=watch)
-        with contextlib.closing(world._directory):
+        with contextlib.closing(world._directory), contextlib.closing(world.members._records):
             return await world.run()
 
     return asyncio.run(asyncio.wait_for(go(), timeout=60))

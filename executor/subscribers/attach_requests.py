@@ -22,12 +22,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from streamrl.executor.directory_lock import LOCK, is_abandoned
-from streamrl.record.run_directory import RUN
+from streamrl.executor.directory_lock import LOCK, is_abandoned, replace_file
+from streamrl.record.run_directory import ATTACHED, CONTROL, RUN
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import with_secondary_trainer
-
-ATTACHED = "attached.json"
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -75,14 +73,6 @@ def with_attached(run: Run, directory: Path) -> Run:
     return run
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Let a file hold `data`, for whoever reads it meanwhile all of the old or all of the new."""
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_bytes(data)
-    partial.rename(path)
-
-
-CONTROL = "control"
 TICK = 0.25
 """Seconds between two looks, on either side: a look at an empty directory takes some ten microseconds."""
 

@@ -14,7 +14,6 @@ from streamrl.executor.backend_limits import check_back_end_of
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint, Position
 from streamrl.executor.launchers.launcher import Launcher
-from streamrl.executor.record import RunDirectory
 from streamrl.executor.subscribers.attach_requests import (
     TICK,
     Attach,
@@ -26,6 +25,7 @@ from streamrl.executor.subscribers.attach_requests import (
     read_attached,
     write_attached,
 )
+from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import secondary_trainer_section, with_secondary_trainer
@@ -37,19 +37,19 @@ class Membership:
     def __init__(
         self,
         trace: Trace,
-        directory: RunDirectory,
+        records: SecondaryRecords,
         trainers: Trainers,
         launcher: Launcher,
         buffer: RolloutBuffer,
         world: World[Trace],
     ) -> None:
         self._trace = trace
-        self._directory = directory
+        self._records = records
         self._trainers = trainers
         self._launcher = launcher
         self._buffer = buffer
         self._world = world
-        attached = read_attached(directory.path)
+        attached = read_attached(records.path)
         names = trace.run.secondary_trainer_names
         self._num_in_file = len(names) - sum(s["name"] in names for s in attached.followers)
         """Trainers that follow by the run file itself."""
@@ -69,7 +69,7 @@ class Membership:
         if resume_from is not None:
             at = resume_from.position
             self._buffer.begin_at(at.groups_done, at.done_ahead)
-        found = ((n, each.resumed_from) for n, each in enumerate(self._directory.followers, 1))
+        found = ((n, each.resumed_from) for n, each in enumerate(self._records.all, 1))
         followers = (each.position.as_saved(number) for number, each in found if each is not None)
         promoted = self._resume_promoted(at.version)
         away = tuple(sorted(self.away))
@@ -102,7 +102,7 @@ class Membership:
 
     async def serve(self) -> None:
         """Carry out what is asked in the run's directory, as long as you let it."""
-        files = ControlFiles(self._directory.path)
+        files = ControlFiles(self._records.path)
         while True:
             await asyncio.sleep(TICK)
             for path, request in files.take():
@@ -179,7 +179,7 @@ class Membership:
         self._check_prompts(section["name"])
         self._buffer.workload.join(run)
         self._launcher.join(run)
-        self._trainers.join(run, self._directory.join(run))
+        self._trainers.join(run, self._records.join(run))
         self._buffer.join()
         self._trace.join(section)
         return number
@@ -214,4 +214,4 @@ class Membership:
         away = tuple(run.secondary_trainer_names[number - 1] for number in sorted(self.away))
         promoted, names = self._promoted, run.secondary_trainer_names
         leads = ("", 0) if promoted is None else (names[promoted.trainer - 1], promoted.version)
-        write_attached(self._directory.path, Attached(attached, away, *leads))
+        write_attached(self._records.path, Attached(attached, away, *leads))

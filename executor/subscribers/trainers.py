@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import assert_never
 
 from streamrl.engine.messages import (
@@ -20,12 +20,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER, TrainerCommand
 from streamrl.executor.buffer import RolloutBuffer
+from streamrl.executor.checkpoints import TrainerRecord
 from streamrl.executor.launchers.handles import Handle
 from streamrl.executor.launchers.launcher import Launcher
-from streamrl.executor.record import RunDirectory
 from streamrl.executor.trainer.advantages import AdvantageEstimator
 from streamrl.executor.trainer.trainer import Trainer
-from streamrl.executor.trainer_record import TrainerRecord
 from streamrl.runfile.config import Run
 
 
@@ -36,19 +35,28 @@ class Trainers:
         self,
         run: Run,
         buffer: RolloutBuffer,
-        directory: RunDirectory,
+        records: Iterable[TrainerRecord],
         launcher: Launcher,
         expose: Callable[[Handle], Handle],
         now: Callable[[], float],
     ) -> None:
-        """Begin with none that is up; `expose` lets faults reach the one that leads."""
+        """Begin with none that is up.
+
+        Args:
+            run: has the settings of every trainer.
+            buffer: holds the rollouts that trainers train on.
+            records: one for each trainer, that of trainer 0 first.
+            launcher: starts the workers.
+            expose: lets faults reach trainer 0.
+            now: returns seconds since the start of the run.
+        """
         self._buffer = buffer
         self._launcher = launcher
         self._expose = expose
         self._now = now
         self._all = [
             _trainer_of(run.as_seen_by(number), buffer, record, now)
-            for number, record in enumerate((directory, *directory.followers))
+            for number, record in enumerate(records)
         ]
         self._up: set[int] = set()
         self._promoted: Promote | None = None

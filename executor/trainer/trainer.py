@@ -21,12 +21,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.checkpoints import Checkpoint, Position
+from streamrl.executor.checkpoints import Checkpoint, Position, TrainerRecord
 from streamrl.executor.launchers.handles import Handle, remote
 from streamrl.executor.roles import Manifest, TrainerRole
 from streamrl.executor.trainer.advantages import AdvantageEstimator
 from streamrl.executor.trainer.step_record import step_figures, step_samples
-from streamrl.executor.trainer_record import TrainerRecord
 from streamrl.runfile.algorithms import NO_BASELINE
 from streamrl.runfile.config import Run
 

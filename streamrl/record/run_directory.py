@@ -30,6 +30,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.paths import paths_of, with_paths
 
 RUN, TRACE = "run.json", "trace.jsonl"
+ATTACHED, CONTROL = "attached.json", "control"
+"""The file that lists trainers that joined the run, and the directory of requests to it."""
 METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"
 FATES = ("generated", "trained", "dropped")
 OF_FAMILY = "/"

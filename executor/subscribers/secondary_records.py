@@ -1,4 +1,4 @@
-"""What a trainer leaves on disk beside the trace: its steps, its checkpoints, and of the one that leads what people read.
+"""Record the steps and checkpoints of secondary trainers in the run directory.
 
 followers/1-NAME/        of the first trainer that follows, and so on
     metrics.jsonl        a line for each of its steps, and for each time that steps were taken back
@@ -8,34 +8,16 @@ followers/1-NAME/        of the first trainer that follows, and so on
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from streamrl.engine.trace import LineFile, open_at_end
-from streamrl.executor.checkpoints import Checkpoint, Checkpoints
-from streamrl.record.run_directory import METRICS, ROLLED_BACK_TO, secondary_trainer_directory
+from streamrl.executor.checkpoints import Checkpoint, Checkpoints, TrainerRecord
+from streamrl.executor.directory_lock import replace_file
+from streamrl.record.run_directory import METRICS, ROLLED_BACK_TO, RUN, secondary_trainer_directory
 from streamrl.record.samples import SampledGroup
 from streamrl.runfile.config import Run
-
-
-class TrainerRecord(ABC):
-    """Where a trainer writes down its steps and its checkpoints."""
-
-    checkpoints: Checkpoints
-
-    @abstractmethod
-    def write_step(self, figures: Mapping[str, object]) -> None:
-        """Add a line to metrics.jsonl."""
-
-    @abstractmethod
-    def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
-        """Write down what a step was trained on, where anybody wants to read it."""
-
-    def roll_back(self, time: float) -> None:
-        """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""
-        saved = self.checkpoints.newest()
-        self.write_step({ROLLED_BACK_TO: saved.version if saved else 0, "time": time})
+from streamrl.runfile.files import encode_run
 
 
 class SecondaryTrainerRecord(TrainerRecord):
@@ -78,10 +60,53 @@ class SecondaryTrainerRecord(TrainerRecord):
             self._metrics.close()
 
 
-def secondary_records(run: Run, path: Path) -> list[SecondaryTrainerRecord]:
-    """Return the records of the trainers that follow, in order, in a run's directory."""
-    names = enumerate(run.secondary_trainer_names, start=1)
+class SecondaryRecords:
+    """Owns the records of all secondary trainers of a run, in the order of their numbers."""
+
+    def __init__(self, run: Run, path: Path) -> None:
+        """Name the records of the trainers that the run file has; `path` is the run's directory."""
+        self.path = path
+        self.all = _records_of(run, path)
+        self._leg = 1
+
+    def check(self) -> None:
+        """Check that each trainer can resume.
+
+        Raises:
+            ValueError: every checkpoint of a trainer is damaged.
+        """
+        for record in self.all:
+            record.checkpoints.newest_whole()
+
+    def open(self, leg: int, *, is_resumed: bool) -> list[str]:
+        """Make or reopen all directories; return the damaged checkpoints that a resume passes over.
+
+        Raises:
+            ValueError: every checkpoint of a trainer is damaged.
+        """
+        self._leg = leg
+        return [
+            f"{record.path.name}: {damage}"
+            for record in self.all
+            for damage in record.open(leg, is_resumed=is_resumed)
+        ]
+
+    def join(self, run: Run) -> SecondaryTrainerRecord:
+        """Open the record of the last trainer of a run, which joins the others."""
+        record = _records_of(run, self.path)[-1]
+        record.open(self._leg, is_resumed=False)
+        self.all.append(record)
+        replace_file(self.path / RUN, encode_run(run))
+        return record
+
+    def close(self) -> None:
+        """Close the files of all records."""
+        for record in self.all:
+            record.close()
+
+
+def _records_of(run: Run, path: Path) -> list[SecondaryTrainerRecord]:
     return [
         SecondaryTrainerRecord(secondary_trainer_directory(path, number, name))
-        for number, name in names
+        for number, name in enumerate(run.secondary_trainer_names, start=1)
     ]
