@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -11,13 +12,13 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "ray", "safetensors"}
 CLOCKS = {"time", "datetime", "random", "asyncio", "threading", "os", "simpy", "ray", "torch"}
-MOST_LINES = 400
 CHANGES = {
     *("append", "appendleft", "extend", "insert", "add", "update", "setdefault"),
     *("pop", "popleft", "popitem", "remove", "discard", "clear", "sort", "reverse"),
@@ -33,19 +34,8 @@ def sources(package: str) -> list[Path]:
 CONTROL = [
     ROOT / "streamrl" / "engine" / f"{name}.py"
     for name in (
-        *(
-            "messages",
-            "entities",
-            "fleet",
-            "lines",
-            "batch",
-            "recent",
-            "pace",
-            "latency",
-            "failure_counts",
-            "stream_share",
-        ),
-        *("state", "invariants", "engine"),
+        *("messages", "entities", "fleet", "concurrency", "estimates", "failure_counts"),
+        *("trainer_side", "state", "invariants", "engine"),
     )
 ] + sources("streamrl/engine/policies")
 EVERYWHERE = [path for package in ("streamrl", "sim", "executor") for path in sources(package)]
@@ -86,20 +76,36 @@ def is_front(path: Path) -> bool:
     return name_of(path).startswith(("streamrl/cli/", "streamrl/api.py"))
 
 
+WORLDS = {"streamrl.sim", "streamrl.executor"}
+RESULTS = {
+    "streamrl.sim.planner.plan",
+    "streamrl.sim.studies.results",
+    "streamrl.sim.fidelity.paper_figure",
+}
+"""What reports read of a simulation: only definitions, so that a report loads no simulator."""
+
+
 @pytest.mark.parametrize(
-    ("package", "others"),
+    ("package", "others", "allowed"),
     [
-        ("streamrl", {"streamrl.sim", "streamrl.executor"}),
-        ("sim", {"streamrl.executor"}),
-        ("executor", {"streamrl.sim"}),
+        ("streamrl", WORLDS, RESULTS),
+        ("sim", {"streamrl.executor"}, set()),
+        ("executor", {"streamrl.sim"}, set()),
     ],
 )
 def test_only_command_line_and_api_bring_the_worlds_together(
-    package: str, others: set[str]
+    package: str, others: set[str], allowed: set[str]
 ) -> None:
     for path in sources(package):
         if not is_front(path):
-            assert imports_any(path, others) == [], name_of(path)
+            found = {*imports_any(path, others)} - {*imports_any(path, allowed)}
+            assert found == set(), name_of(path)
+
+
+@pytest.mark.parametrize("name", sorted(RESULTS))
+def test_results_that_reports_read_need_no_other_file_of_the_simulation(name: str) -> None:
+    path = ROOT / Path(*name.split(".")[1:]).with_suffix(".py")
+    assert imports_any(path, WORLDS) == []
 
 
 def test_nothing_imports_the_command_line_or_the_api() -> None:
@@ -149,101 +155,80 @@ def test_a_simulation_runs_where_no_heavy_library_is_installed() -> None:
 
 # Rooms --------------------------------------------------------------------------------------------
 
-LAYERS = {
-    "streamrl": (
-        *(
-            "runfile",
-            "hardware",
-            "engine",
-            "record",
-            "workload",
-            "ranker",
-            "logs",
-            "report",
-            "doctor",
-        ),
-        *("api", "cli"),
-    ),
-    "sim": (
-        *("costs", "cores", "surroundings", "simulated_rewards", "attempt", "admission"),
-        *(
-            "reward_replica",
-            "replica",
-            "trainer",
-            "transfer",
-            "verifier",
-            "failures",
-            "faults",
-            "drawn",
-        ),
-        *("step_trace", "way", "world", "steady_state"),
-        *("batch_time", "step_batches", "parallel", "studies", "planner", "calibration"),
-        *("checkup", "fidelity"),
-    ),
-    "executor": (
-        *("notices", "libc", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
-        *(
-            "prompt_probe",
-            "prompts",
-            "roles",
-            "pretrained",
-            "adapter_layers",
-            "adapter_directory",
-            "attention",
-            "step_statistics",
-            "buffer",
-            "token_teller",
-        ),
-        *(
-            "changed_settings",
-            "checkpoints",
-            "directory_lock",
-            "attached",
-            "control",
-            "stream_client",
-            "stream",
-            "trackers",
-            "live_trace",
-            "trainer_record",
-            "record",
-            "carriers",
-        ),
-        *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "turns"),
-        *("back_ends", "members", "world", "interruption", "execute"),
-        *("checkup", "profiling"),
-    ),
-}
-"""Rooms, and files beside them, from low to high: each imports only what stands before it."""
+ROOMS = (
+    *("runfile", "hardware", "engine", "workload", "ranker", "record", "logs"),
+    *("sim.costs", "sim.parallel", "sim.network_latency", "sim.cpu_contention", "sim.trace"),
+    *("sim.world_interface", "sim.replica", "sim.trainer", "sim.transfer", "sim.verifier"),
+    *("sim.faults", "sim.world", "sim.steady_state", "sim.batch_generation"),
+    *("executor.libc", "executor.checksums", "executor.directory_lock"),
+    *("executor.adapter_layers", "executor.attention", "executor.pretrained", "executor.tokens"),
+    *("executor.prompt_probe", "executor.monitoring", "executor.roles", "executor.checkpoints"),
+    *("executor.prompts", "executor.token_files", "executor.buffer", "executor.record"),
+    *("executor.launchers", "executor.backend_limits", "executor.transfer", "executor.rollout"),
+    *("executor.trainer", "executor.verifier", "executor.watchdog", "executor.faults"),
+    *("executor.colocation", "executor.subscribers", "executor.world", "executor.execute"),
+    *("sim.calibration", "sim.planner", "sim.studies", "sim.fidelity", "doctor"),
+    *("sim.checkup", "executor.checkup", "executor.profiling", "report", "cli", "api"),
+)
+"""All rooms, and files beside them, from low to high: each imports only what stands before it.
+
+In `streamrl`, `sim` and `executor`: `sim.costs` is imported as `streamrl.sim.costs`.
+"""
+HEIGHTS = {f"streamrl.{room}": height for height, room in enumerate(ROOMS)}
+PACKAGES = {"streamrl", "streamrl.sim", "streamrl.executor"}
+"""Their own names, such as `streamrl.__version__`, are below all rooms."""
 ROLES = {"replica": "Replica", "trainer": "Trainer", "transfer": "Transfer", "verifier": "Verifier"}
 """Files and classes that are there in simulated and in real time; `Replica` is also what the engine knows of one."""
-MIRRORED = {"world", "faults", *ROLES}
-"""Files that are there in simulated and in real time."""
 
 
-def room_of(name: str) -> tuple[str, str]:
-    """Return package and room of a dotted name: `streamrl.sim.costs.curves` is in `costs` of `sim`."""
-    _, package, room, *_ = [*name.split("."), "", ""]
-    return (package, room) if package in ("sim", "executor") else ("streamrl", package)
+def room_of(name: str) -> str:
+    """Return the room of a dotted name: `streamrl.sim.costs.curves` is in `streamrl.sim.costs`."""
+    parts = name.split(".")
+    return ".".join(parts[: 3 if parts[1:2] in (["sim"], ["executor"]) else 2])
 
 
 def dotted(path: Path) -> str:
+    """Return the name that a file is imported by."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts if parts[0] == "streamrl" else ("streamrl", *parts))
 
 
-@pytest.mark.parametrize("package", LAYERS)
-def test_rooms_import_only_what_stands_below_them(package: str) -> None:
-    heights = {room: height for height, room in enumerate(LAYERS[package])}
-    for path in sources(package):
-        own = room_of(dotted(path))[1]
-        if own == "__init__":
-            continue
-        assert own in heights, f"{name_of(path)}: no room of {package}"
-        for name in imports(path):
-            other, room = room_of(name)
-            if other == package and room != own:
-                height = heights.get(room, -1)  # a name of the package itself, such as its version
-                assert height < heights[own], f"{name_of(path)} imports {name}"
+def imports_from_above(path: Path, own: str) -> list[str]:
+    """Return what a file of the room `own` imports that is not below that room, and not in it."""
+    others = [name for name in imports(path) if name.startswith("streamrl.")]
+    above = [name for name in others if room_of(name) != own]
+    return [name for name in above if HEIGHTS.get(room_of(name), -1) >= HEIGHTS[own]]
+
+
+def test_every_file_is_in_a_room_and_every_room_has_a_file() -> None:
+    rooms = {room_of(dotted(path).removesuffix(".__init__")) for path in EVERYWHERE}
+    assert len(HEIGHTS) == len(ROOMS)
+    assert rooms - PACKAGES == set(HEIGHTS)
+
+
+@pytest.mark.parametrize("room", HEIGHTS)
+def test_a_room_imports_only_rooms_below_it(room: str) -> None:
+    for path in EVERYWHERE:
+        if room_of(dotted(path).removesuffix(".__init__")) == room:
+            assert imports_from_above(path, room) == [], name_of(path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from streamrl.report.words import dollars\n",
+        "import streamrl.report.words\n",
+        "from streamrl import report\n",
+        "if TYPE_CHECKING:\n    from streamrl.report.words import dollars\n",
+        "def f() -> None:\n    from streamrl.report.words import dollars\n",
+    ],
+)
+def test_a_planner_that_imports_a_report_is_found(tmp_path: Path, source: str) -> None:
+    """The order goes across packages: `report` is of another package than `planner`."""
+    below = "from streamrl import __version__\nfrom streamrl.sim.planner import plan\n"
+    (tmp_path / "planner.py").write_text(f"from streamrl.record import ledger\n{below}{source}")
+    (found,) = imports_from_above(tmp_path / "planner.py", "streamrl.sim.planner")
+    assert found.startswith("streamrl.report")
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -299,25 +284,59 @@ def test_the_guide_names_files_that_are_there() -> None:
     assert lost == []
 
 
-def test_no_two_classes_have_one_name() -> None:
-    places: dict[str, list[str]] = {}
-    for path in EVERYWHERE:
-        for node in parse(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(dotted(path))
-    twice = {name: found for name, found in places.items() if len(found) > 1}
-    for name in ROLES.values():
-        twice.pop(name, None)
-    assert twice == {}
+IMPORT_ALL = """
+import importlib, json, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Block())
+refused = {{}}
+for name in ("sim", "executor", "sim.world", "executor.world"):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        refused[name] = str(error)
+for name in {names}:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        assert "blocked" in str(error), error
+files = [getattr(module, "__file__", None) for module in sys.modules.values()]
+print(json.dumps({{"refused": refused, "files": [file for file in files if file]}}))
+"""
+LIGHT_FILES = 250
+"""Fewer than the files that need no library of the executor."""
 
 
-def test_no_two_files_have_one_name() -> None:
-    """Apart from the two worlds, commands, which have their own name, and what doctor looks at, topic by topic."""
-    places: dict[str, list[str]] = {}
-    for path in EVERYWHERE:
-        if path.stem not in MIRRORED | {"__init__"} and path.parent.name not in ("cli", "doctor"):
-            places.setdefault(path.stem, []).append(name_of(path))
-    assert {stem: found for stem, found in places.items() if len(found) > 1} == {}
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what a process imports and is refused that has the root of this checkout on its path."""
+    names = [dotted(path).removesuffix(".__init__") for path in EVERYWHERE]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL.format(blocked=HEAVY, names=names)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path_factory.mktemp("elsewhere"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_no_file_is_imported_under_two_names(imported: dict[str, Any]) -> None:
+    real = [Path(file).resolve() for file in imported["files"]]
+    ours = [path for path in real if path.is_relative_to(ROOT) and path in EVERYWHERE]
+    assert len(ours) > LIGHT_FILES
+    assert {name_of(path) for path in ours if ours.count(path) > 1} == set()
+
+
+def test_a_folder_of_the_root_is_no_package_of_its_own(imported: dict[str, Any]) -> None:
+    for name in ("sim", "executor"):
+        line = f"import streamrl.{name}: {name} is a folder of streamrl, not a package of its own"
+        assert imported["refused"][name] == imported["refused"][f"{name}.world"] == line
 
 
 # Two worlds, one story ----------------------------------------------------------------------------
@@ -480,16 +499,3 @@ def test_the_search_for_changes_to_the_state_finds_them() -> None:
     )
     source += "state.groups.pop(1)\ndel state.groups[1]\nstate.commit(c)\nself.most = 1\n"
     assert len(foreign_changes(ast.parse(source))) == 7
-
-
-LONG: dict[str, str] = {
-    "streamrl/engine/messages.py": "all that the engine and a world say to each other",
-    "streamrl/engine/state.py": "every change of the one state there is",
-}
-"""Files that are longer than `MOST_LINES`, each with the reason why it is one idea all the same."""
-
-
-def test_a_file_longer_than_a_reader_holds_in_mind_has_a_reason() -> None:
-    lengths = {name_of(path): len(path.read_text().splitlines()) for path in EVERYWHERE}
-    assert {name for name, n in lengths.items() if n > MOST_LINES} == set(LONG)
-    assert all(LONG.values())
