@@ -62,6 +62,7 @@ from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import TransferRole, VerifierRole, Write, reason_of
 from streamrl.executor.rollout.replica import Replica
+from streamrl.executor.run_log import RunLog
 from streamrl.executor.subscribers.membership import Membership
 from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.stream import GroupStream
@@ -96,6 +97,7 @@ class RealWorld(World[Trace]):
         self._directory = directory
         self._resume_from = resume_from
         self._watch = watch
+        self._log = RunLog(engine.state, trace.run.secondary_trainer_names)
         self._replicas: dict[int, Replica] = {}
         self._verifier = verifier
         self._faults = RealFaults(trace.run, directory.path, directory.leg, verifier)
@@ -181,6 +183,13 @@ class RealWorld(World[Trace]):
         self._watch(event, self.engine.state, self.now)
         if self.engine.is_finished:
             self._over.set()
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Return the engine's commands after `event`, record both, and log what a reader should know."""
+        self._log.see(event)
+        commands = super().handle(event, now)
+        self._log.write(event, commands)
+        return commands
 
     def start(self, command: Command) -> None:
         """Begin `command` as a task; tasks begin in the order of these calls."""

@@ -166,6 +166,7 @@ ROOMS = (
     *("executor.prompts", "executor.token_files", "executor.buffer", "executor.record"),
     *("executor.launchers", "executor.backend_limits", "executor.transfer", "executor.rollout"),
     *("executor.trainer", "executor.verifier", "executor.watchdog", "executor.faults"),
+    "executor.run_log",
     *("executor.colocation", "executor.subscribers", "executor.world", "executor.execute"),
     *("sim.calibration", "sim.planner", "sim.studies", "sim.fidelity", "doctor"),
     *("sim.checkup", "executor.checkup", "executor.profiling", "report", "cli", "api"),

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import logging
+import re
+import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from streamrl.cli.log_output import log_to_stderr, set_verbosity
 from streamrl.cli.watch_run import RunWatch
+from streamrl.engine.messages import Event, Stepped, TrainerLost
+from streamrl.engine.state import State
+from streamrl.engine.trace import Trace
+from streamrl.executor.world import RealWorld
+from streamrl.runfile.config import Run
+from tests.scripted import make_world
+from tests.test_execute import real_run
+from tests.test_faults import fault
+from tests.test_faults_executed import faulty
 
 LOGGER = logging.getLogger("streamrl.executor.world")
 
@@ -76,3 +92,126 @@ def test_a_log_line_is_above_the_live_table() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "streamrl: replica 1 lost at step 3\n" in text
     assert text.rindex("replica 1 lost") < text.rindex("0/40")
+
+
+# Whole runs ---------------------------------------------------------------------------------------
+
+Act = Callable[[RealWorld, Event], None]
+
+
+def execute(run: Run, act: Act = lambda world, event: None, **options: Any) -> Trace:
+    """Execute a run with scripted roles in processes of their own; `act` is told each event."""
+
+    async def go() -> Trace:
+        def watch(event: Event, state: State, now: float) -> None:
+            act(world, event)
+
+        world = make_world(run, {"is_local": True, "slowest": 0.02, **options}, watch=watch)
+        with contextlib.closing(world._directory):
+            return await world.run()
+
+    return asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+def kill_at_step(version: int, who: str) -> Act:
+    """Return what kills a process from outside, without a word to its handle, once a step is made."""
+    killed: list[int] = []
+
+    def act(world: RealWorld, event: Event) -> None:
+        if isinstance(event, Stepped) and event.version == version and not killed:
+            launcher: Any = world._launcher
+            handle = launcher.trainers[-1] if who == "trainer" else launcher.replicas[1]
+            handle.send_signal(signal.SIGKILL)
+            killed.append(handle.pid)
+
+    return act
+
+
+def test_a_killed_replica_is_one_line_and_its_replacement_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    execute(faulty(tmp_path, rollout__replicas=2), kill_at_step(2, "replica"))
+    loss, replacement = caplog.records
+    going = r"its \d+ rollouts? restarts? on replica 0|it had no rollouts"
+    assert re.fullmatch(
+        rf"replica 1 lost at step 3 \(process \d+ ended with signal 9\); ({going}); "
+        "replica 2 starts in its place",
+        loss.getMessage(),
+    )
+    assert loss.levelname == "WARNING" and replacement.levelname == "INFO"
+    assert re.fullmatch(
+        r"replica 2 started at step \d in place of replica 1", replacement.getMessage()
+    )
+
+
+def test_a_killed_trainer_is_one_line_and_its_restart_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    execute(faulty(tmp_path), kill_at_step(3, "trainer"))
+    loss, restart = caplog.records
+    assert re.fullmatch(
+        r"trainer lost at step 4 \(process \d+ ended with signal 9\); "
+        r"rolled back from step 3 to step 2(; \d+ groups? dropped)?",
+        loss.getMessage(),
+    )
+    assert loss.levelname == "WARNING" and restart.levelname == "INFO"
+    assert restart.getMessage() == "trainer restarted at step 2"
+
+
+def test_every_failure_is_logged_with_what_becomes_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    plan = [fault("link-drops", step=2), fault("disk-full", step=3)]
+    execute(faulty(tmp_path, *plan))
+    push, save = caplog.messages
+    assert push.startswith("transfer: push of step ") and push.endswith("; it is repeated")
+    assert save.startswith("trainer: SaveCheckpoint failed") and "No space left" in save
+
+
+def test_groups_dropped_because_a_rollout_fails_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = real_run(tmp_path, policies__max_attempts=1)
+    trace = execute(run, is_local=False, failure_rate=0.3)
+    dropped = [c.group for e in trace.entries for c in e.commands if type(c).__name__ == "Drop"]
+    told = [m for m in caplog.messages if m.endswith("no trainer trains on it")]
+    assert told and len(told) == len(dropped)
+    assert told[0] == f"group {dropped[0]} dropped (failed 1 times); no trainer trains on it"
+
+
+@pytest.mark.parametrize(("verbose", "quiet"), [(0, True), (0, False), (1, False)])
+def test_a_terminal_shows_of_a_run_what_was_asked_for(
+    verbose: int, quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with log_to_stderr():
+        set_verbosity(verbose, quiet)
+        trace = execute(faulty(tmp_path), kill_at_step(3, "trainer"))
+    assert any(isinstance(entry.event, TrainerLost) for entry in trace.entries)
+    told = capsys.readouterr().err
+    assert ("trainer lost at step 4" in told) is not quiet
+    assert ("command Train(" in told and "event Stepped(" in told) is (verbose > 0)
+    assert not quiet or told == ""
+
+
+def test_nothing_is_written_to_a_process_that_has_died(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss is noticed some time after it; asyncio warns of each write in between but the first five."""
+    from streamrl.executor.launchers.handles import LocalProcess
+    from tests.scripted import BEGIN, TRAINER
+
+    async def go() -> None:
+        config: dict[str, object] = {"seed": 1}
+        handle = await LocalProcess.start(TRAINER, config, tmp_path / "log", {}, begin=BEGIN)
+        handle.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(handle._process.wait, 20)
+        calls = (handle.call("stop", returns=type(None)) for _ in range(20))
+        lost = await asyncio.gather(*calls, return_exceptions=True)
+        assert all("ended with status -9" in str(error) for error in lost)
+        await handle.close()
+
+    asyncio.run(go())
+    assert [record for record in caplog.records if record.name == "asyncio"] == []

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -45,6 +46,8 @@ from streamrl.executor.launchers.worker import (
 from streamrl.executor.roles import AnswerError, RoleLostError, Sample
 from streamrl.executor.tokens import count_ids, count_tokens
 from streamrl.runfile.config import ExecuteConfig
+
+logger = logging.getLogger(__name__)
 
 PING_TIME = (
     1.0  # seconds between two pings: far shorter than any patience, far longer than an answer takes
@@ -250,6 +253,7 @@ class LocalProcess(Handle):
             process = await begin(role_path, theirs, output, {**os.environ, **environment})
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         write_frame(writer, config)
+        logger.debug("process %d of %s started; its output goes to %s", process.pid, role_path, log)
         return cls(process, reader, writer, patience)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -29,6 +30,8 @@ from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import secondary_trainer_section, with_secondary_trainer
+
+logger = logging.getLogger(__name__)
 
 
 class Membership:
@@ -117,6 +120,7 @@ class Membership:
             answer = ControlAnswer(await self._carry_out(request))
         except (ValueError, RuntimeError) as error:
             answer = ControlAnswer(str(error), is_refused=True)
+            logger.warning(f"request to attach or detach a trainer refused: {error}")
         files.answer(path, answer)
 
     async def _carry_out(self, request: ControlRequest | ValueError) -> str:

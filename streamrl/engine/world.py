@@ -104,9 +104,13 @@ class World(ABC, Generic[R]):
         try:
             while unheard:
                 event = unheard.popleft()
-                commands = self.engine.handle(event, now)
-                self.trace.record(now, event, commands)
-                for command in commands:
+                for command in self.handle(event, now):
                     self.start(command)
         finally:
             self._is_handling = False
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Return the engine's commands after `event`, and record both."""
+        commands = self.engine.handle(event, now)
+        self.trace.record(now, event, commands)
+        return commands

@@ -1,0 +1,259 @@
+"""Log what happens to a run: a line for each loss, restart, resize, refusal, dropped group and change of trainers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
+
+from streamrl.engine.messages import (
+    Command,
+    Drop,
+    Event,
+    Failed,
+    Generate,
+    LoadWeights,
+    Promote,
+    PushWeights,
+    ReplicaLost,
+    ReplicaStarted,
+    Resize,
+    SaveCheckpoint,
+    Score,
+    StartReplica,
+    StartTrainer,
+    Step,
+    Stop,
+    StopReplica,
+    StopTrainer,
+    Train,
+    TrainerJoined,
+    TrainerLost,
+    TrainerStarted,
+    TrainerStopped,
+    Verify,
+)
+from streamrl.engine.state import State
+from streamrl.engine.trainer_side import LEADER
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TrainerWork = Score | Train | Step | SaveCheckpoint | StartTrainer | StopTrainer
+
+
+class RunLog:
+    """Told each event of a run before it enters the engine's state, and the commands after that."""
+
+    def __init__(self, state: State, secondary_trainers: Sequence[str]) -> None:
+        """Take the state of the engine, which is only read, and the names of the secondary trainers."""
+        self._state = state
+        self._names = ["trainer", *(f"secondary trainer {name}" for name in secondary_trainers)]
+        self._num_first = state.fleet.num_wanted
+        """Replicas that the run begins with; later ones are replacements or come by a resize."""
+        self._lost_replicas: deque[int] = deque()
+        """Those without a replacement so far."""
+        self._replaced_by: dict[int, int] = {}
+        """The lost replica by its replacement, which is coming up."""
+        self._lost_trainers: set[int] = set()
+        self._num_replicas = state.fleet.kinds[0].num_wanted
+        """Of the kind that a resize changes."""
+        self._num_rollouts = 0
+        """On the replica that is lost."""
+        self._version = 0
+        """Of the trainer that is lost."""
+        self._group: int | None = None
+        """Of the rollout that failed."""
+        self._is_part_of_loss = False
+        """Whether a command failed only because its role was lost, which has a line already."""
+
+    def see(self, event: Event) -> None:
+        """Note what `write` needs to know of the time before `event`."""
+        self._group = None
+        match event:
+            case ReplicaLost(replica):
+                self._num_rollouts = len(self._state.fleet.replicas[replica].rollouts)
+            case TrainerLost(trainer):
+                self._version = self._state.trainers[trainer].version
+            case Failed(command):
+                self._is_part_of_loss = self._is_lost(command)
+                if isinstance(command, Generate | Verify):
+                    self._group = self._state.rollouts[command.rollout].group.id
+
+    def _is_lost(self, command: Command) -> bool:
+        """Return whether the role of a command is known to be lost."""
+        match command:
+            case Generate() | LoadWeights():
+                return command.replica not in self._state.fleet.replicas
+            case PushWeights():
+                return self._state.pushing is None
+            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
+                return self._state.trainers[command.trainer].is_lost
+        return False
+
+    def write(self, event: Event, commands: Sequence[Command]) -> None:
+        """Log an event, the commands that it led to, and what becomes of a loss."""
+        logger.debug("event %s", event)
+        match event:
+            case ReplicaLost(replica, reason):
+                self._write_replica_loss(replica, reason, commands)
+            case TrainerLost(trainer, reason):
+                self._write_trainer_loss(trainer, reason, commands)
+            case Failed(command, reason):
+                self._write_failure(command, reason, commands)
+            case ReplicaStarted(replica, version):
+                self._write_replica_start(replica, version)
+            case TrainerStarted(trainer, version) if trainer in self._lost_trainers:
+                self._lost_trainers.discard(trainer)
+                logger.info(f"{self._names[trainer]} restarted at step {version}")
+            case TrainerJoined(trainer, section):
+                self._write_attach(trainer, section["name"])
+            case TrainerStopped(trainer) if trainer != self._state.promoted:
+                saved = self._state.trainers[trainer].checkpoint_version
+                logger.info(f"{self._names[trainer]} detached; its checkpoint is of step {saved}")
+        for command in commands:
+            self._write_command(command)
+
+    def _write_replica_loss(self, replica: int, reason: str, commands: Sequence[Command]) -> None:
+        if self._lacks_replica(commands):
+            self._lost_replicas.append(replica)
+        rollouts = f"its {_count(self._num_rollouts, 'rollout')} {self._where_rollouts_go()}"
+        what = rollouts if self._num_rollouts else "it had no rollouts"
+        logger.warning(
+            f"replica {replica} lost at step {self._step} ({_how(reason)}); "
+            f"{what}; {self._replacement(commands)}"
+        )
+
+    def _where_rollouts_go(self) -> str:
+        verb = "restarts" if self._num_rollouts == 1 else "restart"
+        serving = self._state.fleet.serving()
+        if self._state.is_stopping:
+            return "end with the run"
+        if not serving:
+            return f"{verb} on the next replica"
+        if len(serving) == 1:
+            return f"{verb} on replica {serving[0].id}"
+        return f"{verb} on the other {len(serving)} replicas"
+
+    def _replacement(self, commands: Sequence[Command]) -> str:
+        """Say who takes the place of a replica that is lost or did not start."""
+        if (stop := _first(Stop, commands)) is not None:
+            return f"the run stops: {stop.reason}"
+        if (start := _first(StartReplica, commands)) is not None:
+            return f"replica {start.replica} starts in its place"
+        if self._state.is_stopping or not self._lacks_replica(commands):
+            return "no replacement is needed"
+        return "a replacement starts after the next push"
+
+    def _lacks_replica(self, commands: Sequence[Command]) -> bool:
+        """Return whether a replica that is gone has, or should get, a replacement."""
+        fleet = self._state.fleet
+        is_missing = len(fleet.replicas) < fleet.num_wanted
+        return is_missing or _first(StartReplica, commands) is not None
+
+    def _write_trainer_loss(self, trainer: int, reason: str, commands: Sequence[Command]) -> None:
+        self._lost_trainers.add(trainer)
+        saved = self._state.trainers[trainer].version
+        back = f"rolled back from step {self._version} to step {saved}"
+        what = back if saved < self._version else f"its step {saved} is saved"
+        groups = sum(isinstance(command, Drop) for command in commands)
+        dropped = f"; {_count(groups, 'group')} dropped" if groups else ""
+        logger.warning(
+            f"{self._names[trainer]} lost at step {self._version + 1} ({_how(reason)}); {what}{dropped}"
+        )
+
+    def _write_failure(self, command: Command, reason: str, commands: Sequence[Command]) -> None:
+        if self._is_part_of_loss:
+            return
+        if isinstance(command, StartReplica):
+            self._lost_replicas.append(self._replaced_by.pop(command.replica, command.replica))
+        stop = _first(Stop, commands)
+        if stop is not None:
+            then = "the run stops"
+        elif isinstance(command, StartReplica):
+            then = self._replacement(commands)
+        elif self._group is not None and self._group not in self._state.groups:
+            then = f"group {self._group} is dropped"
+        elif isinstance(command, TrainerWork) and command.trainer != LEADER:
+            then = "the run continues without it"
+        else:
+            then = "it is repeated"
+        logger.warning(
+            f"{self._what(command)} failed at step {self._step} ({_how(reason)}); {then}"
+        )
+
+    def _what(self, command: Command) -> str:
+        """Return the role and its work."""
+        match command:
+            case Generate():
+                return f"replica {command.replica}: rollout {command.rollout}"
+            case Verify():
+                return f"verifier: score of rollout {command.rollout}"
+            case LoadWeights():
+                return f"replica {command.replica}: load of step {command.version}"
+            case StartReplica() | StopReplica():
+                verb = "start" if isinstance(command, StartReplica) else "stop"
+                return f"replica {command.replica}: {verb}"
+            case PushWeights():
+                return f"transfer: push of step {command.version}"
+            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
+                return f"{self._names[command.trainer]}: {type(command).__name__}"
+        return type(command).__name__
+
+    def _write_replica_start(self, replica: int, version: int) -> None:
+        lost = self._replaced_by.pop(replica, None)
+        if lost is not None:
+            logger.info(f"replica {replica} started at step {version} in place of replica {lost}")
+        elif replica >= self._num_first:
+            logger.info(f"replica {replica} started at step {version}")
+
+    def _write_attach(self, trainer: int, name: str) -> None:
+        if trainer == len(self._names):
+            self._names.append(f"secondary trainer {name}")
+        logger.info(f"{self._names[trainer]} attached at step {self._step}")
+
+    def _write_command(self, command: Command) -> None:
+        logger.debug("command %s", command)
+        match command:
+            case StartReplica(replica) if self._lost_replicas:
+                self._replaced_by[replica] = self._lost_replicas.popleft()
+            case Resize(num_replicas):
+                logger.info(self._resize(num_replicas))
+                self._num_replicas = num_replicas
+            case Promote(trainer, version):
+                logger.info(
+                    f"{self._names[trainer]} is promoted at step {version}: "
+                    "it takes the place of the lost trainer"
+                )
+            case Drop(group, reason) if group == self._group and not self._state.is_stopping:
+                logger.warning(f"group {group} dropped ({reason}); no trainer trains on it")
+
+    def _resize(self, num_replicas: int) -> str:
+        is_more = num_replicas > self._num_replicas
+        why = "generation is slower than training" if is_more else "training is slower"
+        then = "more start" if is_more else "idle ones stop"
+        return (
+            f"replicas resized from {self._num_replicas} to {num_replicas} "
+            f"at step {self._step} ({why}); {then}"
+        )
+
+    @property
+    def _step(self) -> int:
+        """The step that the primary trainer is making."""
+        return self._state.leader.version + 1
+
+
+def _first(kind: type[T], commands: Sequence[Command]) -> T | None:
+    return next((command for command in commands if isinstance(command, kind)), None)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _how(reason: str) -> str:
+    """Return a reason for a reader: `process 4711 ended with signal 9`."""
+    plain = reason.removeprefix("WorkerLostError: ").removeprefix("worker ")
+    return re.sub(r"ended with status -(\d+)", r"ended with signal \1", plain)
