@@ -134,15 +134,15 @@ def train(setting: Setting, steps: int, rate: float, seed: int, *, skips: bool) 
 
 def _reward(records: list[dict[str, Any]]) -> Any:
     """Return a reward function out of the scorer that streamrl's run file names."""
-    from streamrl.executor.verifier.scorers import REASONING_GYM
+    from streamrl.executor.verifier.scorers import make_scorer
+    from streamrl.runfile.roles_config import RewardConfig
 
-    grade = REASONING_GYM.load()
+    scorer = make_scorer(RewardConfig(scorer="reasoning-gym"))
+    grade = scorer.load()
 
     def reward(completions: list[str], line: list[int], **_: Any) -> list[float]:
         each = zip(completions, line, strict=True)
-        return [
-            grade(records[number])(REASONING_GYM.read(text, len(text))) for text, number in each
-        ]
+        return [grade(records[number])(scorer.read(text, len(text))) for text, number in each]
 
     return reward
 

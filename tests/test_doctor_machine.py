@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import tomllib
-from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,11 +18,11 @@ from streamrl.executor.rollout.engines import extra_of
 from streamrl.executor.verifier import landlock, seccomp
 from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.hugging_face import INDEX
-from streamrl.runfile.checks import SCORER_PARAMETERS
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.files import make_run
 from streamrl.runfile.findings import changed
-from streamrl.runfile.roles_config import RewardConfig, RolloutBackend, ScorerName, TrainerConfig
+from streamrl.runfile.roles_config import RewardConfig, RolloutBackend, TrainerConfig
+from streamrl.runfile.scorer_choice import SCORERS
 from tests.patients import NOWHERE, bad, full_run, local_table
 from tests.verifying import score
 
@@ -154,7 +153,7 @@ def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None
 
 
 def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:
-    plain = set(get_args(ScorerName)) - set(chain.from_iterable(SCORER_PARAMETERS.values()))
+    plain = {name for name, choice in SCORERS.items() if not choice.needs}
     for name in sorted(plain):
         needed = make_scorer(RewardConfig(scorer=name)).fields
         record = {fields[-1]: "2" for fields in needed}

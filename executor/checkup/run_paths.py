@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 from streamrl.doctor.files import TOKENIZERS
 from streamrl.executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
@@ -18,7 +17,7 @@ from streamrl.executor.verifier.reward_checks import (
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, say
-from streamrl.runfile.roles_config import ScorerName
+from streamrl.runfile.scorer_choice import scorer_names
 from streamrl.workload.prompt_records import EXPECTED, read_sources
 
 
@@ -35,7 +34,7 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
     rewards = run.verifier.rewards
     if not run.workload.sources or not rewards:
         text = f"workload.prompts={run.workload.prompts} with verifier.scorer={run.verifier.scorer}: execute needs both"
-        fix = f"name a data set, and a verifier.scorer: {', '.join(get_args(ScorerName))}"
+        fix = f"name a data set, and a verifier.scorer: {', '.join(scorer_names())}"
         yield _finding("error", "prompts", text, fix)
         return
     try:

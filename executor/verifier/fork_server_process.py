@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamrl.executor.verifier.sandbox import SandboxLimits
-from streamrl.runfile.roles_config import RewardConfig, file_of, with_file
+from streamrl.runfile.roles_config import RewardConfig
+from streamrl.runfile.scorer_choice import file_of, with_file
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record

@@ -19,13 +19,16 @@ from math import isfinite
 from numbers import Real
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, assert_never, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
-from streamrl.runfile.roles_config import RewardConfig, RewardFunction, ScorerName, function_of
+from streamrl.runfile.choices import import_object
+from streamrl.runfile.roles_config import RewardConfig
+from streamrl.runfile.scorer_choice import SCORERS, RewardFunction, function_of
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
 
+_Value = TypeVar("_Value")
 Grade: TypeAlias = Callable[[str], float]
 """The score of one answer. It may evaluate the answer: call it in a sandbox only."""
 Check: TypeAlias = "Callable[[Record], str | None]"
@@ -182,24 +185,35 @@ def _load_reasoning_gym() -> Grader:
     return grade
 
 
-EXACT = Scorer(_final, _answer_of, _load_exact, False, (("answer",),))
-MATH_VERIFY = Scorer(
-    *(whole, _answer_of, _load_math_verify, True, (("answer",),)),
-    make_check=_check_math_verify,
-    most_checked=MOST_PARSED,
-)
-REASONING_GYM = Scorer(
-    *(_final, _answer_of_entry, _load_reasoning_gym, True),
-    (("task",), ("entry", "answer")),
-    make_check=_check_reasoning_gym,
-)
+def exact_scorer(reward: RewardConfig) -> Scorer:
+    """Return a scorer that compares the final answer with the record's: 1 where they are the same text, else 0."""
+    return Scorer(_final, _answer_of, _load_exact, False, (("answer",),))
 
 
-def regex_scorer(pattern: str) -> Scorer:
+def math_verify_scorer(reward: RewardConfig) -> Scorer:
+    """Return a scorer that compares mathematical expressions with the record's answer, by math-verify."""
+    return Scorer(
+        *(whole, _answer_of, _load_math_verify, True, (("answer",),)),
+        make_check=_check_math_verify,
+        most_checked=MOST_PARSED,
+    )
+
+
+def reasoning_gym_scorer(reward: RewardConfig) -> Scorer:
+    """Return the scorer of the record's task of reasoning-gym."""
+    return Scorer(
+        *(_final, _answer_of_entry, _load_reasoning_gym, True),
+        (("task",), ("entry", "answer")),
+        make_check=_check_reasoning_gym,
+    )
+
+
+def regex_scorer(reward: RewardConfig) -> Scorer:
     """Return a scorer that looks for a pattern anywhere in a completion: 1 where it is found, else 0.
 
     A pattern with a group finds an answer: 1 where what the last match has in its first group is the record's answer.
     """
+    pattern = _given(reward.pattern)
     num_groups = re.compile(pattern).groups
 
     def load() -> Grader:
@@ -222,11 +236,12 @@ def regex_scorer(pattern: str) -> Scorer:
     return Scorer(whole, lambda record: None, load, False, fields)
 
 
-def format_scorer(pattern: str) -> Scorer:
+def format_scorer(reward: RewardConfig) -> Scorer:
     """Return a scorer that wants a completion to match a pattern from end to end: 1 where it does, else 0.
 
     Dots match ends of lines too, and blanks around the completion do not count.
     """
+    pattern = _given(reward.pattern)
 
     def load() -> Grader:
         wanted = re.compile(pattern, re.DOTALL)
@@ -235,11 +250,12 @@ def format_scorer(pattern: str) -> Scorer:
     return Scorer(whole, lambda record: None, load, False, ())
 
 
-def length_scorer(beyond: int, until: int) -> Scorer:
+def length_scorer(reward: RewardConfig) -> Scorer:
     """Return a scorer of output tokens: 0 up to `beyond`, -1 from `until`, in a line between (DAPO, arXiv 2503.14476, equation 13).
 
     Tokens, not characters: they are what `rollout.max_tokens` cuts off and what a rollout costs.
     """
+    beyond, until = _given(reward.beyond), _given(reward.until)
 
     def grade(record: Record) -> Grade:
         return lambda num_tokens: -min(1.0, max(0.0, (int(num_tokens) - beyond) / (until - beyond)))
@@ -261,12 +277,12 @@ def _grades_nothing() -> Grader:
     return grade
 
 
-def judge_scorer(bounds: tuple[float, float]) -> Scorer:
+def judge_scorer(reward: RewardConfig) -> Scorer:
     """Return the scorer of a judge, as far as it has one: it reads whole completions, and knows no right answers."""
-    return Scorer(whole, lambda record: None, _grades_nothing, False, (), bounds=bounds)
+    return Scorer(whole, lambda record: None, _grades_nothing, False, (), bounds=reward.bounds)
 
 
-def model_scorer() -> Scorer:
+def model_scorer(reward: RewardConfig) -> Scorer:
     """Return the scorer of a reward model, as far as it has one: see `streamrl.executor.verifier.reward_pool`."""
     return Scorer(whole, lambda record: None, _grades_nothing, False, ())
 
@@ -335,15 +351,15 @@ LANGUAGES = ("", "python", "py", "python3")
 """What may stand behind the fence that a block of Python begins with."""
 
 
-def unit_tests_scorer(credit: str) -> Scorer:
+def unit_tests_scorer(reward: RewardConfig) -> Scorer:
     """Return a scorer that runs a program and then each test of its record, in one process with its limits.
 
     A record has `tests`: a program that raises nothing where all is well, or a list of such, each one test. What both
     need may stand in its `setup`, which runs first, and a program that passes in its `solution`.
 
-    Args:
-        credit: "share" of the tests that pass, or "all": 1 where all of them do, else 0.
+    The score is the share of the tests that pass (credit "share"), or 1 where all of them do, else 0 ("all").
     """
+    credit = reward.credit
 
     def load() -> Grader:
         run, translate = exec, compile  # what a program does to the names of builtins is its own
@@ -431,31 +447,10 @@ def make_scorer(reward: RewardConfig) -> Scorer:
     function = function_of(reward.scorer)
     if function is not None:
         return function_scorer(function, reward.bounds)
-    name = cast(ScorerName, reward.scorer)
-    match name:
-        case "exact":
-            return EXACT
-        case "math-verify":
-            return MATH_VERIFY
-        case "reasoning-gym":
-            return REASONING_GYM
-        case "regex":
-            return regex_scorer(_given(reward.pattern))
-        case "format":
-            return format_scorer(_given(reward.pattern))
-        case "length-penalty":
-            assert reward.beyond is not None and reward.until is not None, (
-                "check_rewards wants both"
-            )
-            return length_scorer(reward.beyond, reward.until)
-        case "unit-tests":
-            return unit_tests_scorer(reward.credit)
-        case "judge":
-            return judge_scorer(reward.bounds)
-        case "reward-model":
-            return model_scorer()
-        case _:
-            assert_never(name)
+    make = import_object(SCORERS[reward.scorer].make)
+    assert callable(make), reward.scorer
+    scorer: Scorer = make(reward)
+    return scorer
 
 
 def is_scored(record: Record, reward: RewardConfig) -> bool:
@@ -463,6 +458,6 @@ def is_scored(record: Record, reward: RewardConfig) -> bool:
     return not reward.families or record.get("family") in reward.families
 
 
-def _given(pattern: str | None) -> str:
-    assert pattern is not None, "check_rewards wants a pattern"
-    return pattern
+def _given(value: _Value | None) -> _Value:
+    assert value is not None, "check_rewards wants what a scorer needs"
+    return value

@@ -16,7 +16,7 @@ from streamrl.executor.verifier.judge import Judge
 from streamrl.executor.verifier.reward_pool import RewardPool, Start
 from streamrl.executor.verifier.sandbox import SandboxLimits
 from streamrl.executor.verifier.scorers import is_scored, make_scorer
-from streamrl.runfile.roles_config import REWARD_MODEL, VerifierConfig
+from streamrl.runfile.roles_config import VerifierConfig
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
@@ -55,7 +55,7 @@ class Verifier(VerifierRole):
         self._judges = {
             place: Judge(reward, f"verifier.reward.{place}")
             for place, reward in enumerate(self._rewards)
-            if reward.scorer == "judge"
+            if reward.endpoint is not None
         }
         self._limits = SandboxLimits(config.time_limit, config.memory_limit)
         self._log = log
@@ -124,7 +124,7 @@ class Verifier(VerifierRole):
         self, place: int, completion: str, num_tokens: int, record: Record
     ) -> tuple[float, str | None]:
         """Return a score, the worst one where there is none, and why there is none."""
-        if self._rewards[place].scorer == REWARD_MODEL:
+        if self._rewards[place].has_model:
             return await self._ask_model(completion, record), None
         answer = self._scorers[place].read(completion, num_tokens)
         if len(answer) > MOST_CHARACTERS:

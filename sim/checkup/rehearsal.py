@@ -13,7 +13,7 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
-from streamrl.runfile.roles_config import REWARD_MODEL, AlgorithmChanges, VerifierConfig
+from streamrl.runfile.roles_config import AlgorithmChanges, VerifierConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, RankerName
 from streamrl.sim.costs.costs import Costs
@@ -213,7 +213,7 @@ def stand_in(run: Run) -> Run:
 
 def _without_gpus(verifier: VerifierConfig) -> VerifierConfig:
     """Return a verifier without a reward model, whose GPUs nobody says to hold it."""
-    rewards = tuple(each for each in verifier.reward if each.scorer != REWARD_MODEL)
+    rewards = tuple(each for each in verifier.reward if not each.has_model)
     return replace(verifier, pool=None, gpus_per_worker=0, reward=rewards)
 
 

@@ -32,7 +32,6 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.roles_config import (
-    REWARD_MODEL,
     RolloutConfig,
     TrainerConfig,
     VerifierConfig,
@@ -244,7 +243,7 @@ def _resolve_trainer(run: Run, model: ModelShape, key: str) -> TrainerHardware:
 
 def reward_model_key(verifier: VerifierConfig) -> str:
     """Return the key of a run's reward model."""
-    places = (at for at, each in enumerate(verifier.reward) if each.scorer == REWARD_MODEL)
+    places = (at for at, each in enumerate(verifier.reward) if each.has_model)
     return f"verifier.reward.{next(places)}.model"
 
 

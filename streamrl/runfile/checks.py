@@ -22,16 +22,20 @@ from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.roles_config import (
     NARROW,
-    REWARD_MODEL,
     ReplicasConfig,
     RewardConfig,
     RolloutConfig,
-    ScorerName,
     SecondaryTrainerConfig,
     SpeculativeConfig,
     VerifierConfig,
     WeightDtype,
+)
+from streamrl.runfile.scorer_choice import (
+    REWARD_MODEL,
+    SCORERS,
     function_of,
+    readers_of_reward_keys,
+    scorer_names,
 )
 from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultConfig, FaultKind
 from streamrl.runfile.workload_config import HUB, FreeRanker, LengthsConfig, WorkloadConfig
@@ -132,15 +136,6 @@ def _check_reward_sources(
 
 MOST_AT_ONCE = 256
 POSITIVE_SECONDS = Bounds(0, 1e6, excludes_least=True)
-SCORER_NAMES: tuple[str, ...] = get_args(ScorerName)
-SCORER_PARAMETERS = {
-    "pattern": ("regex", "format"),
-    "beyond": ("length-penalty",),
-    "until": ("length-penalty",),
-    "endpoint": ("judge",),
-    "model": ("judge", "reward-model"),
-}
-"""Keys that some scorers need, and no other has."""
 
 
 def check_rewards(verifier: VerifierConfig, max_tokens: int) -> None:
@@ -163,12 +158,11 @@ def check_rewards(verifier: VerifierConfig, max_tokens: int) -> None:
 
 def _check_scorer(key: str, reward: RewardConfig) -> None:
     scorer = reward.scorer
-    if scorer not in SCORER_NAMES and function_of(scorer) is None:
-        ours = f"{OneOf(SCORER_NAMES)}, python:FILE.py:FUNCTION or MODULE:FUNCTION"
-        raise RunError(
-            key, scorer, OneOf(SCORER_NAMES), f"{key} must be {ours}, got {shown(scorer)}"
-        )
-    for name, scorers in SCORER_PARAMETERS.items():
+    if scorer not in SCORERS and function_of(scorer) is None:
+        names = OneOf(scorer_names())
+        ours = f"{names}, python:FILE.py:FUNCTION or MODULE:FUNCTION"
+        raise RunError(key, scorer, names, f"{key} must be {ours}, got {shown(scorer)}")
+    for name, scorers in readers_of_reward_keys().items():
         value = getattr(reward, name)
         here = f"{key.removesuffix('.scorer')}.{name}"
         if scorer in scorers and value is None:
@@ -183,7 +177,7 @@ def _check_scorer(key: str, reward: RewardConfig) -> None:
 
 def _check_reward_model(verifier: VerifierConfig) -> None:
     """Refuse a reward model without GPUs, a second one, and keys of one where there is none."""
-    models = [at for at, each in enumerate(verifier.rewards) if each.scorer == REWARD_MODEL]
+    models = [at for at, each in enumerate(verifier.rewards) if each.has_model]
     if models and verifier.pool is None:
         text = f"verifier.pool is missing: {verifier.key(models[0])} {REWARD_MODEL!r} computes in a pool"
         raise RunError("verifier.pool", None, str, text, (verifier.key(models[0]),))
@@ -192,7 +186,7 @@ def _check_reward_model(verifier: VerifierConfig) -> None:
         text = f"{key} {REWARD_MODEL!r} stands beside {verifier.key(models[0])}: verifier.pool has one reward model"
         raise RunError(key, REWARD_MODEL, text=text, others=(verifier.key(models[0]),))
     for at, reward in enumerate(verifier.rewards):
-        if reward.step_end is not None and (reward.scorer != REWARD_MODEL or not reward.step_end):
+        if reward.step_end is not None and (not reward.has_model or not reward.step_end):
             key = f"verifier.reward.{at}.step_end"
             text = f"{key} must be the end of a step, of {REWARD_MODEL} alone, got {shown(reward.step_end)} of {reward.scorer}"
             raise RunError(key, reward.step_end, str, text, (verifier.key(at),))

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.roles_config import REWARD_MODEL, VerifierConfig, file_of, with_file
+from streamrl.runfile.roles_config import VerifierConfig
+from streamrl.runfile.scorer_choice import file_of, with_file
 from streamrl.runfile.section import Section
 from streamrl.runfile.workload_config import HUB
 
@@ -50,7 +51,7 @@ def paths_of(run: Run) -> dict[str, str]:
 def _model_keys(verifier: VerifierConfig) -> list[str]:
     """Return the key of the directory of a run's reward model, where it has one."""
     rewards = enumerate(verifier.reward)
-    return [f"verifier.reward.{at}{MODEL}" for at, each in rewards if each.scorer == REWARD_MODEL]
+    return [f"verifier.reward.{at}{MODEL}" for at, each in rewards if each.has_model]
 
 
 def with_paths(run: Run, paths: Mapping[str, str]) -> Run:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import msgspec
 
 from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
 from streamrl.runfile.algorithms import AlgorithmName
+from streamrl.runfile.scorer_choice import SCORERS, function_of
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
@@ -26,32 +26,7 @@ NARROW = tuple(name for name in get_args(WeightDtype) if name not in get_args(Wi
 """Formats of weights that have scales."""
 
 
-ScorerName = Literal[
-    "exact",
-    "math-verify",
-    "reasoning-gym",
-    "regex",
-    "format",
-    "length-penalty",
-    "unit-tests",
-    "judge",
-    "reward-model",
-]
 OverSteps = Literal["min", "mean", "last"]
-REWARD_MODEL = "reward-model"
-"""The scorer that computes on GPUs of the verifier's own."""
-OF_A_FILE = "python:"
-"""What a scorer begins with that is a function in a file."""
-_OF_A_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-class RewardFunction(NamedTuple):
-    """A function of the user's that scores completions: `score(completion: str, record: dict) -> float`."""
-
-    place: str
-    """Path of a Python file, or dotted name of a module."""
-    name: str
-    is_in_file: bool
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
@@ -96,31 +71,15 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Of judge: time for an answer."""
 
     @property
+    def has_model(self) -> bool:
+        """Whether a reward model scores, on GPUs of the verifier's own."""
+        return self.scorer in SCORERS and SCORERS[self.scorer].has_model
+
+    @property
     def label(self) -> str:
         """What the reward is called in metrics."""
         function = function_of(self.scorer)
         return self.name or (self.scorer if function is None else function.name)
-
-
-def function_of(scorer: str) -> RewardFunction | None:
-    """Return the function that a scorer is; None where it is none, well-formed or not."""
-    is_in_file = scorer.startswith(OF_A_FILE)
-    place, _, name = scorer.removeprefix(OF_A_FILE).rpartition(":")
-    is_place = bool(place) if is_in_file else _OF_A_MODULE.fullmatch(place) is not None
-    return RewardFunction(place, name, is_in_file) if is_place and name.isidentifier() else None
-
-
-def file_of(scorer: str) -> str | None:
-    """Return the path that a scorer names; None where it names none."""
-    function = function_of(scorer)
-    return function.place if function is not None and function.is_in_file else None
-
-
-def with_file(scorer: str, path: str) -> str:
-    """Return a scorer that is a function in a file, with the path of another file."""
-    function = function_of(scorer)
-    assert function is not None and function.is_in_file, f"{scorer} names no file"
-    return f"{OF_A_FILE}{path}:{function.name}"
 
 
 RolloutBackend = Literal["transformers", "static", "vllm"]
@@ -471,7 +430,7 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
     @property
     def reward_model(self) -> RewardConfig | None:
         """The reward that replicas in `pool` compute; None where none is."""
-        return next((each for each in self.rewards if each.scorer == REWARD_MODEL), None)
+        return next((each for each in self.rewards if each.has_model), None)
 
     def key(self, place: int) -> str:
         """Return the key of the scorer at a place of `rewards`."""
