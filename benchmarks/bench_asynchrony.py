@@ -122,9 +122,10 @@ def row_of(replicas: int, pairs: Sequence[Pair]) -> tuple[str, ...]:
 def section(rows: Sequence[Sequence[str]], rounds: int) -> list[str]:
     """Return the lines of docs/fidelity.md's section."""
     return [
-        f"`make bench-reality` writes this ({stamp()}): {rounds} pairs of runs at each number of replicas, whose generation waits",
-        "for training (*sync*) and does not (*async*), in turns of a second on one machine's two cores, so that both have all paces of its",
-        "host. What steps gain is the mean over pairs and its standard error, executed and simulated with the lengths that the runs had.",
+        f"`make bench-reality` writes this section ({stamp()}). It executes {rounds} pairs of runs at each number of",
+        "replicas. Generation waits for training in *sync*, and does not wait in *async*. Both runs of a pair take turns of one second",
+        "on one machine's two cores, so both see all changes of its speed. *Gains* are means over pairs with their standard errors.",
+        "Simulations use the recorded lengths.",
         "",
         f"| {' | '.join(HEADS)} |",
         f"|{'---|' * len(HEADS)}",

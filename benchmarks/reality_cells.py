@@ -55,9 +55,9 @@ CELLS = (
         *("synchronous", "first", "stream-sync", 1),
         **{"algorithm__group_size": 4, "algorithm__learning_rate": LEARNS},
     ),
-    cell("dealt in turn", "first", "one-step-async", 2, policies__dispatch="round-robin"),
+    cell("round-robin", "first", "one-step-async", 2, policies__dispatch="round-robin"),
     cell("whole batches", "first", "disaggregated", 3, algorithm__prompts_per_step=32),
-    cell("dealt at random", "first", "stream-async", 2, policies__dispatch="random"),
+    cell("random dispatch", "first", "stream-async", 2, policies__dispatch="random"),
     cell(
         *("in flight", "first", "fully-async", 3),
         **{"policies__weight_sync": "abort-and-resume", "policies__max_staleness": 2},
@@ -70,10 +70,10 @@ CELLS = (
             "algorithm__learning_rate": LEARNS,
         },
     ),
-    cell("alone at a time", "second", "colocated", 1, rollout__max_tokens=64),
+    cell("colocated", "second", "colocated", 1, rollout__max_tokens=64),
     cell("long outputs", "second", "stream-async", 1, rollout__max_tokens=LONG),
     cell(
-        *("by skewness", "second", "stream-async", 2),
+        *("skewness-aware", "second", "stream-async", 2),
         **{"policies__dispatch": "skewness-aware", "algorithm__group_size": 4},
     ),
     cell(
@@ -85,7 +85,7 @@ CELLS = (
         **{"policies__weight_sync": "between-batches", "rollout__max_tokens": 96},
     ),
     cell(
-        *("one of each prompt", "second", "fully-async", 1),
+        *("one rollout per prompt", "second", "fully-async", 1),
         **{
             "algorithm__name": "reinforce++",
             "algorithm__group_size": 1,

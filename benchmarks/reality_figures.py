@@ -141,11 +141,16 @@ def section(repeats: Repeats) -> list[str]:
     """Return the lines of docs/fidelity.md's section."""
     num = max(map(len, repeats.values()))
     lines = [
-        f"`make bench-reality` writes this ({stamp()}): {len(repeats)} run files that nothing was tuned on, executed "
-        f"{num} times each on one",
-        "machine's cores, in turn. Errors of a step's seconds: simulated *before*, and with lengths as *recorded*. *Repeats* is the",
-        "slowest over the fastest of one run; *pace* is what a few points of the profile took around it over what the profile has",
-        "them take, which both simulations reckon with; *start* is until the first rollout, and in no step.",
+        f"`make bench-reality` writes this section ({stamp()}). It executes {len(repeats)} run files {num} times",
+        "each on one machine's CPU cores, in turn. Nothing was tuned on these run files.",
+        "",
+        "- *before*: error of the step time, simulated before the run;",
+        "- *recorded*: error of the step time, simulated with the recorded lengths;",
+        "- *repeats*: step time of the slowest execution over the fastest, less 1;",
+        "- *pace*: a few points of the profile are measured again around a run. Pace is their time over their time in the profile.",
+        "  Both simulations use it;",
+        "- *start*: time until the first rollout, which is in no step;",
+        "- *idle most off*: the cause of idle time with the largest error, in percentage points of GPU-seconds.",
         "",
         f"| {' | '.join(HEADS)} |",
         f"|{'---|' * len(HEADS)}",

@@ -147,7 +147,7 @@ def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:
     figure = json.loads(done.output)["Figure 6"]
     assert figure["is_met"] and figure["max_error"] < 0.1 and len(figure["cells"]) == 10
     assert (tmp_path / "fidelity" / "figure-6.png").stat().st_size > 5_000
-    assert "# Fidelity" in (tmp_path / "fidelity.md").read_text()
+    assert "# Fidelity: " in (tmp_path / "fidelity.md").read_text()
 
 
 @pytest.mark.parametrize(

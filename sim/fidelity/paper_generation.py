@@ -57,7 +57,7 @@ def decode_curve() -> PaperFigure:
         target="every batch within 10 %",
         is_met=all(abs(cell.error) <= 0.10 for cell in cells),
         notes=[
-            f"calibration: two overheads are fitted to this curve at {CONTEXT:,} tokens of context"
+            f"Calibration: two overheads are fitted to this curve at {CONTEXT:,} tokens of context."
         ],
     )
 
@@ -71,9 +71,9 @@ def constants() -> list[tuple[str, str, str]]:
         ("output lengths", "30 bins", "length histogram (Figure 7)"),
         (
             "training efficiency",
-            "1.00 of the profiles', as they are",
-            "not calibrated: of 0.85 to 1.15 the six cells that may do it (7B and 72B at 20K, Figure 8) would take "
-            "1.10, which changes the mean error of Figure 8 by 0.3 points (`benchmarks/bench_readings.py`)",
+            "1.00 of the profiles' efficiency",
+            "Not calibrated. Of 0.85 to 1.15, the six cells that could fit it (7B and 72B at 20K, Figure 8) prefer 1.10. This "
+            "changes the mean error of Figure 8 by 0.3 points (`benchmarks/bench_readings.py`).",
         ),
         ("verl: generation, the rest", "see Figure 8 verl", "two cells of Figure 8"),
         (
@@ -83,9 +83,9 @@ def constants() -> list[tuple[str, str, str]]:
                 f"{most_running(resolve(make_case(Case(size, '20K', 'sync'))).replica)} ({size})"
                 for size in MODELS
             ),
-            "Equation 2, whose batch is bounded by KV memory: no number is chosen, and no figure was asked. Against "
-            "20 let in on demand, which suits Table 3 best, Figures 2, 9 and 12 gain and Figure 8, "
-            "Figure 11 and the last row of Table 3 pay (`benchmarks/bench_readings.py`)",
+            "Equation 2, whose batch is bounded by KV memory. No number was chosen by its results. The alternative that fits Table "
+            "3 best admits 20 rollouts on demand. Compared with it, Figures 2, 9 and 12 improve. Figure 8, Figure 11 and the last "
+            "row of Table 3 get worse (`benchmarks/bench_readings.py`).",
         ),
     ]
 
@@ -172,20 +172,21 @@ def _batch_note() -> str:
         for size, run in runs.items()
     )
     return (
-        "order decides something only where a replica runs fewer rollouts than it is dealt, and the more the fewer it "
-        f"runs. Memory for the longest of each is there for {shares}"
+        "The order matters only if a replica runs fewer rollouts than it gets. It matters more the fewer it runs. A replica has "
+        f"memory for this many of its rollouts at the longest length: {shares}."
     )
 
 
 def _tried_note(tried: dict[int, dict[tuple[str, str], float]]) -> str:
-    """Say what the ratios with true lengths are where other numbers are let in on demand."""
+    """Say what the ratios with true lengths are if other numbers of rollouts are admitted on demand."""
     found = "; ".join(
         f"{size} " + ", ".join(f"{ratios[size, 'true lengths']:.2f}" for ratios in tried.values())
         for size in MODELS
     )
     return (
-        f"with {', '.join(map(str, TRIED))} let in on demand instead, true lengths leave: {found}. The paper has "
+        f"Other readings admit {', '.join(map(str, TRIED))} rollouts on demand. The ratios with true lengths are then: {found}. "
+        "The paper has "
         + ", ".join(f"{oracle:.2f} ({size})" for size, (_, oracle) in load_paper().dispatch.items())
-        + ": 7B would be met where its replicas run fewer than memory holds of the longest, and so would both others, each "
-        "at a batch of its own (`benchmarks/bench_dispatch.py --sweep` has more)"
+        + ". Each model would match the paper at its own number, below what memory holds of the longest. "
+        "`benchmarks/bench_dispatch.py --sweep` has more."
     )

@@ -57,8 +57,8 @@ def scaling() -> PaperFigure:
         target="mean error at most 15 %",
         is_met=sum(abs(cell.error) for cell in cells) / len(cells) <= 0.15,
         notes=[
-            "the paper's training takes a fifth of the time on four times the GPUs, which no division of the same "
-            "work gives: its trainer must do something else on 8 GPUs. Here it takes a quarter at best"
+            "In the paper, training takes a fifth of the time on four times the GPUs. No division of the same work gives that, so "
+            "its trainer must do something else on 8 GPUs. Here it takes a quarter at best."
         ],
     )
 
@@ -142,13 +142,13 @@ def _division_note(size: str, divided: Divided) -> str:
         generation: Generation = found.chosen.generation
         training: Training = found.chosen.training
         return (
-            f"{generation.num_gpus}:{training.num_gpus} GPUs ({generation.tensor_parallel} a replica, "
+            f"{generation.num_gpus}:{training.num_gpus} GPUs ({generation.tensor_parallel} per replica, "
             f"{found.chosen.step_time:.0f} s a step)"
         )
 
     return (
-        f"{size}: {describe(divided.smallest)} with the smallest replicas that fit, as all figures here have them; "
-        f"{describe(divided.fastest)} where replicas may be larger, which is what the planner would choose"
+        f"{size} with the smallest replicas that fit, as in all figures here: {describe(divided.smallest)}. If replicas may be "
+        f"larger, the planner would choose {describe(divided.fastest)}."
     )
 
 
@@ -192,14 +192,15 @@ def adjustment() -> PaperFigure:
         target=f"three triggers, each within {TOLERANCE} steps",
         is_met=is_met,
         notes=[
-            f"triggers: {', '.join(map(str, outcome.triggers)) or 'none'}; the paper's: "
-            f"{', '.join(map(str, wanted))}",
-            f"the first step here takes {first.generation_time:.0f} s to generate and {first.training_time:.0f} s to train "
-            f"on; the paper begins balanced, {paper.delta[0]:+.1f} s apart. In its Figure 8 the same run takes 9 to 10 ms "
-            "for each token of the longest output, which no node shortens, and in Figure 2 generation takes 0.81 of "
-            "its time on 16 GPUs and 0.74 on 24: a ninth less, where the first node takes off 37.6 s in Figure 11",
+            f"Nodes are added after these steps: {', '.join(map(str, outcome.triggers)) or 'none'}. The paper adds them "
+            f"after {', '.join(map(str, wanted))}.",
+            f"The first step here generates for {first.generation_time:.0f} s and trains for {first.training_time:.0f} s. The paper "
+            f"starts balanced: the two are {abs(paper.delta[0]):.1f} s apart.",
+            "The paper's figures do not agree on what a node saves. In Figure 8, the same run takes 9 to 10 ms for each token of the "
+            "longest output, which no node shortens. In Figure 2, generation takes 0.81 of its time on 16 GPUs and 0.74 on 24, a "
+            "ninth less. In Figure 11, the first node saves 37.6 s.",
             _rounds_note(),
-            "`benchmarks/bench_adjustment.py` simulates other readings",
+            "`benchmarks/bench_adjustment.py` simulates other readings.",
         ],
     )
 
@@ -217,10 +218,10 @@ def _rounds_note() -> str:
     ]
     most = most_running(resolve(runs[0]).replica)
     return (
-        f"a node is added once generation lags by what Equation 2 expects of it, and Equation 2 counts whole rounds: 16 "
-        f"replicas are dealt 64 rollouts and run {most}, {ceil(64 / most)} rounds, 24 are dealt 43, {ceil(43 / most)}, "
-        f"so that a node is expected to take off {1 - expected[1] / expected[0]:.0%} of generation, where a simulated "
-        f"batch of 20K gains {1 - batches[1] / batches[0]:.0%}"
+        f"A node is added when generation lags by as much as Equation 2 expects a node to save. Equation 2 counts whole rounds of "
+        f"{most} rollouts. Each of 16 replicas gets 64 rollouts ({ceil(64 / most)} rounds), each of 24 gets 43 "
+        f"({ceil(43 / most)}). So it expects a node to save {1 - expected[1] / expected[0]:.0%} of generation. A simulated batch of "
+        f"20K saves {1 - batches[1] / batches[0]:.0%}."
     )
 
 

@@ -89,8 +89,9 @@ def ratios() -> PaperFigure:
         target="median error of each system at most 10 %",
         is_met=max(medians.values()) <= 0.10,
         notes=[
-            "median error: "
+            "Median error: "
             + ", ".join(f"{system} {error:.1%}" for system, error in medians.items())
+            + "."
         ],
     )
 
@@ -121,17 +122,16 @@ def verl() -> PaperFigure:
         target="mean error of the seven cells that were not fitted at most 15 %",
         is_met=sum(abs(cell.error) for cell in tested) / len(tested) <= 0.15,
         notes=[
-            f"calibration: verl generates at {generate:.3g} and does the rest at {train:.3g} of the speed of "
-            f"the colocated system, fitted on {' and '.join(_label(case, 'verl') for case in fitted)}; "
-            "the other seven cells are predictions",
-            "the paper has verl at "
+            f"Calibration: verl generates at {generate:.3g} of the speed of the colocated system, and does the rest at {train:.3g}. "
+            f"Both factors are fitted on {' and '.join(_label(case, 'verl') for case in fitted)}. The other seven cells are "
+            "predictions.",
+            "In the paper, verl over colocated is "
             + ", ".join(
                 f"{_verl(case) / paper_throughput(case):.2f} ({_label(case, '')})" for case in ours
             )
-            + " of its colocated system: no two factors give ratios that differ so much between cells "
-            "whose shares of generation are alike ("
+            + ". The shares of generation in these cells are alike: "
             + ", ".join(f"{t.generation_time / t.step_time:.2f}" for t in ours.values())
-            + ")",
+            + ". So no two factors give ratios that differ so much.",
         ],
     )
 
@@ -153,9 +153,9 @@ def ablation() -> PaperFigure:
         target="every row within 0.05",
         is_met=all(abs(cell.difference) <= 0.05 for cell in cells),
         notes=[
-            "what makes generation faster helps the colocated system most, which generates on all GPUs and then trains: "
-            "`benchmarks/bench_readings.py` has these rows with generation a fifth faster, with twice the GPUs a "
-            "replica and with other batches",
+            "Faster generation helps the colocated system most, because it generates on all GPUs and then trains. "
+            "`benchmarks/bench_readings.py` has these rows with generation a fifth faster, with twice the GPUs per replica, and with "
+            "other batches.",
             _bubbles_note(names),
         ],
     )
@@ -188,15 +188,16 @@ def heterogeneous() -> PaperFigure:
         target="every ratio within 0.05",
         is_met=all(abs(cell.difference) <= 0.05 for cell in cells),
         notes=[
-            f"the machines cost {COST[False] / COST[True]:.3f} times less; {ACROSS['rollout.replicas']} H20 in the "
-            f"place of 16 H800 make a step here {', '.join(f'{f:.2f}' for f in faster)} times as fast, in the paper "
+            f"The machines cost {COST[False] / COST[True]:.3f} times less. With {ACROSS['rollout.replicas']} H20 instead of 16 H800, "
+            f"a step here is {', '.join(f'{f:.2f}' for f in faster)} times as fast. In the paper it is "
             + ", ".join(
                 f"{a / b * COST[True] / COST[False]:.2f}"
                 for a, b in load_paper().heterogeneous.values()
-            ),
-            f"each of 16 H800 replicas is dealt 64 rollouts and runs {_held_at_once()} of them, each of 32 H20 ones "
-            "is dealt 32 and runs all: the ratio is above the paper's where some have to wait, and below it where none "
-            "has (`benchmarks/bench_readings.py` has other readings)",
+            )
+            + " times as fast.",
+            f"Each of 16 H800 replicas gets 64 rollouts and runs {_held_at_once()} of them at once. Each of 32 H20 replicas gets 32 "
+            "and runs all. Our ratio is above the paper's if some rollouts wait, and below it if none waits. "
+            "`benchmarks/bench_readings.py` has other readings.",
         ],
     )
 
@@ -223,11 +224,10 @@ def _consistency_note() -> str:
     colocated = BATCH / paper_throughput(Case("72B", "5K", "colocated"))
     most = step + step * 48 / 128
     return (
-        f"72B colocated at 5K: an asynchronous step of the paper takes {step:.0f} s, so neither generation on 80 "
-        f"GPUs nor training on 48 takes longer; all 128 GPUs doing one after the other then need at most "
-        f"{step:.0f} + {step:.0f} x 48/128 = {most:.0f} s, where the paper has {colocated:.0f}. The rest is no "
-        f"generation and no training, and nothing that is simulated: even {most:.0f} s would be "
-        f"{colocated / most - 1:+.0%}"
+        f"72B colocated at 5K: an asynchronous step of the paper takes {step:.0f} s. So neither generation on 80 GPUs nor training "
+        f"on 48 GPUs takes longer. If all 128 GPUs do one after the other, they need at most {step:.0f} + {step:.0f} x 48/128 = "
+        f"{most:.0f} s. The paper has {colocated:.0f} s. The rest is neither generation nor training, and is not simulated. Even "
+        f"{most:.0f} s would be {colocated / most - 1:+.0%}."
     )
 
 
@@ -243,9 +243,9 @@ def _doubling_note() -> str:
         return f"{min(steps):.2f} to {max(steps):.2f} times (median {median(steps):.2f})"
 
     return (
-        f"lengths: the paper's seconds grow {growth('5K', '10K')} from 5K to 10K and {growth('10K', '20K')} from "
-        "10K to 20K, although prompts, which do not grow, and attention, which grows faster than tokens, make the "
-        "second doubling the dearer one: what is too fast at 5K is too slow at 20K with any one constant"
+        f"Lengths: the paper's seconds grow {growth('5K', '10K')} from 5K to 10K, and {growth('10K', '20K')} from 10K to 20K. The "
+        "second doubling should cost more, because prompts do not grow and attention grows faster than tokens. So with any one "
+        "constant, cells that are too fast at 5K are too slow at 20K."
     )
 
 
@@ -256,21 +256,23 @@ def _longest_note(ours: dict[Case, Times]) -> str:
     paper = BATCH / paper_throughput(case)
     return (
         f"7B at 20K: the longest rollout alone takes 19,869 tokens x {load_paper().decode.milliseconds[0]} ms = "
-        f"{alone:.0f} s on the paper's own decode curve; its colocated step of {paper:.0f} s leaves "
-        f"{paper - alone:.0f} s to everything else, ours {ours[case].step_time:.0f} s"
+        f"{alone:.0f} s on the paper's own decode curve. The paper's colocated step of {paper:.0f} s leaves "
+        f"{paper - alone:.0f} s for everything else. Our step takes {ours[case].step_time:.0f} s."
     )
 
 
 def _bubbles_note(systems: Sequence[str]) -> str:
-    """Say what the stragglers of a step cost each system: GPUs that stand idle, and GPUs that decode few rollouts."""
+    """Say what stragglers cost each system: shares of GPU-seconds idle, and underfilled."""
     with ProcessPoolExecutor() as pool:
         found = list(pool.map(_bubbles, systems))
     return (
-        "stragglers leave few GPUs idle and many underfilled, decoding a few rollouts: of all GPU-seconds "
+        "Stragglers leave few GPUs idle. They leave many underfilled: these decode only a few rollouts. Idle and underfilled "
+        "shares of all GPU-seconds are "
         + ", ".join(
             f"{shares.idle['skew']:.0%} and {shares.busy[UNDERFILLED]:.0%} ({system})"
             for system, shares in zip(systems, found, strict=True)
         )
+        + "."
     )
 
 
@@ -291,11 +293,11 @@ def _wider_note(ours: dict[Case, Times]) -> str:
 
     narrow, wide = (make_case(cases[1], changes=each) for each in ({}, changes[1]))
     return (
-        f"32B at 20K: a replica on {narrow.rollout.tensor_parallel} GPUs is dealt {_share(narrow)} rollouts and has memory "
-        f"for {most_running(resolve(narrow).replica)} of the longest, which is the smallest part of all cells; on "
-        f"{wide.rollout.tensor_parallel} GPUs it is dealt {_share(wide)} and has memory for {most_running(resolve(wide).replica)}, and its "
-        f"three cells are at {errors(wider)} instead of {errors(ours[case] for case in cases)}. The paper does not say "
-        "how many it used (all models on twice the GPUs: `benchmarks/bench_readings.py`)"
+        f"32B at 20K: a replica on {narrow.rollout.tensor_parallel} GPUs gets {_share(narrow)} rollouts and has memory for "
+        f"{most_running(resolve(narrow).replica)} of the longest. This share is the smallest of all cells. On {wide.rollout.tensor_parallel} GPUs it "
+        f"gets {_share(wide)} and has memory for {most_running(resolve(wide).replica)}. Its three errors are then {errors(wider)} instead of "
+        f"{errors(ours[case] for case in cases)}. The paper does not say how many GPUs it used. `benchmarks/bench_readings.py` has "
+        "all models on twice the GPUs."
     )
 
 

@@ -1,4 +1,4 @@
-"""The first half of docs/fidelity.md: published rows beside predictions, what is left out, and a line a version."""
+"""Write the first half of docs/fidelity.md: published rows and predictions, known limits, and the history of errors."""
 
 from __future__ import annotations
 
@@ -17,32 +17,48 @@ TITLES = {
     "training": "Training: seconds of an optimizer step",
     "steps": "Steps of RL: stages of published runs",
 }
-LIMITS = (
-    "state-space layers, vision towers: no costs; refused. Linear attention and sliding windows have costs that no published "
-    "step was fitted on: training of gpt-oss and Qwen3-Next comes out 27 to 33 % too fast (the rows above), of which no published figure tells the cause",
-    "LoRA adapters' training, optimizers on the host: not modelled; published "
-    "rows of them are left out",
-    "narrow formats that nobody measured: rooflines (int4 products, nvfp4), or as far from them as fp8 (int8, mxfp8); FP8 training of mixtures too",
-    "critics or reward models of another size than the actor, and rollout engines of mixed degrees: not expressible",
-    "steps whose output lengths are not published: lengths decide generation, and nothing can stand in for them",
-    "prefix caches between steps, disaggregated prefill: not modelled; how many drafted tokens are accepted: a key, not a prediction",
-    "tuning that a page does not state: identical published layouts of one mixture lie up to 41 % apart",
+HOW_TO_READ = (
+    "In the tables below:",
+    "",
+    "- *median* and *p90* are absolute errors of predictions, relative to the published value;",
+    "- *bias* is the median of signed errors;",
+    "- *range*: if an input is unknown, the prediction is a range. Its error is that of the nearest end. The column shows how wide",
+    "  the range is.",
+    "",
+    "If a row was used in a fit, its error is that of a fit without the row's model.",
 )
-"""What the tool cannot predict."""
+LIMITS = (
+    "State-space layers and vision towers have no costs. Such models are an error.",
+    "Linear attention and sliding windows: no published step was fitted. Training of gpt-oss and Qwen3-Next is predicted 27 to 33 % "
+    "too fast (rows above). The cause is unknown.",
+    "Training of LoRA adapters and optimizers on the host are not modelled. Published rows of them are left out.",
+    "Narrow formats without measurements are rooflines (int4 products, nvfp4), or as far from them as fp8 (int8, mxfp8). FP8 training "
+    "of mixtures is a roofline too.",
+    "A run file cannot describe critics or reward models of another size than the actor, or rollout engines of mixed degrees.",
+    "Steps without published output lengths are left out. Lengths determine generation, and there is no substitute for them.",
+    "Prefix caches between steps and disaggregated prefill are not modelled. The acceptance rate of draft tokens is a key, not a "
+    "prediction.",
+    "Tuning that a source does not state: identical published layouts of one mixture differ by up to 41 %.",
+)
+"""Cases without a prediction."""
 SHOWN = (
     ("serving", "Llama-3.1-8B, h100 TP1, batch 255"),
     ("serving", "Qwen3-8B, h100 TP1, batch 255"),
     ("serving", "Llama-2-70B, h100 TP8, batch 1, context 1,024"),
 )
-"""Rows that stand on the page itself, by the beginning of their names: an 8B at a batch of about 256, a 70B at 1."""
+"""Rows on the page itself, by the beginning of their names: 8B models at a batch of about 256, a 70B at 1."""
 
 
 def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """Yield the lines of each set of published rows: errors by group, and rows that are often asked for."""
+    yield from _summary(sets)
     for name, rows in sets.items():
-        yield from ("", f"## {TITLES[name]}", "")
-        yield f"`streamrl validate {name} --rows` prints each row. Errors of rows that a fit saw are those of a fit without"
-        yield "their model; a row with unknown inputs is a range, its error is that of the nearest end, and `range` says how wide it is."
+        yield from (
+            "",
+            f"## {TITLES[name]}",
+            "",
+            f"`streamrl validate {name} --rows` prints each row.",
+        )
         yield from (
             "",
             "| group | rows | median | p90 | bias | range |",
@@ -64,8 +80,19 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             without = "" if row.left_out is None else f"{row.left_out:.3g}"
             figures = f"{range_text(row.published, 3)} {row.unit} | {range_text(row.predicted, 3)} | {without}"
             yield f"| {row.name} | {figures} |"
-    yield from ("", "## What it cannot predict", "")
+    yield from ("", "## Limits of the predictions", "")
     yield from (f"- {limit}" for limit in LIMITS)
+
+
+def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    """Yield the errors of each set of published rows, and how to read the tables."""
+    if sets:
+        yield from ("", "| published | rows | median error | p90 |", "|---|---|---|---|")
+    for name, rows in sets.items():
+        found = summarise(rows)
+        yield f"| {TITLES[name]} | {found.rows} | {found.median:.1%} | {found.p90:.1%} |"
+    if sets:
+        yield from ("", *HOW_TO_READ)
 
 
 def stamp() -> str:

@@ -21,9 +21,14 @@ from streamrl.sim.costs.overheads import Overheads, load_engine
 from streamrl.sim.fidelity.published_rows import Row
 
 Kind = Literal["step", "busy step", "request", "batch", "full load"]
-"""step: ms of a decode step; busy step: the same, where it may have the prefill of new rollouts in it;
-request: ms a token of output of one request alone, prefill in it; batch: ms a step of a static batch, prefill in
-it; full load: output tokens/s a GPU, as many rollouts as memory holds."""
+"""Published quantities.
+
+- step: time of a decode step, in ms.
+- busy step: the same; it may include the prefill of new rollouts.
+- request: time per output token of a request alone, with its prefill, in ms.
+- batch: time per step of a static batch, with its prefill, in ms.
+- full load: output tokens a second per GPU, with as many rollouts as memory holds.
+"""
 
 
 class ServingRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from streamrl.sim.fidelity.paper_figure import PaperFigure
 
-EXECUTED = "Executed runs beside their simulations"
-ASYNCHRONY = "What asynchrony gains, executed and simulated"
-"""The sections of docs/fidelity.md that `make bench-reality` writes; all others are `streamrl validate`'s."""
+EXECUTED = "Executed runs and their simulations"
+ASYNCHRONY = "Gain of asynchrony, executed and simulated"
+"""Sections of docs/fidelity.md that `make bench-reality` writes. `streamrl validate` writes all others."""
 PAPER_HEADING = "## The paper\n"
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
 
@@ -78,17 +78,19 @@ def fidelity_page(
         stamp: what was running, and when.
     """
     lines = [
-        "# Fidelity",
+        "# Fidelity: how accurate predictions are",
         "",
-        f"`streamrl validate --output docs` writes this page and its pictures ({stamp}); every number on it comes from",
-        "that command. First what others measured and nobody here wrote, then the paper that this follows.",
+        "This page compares predictions with published measurements, with runs executed on one machine, and with the StreamRL",
+        f"paper. `streamrl validate --output docs` writes it and its pictures ({stamp}). `make bench-reality` writes",
+        "the two sections on executed runs.",
         *first,
         "",
         "## The paper",
         "",
-        "StreamRL (arXiv 2504.15930) in simulation.",
+        "These are the figures of StreamRL (arXiv 2504.15930), simulated. All use one reading of the paper. Each figure has its own",
+        "section below, with the reasons of misses.",
         "",
-        "| figure | must reach | | mean error | largest |",
+        "| figure | target | | mean error | largest error |",
         "|---|---|---|---|---|",
     ]
     for figure in figures:
