@@ -50,9 +50,9 @@ from tests.runs import checked_world, make_table, small_run
 from tests.scripted import make_world
 from tests.test_deterministic import project, what_it_made
 from tests.test_execute import real_run
-from tests.test_followers import QUICK, THREE
-from tests.test_followers_executed import groups_of
 from tests.test_resume import DeathError
+from tests.test_secondary_trainers import QUICK, THREE
+from tests.test_secondary_trainers_executed import groups_of
 
 __all__ = ["project"]  # a fixture
 NEWCOMER = {"name": "newcomer", "pool": "aside", "algorithm": {"name": "rloo"}}

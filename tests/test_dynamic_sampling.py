@@ -23,8 +23,8 @@ from streamrl.runfile.findings import changed
 from streamrl.sim.verifier import BEST, REWARD, SimRewards
 from tests.patients import full_run
 from tests.runs import checked_world, of, small_run
-from tests.test_books import balance_of
 from tests.test_execute import execute, real_run
+from tests.test_ledger import balance_of
 
 DYNAMIC: dict[str, Any] = {
     "algorithm.name": "grpo",

@@ -35,7 +35,7 @@ from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.config import Run
 from tests.command_line import streamrl
 from tests.test_execute import real_run
-from tests.test_watching import execute
+from tests.test_monitoring import execute
 from tests.tiny_model import tiny_model
 
 

@@ -43,8 +43,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from tests.runs import checked_world, lose_trainer_at, of, small_run
 from tests.scripted import make_world
-from tests.test_books import balance_of
 from tests.test_execute import real_run
+from tests.test_ledger import balance_of
 from tests.test_resume import DeathError
 
 SECOND: dict[str, Any] = {

@@ -30,7 +30,7 @@ from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.runfile.config import Run
 from tests.runs import call_at, checked_world, of, small_run
-from tests.test_books import balance_of
+from tests.test_ledger import balance_of
 from tests.test_promotion import APART, SECOND, TWO, commands_of
 
 STEPS = 5

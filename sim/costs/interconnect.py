@@ -12,7 +12,7 @@ them (its normal ones). What goes over the network hides what goes over NVLink, 
 
     seconds = START_TIME + max(bytes over the network / its bandwidth, bytes over NVLink / its bandwidth) / ACHIEVED
 
-This has the twelve published latencies of 8 to 256 H800 within 10 % (tests/test_token_trade.py). Nothing was measured on
+This has the twelve published latencies of 8 to 256 H800 within 10 % (tests/test_all_to_all.py). Nothing was measured on
 the GPUs and tokens that are asked about, so it counts as a roofline.
 """
 

@@ -24,7 +24,7 @@ from streamrl.executor.launchers.processes import Forked, begin_for, fork, spawn
 from tests.verifying import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
-ROLE = "tests.test_nursery:Witness"
+ROLE = "tests.test_prefork_server:Witness"
 NAME = "STREAMRL_TEST_NURSERY"
 RARE, RARER = "tabnanny", "pyclbr"
 """Modules that nothing else imports."""

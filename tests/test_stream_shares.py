@@ -39,8 +39,8 @@ from tests.runs import checked_world, of, script, small_run
 from tests.scripted import ScriptedTokenizer
 from tests.test_attach import execute as execute_with
 from tests.test_attach import joins
-from tests.test_books import balance_of
 from tests.test_execute import execute, real_run
+from tests.test_ledger import balance_of
 from tests.test_resume import die_after_step
 
 FOLLOWER: dict[str, Any] = {

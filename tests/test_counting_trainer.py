@@ -20,8 +20,8 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run
 from tests.command_line import streamrl
 from tests.runs import checked_world, small_run
-from tests.test_books import balance_of
 from tests.test_deterministic import IN_PROCESS, project
+from tests.test_ledger import balance_of
 
 __all__ = ["project"]  # a fixture
 COUNTER: dict[str, Any] = {"name": "counter", "pool": "aside", "counts_only": True, "backlog": 9}

@@ -18,7 +18,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Trace
 from streamrl.record.ledger import Ledger, ledger_line
-from tests.test_books import balance_of, hand
+from tests.test_ledger import balance_of, hand
 
 
 def served(pushed: str, found: str, started: str = "aa") -> Ledger:
