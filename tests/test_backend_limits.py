@@ -14,7 +14,7 @@ from streamrl.executor.checkup import readiness, run_paths
 from streamrl.executor.execute import execute
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
-from streamrl.executor.rollout.vllm_settings import place_of
+from streamrl.executor.rollout.vllm_settings import device_arguments
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.files import make_run
 from tests.patients import NOWHERE, bad, local_table
@@ -296,7 +296,7 @@ def test_vllm_on_a_gpu_takes_prefixes_as_its_server_does_beside_all_that_may_dec
     def place(max_running: int) -> dict[str, Any]:
         limits = {"max_running": max_running, "max_tokens": 8, "max_prompt_tokens": 8}
         settings = {"model": "m", "temperature": 1.0, "seed": 0, "device": "cuda", **limits}
-        return place_of(ReplicaSettings(**settings))  # type: ignore[arg-type]
+        return device_arguments(ReplicaSettings(**settings))  # type: ignore[arg-type]
 
     assert place(64) == {"gpu_memory_utilization": 0.9, "max_num_batched_tokens": 8256}
     assert place(10_000)["max_num_batched_tokens"] == 18_192

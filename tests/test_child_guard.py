@@ -30,8 +30,8 @@ time.sleep(600)
 def test_what_was_told_of_is_killed() -> None:
     child = subprocess.Popen(["sleep", "600"])
     guard = ChildGuard()
-    assert child.pid in guard.tell()
-    guard.kill_told()
+    assert child.pid in guard.register_children()
+    guard.kill_registered()
     assert child.wait(10) == -signal.SIGKILL
 
 
@@ -39,11 +39,11 @@ def test_children_are_gone_once_they_are_killed() -> None:
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     child.start()
     guard = ChildGuard()
-    assert child.pid in guard.tell()
+    assert child.pid in guard.register_children()
     guard._process.kill()  # the one that kills is late, as with a child of much memory that takes a while to end
     assert child.pid is not None
     threading.Timer(0.3, os.kill, (child.pid, signal.SIGKILL)).start()
-    guard.kill_told()
+    guard.kill_registered()
     assert child not in multiprocessing.active_children()
 
 
@@ -55,14 +55,14 @@ def test_memory_that_an_engine_s_processes_share_goes_with_them(is_dead: bool) -
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline()
         guard = ChildGuard()
-        assert child.pid in guard.tell()
+        assert child.pid in guard.register_children()
         assert guard._process.stdin is not None
         while any(fcntl.ioctl(guard._process.stdin, termios.FIONREAD, bytes(4))):
             time.sleep(0.01)
-        time.sleep(0.5)  # it has read what it was told, and looked at it
+        time.sleep(0.5)  # the guard has read the ids and their shared memory
         if is_dead:
             child.kill()
             child.wait()
         assert shared.exists()
-        guard.kill_told()
+        guard.kill_registered()
     assert not shared.exists()

@@ -83,7 +83,9 @@ def test_replicas_that_die_hang_or_garble_are_replaced_or_asked_again(tmp_path: 
     trace = execute(faulty(tmp_path, *plan, execute__patience="1 s"))
     died, hung = [event.reason for event in events(trace, ReplicaLost)]
     assert "ended with status -9" in died and "gave no sign of life" in hung
-    refused = [reason for reason in failures(trace, Generate) if "is answered with" in reason]
+    refused = [
+        reason for reason in failures(trace, Generate) if "the replica answered with" in reason
+    ]
     assert len(refused) == 5
     assert [each.kind for each in read_struck(tmp_path / "run")] == kinds
 
@@ -215,16 +217,16 @@ def test_an_answer_is_taken_where_it_is_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"rollout": 4}, "rollout 3 is answered with rollout 4"),
-        (NOTHING, "0 tokens where 1 to 4 can be"),
-        ({"output": TokenBlock(5, None, bytes(40))}, "5 tokens where 1 to 4"),
+        ({"rollout": 4}, "rollout 3: the replica answered with rollout 4"),
+        (NOTHING, "0 tokens, expected 1 to 4"),
+        ({"output": TokenBlock(5, None, bytes(40))}, "5 tokens, expected 1 to 4"),
         ({"segments": (TokenSegment(2, is_policy=True),)}, "3 tokens but segments of 2"),
         ({"versions": []}, "versions"),
         ({"versions": [(0, 1)]}, "versions"),
         ({"versions": [(0, 0), (1, 0)]}, "versions"),
         ({"versions": [(0, 0), (1, 3)]}, "versions"),
-        ({"output": TokenBlock(3, None, bytes(23))}, "not where they should be"),
-        ({"output": TokenBlock(3, "/dev/null")}, "not where they should be: /dev/null"),
+        ({"output": TokenBlock(3, None, bytes(23))}, "another file, or shorter"),
+        ({"output": TokenBlock(3, "/dev/null")}, "missing tokens: /dev/null is another file"),
     ],
 )
 def test_an_answer_that_is_none_is_refused(changes: dict[str, Any], line: str) -> None:

@@ -1,9 +1,11 @@
-"""Processes that an engine starts end with the process that started them, whatever kills that, and so does what they share.
+"""Kill the processes that an engine started, and remove their shared memory, when the worker process ends.
 
-`python -m streamrl.executor.rollout.child_guard SESSION` waits until its standard input ends, which it does when whoever holds
-the other end is gone, and then kills every process of a session, and those whose ids it was told, one a line. A worker
-leads a session of its own; where an engine lives in somebody else's, its processes are told once they are there. Memory
-by which vLLM's workers on CPUs talk to each other is removed then: who is killed removes none.
+`python -m streamrl.executor.rollout.child_guard SESSION` waits until its standard input ends. That happens when the
+worker process ends, for whatever reason. Then it kills every process of that session. It also kills each process whose
+id it read from its standard input (one id a line). A worker usually leads its own session. A worker in another
+process's session passes the ids of its children instead.
+
+vLLM's workers on CPUs communicate through shared memory. A killed process does not remove it, so the guard does.
 """
 
 from __future__ import annotations
@@ -20,64 +22,72 @@ from pathlib import Path
 import psutil
 
 TRACKER = "resource_tracker"
-"""In the command of the process that removes shared memory once those who made it are gone (Python's)."""
+"""Part of the command line of Python's process that removes shared memory after its owners end."""
 SHARED = "/dev/shm/vllm_dist_"
-"""What the names of shared memory begin with that vLLM's workers leave."""
+"""Prefix of the shared-memory files that vLLM's workers leave behind."""
 LOOK_TIME = 0.02
-"""Seconds between two looks at what is left."""
+"""Seconds between two checks for remaining processes."""
 END_TIME = 10.0
-"""Seconds that a killed process may take to end; one with much memory takes a while."""
-NOBODY = "0"
-"""In place of a session's leader."""
+"""Seconds that a killed process may take to end; freeing a lot of memory takes a while."""
+NO_SESSION = "0"
+"""Session argument of a worker that does not lead a session."""
 
 
 class ChildGuard:
-    """A process that outlives this one for as long as it takes to kill what this one has started."""
+    """A process that outlives this one just long enough to kill the processes that this one started."""
 
     def __init__(self) -> None:
         leads = os.getsid(0) == os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid()) if leads else NOBODY],
+            [sys.executable, "-m", __name__, str(os.getpid()) if leads else NO_SESSION],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # apart from what it kills
+            start_new_session=True,  # outside the session that it kills
         )
-        self._told: set[int] = set()
+        self._registered: set[int] = set()
 
-    def tell(self) -> list[int]:
-        """Tell it which processes there are, and return their ids."""
+    def register_children(self) -> list[int]:
+        """Send the ids of all child processes to the guard, and return them."""
         assert self._process.stdin is not None
-        found = [process.pid for process in psutil.Process().children(recursive=True)]
-        ours = [pid for pid in found if pid != self._process.pid]
+        children = [process.pid for process in psutil.Process().children(recursive=True)]
+        ours = [pid for pid in children if pid != self._process.pid]
         self._process.stdin.write(b"".join(f"{pid}\n".encode() for pid in ours))
         self._process.stdin.flush()
-        self._told.update(ours)
+        self._registered.update(ours)
         return ours
 
-    def kill_told(self) -> None:
-        """Let it kill those that it was told of, and end; return once those that Python started here are gone."""
+    def kill_registered(self) -> None:
+        """Kill the registered processes and end the guard.
+
+        Return once Python's own child processes among them have ended.
+        """
         self._process.communicate()
         for child in multiprocessing.active_children():
-            if child.pid in self._told:
+            if child.pid in self._registered:
                 child.join(END_TIME)
 
 
 def _watch(leader: int) -> None:
-    told: set[psutil.Process] = set()
+    registered: set[psutil.Process] = set()
     shared: set[Path] = set()
     for line in sys.stdin.buffer:
         with suppress(psutil.Error):
-            told.add(psutil.Process(int(line)))
-            shared |= _shared_by(int(line))  # or one that ends before it is killed would keep it
-    shared |= _kill(told)
+            registered.add(psutil.Process(int(line)))
+            shared |= _shared_by(
+                int(line)
+            )  # a process that ends before it is killed is missed later
+    shared |= _kill(registered)
     if leader and not psutil.pid_exists(leader):
-        while found := _members(leader):
-            shared |= _kill(found)
+        while members := _members(leader):
+            shared |= _kill(members)
     for path in shared:
         path.unlink(missing_ok=True)
 
 
 def _kill(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Kill processes, but for those that clean up after the others and end by themselves; return what they shared."""
+    """Kill processes, and return the shared memory that they used.
+
+    Resource trackers are spared: they clean up and then end by themselves.
+    """
     shared: set[Path] = set()
     for process in processes:
         with suppress(psutil.Error):
@@ -89,7 +99,7 @@ def _kill(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def _shared_by(pid: int) -> set[Path]:
-    """Return the shared memory of an engine that a process has in its address space; see proc(5)."""
+    """Return the shared-memory files of vLLM that a process has mapped; see proc(5)."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
         paths = (line.split(maxsplit=5)[-1] for line in lines)
@@ -98,14 +108,14 @@ def _shared_by(pid: int) -> set[Path]:
 
 
 def _members(session: int) -> list[psutil.Process]:
-    """Return the living processes of a session, but for those that end by themselves."""
-    found = []
+    """Return the living processes of a session, without resource trackers."""
+    members = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             is_alive = process.status() != psutil.STATUS_ZOMBIE
             if is_alive and os.getsid(process.pid) == session:
-                found.append(process)
-    return [process for process in found if not _is_tracker(process)]
+                members.append(process)
+    return [process for process in members if not _is_tracker(process)]
 
 
 def _is_tracker(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""The inference engines that `rollout.backend` chooses among."""
+"""Choose the inference engine for `rollout.backend`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from streamrl.runfile.roles_config import RolloutBackend
 
 
 def make_engine(settings: ReplicaSettings) -> InferenceEngine:
-    """Make the engine of a replica; only its own libraries are imported."""
+    """Return the engine of a replica; import only the libraries that it needs."""
     match settings.backend:
         case "transformers":
             from streamrl.executor.rollout.transformers_engine import TransformersEngine
@@ -28,7 +28,7 @@ def make_engine(settings: ReplicaSettings) -> InferenceEngine:
 
 
 def extra_of(backend: RolloutBackend, device: str) -> str:
-    """Return the extra of this package that an engine comes with on a device, as torch names it."""
+    """Return the extra of this package that installs an engine; `device` is torch's name, such as cpu."""
     match backend:
         case "transformers" | "static":
             return "executor"
@@ -39,5 +39,5 @@ def extra_of(backend: RolloutBackend, device: str) -> str:
 
 
 def modules_of(backend: RolloutBackend) -> tuple[str, ...]:
-    """Return the modules that an engine needs beside those that every execution does."""
+    """Return the modules that an engine needs in addition to those that every execution needs."""
     return ("vllm",) if backend == "vllm" else ()

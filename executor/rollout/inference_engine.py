@@ -1,13 +1,13 @@
-"""What a replica asks of whatever computes tokens: the contract of an inference engine, and what crosses it.
+"""The contract between a replica worker and its inference engine, and the data that both exchange.
 
-| what | who guarantees it |
+| guarantee | given by |
 |---|---|
-| the order of rollouts, their policy versions, aborts, drained loads, weights that are as they were pushed | `ReplicaWorker`, for every engine |
+| the order of rollouts, their policy versions, aborts, drained loads, checked weights | `ReplicaWorker`, for every engine |
 | a run ends in exactly one call of its `on_end`, on the event loop, unless it is cancelled | the engine |
-| while `paused()` is held no token is made, and every earlier `on_end` has been called | the engine |
-| after `stop()` or a death, `submit` and `paused` raise `RuntimeError` | the engine |
-| log-probabilities are those of softmax(logits / temperature), under the weights and the KV that sampled | the engine |
-| nothing of it outlives the replica's process, whatever kills that | the engine; one in this process has it for free |
+| inside `paused()` no token is sampled, and every earlier `on_end` has been called | the engine |
+| after `stop()` or a crash, `submit` and `paused` raise `RuntimeError` | the engine |
+| log-probabilities are of softmax(logits / temperature), with the weights and KV cache that sampled | the engine |
+| nothing of the engine outlives the replica's process | the engine; trivial without processes of its own |
 """
 
 from __future__ import annotations
@@ -24,46 +24,45 @@ from streamrl.runfile.roles_config import RolloutBackend
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica needs to start; its engine has room for `max_running` longest rollouts."""
+    """Settings of one replica; its engine has room for `max_running` rollouts of maximum length."""
 
     model: str
     """Hugging Face directory."""
     max_running: int
-    """Most rollouts generated at a time; the others wait in the replica's queue."""
+    """Maximum number of rollouts generated at a time; the others wait in the replica's queue."""
     max_tokens: int
-    """Most output tokens of a rollout."""
+    """Maximum number of output tokens of a rollout."""
     max_prompt_tokens: int
-    """A longer prompt is refused."""
+    """Maximum length of a prompt; longer prompts are rejected."""
     temperature: float
     """Divides the logits before sampling; there is no top-k or top-p truncation."""
     seed: int
-    """Of sampling; the order of arrivals decides the rest."""
+    """Seed of sampling; results also depend on the order in which requests arrive."""
     backend: RolloutBackend = "transformers"
     device: str = "cpu"
     dtype: str = "float32"
     num_threads: int = 1
     """CPU threads of the engine."""
     tensor_parallel: int = 1
-    """GPUs that the model is split over."""
+    """Number of GPUs that share the model by tensor parallelism."""
     expert_parallel: int = 1
-    """1, or `tensor_parallel`: then each GPU holds whole experts."""
+    """1, or equal to `tensor_parallel`: then each GPU stores whole experts."""
     memory_utilization: float = 0.9
-    """Share of each GPU's memory for weights and cache, where an engine takes that once and for all."""
+    """Share of each GPU's memory for weights and cache; only for engines that reserve it at the start."""
     takes_turns: bool = False
-    """Whether the trainer computes on the same devices while the replica sleeps."""
+    """Whether replica and trainer alternate on the same devices: the replica sleeps while the trainer computes."""
     shares_prefixes: bool = True
-    """Whether what starts under the same weights shares the keys and values of a prompt, where an engine can."""
+    """Whether rollouts under the same weights share the KV cache of a common prompt, if the engine supports it."""
     deterministic: bool = False
-    """Whether its passes depend on nothing but weights and tokens, down to how weights lie in memory."""
+    """Whether results depend only on weights and tokens, not on the memory alignment of weights."""
     adapter_rank: int | None = None
-    """Rank of the LoRA adapters that the engine computes with beside the model's weights, and loads instead of them; None:
-    it loads whole weights."""
+    """Rank of the LoRA adapters that the replica loads instead of whole weights; None: it loads whole weights."""
     adapters: str | None = None
-    """Directory of the adapters that it begins with, as PEFT has them; None: of such as change nothing."""
+    """Directory of the first adapters, in PEFT's format; None: adapters that change nothing."""
     save_time: float = 5.0
-    """Seconds between two times that what runs is put on disk; see `execute.save_tokens_every`."""
+    """Seconds between two saves of running rollouts; see `execute.save_tokens_every`."""
     tokenizer: str | None = None
-    """Hugging Face directory of the tokenizer that makes a finished rollout's text; None: no text."""
+    """Hugging Face directory of the tokenizer that decodes finished rollouts; None: no text."""
 
     def __post_init__(self) -> None:
         for key in ("max_running", "max_tokens", "max_prompt_tokens", "num_threads"):
@@ -74,72 +73,72 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest rollout, prompt included."""
+        """Return the number of tokens of the longest rollout, prompt included."""
         return self.max_prompt_tokens + self.max_tokens
 
 
 @dataclass(frozen=True)
 class RunningSequence:
-    """What one submitted sequence has made so far, or in all; instants on `time.perf_counter`."""
+    """Output of one submitted sequence, so far or complete; instants are those of `time.perf_counter`."""
 
     tokens: list[int]
     logprobs: list[float]
     prefill_at: float | None
-    """Start of the first forward pass that held part of the prefix."""
+    """Start of the first forward pass that computed part of the prefix."""
     token_times: list[float]
-    """When each token was known on the host."""
+    """When each token arrived on the host."""
 
 
 STOPPED = "the replica was stopped"
-"""The error of runs that `stop` ends, and of those submitted later."""
+"""Error of runs that `stop` ends, and of runs that are submitted later."""
 OnEnd = Callable[[RunningSequence | Exception], None]
-"""Takes what a run made, or why it ended without."""
+"""Called with the output of a run, or with the error that ended it."""
 Copy = Callable[[], Awaitable[None]]
-"""Puts weights that were read and checked in place of the model's; only while paused."""
+"""Copies weights that were read and checked into the model; call it only while paused."""
 
 
 class TimedPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward pass of a replica, from its start to the start of the next."""
+    """One forward pass of a replica, measured from its start to the start of the next pass."""
 
     running: int
-    """Rollouts that decoded."""
+    """Number of rollouts that decoded."""
     context: int
-    """Tokens that they attended to, in all."""
+    """Number of tokens that they attended to, summed over rollouts."""
     longest: int
-    """Of these, those of the rollout that has most."""
+    """Number of tokens that the longest of them attended to."""
     prefixes: list[int]
-    """New prefix tokens of each rollout whose prefix, or a part of it, was computed."""
+    """New prefix tokens of each rollout whose prefix was computed, completely or in part."""
     seconds: float
 
 
 class InferenceEngine(Protocol):
-    """One model that generates; call every method on one event loop."""
+    """One model that generates; call all methods on one event loop."""
 
     async def start(self, manifest: Manifest | None) -> None:
-        """Load the model, then the manifest's weights if given, and be ready to generate.
+        """Load the model and the manifest's weights, if given; then generation can begin.
 
-        Raises `MemoryError` where the cache does not fit.
+        Raises `MemoryError` if the cache does not fit.
         """
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Token ids that end a rollout; known once started."""
+        """Return the token ids that end a rollout; available after `start`."""
 
     @property
     def pads_context(self) -> bool:
-        """Whether a decode step takes as long as if every rollout were as long as the longest."""
+        """Return whether a decode step takes as long as if all rollouts had the length of the longest."""
 
     @property
     def prefill_tokens(self) -> int:
-        """Most new prefix tokens of a pass in which all others decode; known once started."""
+        """Return the maximum number of new prefix tokens in a pass that also decodes; available after `start`."""
 
     @property
     def has_room(self) -> bool:
-        """Whether a sequence submitted now joins the next forward pass; True where `submit` raises."""
+        """Return whether a sequence submitted now joins the next forward pass; True if `submit` raises."""
 
     @property
     def cache(self) -> CacheState | None:
-        """What its KV cache is like now; None where it has none of one size."""
+        """Return the size and use of the KV cache; None if the engine has no cache of fixed size."""
 
     def submit(
         self,
@@ -149,39 +148,40 @@ class InferenceEngine(Protocol):
         seed: int | None,
         priority: int,
     ) -> str:
-        """Generate after `tokens`, prompt and prefix; return the run's name, which no other run has.
+        """Generate after `tokens` (prompt and prefix); return a unique name of this run.
 
-        Where the cache is too small for all that run, those of the largest `priority` wait.
-        With a `seed` the same sequence is made whatever came before it, by engines that can
-        (`streamrl.executor.backend_limits` refuses it to others).
+        If the cache is too small for all running sequences, those with the largest `priority` value wait.
+        With a `seed` the output does not depend on earlier requests. Not every engine supports this:
+        `streamrl.executor.backend_limits` rejects the others.
         """
 
     def paused(self) -> AbstractAsyncContextManager[None]:
-        """Hold generation between two forward passes; runs in flight keep their KV."""
+        """Stop generation between two forward passes; running sequences keep their KV cache."""
 
     def read(self, run: str) -> RunningSequence:
-        """Return what `run` has made so far; only while paused, and only before its `on_end`."""
+        """Return the output of `run` so far; call it only while paused and before its `on_end`."""
 
     def cancel(self, run: str) -> None:
         """Drop `run` without calling its `on_end`; only while paused."""
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read new weights, whose checksum was verified, beside generation, and return what copies them.
+        """Read new weights while generation goes on; return a function that copies them into the model.
 
-        Raises `ValueError` for those of another model; nothing has changed then.
+        The caller has verified the checksum. Raises `ValueError` if the weights belong to another model; then
+        nothing has changed.
         """
 
     async def sleep(self) -> None:
-        """Give the device's memory back, where nothing runs; called once before each `wake`."""
+        """Free the device's memory; call it once before each `wake`, and only if nothing runs."""
 
     async def wake(self) -> None:
-        """Take the memory again, with the weights of before."""
+        """Allocate the device's memory again, with the same weights as before `sleep`."""
 
     async def stop(self) -> None:
-        """End generation now; every run still there ends in a `RuntimeError`."""
+        """Stop generation now; every remaining run ends in a `RuntimeError`."""
 
     async def time_passes(self) -> None:
-        """Time every forward pass from now on."""
+        """Start timing every forward pass."""
 
     async def passes(self) -> list[TimedPass]:
-        """Return the passes since the last call; the last one has no end, so it is left out."""
+        """Return the completed passes since the last call; the newest pass has no end yet."""

@@ -1,7 +1,7 @@
-"""The worker of a replica: generates rollouts in order of priority and takes new weights while they run.
+"""The worker process of a replica: generate rollouts in order of priority, and load new weights meanwhile.
 
-Generation is an `InferenceEngine`'s. What no engine has to know is here: a priority queue, aborts that keep
-the partial tokens, drains, and a policy version for every token.
+An `InferenceEngine` generates. This module adds the parts that all engines share: a priority queue, aborts that keep
+the partial tokens, drains, and a policy version for each token.
 """
 
 from __future__ import annotations
@@ -69,15 +69,18 @@ class _Attempt:
     versions: list[tuple[int, int]] = field(default_factory=list)
     is_aborted: bool = False
     num_saved: int = 0
-    """Tokens that lie on disk, should its replica die."""
+    """Number of tokens that are already saved on disk, in case the replica dies."""
 
     @property
     def is_saved(self) -> bool:
-        """Whether what it has made so far is put on disk: not where the same seed must make the same tokens."""
+        """Return whether partial output is saved on disk.
+
+        Not with a seed: a deterministic run must sample the same tokens again.
+        """
         return self.request.output_path is not None and self.request.seed is None
 
     def save(self, run: RunningSequence) -> None:
-        """Put on disk what it has made since the last time, where that is worth a record."""
+        """Save the tokens since the last save, if they are enough for a record."""
         first, last = self.num_saved, len(run.tokens)
         if last - first < max(1, LEAST_NEW * last):
             return
@@ -100,14 +103,14 @@ class _Attempt:
 
 
 LEAST_NEW = 1 / 16
-"""Tokens since the last time, as a share of all, that are worth a record: a long rollout has few of these."""
+"""Minimum share of new tokens in a rollout before they are saved; so a long rollout has few records."""
 
 
 class ReplicaWorker(ReplicaRole):
-    """One inference engine and its queue; call every method on one event loop."""
+    """One inference engine and its queue; call all methods on one event loop."""
 
     def __init__(self, config: ReplicaSettings, engine: InferenceEngine | None = None) -> None:
-        """Take the engine that the config names, or another; `start` does the work."""
+        """Use the given engine, or the one that the config names; `start` loads it."""
         self.config = config
         self._engine = make_engine(config) if engine is None else engine
         self._attempts: dict[int, _Attempt] = {}
@@ -119,15 +122,15 @@ class ReplicaWorker(ReplicaRole):
         self._is_stopped = False
         self._is_asleep = False
         self._num_loads = 0
-        """Loads asked for and not done; nothing is admitted meanwhile."""
+        """Loads that were requested and have not finished; meanwhile no rollout is admitted."""
         self._idle = asyncio.Event()
         self._loading = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
 
     async def start(self, manifest: Manifest | None, version: int) -> str:
-        """Load the model, then the manifest's weights if given, and begin to serve as `version`.
+        """Load the model and the manifest's weights, if given, and serve them as `version`.
 
-        Returns the checksum of these weights as they were found; nothing where there are none.
+        Return the checksum that was computed from these weights; without a manifest an empty string.
         """
         checksum = "" if manifest is None else await asyncio.to_thread(verify_buckets, manifest)
         if self.config.tokenizer is not None:
@@ -137,13 +140,16 @@ class ReplicaWorker(ReplicaRole):
         return checksum
 
     async def generate(self, request: Request) -> Completion:
-        """Return when this rollout is finished or aborted, whatever its siblings do.
+        """Return when this rollout has finished or was aborted, independently of other rollouts.
 
-        `run_time` is from leaving the queue to the last token. `prefill_time` is from the start of
-        the first forward pass that held part of the prefix to the first token, so it counts whole
-        passes, shared with whatever else they computed; waiting for that first pass is not in it.
-        Raises `ValueError` for a request the cache has no room for, `RuntimeError` if generation
-        fails or stops; `RoleLostError` if it did before, as it does not begin again.
+        `run_time` runs from leaving the queue to the last token. `prefill_time` runs from the start of the first forward
+        pass with part of the prefix to the first token. It counts whole passes, including the work for other rollouts,
+        but not the wait for the first of them.
+
+        Raises:
+            ValueError: the cache has no room for the request.
+            RuntimeError: generation fails or stops during the request.
+            RoleLostError: generation had failed before the request; it does not restart.
         """
         self._check(request)
         prefix = read_blocks(request.prefix)[0].tolist()
@@ -153,7 +159,7 @@ class ReplicaWorker(ReplicaRole):
         self._attempts[request.rollout] = attempt
         entry = (request.priority, request.rollout, next(self._arrivals), attempt)
         heapq.heappush(self._queue, entry)
-        # Deferred, so that requests which arrive together are admitted by priority.
+        # Admit later, so that requests that arrive together are ordered by priority.
         asyncio.get_running_loop().call_soon(self._admit)
         try:
             done = self._completion(attempt, await attempt.ended)
@@ -165,18 +171,18 @@ class ReplicaWorker(ReplicaRole):
             del self._attempts[request.rollout]
 
     async def abort(self, rollout: int) -> None:
-        """Make its `generate` return now with the tokens so far; nothing if it is not here."""
+        """End the rollout's `generate` now with the tokens so far; do nothing if the rollout is not here."""
         attempt = self._attempts.get(rollout)
         if attempt is not None:
             await self._withdraw(attempt)
 
     async def load(self, manifest: Manifest, drain: bool) -> Loaded:
-        """Serve the manifest's weights from the next token on, and return the seconds it stood still and their checksum.
+        """Serve the manifest's weights from the next token on; return the seconds without generation, and the checksum.
 
-        Nothing is admitted from this call on until the weights are in place, so what is sent after a load starts
-        under what it brings. With `drain` the running rollouts end first. Without it, rollouts in flight wait only
-        for the copy and go on with the KV they have, which the old weights computed. Buckets are read and checked
-        before any parameter changes: a bad manifest raises `ValueError` and the old weights go on serving.
+        From this call on no rollout is admitted until the weights are loaded, so later rollouts start under the new
+        weights. With `drain`, running rollouts end first. Without it, they wait only for the copy and then continue with
+        their KV cache, which the old weights computed. Buckets are read and verified before any parameter changes. A bad
+        manifest raises `ValueError`, and the old weights stay in use.
         """
         self._num_loads += 1
         try:
@@ -195,11 +201,11 @@ class ReplicaWorker(ReplicaRole):
             self._admit()
 
     async def cache(self) -> CacheState | None:
-        """Return what the engine's KV cache is like now."""
+        """Return the size and use of the engine's KV cache."""
         return self._engine.cache
 
     async def sleep(self) -> None:
-        """Give the device's memory back until `wake`; raises `RuntimeError` where something is being generated."""
+        """Free the device's memory until `wake`; raise `RuntimeError` if a rollout is running or queued."""
         if self._attempts:
             raise RuntimeError(f"{len(self._attempts)} rollouts are being generated")
         if not self._is_asleep:
@@ -207,7 +213,7 @@ class ReplicaWorker(ReplicaRole):
             self._is_asleep = True
 
     async def wake(self) -> None:
-        """Be ready to generate again, with the weights of before."""
+        """Allocate the memory again, with the same weights as before `sleep`."""
         if self._is_asleep:
             await self._engine.wake()
             self._is_asleep = False
@@ -218,12 +224,12 @@ class ReplicaWorker(ReplicaRole):
         if self._saving is not None:
             self._saving.cancel()
         await self._engine.stop()
-        self._admit()  # the queue sees the same error
+        self._admit()  # queued requests get the same error
 
     def _check(self, request: Request) -> None:
         limits = self.config
         if request.max_tokens < 1 or not request.prompt:
-            raise ValueError(f"rollout {request.rollout}: prompt and max_tokens may not be empty")
+            raise ValueError(f"rollout {request.rollout}: prompt and max_tokens must not be empty")
         for key, count, most in (
             ("prompt", count_ids(request.prompt), limits.max_prompt_tokens),
             ("max_tokens", request.max_tokens, limits.max_tokens),
@@ -259,7 +265,7 @@ class ReplicaWorker(ReplicaRole):
             self._running.add(attempt)
         except RuntimeError as error:
             attempt.ended.set_exception(error if self._is_stopped else RoleLostError(str(error)))
-        except Exception as error:  # of this request alone
+        except Exception as error:  # concerns only this request
             attempt.ended.set_exception(error)
 
     def _end(
@@ -278,13 +284,13 @@ class ReplicaWorker(ReplicaRole):
         self._admit()
 
     def _completion(self, attempt: _Attempt, run: RunningSequence) -> Completion:
-        """Put the tokens of an attempt that has ended where they were asked for."""
+        """Write the tokens of a finished attempt to the path of its request."""
         request, num_tokens = attempt.request, len(run.tokens)
-        if not np.isfinite(
-            run.logprobs
-        ).all():  # what computed them lies in the cache, and poisons others
+        # The KV cache may hold NaNs too, and later rollouts would read them.
+        if not np.isfinite(run.logprobs).all():
             raise RoleLostError(
-                f"rollout {request.rollout}: log-probabilities under version {self._version} are no numbers"
+                f"rollout {request.rollout}: some log-probabilities under version {self._version} are not finite; "
+                "the replica restarts"
             )
         finish: FinishReason = (
             "stop" if run.tokens and run.tokens[-1] in self._engine.end_tokens else "length"
@@ -307,7 +313,7 @@ class ReplicaWorker(ReplicaRole):
         return completion_of(head, output, text)
 
     async def _save_running(self) -> None:
-        """Put what runs on disk every few seconds, so that the next replica goes on with it should this one die."""
+        """Save running rollouts every few seconds; if this replica dies, another one continues them."""
         while True:
             await asyncio.sleep(self.config.save_time)
             if not any(attempt.is_saved for attempt in self._running):
@@ -321,8 +327,8 @@ class ReplicaWorker(ReplicaRole):
             except RuntimeError:
                 return  # generation has ended
             except OSError as error:
-                with suppress(OSError):  # where this is told may be as full
-                    print(f"what rollouts have made cannot be kept: {error}", file=sys.stderr)
+                with suppress(OSError):  # the disk of the log may be full too
+                    print(f"cannot save the tokens of running rollouts: {error}", file=sys.stderr)
 
     def _text(self, tokens: list[int]) -> str | None:
         if self._tokenizer is None:
@@ -330,7 +336,7 @@ class ReplicaWorker(ReplicaRole):
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     async def _withdraw(self, attempt: _Attempt) -> None:
-        """End an attempt with what it has, wherever it is."""
+        """End an attempt with its tokens so far, whether it is queued or running."""
         if attempt.run is None:
             self._end(attempt, RunningSequence([], [], None, []), aborted=True)
             return
@@ -359,13 +365,13 @@ class ReplicaWorker(ReplicaRole):
 
 
 def _times(run: RunningSequence) -> tuple[float, float]:
-    """Return when the last token was made, and how long the first one took from the start of the prefix on."""
+    """Return when the last token was sampled, and the seconds from the start of prefill to the first token."""
     ended_at = run.token_times[-1] if run.token_times else time.perf_counter()
     first_at = run.token_times[0] if run.token_times else ended_at
     return ended_at, first_at - run.prefill_at if run.prefill_at is not None else 0.0
 
 
 def _spans_from(versions: list[tuple[int, int]], first: int) -> list[tuple[int, int]]:
-    """Return spans of versions as they are from token `first` on."""
+    """Return the version spans of the tokens from `first` on, with starts relative to `first`."""
     begun = max(number for number, (_, start) in enumerate(versions) if start <= first)
     return [(version, max(0, start - first)) for version, start in versions[begun:]]

@@ -1,8 +1,8 @@
-"""The plainest inference engine: what waits becomes one batch, which is generated to its end before the next begins.
+"""The simplest inference engine: waiting sequences form one batch, which runs to its end before the next begins.
 
-A padded forward pass a token, written out: what other engines' log-probabilities are tested against. Rollouts that
-end early leave their results at once; their rows are computed on. Passes run in a thread, one at a time; whoever
-holds `_turn`, a pass or a pause, is alone with the batch.
+It computes one padded forward pass for each token. The tests compare the log-probabilities of other engines with it.
+A rollout that ends early is delivered at once, but its row is computed until the batch ends. Passes run in a thread,
+one at a time. A pass or a pause holds `_turn`, so that it has exclusive access to the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import end_tokens, load_model, move, read_weights
 
 PADDING = 0
-"""Any token id: it stands on the left, where the attention mask hides it."""
+"""Any token id: padding is on the left, where the attention mask hides it."""
 
 
 @dataclass(eq=False)
@@ -43,66 +43,66 @@ class _Row:
     max_new_tokens: int
     on_end: OnEnd
     random: torch.Generator | None = None
-    """That it alone is sampled with; None: that of the engine."""
+    """Generator of this sequence alone; None: use the engine's."""
     prefill_at: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     is_over: bool = False
-    """Whether its sequence has ended or was dropped."""
+    """Whether the sequence has ended or was cancelled."""
 
     @property
     def so_far(self) -> RunningSequence:
-        """What it has made."""
+        """Return the output so far."""
         made = list(self.tokens), list(self.logprobs), self.prefill_at, list(self.token_times)
         return RunningSequence(*made)
 
 
 class StaticEngine:
-    """One model and one batch."""
+    """One model and its current batch."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
         self._ids = map(str, itertools.count())
         self._rows: dict[str, _Row] = {}
-        """Sequences that are not over, of the batch under way or else of the one about to begin."""
+        """Unfinished sequences of the current batch, or of the next batch if none is running."""
         self._batch: _Batch | None = None
         self._generating: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._end: RuntimeError | None = None
-        """Why there is no generation any more."""
+        """Error that ended generation, if any."""
         self._passes: PassLog | None = None
         self._random = torch.Generator(settings.device).manual_seed(settings.seed)
         self._model: Any = None
 
     async def start(self, manifest: Manifest | None) -> None:
-        """Load the model; the cache grows with each batch."""
+        """Load the model; each batch allocates its own cache."""
         self._model = await load_model(self._settings, manifest)
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Token ids that end a rollout."""
+        """Return the token ids that end a rollout."""
         return end_tokens(self._model)
 
     @property
     def pads_context(self) -> bool:
-        """Whether a decode step pads: always."""
+        """Return True: each decode step pads."""
         return True
 
     @property
     def prefill_tokens(self) -> int:
-        """Most new prefix tokens of a pass: a batch's first has all of them."""
+        """Return the maximum number of new prefix tokens of a pass: the first pass computes all prefixes."""
         return self._settings.max_running * self._settings.max_length
 
     @property
     def has_room(self) -> bool:
-        """Whether no batch is under way, and the next has a row left."""
+        """Return whether no batch is running and the next one has a free row."""
         is_open = self._batch is None and len(self._rows) < self._settings.max_running
         return is_open or self._end is not None
 
     @property
     def cache(self) -> None:
-        """None: it is as large as the batch under way wants it."""
+        """Return None: the cache has no fixed size."""
         return None
 
     def submit(
@@ -113,9 +113,9 @@ class StaticEngine:
         seed: int | None,
         priority: int,
     ) -> str:
-        """Put a sequence into the batch that begins once the event loop is back at work."""
+        """Add a sequence to the next batch, which begins when control returns to the event loop."""
         self._check_alive()
-        assert self._batch is None, "whoever submits asks for room first"
+        assert self._batch is None, "submit needs a free row: check has_room first"
         if not self._rows:
             asyncio.get_running_loop().call_soon(self._begin)
         run = next(self._ids)
@@ -125,42 +125,42 @@ class StaticEngine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Hold generation between two forward passes."""
+        """Stop generation between two forward passes."""
         async with self._turn:
             self._check_alive()
             yield
 
     def read(self, run: str) -> RunningSequence:
-        """Return what `run` has made so far."""
+        """Return the output of `run` so far."""
         return self._rows[run].so_far
 
     def cancel(self, run: str) -> None:
-        """Drop `run`; its row is computed on as long as the batch is."""
+        """Drop `run`; its row is computed until the batch ends."""
         self._take([run])
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read new weights, and return what copies them."""
+        """Read new weights; return a function that copies them."""
         return await read_weights(manifest, self._model)
 
     async def sleep(self) -> None:
-        """Keep the weights in host memory; the cache went with the last batch."""
+        """Move the weights to host memory; between batches there is no cache."""
         await move(self._model, "cpu")
 
     async def wake(self) -> None:
-        """Take the weights back to the device."""
+        """Move the weights back to the device."""
         await move(self._model, self._settings.device)
 
     async def stop(self) -> None:
-        """End generation after the pass under way."""
+        """Stop generation after the current pass."""
         async with self._turn:
             self._fail(RuntimeError(STOPPED))
 
     async def time_passes(self) -> None:
-        """Time every forward pass from now on."""
+        """Start timing every forward pass."""
         self._passes = PassLog(self._settings.device)
 
     async def passes(self) -> list[TimedPass]:
-        """Return the passes since the last call."""
+        """Return the completed passes since the last call."""
         return [] if self._passes is None else self._passes.take()
 
     def _check_alive(self) -> None:
@@ -179,7 +179,7 @@ class StaticEngine:
         self._generating = asyncio.create_task(self._generate(batch))
 
     async def _generate(self, batch: _Batch) -> None:
-        """Make token after token until the batch is over."""
+        """Sample tokens until the batch has ended."""
         while self._batch is batch:
             async with self._turn:
                 if self._batch is batch:
@@ -201,7 +201,7 @@ class StaticEngine:
         return len(row.tokens) >= row.max_new_tokens or row.tokens[-1] in self.end_tokens
 
     def _break(self, error: Exception) -> None:
-        """End for good by what went wrong in the batch."""
+        """End generation permanently after an error in the batch."""
         failure = RuntimeError(f"static batching failed: {error}")
         failure.__cause__ = error
         self._fail(failure)
@@ -212,7 +212,7 @@ class StaticEngine:
             row.on_end(error)
 
     def _take(self, runs: list[str]) -> list[_Row]:
-        """Take sequences out, which are over; after the last one there is room for the next batch."""
+        """Remove sequences and mark them as over; without any left, the next batch can begin."""
         rows = [self._rows.pop(run) for run in runs]
         for row in rows:
             row.is_over = True
@@ -222,12 +222,12 @@ class StaticEngine:
 
 
 def cache_name(model: Any) -> str:
-    """Return what a model calls the keys and values that it is given: another name from transformers 5.24 on."""
+    """Return the name of a model's KV cache argument, which changed in transformers 5.24."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 class _Batch:
-    """The rows of one batch, padded on the left to the longest prefix, and their keys and values."""
+    """The rows of one batch, padded on the left to the longest prefix, and their KV cache."""
 
     def __init__(self, model: Any, rows: list[_Row], temperature: float) -> None:
         self._model = model
@@ -238,14 +238,14 @@ class _Batch:
         width = max(len(row.prefix) for row in rows)
         gaps = [width - len(row.prefix) for row in rows]
         padded = [[PADDING] * gap + row.prefix for gap, row in zip(gaps, rows, strict=True)]
-        places = torch.arange(width, device=model.device)
+        columns = torch.arange(width, device=model.device)
         self._inputs = torch.tensor(padded, device=model.device)
-        """Tokens that the next pass reads, (rows, tokens)."""
-        self._is_token = places >= torch.tensor(gaps, device=model.device)[:, None]
-        """Of every place up to the last of `_inputs`, whether it holds a token of its row."""
+        """Input tokens of the next pass, (rows, tokens)."""
+        self._is_token = columns >= torch.tensor(gaps, device=model.device)[:, None]
+        """Whether each column up to the last of `_inputs` has a token of its row, (rows, columns)."""
 
     def content(self) -> PassContent:
-        """Return what the next pass computes."""
+        """Return the tokens that the next pass computes."""
         live = [row for row in self._rows if not row.is_over]
         if self._cache.get_seq_length():
             return PassContent([len(row.prefix) + len(row.tokens) for row in live], [])
@@ -253,7 +253,7 @@ class _Batch:
 
     @torch.no_grad()
     def make_token(self, random: torch.Generator) -> None:
-        """Compute a pass and sample the next token of every row, kept of those that are not over."""
+        """Compute one pass, and sample the next token of each row; rows that are over ignore theirs."""
         began_at = time.perf_counter()
         logprobs = self._next_logprobs()
         sampled = self._sample(logprobs.exp(), random)
@@ -269,14 +269,14 @@ class _Batch:
         self._inputs = sampled
 
     def _sample(self, probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-        """Return a token of each row, (rows, 1)."""
+        """Sample one token for each row, (rows, 1)."""
         if all(row.random is None for row in self._rows):
             return torch.multinomial(probabilities, 1, generator=random)
         each = zip(probabilities, self._rows, strict=True)
         return torch.stack([torch.multinomial(p, 1, generator=r.random or random) for p, r in each])
 
     def _next_logprobs(self) -> torch.Tensor:
-        """Return the log-probability of each next token, (rows, vocabulary), in float32."""
+        """Compute the log-probabilities of the next token, (rows, vocabulary), in float32."""
         positions = (self._is_token.cumsum(1) - 1).clamp(min=0)
         output = self._model(
             input_ids=self._inputs,

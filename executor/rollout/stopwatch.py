@@ -1,6 +1,6 @@
-"""Seconds of work on a device, and of the forward passes of an engine.
+"""Time work on a device, and the forward passes of an engine.
 
-On a CUDA device instants are events of the device's stream, so nothing waits for the stopwatch; elsewhere
+On a CUDA device instants are events of the device's stream, so timing never makes the host wait. On other devices
 they are readings of the host's clock.
 """
 
@@ -17,13 +17,13 @@ from streamrl.executor.rollout.inference_engine import TimedPass
 
 
 class Stopwatch:
-    """Marks instants of one device."""
+    """Mark instants on one device."""
 
     def __init__(self, device: str) -> None:
         self._is_cuda = torch.device(device).type == "cuda"
 
     def mark(self) -> Any:
-        """Return this instant."""
+        """Return a mark of the current instant."""
         if not self._is_cuda:
             return time.perf_counter()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -31,7 +31,7 @@ class Stopwatch:
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        """Return the seconds from one mark to a later one."""
+        """Return the seconds between two marks."""
         if not self._is_cuda:
             return float(end - start)
         end.synchronize()
@@ -39,27 +39,30 @@ class Stopwatch:
 
 
 class PassContent(NamedTuple):
-    """What a forward pass computes."""
+    """Tokens that a forward pass computes."""
 
     decoding: list[int]
-    """Tokens that each decoding rollout attends to."""
+    """Number of tokens that each decoding rollout attends to."""
     prefixes: list[int]
-    """New prefix tokens of each other rollout."""
+    """Number of new prefix tokens of each other rollout."""
 
 
 class PassLog:
-    """The forward passes of one engine, each from its start to the start of the next."""
+    """Log of one engine's forward passes, each measured from its start to the start of the next."""
 
     def __init__(self, device: str) -> None:
         self._stopwatch = Stopwatch(device)
         self._starts: list[tuple[Any, Callable[[], PassContent]]] = []
 
     def begin(self, content: Callable[[], PassContent]) -> None:
-        """Mark the start of a pass; what it computes is asked for when the passes are, off its path."""
+        """Mark the start of a pass.
+
+        `content` is called later, in `take`, so that it does not slow the pass down.
+        """
         self._starts.append((self._stopwatch.mark(), content))
 
     def take(self) -> list[TimedPass]:
-        """Return the passes since the last time; the last one has no end, so it is left out."""
+        """Return the completed passes since the last call; the newest pass has no end yet."""
         starts, self._starts = self._starts, []
         return [
             _timed(content(), self._stopwatch.between(start, end))

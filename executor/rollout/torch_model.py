@@ -1,4 +1,4 @@
-"""The torch model of a replica: loaded and given new weights where its engine computes in its process, else empty."""
+"""Load the torch model of a replica and copy new weights into it; also build models without weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from streamrl.executor.rollout.inference_engine import Copy, ReplicaSettings
 from streamrl.executor.transfer.shared_memory import read_buckets
 
 ATTENTION = "sdpa"
-"""Of a model as it is loaded, in transformers' terms."""
+"""Attention implementation of a newly loaded model, as transformers names it."""
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""Each tensor of the model with its new value, in host memory."""
+"""Each tensor of the model with its new value in host memory."""
 
 
 async def load_model(settings: ReplicaSettings, manifest: Manifest | None) -> Any:
-    """Load the model, then the manifest's weights if given; set the threads of this process."""
+    """Load the model and the manifest's weights, if given; also set this process's number of threads."""
     torch.set_num_threads(settings.num_threads)
     model = await asyncio.to_thread(_load, settings)
     if manifest is not None:
@@ -34,10 +34,9 @@ async def load_model(settings: ReplicaSettings, manifest: Manifest | None) -> An
 
 
 async def read_weights(manifest: Manifest, model: Any) -> Copy:
-    """Read a manifest's weights, and return what copies them into the model.
+    """Read a manifest's weights; return a function that copies them into the model.
 
-    Raises `ValueError` for a name that the model does not have, that is missing, or whose shape differs. Tied
-    tensors may come under any of their names.
+    Raises `ValueError` if a tensor is unknown, missing or has another shape. A tied tensor may have any of its names.
     """
     pairs = await asyncio.to_thread(read_pairs, manifest, model)
 
@@ -48,18 +47,21 @@ async def read_weights(manifest: Manifest, model: Any) -> Copy:
 
 
 async def move(model: Any, device: str) -> None:
-    """Take a model to a device, and give the memory back that it leaves."""
+    """Move a model to a device, and free the memory that it used before."""
     await asyncio.to_thread(model.to, torch.device(device))
-    torch.cuda.empty_cache()  # nothing where there is no GPU
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def empty_model(directory: str) -> Any:
-    """Return the model of a Hugging Face directory without weights, as what is pushed to another process is checked against."""
+    """Return the model of a Hugging Face directory without weights.
+
+    Weights are checked against it before they are pushed to another process.
+    """
     configs: Any = AutoConfig
     models: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = models.from_config(configs.from_pretrained(directory))
-    with suppress(OSError):  # it need not have one
+    with suppress(OSError):  # the file is optional
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
 
@@ -67,12 +69,12 @@ def empty_model(directory: str) -> Any:
 def named_as_in_files(
     directory: str, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights by the names that a Hugging Face directory has for them, as other engines want them.
+    """Yield weights under the names of the checkpoint files of a Hugging Face directory; other engines need these.
 
-    transformers holds the experts of a layer as one tensor, where files have those of each, under other names.
+    transformers stores all experts of a layer in one tensor. Files have one tensor for each expert, with other names.
     """
-    model, others = _named_otherwise(directory)
-    for name, tensor in weights:  # one at a time: what is made of experts is a copy
+    model, others = _differs_from_files(directory)
+    for name, tensor in weights:  # one at a time, because splitting experts copies them
         if name in others:
             yield from _revert(model, {name: tensor}).items()
         else:
@@ -80,7 +82,7 @@ def named_as_in_files(
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a rollout: the generation config's, else the model config's, else none."""
+    """Return the token ids that end a rollout: those of the generation config, else of the model config."""
     for config in (model.generation_config, model.config):
         tokens = getattr(config, "eos_token_id", None)
         if tokens is not None:
@@ -89,10 +91,10 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 
 @cache
-def _named_otherwise(directory: str) -> tuple[Any, frozenset[str]]:
-    """Return the model of a directory without weights, and which of its tensors files name or cut otherwise.
+def _differs_from_files(directory: str) -> tuple[Any, frozenset[str]]:
+    """Return a meta-device model and its tensors whose name or layout differs in the checkpoint files.
 
-    Once, as transformers looks for its rules in every module of a model, however many tensors it is given.
+    Cached, because transformers searches every module for its conversion rules at each call.
     """
     model = empty_model(directory)
     own: dict[str, torch.Tensor] = model.state_dict()
@@ -108,15 +110,18 @@ def _revert(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def read_pairs(manifest: Manifest, model: Any) -> Pairs:
-    """Read a manifest's weights, each with the tensor of the model that it is for.
+    """Return a manifest's weights, each with the tensor of the model that it replaces.
 
-    Raises `ValueError` for a name that the model does not have, that is missing, or whose shape differs.
+    Raises `ValueError` if a tensor is unknown, missing or has another shape.
     """
     targets = model.state_dict(keep_vars=True)
     pairs = []
     for name, tensor in read_buckets(manifest):
         if name not in targets:
-            raise ValueError(f"version {manifest.version}: the model has no tensor {name!r}")
+            raise ValueError(
+                f"version {manifest.version}: the model has no tensor {name!r}; "
+                "trainer and replica must use the same model"
+            )
         if tensor.shape != targets[name].shape:
             shapes = f"{list(tensor.shape)}, the model's is {list(targets[name].shape)}"
             raise ValueError(f"version {manifest.version}: the shape of {name!r} is {shapes}")

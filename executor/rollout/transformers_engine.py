@@ -1,19 +1,17 @@
-"""Generate with transformers' continuous batching, with attention over one cache row for each sequence.
+"""Generate with transformers' continuous batching; each sequence has its own row of the KV cache.
 
-Attention of continuous batching where every sequence has a row of the cache to itself.
+Attention by row. A page of the cache is as long as the longest rollout. So the cache of a layer is a tensor (rows,
+tokens, heads, size). A pass writes its new keys and values there, and attention reads them in place. `_plan` decides
+once for each pass which row each sequence has. Transformers' own method would gather all keys and values
+token by token in each layer.
 
-A page of the cache is as long as the longest rollout, so that the cache of a layer is a tensor (rows, tokens, heads,
-size), in which a pass writes its new keys and values, and which attention reads where it lies: nothing is gathered for
-a step. `RowAttention` says once a pass which row each sequence has; transformers' own way would gather all keys and
-values by token, layer by layer.
+The engine. Continuous batching generates in its own thread.
 
-An inference engine out of transformers' continuous batching, which has a thread of its own.
-
-| promise of `InferenceEngine` | who keeps it |
+| guarantee of `InferenceEngine` | given by |
 |---|---|
 | a run ends in exactly one call of its `on_end` | the batching thread, or `_watch` if that thread dies |
-| while `paused()` is held, no token is made and every earlier `on_end` has been called | `paused` |
-| after `stop()` or a death, `submit` and `paused` raise | the manager |
+| inside `paused()` no token is sampled, and every earlier `on_end` has been called | `paused` |
+| after `stop()` or a crash, `submit` and `paused` raise | the manager |
 """
 
 from __future__ import annotations
@@ -57,47 +55,52 @@ from streamrl.executor.rollout.torch_model import (
 )
 
 BY_ROW = "streamrl_by_row"
-"""Name of our attention in transformers' registry."""
+"""Name of this attention in transformers' registry."""
 DENSE = 0.5
-"""Share of the rows between the first and the last that decode, from which on the others are computed along: below
-it rows are copied together."""
+"""Minimum share of decoding rows, among all rows from the first to the last that decodes, to read them in place.
+
+Then the other rows in between are computed as well. Below this share the decoding rows are copied together.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class RowPrefix:
-    """A sequence that computes its prefix, or a part of it."""
+    """A sequence of which a pass computes all or part of the prefix."""
 
     queries: slice
     row: int
     length: int
-    """Keys that the last query attends to."""
+    """Number of keys that the last query attends to."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowPass:
-    """What attention does in every layer of a forward pass."""
+    """Plan of one forward pass, which attention uses in every layer."""
 
     cache: Any
-    """Of continuous batching."""
+    """The cache of continuous batching."""
     written: torch.Tensor
-    """(tokens,) where in the cache each token's keys and values go."""
+    """(tokens,) where in the cache each token's keys and values are written."""
     stride: int
-    """Pages from a row's page of a layer to the next row's."""
+    """Number of pages from one row's page of a layer to the next row's."""
     queries: torch.Tensor
-    """(decoding,) the query of each sequence that decodes."""
+    """(decoding,) index of each decoding sequence's query."""
     rows: torch.Tensor
-    """(decoding,) its row."""
+    """(decoding,) row of each decoding sequence."""
     span: slice
-    """Rows that are read where they lie; empty where those of `rows` are copied together."""
+    """Rows that are read in place; empty if `rows` are copied together."""
     longest: int
-    """Most keys of a decoding sequence."""
+    """Largest number of keys of a decoding sequence."""
     mask: torch.Tensor
-    """(rows read, 1, 1, longest) whether a place holds a key of the row's sequence."""
+    """(rows read, 1, 1, longest) whether a position holds a key of the row's sequence."""
     prefixes: list[RowPrefix]
 
 
-class AttentionsOwn:
-    """A cache as a model gets it whose attention writes there itself: models from transformers 5.24 on ask it to, before they attend."""
+class CacheWithoutUpdate:
+    """A cache for models that write keys and values before attention (transformers 5.24 on).
+
+    Row attention writes them itself, so `update` here writes nothing.
+    """
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -108,26 +111,26 @@ class AttentionsOwn:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write nothing, and return what this pass has."""
+        """Return the new keys and values, without writing them."""
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
-        """Return no length: continuous batching gives positions, where some models would count from what was there."""
+        """Return 0: continuous batching passes positions, but some models would add the cached length to them."""
         return 0
 
 
 def attend_by_row(model: Any) -> Any:
-    """Let a model whose continuous batching has one page a sequence attend by rows until you remove what this returns."""
+    """Make a model attend by rows, until you remove the returned hook; needs one page for each sequence."""
     AttentionInterface.register(BY_ROW, row_attention)
     model.set_attn_implementation(BY_ROW)
     return model.register_forward_pre_hook(_plan, with_kwargs=True)
 
 
 def _plan(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add to a forward pass of continuous batching what its attention does."""
+    """Add the plan of its attention to a forward pass of continuous batching."""
     cache = kwargs["cache"]
     allocator = cache.layer_to_allocator[0]
-    allocator.get_read_indices = _nowhere
+    allocator.get_read_indices = _no_read_indices
     tokens_per_page = allocator.tokens_per_page
     stride = allocator.block_physical_stride // tokens_per_page
     written = kwargs["write_index"][allocator.index]
@@ -143,18 +146,18 @@ def _plan(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, d
     ]
     decoding = _decoding(ends[:-1][is_decoding], rows[is_decoding], lengths[is_decoding])
     row_pass = RowPass(cache, written, stride, *decoding, prefixes)
-    return args, {**kwargs, "cache": AttentionsOwn(cache), "row_pass": row_pass}
+    return args, {**kwargs, "cache": CacheWithoutUpdate(cache), "row_pass": row_pass}
 
 
-def _nowhere(*_: object) -> list[int]:
-    """Return where a sequence's keys are gathered from: batches need no lists of that, which take long to make."""
+def _no_read_indices(*_: object) -> list[int]:
+    """Return no indices: attention by row gathers nothing, and making the list is slow."""
     return []
 
 
 def _decoding(
     queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, slice, int, torch.Tensor]:
-    """Return the fields of `RowPass` from `queries` to `mask`."""
+    """Compute the fields of `RowPass` from `queries` to `mask`."""
     if not len(rows):
         return queries, rows, slice(0, 0), 0, rows
     first, last, longest = int(rows.min()), int(rows.max()), int(lengths.max())
@@ -162,11 +165,13 @@ def _decoding(
     if len(rows) < DENSE * (last + 1 - first):
         span = slice(0, 0)
     else:
-        read = lengths.new_ones(last + 1 - first)  # one key, of whatever: no row may have none
+        read = lengths.new_ones(
+            last + 1 - first
+        )  # other rows read one key, because softmax needs one
         read[rows - first] = lengths
         lengths = read
-    places = torch.arange(longest, device=rows.device)
-    return queries, rows, span, longest, (places < lengths[:, None])[:, None, None]
+    positions = torch.arange(longest, device=rows.device)
+    return queries, rows, span, longest, (positions < lengths[:, None])[:, None, None]
 
 
 def row_attention(
@@ -178,9 +183,9 @@ def row_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a packed batch, `query` (1, heads, queries, size), over the keys and values of its rows.
+    """Compute attention of a packed batch, `query` (1, heads, queries, size), over the cached rows of its sequences.
 
-    Those of this pass, `key` and `value`, are written there first. Returns (1, queries, heads, size).
+    First write `key` and `value` of this pass into the cache. Return (1, queries, heads, size).
     """
     ours: RowPass = kwargs["row_pass"]
     allocator = ours.cache.layer_to_allocator[module.layer_idx]
@@ -207,15 +212,15 @@ def _attend_decoding(
     ours: RowPass,
     scaling: float | None,
 ) -> torch.Tensor:
-    """One query a sequence, (sequences, heads, size), over the keys of its row."""
+    """Attend with one query for each sequence, (sequences, heads, size), over the keys of its row."""
     num_groups = keys.shape[2]
     grouped = queries.view(len(queries), num_groups, -1, queries.shape[-1])
     in_place = ours.span.stop > 0
     read: slice | torch.Tensor = ours.span if in_place else ours.rows
     if in_place:
-        places = ours.rows - ours.span.start
+        used = ours.rows - ours.span.start
         spread = grouped.new_zeros(ours.span.stop - ours.span.start, *grouped.shape[1:])
-        spread[places] = grouped
+        spread[used] = grouped
         grouped = spread
     attended = scaled_dot_product_attention(
         grouped,
@@ -225,14 +230,14 @@ def _attend_decoding(
         scale=scaling,
     )
     if in_place:
-        attended = attended[places]
+        attended = attended[used]
     return attended.reshape(queries.shape)
 
 
 def _attend_prefix(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """The last queries of one sequence, (queries, heads, size), each over the keys up to its own."""
+    """Attend with the last queries of one sequence, (queries, heads, size), each over the keys up to its own."""
     behind, mask = len(keys) - len(queries), None
     if behind:
         mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(
@@ -244,14 +249,14 @@ def _attend_prefix(
 
 
 PAGE_TOKENS = 256
-"""What long pages are a multiple of, as flash attention's kernels ask for; windows have pages of this length."""
+"""Pages longer than this are a multiple of it, which flash attention needs; models with windows use this size."""
 
 PREFILL_TOKENS = 512
-"""Prefix tokens per forward pass beside the decoding rollouts; more only widens the masks of sdpa."""
+"""Prefix tokens for each forward pass, in addition to decoding rollouts; more only widens the masks of sdpa."""
 
 
 class TransformersEngine:
-    """One model and the thread that generates with it."""
+    """One model, and the thread that generates with it."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
@@ -261,40 +266,40 @@ class TransformersEngine:
         self._passes = PassLog(settings.device)
         self._model: Any = None
         self._manager: Any = None
-        """None before the start, asleep and at the end."""
+        """None before the start, while asleep, and after the end."""
         self._planning: Any = None
-        """What plans the passes of row attention, where that is there."""
+        """Hook that plans row attention, if the model uses it."""
 
     async def start(self, manifest: Manifest | None) -> None:
         """Load the model, allocate the cache and start the thread."""
         self._model = await load_model(self._settings, manifest)
         if self._settings.takes_turns:
-            gc.freeze()  # each sleep collects garbage twice, and these hundred thousands of objects stay
+            gc.freeze()  # each sleep collects garbage twice, and several 100,000 objects never become garbage
         await self._begin()
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Token ids that end a rollout."""
+        """Return the token ids that end a rollout."""
         return end_tokens(self._model)
 
     @property
     def pads_context(self) -> bool:
-        """Whether a decode step pads: our attention does, flash kernels do not."""
+        """Return whether a decode step pads: row attention does, flash kernels do not."""
         return bool(self._model.config._attn_implementation == BY_ROW)
 
     @property
     def prefill_tokens(self) -> int:
-        """Most new prefix tokens of a pass, beside those that decode."""
+        """Return the maximum number of new prefix tokens of a pass, without decoding rollouts."""
         return PREFILL_TOKENS
 
     @property
     def has_room(self) -> bool:
-        """Whether one more sequence fits the batch, which changes from pass to pass."""
+        """Return whether the batch has room for one more sequence; sequences may join at each pass."""
         return len(self._on_end) < self._settings.max_running
 
     @property
     def cache(self) -> CacheState | None:
-        """What is allocated of pages for `max_running` longest rollouts, of which none is ever put off."""
+        """Return the state of the cache, which has room for `max_running` longest rollouts: it never preempts."""
         batching = None if self._manager is None else self._manager.batch_processor
         if batching is None:
             return None
@@ -311,13 +316,13 @@ class TransformersEngine:
         seed: int | None,
         priority: int,
     ) -> str:
-        """Generate after `tokens` from the next forward pass on; `on_end` gets the run or why not.
+        """Generate after `tokens` from the next forward pass on; `on_end` gets the output or an error.
 
-        All sequences of a pass are sampled from one stream of random numbers: `seed` changes nothing.
+        `seed` has no effect: all sequences of a pass share one random number generator.
         """
         if self._manager is None or self._stopping:
             raise RuntimeError(STOPPED)
-        run = next(self._ids)  # never a rollout's id: a late cancel would hit its next attempt
+        run = next(self._ids)  # not the rollout's id: a late cancel would hit its next attempt
         self._on_end[run] = on_end
         self._manager.register_result_handler(run, self._deliver)
         accepted = self._manager.add_request(
@@ -331,10 +336,10 @@ class TransformersEngine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Hold generation between two forward passes; sequences in flight keep their KV.
+        """Stop generation between two forward passes; running sequences keep their KV cache.
 
-        On entry every result from before the pause has been delivered, because the loop runs
-        callbacks of other threads in order. Raises `RuntimeError` if generation is not running.
+        On entry all earlier results have been delivered, because the event loop runs callbacks of other threads in
+        order. Raises `RuntimeError` if generation is not running.
         """
         manager = self._manager
         if manager is None:
@@ -363,48 +368,48 @@ class TransformersEngine:
             release.set()
 
     def read(self, run: str) -> RunningSequence:
-        """What `run` has made so far; only while paused, and only before its `on_end`."""
+        """Return the output of `run` so far; call it only while paused and before its `on_end`."""
         scheduler = self._manager.batch_processor.scheduler
         state = scheduler.active_requests.get(run) or scheduler.waiting_requests.get(run)
-        if state is None:  # handed over, not yet seen by the thread
+        if state is None:  # submitted, but not yet read by the thread
             return RunningSequence(tokens=[], logprobs=[], prefill_at=None, token_times=[])
         return _run_from(state.to_generation_output())
 
     def cancel(self, run: str) -> None:
-        """Drop `run` without calling its `on_end`; only while paused.
+        """Drop `run` without calling its `on_end`; call it only while paused.
 
-        Outside a pause the thread may read its cancellations between our two queues' writes and
-        let the run live for ever.
+        Outside a pause the thread may read its cancellations before it has read the request itself. Then the run would
+        never end.
         """
         self._forget(run)
         self._manager.cancel_request(run)
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read new weights, and return what copies them."""
+        """Read new weights; return a function that copies them."""
         return await read_weights(manifest, self._model)
 
     async def sleep(self) -> None:
-        """End the thread, free the cache and keep the weights in host memory."""
+        """End the thread, free the cache and move the weights to host memory."""
         await self._end()
         await move(self._model, "cpu")
 
     async def wake(self) -> None:
-        """Take the weights back to the device, allocate the cache and start the thread."""
+        """Move the weights back to the device, allocate the cache and start the thread."""
         await move(self._model, self._settings.device)
         await self._begin()
 
     async def stop(self) -> None:
-        """End the thread now; every run still there ends in a `RuntimeError`."""
+        """End the thread now; every remaining run ends in a `RuntimeError`."""
         self._stopping = True
         await self._end()
         self._fail_all(RuntimeError(STOPPED))
 
     async def time_passes(self) -> None:
-        """Time every forward pass from now on."""
+        """Start timing every forward pass."""
         self._model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
 
     async def passes(self) -> list[TimedPass]:
-        """Return the passes since the last call."""
+        """Return the completed passes since the last call."""
         return self._passes.take()
 
     async def _begin(self) -> None:
@@ -419,7 +424,7 @@ class TransformersEngine:
         threading.Thread(target=self._watch, args=(loop, manager), daemon=True).start()
 
     async def _end(self) -> None:
-        """End the thread, and free the cache with it."""
+        """End the thread and free the cache."""
         manager, self._manager = self._manager, None
         if manager is not None:
             await asyncio.to_thread(manager.stop, hard_stop=True)
@@ -428,9 +433,9 @@ class TransformersEngine:
             self._planning.remove()
 
     def _begin_pass(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keys = kwargs["cu_seq_lens_k"]  # by kind of layer where there is more than one
+        keys = kwargs["cu_seq_lens_k"]  # a dictionary by kind of layer if there are several kinds
         longest = max(keys.values(), key=len) if isinstance(keys, dict) else keys
-        ends = kwargs["cu_seq_lens_q"].clone(), longest.clone()  # the tensors are used again
+        ends = kwargs["cu_seq_lens_q"].clone(), longest.clone()  # transformers reuses the tensors
         self._passes.begin(lambda: _content(*ends))
 
     @property
@@ -455,7 +460,7 @@ class TransformersEngine:
         self._manager.output_router.result_handlers.pop(run, None)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, manager: Any) -> None:
-        """Catch what a dying thread leaves behind: runs it had not yet read from its queue."""
+        """Fail the runs that a dying thread had not yet read from its queue."""
         manager._generation_thread.join()
         if self._manager is manager:
             loop.call_soon_threadsafe(lambda: self._fail_all(self._failure("its thread ended")))
@@ -466,11 +471,10 @@ class TransformersEngine:
 
 
 def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
-    """Make a manager whose cache holds `max_running` of the longest rollouts.
+    """Return a manager whose cache has room for `max_running` rollouts of maximum length.
 
-    With room for the worst case nothing is ever evicted or recomputed. Blocks are not shared
-    between sequences: a shared block would hold keys of the weights it was computed with, and
-    a rollout that starts after a load would attend to an old policy's prompt.
+    So no sequence is ever evicted or recomputed. Sequences do not share blocks: the keys of a shared block may come
+    from older weights, and a rollout that starts after a load would attend to them.
     """
     max_running, max_length = settings.max_running, settings.max_length
     page_size = max(4, max_length)
@@ -495,7 +499,7 @@ def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
 
 
 def _sampling(temperature: float, ends: frozenset[int]) -> GenerationConfig:
-    """Plain sampling: a config of our own, because the model's may truncate or penalise."""
+    """Return a config for plain sampling; the model's own config may truncate or penalise."""
     settings: Any = GenerationConfig
     config: GenerationConfig = settings(
         do_sample=True,
@@ -508,7 +512,7 @@ def _sampling(temperature: float, ends: frozenset[int]) -> GenerationConfig:
 
 
 def _slides(model: PreTrainedModel) -> bool:
-    """Whether a layer attends to a window of the last tokens alone."""
+    """Return whether a layer attends only to a window of the last tokens."""
     layers = set(getattr(model.config, "layer_types", None) or [])
     return bool(layers - {"full_attention"} or getattr(model.config, "sliding_window", None))
 

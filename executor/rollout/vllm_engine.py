@@ -1,17 +1,15 @@
-"""Generate with vLLM: its asynchronous engine, one request for each rollout.
+"""Generate with vLLM: its asynchronous engine, with one request for each rollout.
 
-An inference engine out of vLLM: its asynchronous engine, one request for each rollout.
-
-| promise of `InferenceEngine` | who keeps it |
+| guarantee of `InferenceEngine` | given by |
 |---|---|
-| a run ends in exactly one call of its `on_end` | the task of its request, which gets an error where vLLM's core dies |
-| while `paused()` is held, no token is made and every earlier `on_end` has been called | vLLM's pause that keeps requests, then `_settle` |
-| after `stop()` or a death, `submit` and `paused` raise | vLLM says that its core is dead |
-| versions of tokens | `ReplicaWorker`, as for every engine; a request whose spans vLLM gives otherwise ends in an error |
+| a run ends in exactly one call of its `on_end` | the task of its request, which gets an error if vLLM's core dies |
+| inside `paused()` no token is sampled, and every earlier `on_end` has been called | vLLM's pause that keeps requests, then `_settle` |
+| after `stop()` or a crash, `submit` and `paused` raise | vLLM, which reports that its core is dead |
+| versions of tokens | `ReplicaWorker`; a request ends in an error if vLLM reports other version spans |
 | nothing outlives the replica's process | `ChildGuard` |
 
-Keys and values of a prompt are shared among the rollouts that start under one version of the weights: the version
-salts the prefix cache, so that none is attended to that older weights computed before a rollout began.
+Rollouts that start under the same weights share the KV cache of their common prompt. The name of the weights salts
+vLLM's prefix cache. So no rollout attends to keys and values that older weights computed for another rollout.
 """
 
 from __future__ import annotations
@@ -49,47 +47,52 @@ from streamrl.executor.transfer.shared_memory import read_buckets
 
 
 class CacheWatch:
-    """A logger of vLLM's statistics (`StatLoggerBase`) that keeps the newest; what makes a logger is to be called first."""
+    """Statistics logger for vLLM (`StatLoggerBase`) that keeps only the newest values.
+
+    vLLM calls a factory to make a logger. An instance is its own factory.
+    """
 
     def __init__(self) -> None:
         self._use = 0.0
         self._num_preempted = 0
 
     def __call__(self, config: Any, engine_index: int = 0) -> CacheWatch:
-        """Return itself: vLLM calls what makes a logger, once for each core."""
+        """Return this logger: vLLM calls its logger factory once for each core."""
         return self
 
     def state(self, config: Any) -> CacheState:
-        """Return what the cache is like, of a vLLM with this configuration."""
+        """Return the size and use of the KV cache of a vLLM with this configuration."""
         cache = config.cache_config
         pages = cache.num_gpu_blocks
         tokens = None if pages is None else pages * cache.block_size
         return CacheState(tokens=tokens, use=self._use, num_preempted=self._num_preempted)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """Keep what a pass left (vllm/v1/metrics/stats.py)."""
+        """Keep the statistics of a pass (vllm/v1/metrics/stats.py)."""
         if scheduler_stats is not None:
             self._use = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self._num_preempted += iteration_stats.num_preempted_reqs
 
     def log(self) -> None:
-        """Write nothing."""
+        """Do nothing."""
 
     def log_engine_initialized(self) -> None:
-        """Write nothing."""
+        """Do nothing."""
 
     def record_sleep_state(self, *_: Any, **__: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 QUIET_TURNS = 10
-"""Turns of the event loop without a token after which none is on its way: it takes a token three, from the socket
-that vLLM's pause was answered on to the task of its request."""
+"""Turns of the event loop without a token after which all tokens have arrived.
+
+A token needs three turns, from the socket on which vLLM confirmed the pause to the task of its request.
+"""
 
 WARM_UP = ([1], 2)
-"""Prompt and tokens of a request that nobody asked for: the first one compiles what samples (27 s on a busy machine)."""
-FAILED = "vLLM failed, and the log of its replica says why"
+"""Prompt and number of tokens of a warm-up request, which compiles the sampler (27 s on a busy machine)."""
+FAILED = "vLLM failed (see the log of its replica)"
 
 
 @dataclass(eq=False)
@@ -103,7 +106,7 @@ class _Run:
     logprobs: list[float] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
-    """Weights in the order in which they came, each with the tokens that were there before."""
+    """Names of the weights that sampled tokens, each with the number of tokens before."""
 
     @property
     def so_far(self) -> RunningSequence:
@@ -111,7 +114,7 @@ class _Run:
         return RunningSequence(*made)
 
     def add(self, output: Any, came_at: float) -> None:
-        """Take the tokens of an output, and when its prefix was begun where vLLM says so."""
+        """Add the tokens of an output, and the start of its prefill if vLLM reports it."""
         (made,) = output.outputs
         for token, logprobs in zip(made.token_ids, made.logprobs or (), strict=True):
             self.tokens.append(token)
@@ -121,8 +124,8 @@ class _Run:
             self.prefill_at = getattr(output.metrics, "scheduled_ts", 0.0) or None
 
     def check_versions(self, spans: Any) -> None:
-        """Raise `RuntimeError` where vLLM sampled a token under other weights than it was taken for."""
-        if spans is None:  # this vLLM does not say
+        """Raise `RuntimeError` if vLLM reports other weights for a token than this engine recorded."""
+        if spans is None:  # this version of vLLM reports none
             return
         ours = [
             (name, start)
@@ -133,7 +136,7 @@ class _Run:
         ]
         theirs = [(span.version, span.start) for span in spans]
         if theirs != ours:
-            raise RuntimeError(f"tokens taken for those of weights {ours} are of {theirs}")
+            raise RuntimeError(f"tokens recorded for weights {ours} were sampled by {theirs}")
 
 
 class VllmEngine:
@@ -144,26 +147,29 @@ class VllmEngine:
         self._runs: dict[str, _Run] = {}
         self._num_runs = 0
         self._num_pauses = 0
-        """Who holds generation now, or is about to; the first pauses it, the last lets it go on."""
+        """Number of pauses that are held or requested; the first one pauses vLLM, the last one resumes it."""
         self._is_paused = False
         self._pausing = asyncio.Lock()
         self._num_tokens = 0
         self._weights = "initial"
-        """Of the weights that generate now, as vLLM is told: no two loads have one name, as a trainer that was lost makes
-        other weights of a version, and keys that older ones computed must not pass for theirs."""
+        """Name of the current weights in vLLM.
+
+        Each load has a new name. After a restart, a trainer makes other weights of the same version, and the prefix cache
+        of the old ones must not be used for them.
+        """
         self._num_loads = 0
         self._is_stopped = False
         self._guard: ChildGuard | None = None
         self._watch = CacheWatch()
         self._llm: Any = None
         self._model: Any = None
-        """The model as Hugging Face has it, without weights."""
+        """The Hugging Face model without weights."""
         self._adapters: Adapters | None = None
-        """Where these are loaded, not weights."""
+        """Set if the replica loads adapters instead of weights."""
         self._num_embeddings = 0
 
     async def start(self, manifest: Manifest | None) -> None:
-        """Start vLLM's processes, which load the model and allocate the cache."""
+        """Start vLLM's processes, load the model and allocate the cache."""
         self._model = await asyncio.to_thread(empty_model, self._settings.model)
         self._num_embeddings = self._model.get_input_embeddings().num_embeddings
         if self._settings.adapter_rank is not None:
@@ -172,13 +178,13 @@ class VllmEngine:
         try:
             self._llm = await asyncio.to_thread(self._start)
         except Exception as error:
-            reason = " ".join(str(error).split())  # some go over several lines
+            reason = " ".join(str(error).split())  # some messages have several lines
             raise RuntimeError(f"{FAILED}: {reason}") from error
-        self._guard.tell()
+        self._guard.register_children()
         if self._adapters is not None:
             first = await asyncio.to_thread(self._adapters.first, self._settings.adapters)
             await self._adapters.load(self._llm, first)
-            await self._adapters.check_used(self._llm)  # later ones have the same names
+            await self._adapters.check_used(self._llm)  # once: later adapters have the same names
         await self._name_weights()
         await self._warm_up()
         if manifest is not None:
@@ -187,28 +193,28 @@ class VllmEngine:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Token ids that end a rollout."""
+        """Return the token ids that end a rollout."""
         return end_tokens(self._model)
 
     @property
     def pads_context(self) -> bool:
-        """Whether a decode step pads: never."""
+        """Return False: decode steps do not pad."""
         return False
 
     @property
     def prefill_tokens(self) -> int:
-        """Most new prefix tokens of a pass: what vLLM schedules in one, less those that decode."""
+        """Return the tokens that vLLM schedules in a pass, less those of decoding rollouts."""
         scheduled = int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
         return max(1, scheduled - self._settings.max_running)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more sequence fits the batch."""
+        """Return whether the batch has room for one more sequence."""
         return len(self._runs) < self._settings.max_running or self._is_over
 
     @property
     def cache(self) -> CacheState | None:
-        """What vLLM said of it after its last pass."""
+        """Return the cache's state after vLLM's last pass."""
         return None if self._is_over else self._watch.state(self._llm.vllm_config)
 
     def submit(
@@ -219,10 +225,12 @@ class VllmEngine:
         seed: int | None,
         priority: int,
     ) -> str:
-        """Generate after `tokens` from the next pass that has room on."""
+        """Generate after `tokens` from the next pass that has room."""
         self._check_alive()
-        if max(tokens) >= self._num_embeddings:  # vLLM's core would die of it, with all that runs
-            raise ValueError(f"token {max(tokens)} is none of the model's {self._num_embeddings}")
+        if max(tokens) >= self._num_embeddings:  # would kill vLLM's core and all running requests
+            raise ValueError(
+                f"token {max(tokens)} is not in the model's vocabulary of {self._num_embeddings} tokens"
+            )
         self._num_runs += 1
         name = str(self._num_runs)
         run = self._runs[name] = _Run(on_end, starts=[(self._weights, 0)])
@@ -237,7 +245,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Hold generation between two passes; requests in flight keep their KV."""
+        """Stop generation between two passes; running requests keep their KV cache."""
         self._num_pauses += 1
         try:
             await self._hold()
@@ -248,24 +256,24 @@ class VllmEngine:
             await self._release()
 
     def read(self, run: str) -> RunningSequence:
-        """Return what `run` has made so far."""
+        """Return the output of `run` so far."""
         return self._runs[run].so_far
 
     def cancel(self, run: str) -> None:
-        """Drop `run`; vLLM is told as soon as its task ends."""
+        """Drop `run`; its cancelled task then aborts vLLM's request."""
         task = self._runs.pop(run).task
         assert task is not None
         task.cancel()
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Check that weights are this model's, and return what lets vLLM's workers read them."""
+        """Check that weights fit this model; return a function that makes vLLM's workers load them."""
         load = await self._reader(manifest)
 
         async def copy() -> None:
             try:
                 await load()
-            except Exception as error:  # some of them are new, some old
-                await self._end(RuntimeError(f"vLLM failed to take weights: {error}"))
+            except Exception as error:  # the model may have both old and new weights
+                await self._end(RuntimeError(f"vLLM failed to load weights: {error}"))
                 raise
             self._num_loads += 1
             self._weights = f"v{manifest.version}.{self._num_loads}"
@@ -276,22 +284,22 @@ class VllmEngine:
         return copy
 
     async def _reader(self, manifest: Manifest) -> Copy:
-        """Check weights, or adapters, and return what lets vLLM's workers read them."""
+        """Check weights or adapters; return a function that makes vLLM's workers load them."""
         if self._adapters is None:
             await asyncio.to_thread(read_pairs, manifest, self._model)
-            told = msgspec.msgpack.encode(manifest)
-            return partial(self._llm.collective_rpc, "load_pushed_weights", args=(told,))
+            encoded = msgspec.msgpack.encode(manifest)
+            return partial(self._llm.collective_rpc, "load_pushed_weights", args=(encoded,))
         beside, what = Path(manifest.buckets[0].path).parent, f"version {manifest.version}"
         write = partial(self._adapters.write, read_buckets(manifest), beside, what)
         return partial(self._adapters.load, self._llm, await asyncio.to_thread(write))
 
     async def sleep(self) -> None:
-        """Let vLLM drop its cache and keep its weights in host memory; on CPUs it keeps both where they are."""
+        """Make vLLM drop its cache and keep its weights in host memory; on CPUs nothing moves."""
         self._check_alive()
         await self._llm.sleep(level=1)
 
     async def wake(self) -> None:
-        """Let vLLM take its memory again."""
+        """Make vLLM allocate its memory again."""
         self._check_alive()
         await self._llm.wake_up()
 
@@ -301,11 +309,11 @@ class VllmEngine:
         await self._end(RuntimeError(STOPPED))
 
     async def time_passes(self) -> None:
-        """Let the first of vLLM's workers time every forward pass from now on."""
+        """Make vLLM's first worker start timing forward passes."""
         await self._llm.collective_rpc("time_passes", args=(self._settings.device,))
 
     async def passes(self) -> list[TimedPass]:
-        """Return the passes since the last call."""
+        """Return the completed passes since the last call."""
         first, *_ = await self._llm.collective_rpc("take_passes")
         return msgspec.msgpack.decode(first, type=list[TimedPass])
 
@@ -330,7 +338,7 @@ class VllmEngine:
         await made
 
     async def _follow(self, name: str, run: _Run, outputs: AsyncIterator[Any]) -> None:
-        """Take what vLLM makes of a request until it ends."""
+        """Collect a request's output from vLLM until it ends."""
         output: Any = None
         result: RunningSequence | Exception
         try:
@@ -350,7 +358,9 @@ class VllmEngine:
             self._check_alive()
             if self._is_paused:
                 return
-            self._is_paused = True  # also where this is cancelled: vLLM may have been told
+            self._is_paused = (
+                True  # set first: after a cancellation here vLLM may be paused all the same
+            )
             try:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
             except Exception as error:
@@ -363,7 +373,7 @@ class VllmEngine:
                 await self._llm.resume_generation()
 
     async def _settle(self) -> None:
-        """Let every token arrive that was made before the pause."""
+        """Wait until every token that was sampled before the pause has arrived."""
         quiet = 0
         while quiet < QUIET_TURNS:
             before = self._num_tokens
@@ -371,7 +381,7 @@ class VllmEngine:
             quiet = quiet + 1 if self._num_tokens == before else 0
 
     async def _name_weights(self) -> None:
-        """Tell vLLM under which name the spans of tokens have these weights, where it keeps such spans."""
+        """Tell vLLM the name of the current weights, if this version of vLLM records it for each token."""
         if hasattr(self._llm, "update_weight_version"):
             await self._llm.update_weight_version(self._weights)
 
@@ -384,15 +394,15 @@ class VllmEngine:
             raise RuntimeError(STOPPED if self._is_stopped else "vLLM is not running")
 
     async def _end(self, error: RuntimeError) -> None:
-        """End every run by an error, and all processes."""
+        """End every run with an error, and end all processes."""
         runs = list(self._runs.values())
         self._runs.clear()
         for run in runs:
             assert run.task is not None
             run.task.cancel()
             run.on_end(error)
-        if self._guard is not None:  # by themselves they take seven seconds
+        if self._guard is not None:  # vLLM's own shutdown takes seven seconds
             guard, self._guard = self._guard, None
-            await asyncio.to_thread(guard.kill_told)
+            await asyncio.to_thread(guard.kill_registered)
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, 0)

@@ -1,4 +1,4 @@
-"""Import vLLM in a prefork server for workers on CPUs, which saves nine seconds for each worker."""
+"""Import vLLM in a prefork server for workers on CPUs. This saves nine seconds for each worker."""
 
 from __future__ import annotations
 

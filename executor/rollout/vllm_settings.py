@@ -1,9 +1,8 @@
-"""Configure vLLM: environment, engine arguments, sampling, and the LoRA adapters of its requests.
+"""Configure vLLM: environment, engine arguments, sampling parameters, and LoRA adapters.
 
-LoRA adapters beside the weights that a vLLM engine began with: every request uses them, and a load replaces them.
-
-vLLM reads adapters from directories as PEFT writes them, and puts them into places that it keeps for them. One place is
-all that a policy needs: new adapters take it over in place, also under requests in flight.
+With adapters, every request uses the same set, and a load replaces it. vLLM reads adapters from directories in PEFT's
+format and keeps a fixed number of slots for them. One slot is enough: new adapters replace the old ones in place,
+also for running requests.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from streamrl.executor.transfer.adapters import read_adapters, write_adapters
 from streamrl.hardware.hugging_face import read_config_json
 
 NAME, NUMBER = "policy", 1
-"""Of the place, as requests name it."""
+"""Name and number of the adapter slot in requests."""
 Tensors = dict[str, torch.Tensor]
 
 
 def adapter_arguments(model: Any, settings: ReplicaSettings) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine that keep a place for adapters of a model, where there are any."""
+    """Return the engine arguments that reserve an adapter slot; none without adapters."""
     rank = settings.adapter_rank
     if rank is None:
         return {}
@@ -38,16 +37,16 @@ def adapter_arguments(model: Any, settings: ReplicaSettings) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": min(place for place in VLLM_PLACES if place >= rank),
+        "max_lora_rank": min(allowed for allowed in VLLM_PLACES if allowed >= rank),
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted_layers(model)}),
     }
 
 
 class Adapters:
-    """The adapters of one engine."""
+    """The LoRA adapters of one engine."""
 
     def __init__(self, model: Any, settings: ReplicaSettings) -> None:
-        """Take the model as Hugging Face has it, without weights."""
+        """Take the Hugging Face model without weights."""
         assert settings.adapter_rank is not None
         self._rank = settings.adapter_rank
         self._shapes = dict(_shapes(model, self._rank))
@@ -55,7 +54,7 @@ class Adapters:
         self._path = ""
 
     def first(self, directory: str | None) -> Path:
-        """Write the adapters that a replica begins with to a directory of their own, and return it."""
+        """Write the adapters that a replica starts with to a new directory, and return it."""
         if directory is None:
             tensors = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
         else:
@@ -63,26 +62,26 @@ class Adapters:
         return self.write(tensors.items(), Path(tempfile.gettempdir()), "its first adapters")
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], beside: Path, what: str) -> Path:
-        """Write adapters to a new directory below another, as vLLM reads them, and return it.
+        """Write adapters to a new directory inside `beside`, in vLLM's format, and return it.
 
         Raises:
-            ValueError: they are not this model's, or of another rank.
+            ValueError: the adapters belong to another model or have another rank.
         """
-        found = dict(tensors)
-        self._check(found, what)
+        adapters = dict(tensors)
+        self._check(adapters, what)
         path = Path(tempfile.mkdtemp(prefix="adapters-", dir=beside))
         try:
-            write_adapters(found, self._base, path)
+            write_adapters(adapters, self._base, path)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
         return path
 
     async def load(self, llm: Any, path: Path) -> None:
-        """Let vLLM put what a directory has in place of the adapters before, and remove the directory.
+        """Make vLLM replace its adapters by those of a directory; then remove the directory.
 
         Raises:
-            Exception: whatever vLLM says; its adapters are as they were then, or none.
+            Exception: any error of vLLM; the old adapters are then still loaded, or none.
         """
         try:
             await llm.add_lora(_request(str(path), load_inplace=True))
@@ -91,26 +90,26 @@ class Adapters:
         self._path = str(path)
 
     async def check_used(self, llm: Any) -> None:
-        """Raise `ValueError` where vLLM's model has not all of the layers whose adapters it loaded, as it says nothing of it."""
+        """Raise `ValueError` if vLLM's model lacks a layer whose adapters were loaded; vLLM reports no error."""
         first, *_ = await llm.collective_rpc("unused_adapters", args=(NUMBER,))
         if unused := msgspec.msgpack.decode(first, type=list[str]):
             raise ValueError(
-                f"vLLM has no place for the adapters of {unused[0]}, one of {len(unused)} layers: "
+                f"vLLM cannot use the adapters of {unused[0]} (one of {len(unused)} layers): "
                 "set sync.merge_adapters=true"
             )
 
     def request(self) -> Any:
-        """Return what lets a request use them."""
+        """Return the request argument that selects the adapters."""
         return _request(self._path, load_inplace=False)
 
-    def _check(self, found: Tensors, what: str) -> None:
+    def _check(self, adapters: Tensors, what: str) -> None:
         for name, shape in self._shapes.items():
-            if name not in found:
+            if name not in adapters:
                 raise ValueError(f"{what}: tensor {name!r} is missing")
-            if (its := tuple(found[name].shape)) != shape:
+            if (its := tuple(adapters[name].shape)) != shape:
                 ours = f"for rank {self._rank} the model's is {list(shape)}"
                 raise ValueError(f"{what}: the shape of {name!r} is {list(its)}, {ours}")
-        if others := found.keys() - self._shapes:
+        if others := adapters.keys() - self._shapes:
             raise ValueError(f"{what}: the model has no layer for {min(others)!r}")
 
 
@@ -121,46 +120,49 @@ def _request(path: str, *, load_inplace: bool) -> Any:
 
 
 def _shapes(model: Any, rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and the shape of each matrix of a model's adapters."""
+    """Yield the name and the shape of each adapter matrix of a model."""
     for name, layer in adapted_layers(model).items():
         yield name + A, (rank, layer.in_features)
         yield name + B, (layer.out_features, rank)
 
 
 PAGE_TOKENS = 128
-"""Tokens of a page of the cache on CPUs, as vLLM's kernels there like it."""
+"""Tokens in a page of the KV cache on CPUs; vLLM's CPU kernels prefer this size."""
 GPU_PASS_TOKENS = 8192
-"""New prefix tokens of a pass on GPUs, beside those that decode, as vLLM's server has them: an embedded engine takes 2,048 in all."""
+"""New prefix tokens of a pass on GPUs, in addition to decoding rollouts.
+
+vLLM's server uses this value; an embedded engine would use 2,048 for prefix and decoding tokens together.
+"""
 SPARE_PAGES = 2
-"""Pages that vLLM keeps for itself."""
+"""Pages that vLLM reserves for itself."""
 
 
 ANYWHERE = {
-    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent home
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child would keep this process's connections open
-    "VLLM_HOST_IP": "127.0.0.1",  # all of one replica is on this machine
+    "VLLM_NO_USAGE_STATS": "1",  # send no usage statistics
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child would keep this process's connections
+    "VLLM_HOST_IP": "127.0.0.1",  # all processes of a replica are on this machine
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 ON_CPUS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas would share the first cores
-    "CUDA_VISIBLE_DEVICES": "",  # a build for GPUs would take one
-    "TORCHDYNAMO_DISABLE": "1",  # else each start compiles what samples
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all replicas bind to the first cores
+    "CUDA_VISIBLE_DEVICES": "",  # otherwise a GPU build takes a GPU
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise each start compiles the sampler
 }
-"""What vLLM reads from the environment of its process before it is imported."""
+"""Environment variables that vLLM reads when it is imported."""
 
 
 def environment(settings: ReplicaSettings) -> dict[str, str]:
-    """Return what vLLM reads from the environment of this process, before its engine starts."""
+    """Return the environment variables to set in this process before vLLM's engine starts."""
     if settings.device != "cpu":
         return ANYWHERE
-    found = {**ANYWHERE, **ON_CPUS, "OMP_NUM_THREADS": str(settings.num_threads)}
+    variables = {**ANYWHERE, **ON_CPUS, "OMP_NUM_THREADS": str(settings.num_threads)}
     if settings.tensor_parallel == 1:
-        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one worker is its engine's own process
-    return found
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's process is its one worker
+    return variables
 
 
 def make_arguments(settings: ReplicaSettings, model: Any) -> Any:
-    """Return the arguments of vLLM's engine for a model, as Hugging Face has it, without weights."""
+    """Return the arguments of vLLM's engine; `model` is the Hugging Face model without weights."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return AsyncEngineArgs(
@@ -176,15 +178,16 @@ def make_arguments(settings: ReplicaSettings, model: Any) -> Any:
         generation_config="vllm",  # the model's own may truncate or penalise
         logprobs_mode="processed_logprobs",  # of logits / temperature
         scheduling_policy="priority",
-        enable_sleep_mode=settings.takes_turns and settings.device != "cpu",  # refused on CPUs
+        enable_sleep_mode=settings.takes_turns
+        and settings.device != "cpu",  # vLLM rejects it on CPUs
         worker_extension_cls="streamrl.executor.rollout.vllm_worker.ReplicaExtension",
         enable_log_requests=False,
         **adapter_arguments(model, settings),
-        **place_of(settings),
+        **device_arguments(settings),
     )
 
 
-def place_of(settings: ReplicaSettings) -> dict[str, Any]:
+def device_arguments(settings: ReplicaSettings) -> dict[str, Any]:
     """Return the arguments that depend on the device."""
     if settings.device == "cpu":
         return {
@@ -202,7 +205,7 @@ def place_of(settings: ReplicaSettings) -> dict[str, Any]:
 def make_sampling(
     settings: ReplicaSettings, max_new_tokens: int, ends: frozenset[int], seed: int | None
 ) -> Any:
-    """Return how a request is sampled: plainly, with the log-probability of each token, told token by token."""
+    """Return sampling parameters: no truncation, the log-probability of each token, and streamed output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -210,19 +213,19 @@ def make_sampling(
         temperature=settings.temperature,
         max_tokens=max_new_tokens,
         stop_token_ids=sorted(ends),
-        ignore_eos=True,  # the tokens above are all that end a rollout
+        ignore_eos=True,  # only the tokens above end a rollout
         seed=seed,
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only of the sampled token
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
 
 
 def _cache_bytes(settings: ReplicaSettings) -> int:
-    """Return the bytes of a cache in host memory that `max_running` longest rollouts fit in.
+    """Return the bytes of a KV cache in host memory for `max_running` rollouts of maximum length.
 
     Raises:
-        MemoryError: there is not as much.
+        MemoryError: the host has less free memory.
     """
     shape = read_config_json(Path(settings.model) / "config.json")
     pages = settings.max_running * math.ceil(settings.max_length / PAGE_TOKENS) + SPARE_PAGES
@@ -230,7 +233,7 @@ def _cache_bytes(settings: ReplicaSettings) -> int:
     free = psutil.virtual_memory().available
     if wanted > free:
         raise MemoryError(
-            f"the cache of {settings.max_running} rollouts of {settings.max_length} tokens takes {wanted:,} bytes, "
-            f"and {free:,} are free"
+            f"the KV cache for {settings.max_running} rollouts of {settings.max_length} tokens takes {wanted:,} bytes, "
+            f"but only {free:,} bytes of host memory are free; lower rollout.max_running or rollout.max_tokens"
         )
     return wanted

@@ -1,7 +1,7 @@
-"""What vLLM's workers do for a replica beyond generating: take pushed weights, and time forward passes.
+"""Methods that vLLM's worker processes need for a replica: load pushed weights and time forward passes.
 
-vLLM mixes `ReplicaExtension` into the class of its workers (`worker_extension_cls`), which live in processes of their
-own. What they are told and return is MessagePack.
+vLLM mixes `ReplicaExtension` into its worker class (`worker_extension_cls`). Workers are separate processes, so
+arguments and results are MessagePack.
 """
 
 from __future__ import annotations
@@ -16,39 +16,41 @@ from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import named_as_in_files
 from streamrl.executor.transfer.shared_memory import read_buckets
 
-if hasattr(
-    torch.cpu, "_init_amx"
-):  # else bfloat16 kernels end in SIGILL: Linux gives AMX to who asks for it
+# Linux enables AMX only on request; without it bfloat16 kernels end in SIGILL.
+if hasattr(torch.cpu, "_init_amx"):
     torch.cpu._init_amx()
 
 
 class ReplicaExtension:
-    """Methods of every worker, called by name."""
+    """Methods of every worker, which the engine calls by name."""
 
     model_runner: Any
-    """vLLM's, of the worker that this is mixed into."""
+    """vLLM's model runner of this worker."""
     vllm_config: Any
-    """vLLM's: all of its settings."""
+    """All settings of vLLM."""
     reload_weights: Any
-    """vLLM's: takes weights as Hugging Face names them, and keeps its own shards."""
+    """vLLM's method that takes weights under Hugging Face names and keeps this worker's shards."""
 
     def load_pushed_weights(self, manifest: bytes) -> None:
-        """Put the weights of a manifest in place of the model's."""
+        """Replace the model's weights by those of a manifest."""
         pushed = msgspec.msgpack.decode(manifest, type=Manifest)
         if self.vllm_config.device_config.device_type == "cpu":
-            _forget_experts(self.model_runner.get_model())
+            _reset_expert_kernels(self.model_runner.get_model())
         directory: str = self.vllm_config.model_config.model
         weights = named_as_in_files(directory, read_buckets(pushed))
         self.reload_weights(weights_iterator=weights)
 
     def unused_adapters(self, number: int) -> bytes:
-        """Return the layers of adapters that the model does not have, or packs under other names: they would add nothing."""
+        """Return the loaded adapter layers that the model does not have, or packs under another name.
+
+        vLLM ignores such layers without an error.
+        """
         manager = self.model_runner.lora_manager._adapter_manager
         loaded = manager.get_adapter(number).loras
         return msgspec.msgpack.encode([name for name in loaded if name not in manager.modules])
 
     def time_passes(self, device: str) -> None:
-        """Time every forward pass from now on."""
+        """Start timing every forward pass."""
         self._passes = PassLog(device)
         execute = self.model_runner.execute_model
 
@@ -60,15 +62,16 @@ class ReplicaExtension:
         self.model_runner.execute_model = timed
 
     def take_passes(self) -> bytes:
-        """Return the passes since the last call."""
+        """Return the completed passes since the last call."""
         return msgspec.msgpack.encode(self._passes.take())
 
 
-def _forget_experts(model: Any) -> None:
-    """Let layers of experts on a CPU prepare what they load next, as they did at the start.
+def _reset_expert_kernels(model: Any) -> None:
+    """Make expert layers on a CPU repack the next weights that they load.
 
-    Once they have a kernel, they leave weights in the order of files, where it reads packed ones (vLLM 0.32.0,
-    fused_moe/unquantized_fused_moe_method.py): log-probabilities are off by several nats then, without a word.
+    A layer that already has a kernel keeps new weights in file order, but its kernel reads packed weights (vLLM
+    0.32.0, fused_moe/unquantized_fused_moe_method.py). Log-probabilities are then wrong by several nats, without an
+    error.
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
@@ -77,7 +80,7 @@ def _forget_experts(model: Any) -> None:
 
 
 def _content(scheduled: Any) -> PassContent:
-    """Return what vLLM scheduled for a pass; a rollout decodes once it has output tokens."""
+    """Return the tokens that vLLM scheduled for a pass; a rollout with output tokens decodes."""
     counts, decoding = scheduled.num_scheduled_tokens, []
     prefixes = [counts[new.req_id] for new in scheduled.scheduled_new_reqs]
     cached = scheduled.scheduled_cached_reqs
