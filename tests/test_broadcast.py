@@ -131,7 +131,7 @@ def test_a_relay_that_dies_between_or_in_broadcasts_costs_no_version(
         assert CHUNKS not in [method for _, method in noted], "a circle without the dead is made"
 
     run(go, Bench(log=tmp_path / "relay.log", wire="gloo"))
-    assert "sent to each place alone" in caplog.text
+    assert "failed, sending to each site" in caplog.text
 
 
 def test_a_meeting_is_on_the_network_that_was_said_and_no_other(

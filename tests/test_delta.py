@@ -73,7 +73,7 @@ def test_files_that_are_no_two_versions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="10 bytes, but 8 before"):
         encode_delta(base, new, 2)
     told = encode_delta(new, new, 2)
-    with pytest.raises(ValueError, match="8 bytes, its delta is of 10"):
+    with pytest.raises(ValueError, match="8 bytes, but its delta is for 10 bytes"):
         list(decode_delta(base, told))
 
 

@@ -17,11 +17,11 @@ from streamrl.executor.transfer.shared_memory import write_version
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX, END = "base_model.model.", ".weight"
-"""What PEFT puts around the names of matrices."""
+"""What PEFT adds before and after the names of matrices."""
 
 
 def write_adapters(adapters: Mapping[str, torch.Tensor], base: str, directory: Path) -> None:
-    """Write matrices, as they are pushed, with the directory of the model that they belong to."""
+    """Write adapter matrices to a directory in PEFT's format; `base` is the directory of their model."""
     rank = next(tensor.shape[0] for name, tensor in adapters.items() if name.endswith(A))
     named = {f"{PREFIX}{name}{END}": tensor.contiguous() for name, tensor in adapters.items()}
     config = {
@@ -29,7 +29,7 @@ def write_adapters(adapters: Mapping[str, torch.Tensor], base: str, directory: P
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": rank,  # the scale is in B
+        "lora_alpha": rank,  # the scale is already in B
         "target_modules": sorted({name.removesuffix(A).removesuffix(B) for name in adapters}),
     }
     save_file(named, directory / TENSORS)
@@ -37,9 +37,9 @@ def write_adapters(adapters: Mapping[str, torch.Tensor], base: str, directory: P
 
 
 def read_adapters(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the matrices of such a directory, by the names that they are pushed under."""
-    found = load_file(directory / TENSORS)
-    return {name.removeprefix(PREFIX).removesuffix(END): each for name, each in found.items()}
+    """Return the matrices of a PEFT directory, under the names that pushed adapters have."""
+    tensors = load_file(directory / TENSORS)
+    return {name.removeprefix(PREFIX).removesuffix(END): each for name, each in tensors.items()}
 
 
 WEIGHT = ".weight"
@@ -49,29 +49,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def merge(
     model: str, dtype: str, adapters: Manifest, pieces: list[Path], directory: Path
 ) -> Manifest:
-    """Write whole weights to a directory, and return what a replica loads.
+    """Merge adapters into a model's weights, write them to a directory, and return their manifest.
 
     Args:
-        model: Hugging Face directory of the weights that the adapters were trained beside.
-        dtype: of what is written.
-        adapters: as they were pushed; the manifest's checksum goes on to name the weights.
-        pieces: where their files lie here.
-        directory: a fresh one.
+        model: Hugging Face directory of the weights that the adapters belong to.
+        dtype: dtype of the written weights.
+        adapters: manifest of the pushed adapters; its checksum becomes the origin of the written weights.
+        pieces: local files of the adapters.
+        directory: an empty directory.
 
     Raises:
-        ValueError: the model has no safetensors, or not the layers that the adapters are for.
+        ValueError: the model has no safetensors files, or lacks a layer that the adapters change.
     """
-    found = {name: tensor for piece in pieces for name, tensor in load_file(piece).items()}
+    lora = {name: tensor for piece in pieces for name, tensor in load_file(piece).items()}
     used: set[str] = set()
-    tensors = _merged(Path(model), found, DTYPES[dtype], used)
+    tensors = _merged(Path(model), lora, DTYPES[dtype], used)
     whole = write_version(tensors, directory, adapters.version)
-    if missing := {name.removesuffix(A).removesuffix(B) for name in found} - used:
+    if missing := {name.removesuffix(A).removesuffix(B) for name in lora} - used:
         raise ValueError(f"{model} has no weights for the adapters of {sorted(missing)[0]}")
     return replace(whole, origin=adapters.checksum)
 
 
 def merged(name: str, tensor: torch.Tensor, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a weight with what its adapters add to it, computed in float32; itself where it has none."""
+    """Return a weight plus the product of its adapters, in float32; the weight itself without adapters."""
     stem = name.removesuffix(WEIGHT)
     if stem + A not in adapters:
         return tensor
@@ -82,13 +82,15 @@ def merged(name: str, tensor: torch.Tensor, adapters: Mapping[str, torch.Tensor]
 def _merged(
     model: Path, adapters: Mapping[str, torch.Tensor], dtype: torch.dtype, used: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of a directory, merged; enter the layers whose adapters were used."""
+    """Yield the merged weights of a directory, and add the layers whose adapters were used to `used`."""
     files = sorted(model.glob("model*.safetensors"))
     if not files:
-        raise ValueError(f"{model} has no safetensors to merge adapters with")
+        raise ValueError(
+            f"{model} has no model*.safetensors to merge adapters with; convert its weights to safetensors"
+        )
     for file in files:
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - a file handle, which does not iterate
+            for name in weights.keys():  # noqa: SIM118 - a file handle is not iterable
                 used.add(name.removesuffix(WEIGHT))
                 tensor = merged(name, weights.get_tensor(name), adapters)
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor

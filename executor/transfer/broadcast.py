@@ -1,15 +1,11 @@
 """Broadcast weights from one relay to several others over gloo.
 
-A circle of relays that hear one broadcast of bytes from the first of them, over torch's gloo.
+A broadcast uses two groups. In the first one the trainer's relay sends to one other relay. In the second one that relay
+sends to all the rest. So the weights leave the trainer's machine only once. The bytes do not pass through the
+controller, which only tells the relays to join and to send.
 
-Whoever hears in one circle may tell in another: the relay beside the trainer tells one far relay, which tells all others, so
-that a payload leaves the trainer's machine once. A circle is as good as its members: where one dies, what is under way fails
-for all, at once for its neighbours and after `PATIENCE` for the others, and another circle is made without it.
-
-A broadcast of parcels to several relays at once, whose bytes do not pass the process that decides.
-
-The relay beside the trainer tells one other, which tells the rest. Circles last until somebody comes, goes or fails: each such
-change makes new ones.
+If a member dies, the current broadcast fails for all members: at once for its neighbours, and after `PATIENCE` for the
+others. Groups are also made anew when a relay joins or leaves.
 """
 
 from __future__ import annotations
@@ -28,80 +24,82 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Where a launcher says over which network processes talk; this machine's own where it says nothing."""
+"""Environment variable with which a launcher names the network to use; default: the loopback interface."""
 BLOCK_BYTES = 8 * 2**20
 PATIENCE = 60.0
-"""Seconds for one block, which is a second of a slow link."""
+"""Timeout in seconds for one block, which takes about a second on a slow link."""
 
 
 class Rendezvous:
-    """A place where the members of a circle find each other; whoever is first in it opens it."""
+    """The address where the members of a group find each other; the first member opens it."""
 
     def __init__(self) -> None:
-        """Listen on the network that this process talks over, and on no other."""
+        """Listen on gloo's network, and on no other."""
         self._listener = socket.create_server((_own_address(), 0))
 
     @property
     def address(self) -> str:
-        """Host and port."""
+        """Return host and port."""
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}"
 
     def hand_over(self) -> int:
-        """Return the descriptor of the socket, whose owner you are from now on."""
+        """Return the socket's descriptor; the caller owns it from now on."""
         return self._listener.detach()
 
 
-class Circle:
-    """One member's seat in a circle; the others must take theirs meanwhile."""
+class BroadcastGroup:
+    """One member's connection to a broadcast group; the constructor waits for the other members."""
 
     def __init__(
-        self, seat: BroadcastRank, meeting: Rendezvous | None = None, patience: float = PATIENCE
+        self, seat: BroadcastRank, rendezvous: Rendezvous | None = None, patience: float = PATIENCE
     ):
-        """Take a seat, the first one at the meeting that you opened.
+        """Join a group; rank 0 passes the rendezvous that it opened.
 
         Raises:
-            RuntimeError: the others do not come within `patience`.
+            RuntimeError: the other members do not join within `patience` seconds.
         """
         os.environ.setdefault(INTERFACE, "lo")
         import torch
 
-        dist: Any = torch.distributed  # its names that are made in C++ have no types
+        dist: Any = torch.distributed  # its C++ names have no types
         host, _, port = seat.address.rpartition(":")
         limit = timedelta(seconds=patience)
-        own: dict[str, Any] = {} if meeting is None else {"master_listen_fd": meeting.hand_over()}
+        own: dict[str, Any] = {}
+        if rendezvous is not None:
+            own["master_listen_fd"] = rendezvous.hand_over()
         self._store = dist.TCPStore(
-            host, int(port), seat.size, meeting is not None, limit, wait_for_workers=False, **own
+            host, int(port), seat.size, rendezvous is not None, limit, wait_for_workers=False, **own
         )
         self._group = dist.ProcessGroupGloo(self._store, seat.rank, seat.size, limit)
 
     def begin(self, block: Tensor) -> Any:
-        """Begin to send a block, or to fill it; `wait()` of what you get raises where that fails."""
+        """Begin to send a block, or to receive one; `wait()` of the result raises if that fails."""
         return self._group.broadcast(block, 0)
 
 
 def forward_blocks(
-    blocks: Iterable[Tensor], hears: Circle | None, tells: Circle | None
+    blocks: Iterable[Tensor], receives: BroadcastGroup | None, sends: BroadcastGroup | None
 ) -> Iterator[Tensor]:
-    """Yield blocks as they are filled, and let the next circle have them meanwhile.
+    """Yield each block once it is received, and forward it to the next group meanwhile.
 
     Raises:
-        ConnectionError: a member of either circle is gone.
+        ConnectionError: a member of either group has died.
     """
     under_way: Any = None
     try:
         for block in blocks:
-            if hears is not None:
-                hears.begin(block).wait()
+            if receives is not None:
+                receives.begin(block).wait()
             if under_way is not None:
                 under_way.wait()
-            under_way = None if tells is None else tells.begin(block)
+            under_way = None if sends is None else sends.begin(block)
             yield block
         if under_way is not None:
             under_way.wait()
     except RuntimeError as error:
         first, *_ = str(error).splitlines()
-        raise ConnectionError(f"a broadcast broke off: {first}") from None
+        raise ConnectionError(f"a broadcast of weights failed: {first}") from None
 
 
 def read_blocks(path: Path) -> Iterator[Tensor]:
@@ -114,7 +112,7 @@ def read_blocks(path: Path) -> Iterator[Tensor]:
 
 
 def new_blocks(num_bytes: int) -> Iterator[Tensor]:
-    """Yield blocks to be filled with so many bytes."""
+    """Yield empty blocks for so many bytes."""
     import torch
 
     for offset in range(0, num_bytes, BLOCK_BYTES):
@@ -122,52 +120,54 @@ def new_blocks(num_bytes: int) -> Iterator[Tensor]:
 
 
 def _own_address() -> str:
-    """Return the address of the network that gloo uses here."""
+    """Return this machine's address in gloo's network."""
     name = os.environ.get(INTERFACE, "lo")
     import psutil
 
-    for found in psutil.net_if_addrs().get(name, []):
-        if found.family == socket.AF_INET:
-            return found.address
-    raise ValueError(f"{INTERFACE}={name}: no network of that name with an address here")
+    for each in psutil.net_if_addrs().get(name, []):
+        if each.family == socket.AF_INET:
+            return each.address
+    raise ValueError(
+        f"{INTERFACE}={name}: this machine has no network interface of that name with an IPv4 address"
+    )
 
 
 class BroadcastPeer(NamedTuple):
-    """A relay, and who it is: another one at the same place is somebody else."""
+    """A relay and its identity; a restarted relay at the same site has another identity."""
 
     identity: int
     relay: RelayRole
 
 
 class FanOut:
-    """The circles that there are."""
+    """The current broadcast groups, which are reused while their members stay the same."""
 
     def __init__(self) -> None:
-        self._seated: tuple[int, ...] = ()
+        self._members: tuple[int, ...] = ()
 
     async def send(
         self, parcel: Parcel, first: BroadcastPeer, others: Sequence[BroadcastPeer]
     ) -> None:
-        """Bring the pieces of a parcel from the first to all others.
+        """Send the pieces of a parcel from the first relay to all others.
 
         Raises:
-            Exception: it failed for somebody, and so did it for all; whose fault it was is not known.
+            Exception: it failed for one relay, and therefore for all; the error does not show which relay.
         """
-        seated = tuple(member.identity for member in (first, *others))
+        members = tuple(member.identity for member in (first, *others))
         try:
-            if seated != self._seated:
-                self._seated = ()
+            if members != self._members:
+                self._members = ()
                 await _join_broadcast(first.relay, [member.relay for member in others])
-            self._seated = ()  # until all have heard
+            self._members = ()  # until all have received it
             await asyncio.gather(*(one.relay.broadcast(parcel) for one in (first, *others)))
-            self._seated = seated
+            self._members = members
         except BaseException:
-            self._seated = ()
+            self._members = ()
             raise
 
 
 async def _join_broadcast(first: RelayRole, others: Sequence[RelayRole]) -> None:
-    """BroadcastRank all in two circles: the first and the head of the others, the head and the rest."""
+    """Connect all relays in two groups: the first with the head of the others, and the head with the rest."""
     head, *rest = others
     outer, inner = await first.listen(), await head.listen() if rest else ""
 

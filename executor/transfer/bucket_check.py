@@ -1,4 +1,4 @@
-"""Verify the checksums of pushed weight buckets, on all threads of a worker."""
+"""Verify the checksums of pushed weight buckets with all threads of a worker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 THREADS = "OMP_NUM_THREADS"
-"""Where a worker finds how many threads it has; one where nobody says so."""
+"""Environment variable with the number of threads of a worker; default 1."""
 
 
 def run_concurrently(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield what `work` makes of each item, in order; as many are taken at a time as there are threads."""
+    """Yield `work(item)` for each item, in order; take only as many items at a time as there are threads."""
     threads = num_threads()
     left = iter(items)
     with ThreadPoolExecutor(threads) as pool:
@@ -29,16 +29,16 @@ def run_concurrently(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def num_threads() -> int:
-    """Return the threads of this process."""
+    """Return the number of threads of this process."""
     text = os.environ.get(THREADS, "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def verify_buckets(manifest: Manifest) -> str:
-    """Read every bucket, and return the checksum of what was found, which is the manifest's.
+    """Read every bucket, compare its checksum with the manifest's, and return the checksum of all.
 
     Raises:
-        ValueError: a bucket is another than was written; the message names the file and both checksums.
+        ValueError: a bucket differs from the one that was written; the message has the file and both checksums.
     """
     checksums = list(run_concurrently(lambda own: file_checksum(Path(own.path)), manifest.buckets))
     for bucket, found in zip(manifest.buckets, checksums, strict=True):

@@ -1,15 +1,16 @@
-"""What changed from one version of a file of weights to the next, as few bytes: where, and by how much.
+"""Encode what changed between two versions of a weight file in few bytes, and apply it.
 
-A file is read as words of two bytes (or four), as wide as the values that replicas serve, and told block by block:
+A file is read as words of two or four bytes, the size of the values that replicas serve. A delta has these data for each
+block of words:
 
-    gaps      words that stay between one that changed and the next, a byte each: 255 stands for 255 that stay and no
+    gaps      number of unchanged words before each changed word, one byte each; 255 means 255 unchanged words and no
               change after them
-    changes   the new word less the old one, modulo its width, with its sign in the lowest bit (zigzag); all lowest
-              bytes first, then all next ones, so that the many zeros of small changes lie together
+    changes   new word minus old word, modulo the word size, with the sign in the lowest bit (zigzag); first all lowest
+              bytes, then all next ones, so that the zeros of small changes are adjacent
 
-Both are compressed with Zstandard. A step at a small learning rate moves a bfloat16 to one of its neighbours, so that
-most changes are 1 or 2 in that form. What comes out is right only on top of the very bytes that it was made from, which
-is for the checksum of the result to say.
+Both are compressed with Zstandard. At a small learning rate, a step moves a bfloat16 value to one of its neighbours, so
+most changes are 1 or 2 in this form. The result is correct only if the base has exactly the bytes that the delta was
+made from. The caller verifies this with the checksum of the result.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ import numpy.typing as npt
 import zstandard
 
 WIDTHS = (2, 4)
-"""Bytes of a word: of bfloat16 and float16, and of float32."""
+"""Bytes of a word: 2 for bfloat16 and float16, 4 for float32."""
 BLOCK_WORDS = 1 << 22
-"""Words that are compared at once, so that what is held beside the file stays small."""
+"""Number of words that are compared at once, which limits the memory used."""
 SKIP = 255
 LEVEL = 1
-"""Of Zstandard: higher ones win a few percent here, and take several times as long."""
+"""Compression level of Zstandard; higher levels save a few percent and take several times as long."""
 
 Words = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """What changed in `BLOCK_WORDS` consecutive words, or in as many as are left."""
+    """Changes in `BLOCK_WORDS` consecutive words; the last block may be shorter."""
 
     num_changes: int
     gaps: bytes
@@ -43,24 +44,26 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileDelta(msgspec.Struct, frozen=True, array_like=True):
-    """What changed in a file, whose size did not."""
+    """Changes of a file whose size is the same as before."""
 
     width: int
     num_bytes: int
     blocks: list[Block]
     tail: bytes
-    """The last bytes, which fill no word, as they are now."""
+    """The new last bytes, if they do not fill a word."""
 
 
 def encode_delta(base: Path, new: Path, width: int) -> bytes:
-    """Return what makes the bytes of `new` from those of `base`.
+    """Encode the changes that turn `base` into `new`.
 
     Raises:
-        ValueError: they are not equally long, so that they are not two versions of the same tensors.
+        ValueError: the files have different sizes, so they are not two versions of the same tensors.
     """
     size = new.stat().st_size
     if base.stat().st_size != size:
-        raise ValueError(f"{new}: {size} bytes, but {base.stat().st_size} before")
+        raise ValueError(
+            f"{new}: {size} bytes, but {base.stat().st_size} before; send the whole file"
+        )
     old_words, words = _words(base, width), _words(new, width)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     blocks = [
@@ -73,25 +76,26 @@ def encode_delta(base: Path, new: Path, width: int) -> bytes:
 
 
 def decode_delta(base: Path, delta: bytes) -> Iterator[bytes]:
-    """Yield the bytes of the file that a delta tells of, in order.
+    """Yield the bytes of the new file, in order.
 
     Raises:
-        ValueError: it is none, or tells of another file than `base`.
+        ValueError: `delta` is corrupt, or was made from another file than `base`.
     """
-    told = _read(delta)
-    if base.stat().st_size != told.num_bytes:
-        raise ValueError(f"{base}: {base.stat().st_size} bytes, its delta is of {told.num_bytes}")
-    words = _words(base, told.width)
-    if len(told.blocks) != -(-len(words) // BLOCK_WORDS):
-        raise ValueError(f"{base}: a delta of {len(told.blocks)} blocks")
-    for number, block in enumerate(told.blocks):
+    parsed = _read(delta)
+    if base.stat().st_size != parsed.num_bytes:
+        size = base.stat().st_size
+        raise ValueError(f"{base}: {size} bytes, but its delta is for {parsed.num_bytes} bytes")
+    words = _words(base, parsed.width)
+    if len(parsed.blocks) != (expected := -(-len(words) // BLOCK_WORDS)):
+        raise ValueError(f"{base}: its delta has {len(parsed.blocks)} blocks, expected {expected}")
+    for number, block in enumerate(parsed.blocks):
         at = number * BLOCK_WORDS
         yield _decode(words[at : at + BLOCK_WORDS], block).tobytes()
-    yield told.tail
+    yield parsed.tail
 
 
 def count_changes(delta: bytes) -> int:
-    """Return how many words a delta changes."""
+    """Return the number of words that a delta changes."""
     return sum(block.num_changes for block in _read(delta).blocks)
 
 
@@ -104,26 +108,26 @@ def _words(path: Path, width: int) -> Words:
 
 def _read(delta: bytes) -> FileDelta:
     try:
-        told = msgspec.msgpack.decode(delta, type=FileDelta)
+        parsed = msgspec.msgpack.decode(delta, type=FileDelta)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"what should be a delta is none: {error}") from None
-    if told.width not in WIDTHS:
-        raise ValueError(f"width must be one of {WIDTHS}, got {told.width}")
-    return told
+        raise ValueError(f"corrupt delta: {error}") from None
+    if parsed.width not in WIDTHS:
+        raise ValueError(f"corrupt delta: width must be one of {WIDTHS}, got {parsed.width}")
+    return parsed
 
 
 def _encode(old: Words, new: Words, compressor: zstandard.ZstdCompressor) -> Block:
-    places = np.flatnonzero(old != new)
-    gaps = np.diff(places, prepend=-1) - 1
+    changed = np.flatnonzero(old != new)
+    gaps = np.diff(changed, prepend=-1) - 1
     ends = np.cumsum(gaps // SKIP + 1) - 1
     codes = np.full(int(ends[-1]) + 1 if len(ends) else 0, SKIP, np.uint8)
     codes[ends] = gaps % SKIP
-    change = new[places] - old[places]
+    change = new[changed] - old[changed]
     signed = change.view(f"<i{new.itemsize}")
     zigzag = (change << 1) ^ (signed >> (8 * new.itemsize - 1)).view(change.dtype)
     planes = zigzag.view(np.uint8).reshape(-1, new.itemsize).T
     return Block(
-        len(places), compressor.compress(codes.tobytes()), compressor.compress(planes.tobytes())
+        len(changed), compressor.compress(codes.tobytes()), compressor.compress(planes.tobytes())
     )
 
 
@@ -133,21 +137,24 @@ def _decode(old: Words, block: Block) -> Words:
     planes = np.frombuffer(_decompress(block.changes, most=len(old) * width), np.uint8)
     is_change = codes != SKIP
     if np.count_nonzero(is_change) != block.num_changes or len(planes) != block.num_changes * width:
-        raise ValueError(f"a block of {block.num_changes} changes tells of another number")
-    places = np.cumsum(codes, dtype=np.int64)[is_change] + np.arange(block.num_changes)
-    if len(places) and places[-1] >= len(old):
-        raise ValueError(f"a change of word {places[-1]} of {len(old)}")
+        raise ValueError(
+            f"corrupt delta: header says {block.num_changes} changes, block has "
+            f"{np.count_nonzero(is_change)} positions and {len(planes)} bytes"
+        )
+    changed = np.cumsum(codes, dtype=np.int64)[is_change] + np.arange(block.num_changes)
+    if len(changed) and changed[-1] >= len(old):
+        raise ValueError(f"corrupt delta: it changes word {changed[-1]} of only {len(old)} words")
     zigzag = np.ascontiguousarray(planes.reshape(width, -1).T).view(old.dtype).reshape(-1)
     new = np.array(old)
-    new[places] += (zigzag >> 1) ^ (-(zigzag & 1).view(f"<i{width}")).view(old.dtype)
+    new[changed] += (zigzag >> 1) ^ (-(zigzag & 1).view(f"<i{width}")).view(old.dtype)
     return new
 
 
 def _decompress(data: bytes, most: int) -> bytes:
-    """Return what was compressed, at most so many bytes of it."""
+    """Return the decompressed data; raise if it has more than `most` bytes."""
     try:
         if zstandard.frame_content_size(data) > most:
-            raise ValueError(f"a block of more than {most} bytes")
+            raise ValueError(f"corrupt delta: a block has more than {most} bytes")
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
-        raise ValueError(f"what should be a delta is none: {error}") from None
+        raise ValueError(f"corrupt delta: {error}") from None

@@ -1,10 +1,10 @@
-"""A relay: holds weight versions on one machine, for all replicas there, and makes what other relays need of them.
+"""A relay keeps weight versions on one machine for all replicas there, and prepares them for other relays.
 
-    trainer -- writes --> relay beside it -- parcels --> a relay at every other place -- buckets --> its replicas
+    trainer -- writes --> its relay -- parcels --> one relay on each other machine -- buckets --> its replicas
 
-A version crosses the network once for each place, however many replicas wait there, and lies there whole, checked against
-the checksums that it was written with, before any replica is told of it. What comes out of order, or damaged, is
-refused: whoever sent it sends the whole version then.
+A version crosses the network once for each machine, however many replicas are there. The receiving relay rebuilds the
+whole version and verifies its checksums before any replica loads it. It rejects a parcel that is damaged or has the
+wrong base. Then the sender sends the whole version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from streamrl.executor.roles import (
     RelayRole,
 )
 from streamrl.executor.transfer.broadcast import (
-    Circle,
+    BroadcastGroup,
     Rendezvous,
     forward_blocks,
     new_blocks,
@@ -52,14 +52,14 @@ R = TypeVar("R")
 
 
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a relay needs to know."""
+    """Settings of a relay."""
 
     model: str
     """Hugging Face directory of the weights that adapters are merged with."""
     dtype: str
-    """That replicas serve."""
+    """Dtype that replicas serve."""
     merges_adapters: bool = True
-    """Whether replicas here load whole weights, with adapters merged in, or adapters alone."""
+    """Whether replicas here load whole weights with merged adapters (True), or only adapters (False)."""
     num_threads: int = 1
 
     def __post_init__(self) -> None:
@@ -68,25 +68,25 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayWorker(RelayRole):
-    """The relay of one machine; call every method on one event loop."""
+    """The relay of one machine; call all methods on one event loop."""
 
     def __init__(self, config: RelaySettings) -> None:
-        """Make nothing yet."""
+        """Store the settings; `start` creates the directory."""
         self.config = config
         self._directory: SharedDirectory | None = None
         self._versions: dict[str, Manifest] = {}
-        """Versions that came from elsewhere, by checksum."""
-        self._meeting: Rendezvous | None = None
-        self._hears: Circle | None = None
-        self._tells: Circle | None = None
+        """Received versions, by checksum."""
+        self._rendezvous: Rendezvous | None = None
+        self._receives: BroadcastGroup | None = None
+        self._sends: BroadcastGroup | None = None
 
     async def start(self) -> str:
-        """Make the directory, and return its path."""
+        """Create the directory, and return its path."""
         self._directory = SharedDirectory("weights")
         return str(self._directory.path)
 
     async def pack(self, manifest: Manifest, kind: str, base: Manifest | None) -> Parcel:
-        """Return what another place needs to have a version; of a delta's base the buckets must lie here.
+        """Return the parcel that another relay needs for a version; the buckets of a delta's base must be here.
 
         Raises:
             ValueError: the base has other tensors.
@@ -97,61 +97,61 @@ class RelayWorker(RelayRole):
         return await asyncio.to_thread(self._encode, manifest, base)
 
     async def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return bytes of a file below the relay's directory."""
-        found = Path(os.path.realpath(path))
-        if not found.is_relative_to(os.path.realpath(self._path)):
-            raise ValueError(f"{path} is not below {self._path}")
-        return await asyncio.to_thread(_read, found, offset, size)
+        """Return bytes of a file in the relay's directory."""
+        real = Path(os.path.realpath(path))
+        if not real.is_relative_to(os.path.realpath(self._path)):
+            raise ValueError(f"{path} is not below the relay's directory {self._path}")
+        return await asyncio.to_thread(_read, real, offset, size)
 
     async def receive(self, version: int, piece: int, offset: int, data: bytes) -> None:
-        """Take bytes of a piece of a parcel."""
+        """Write received bytes to a piece of a parcel."""
         await asyncio.to_thread(_write, self._inbox(version) / str(piece), offset, data)
 
     async def listen(self) -> str:
-        """Open a meeting for the circle that this one will tell, and return its address."""
-        self._meeting = Rendezvous()
-        return self._meeting.address
+        """Open the rendezvous of the group that this relay will send to, and return its address."""
+        self._rendezvous = Rendezvous()
+        return self._rendezvous.address
 
     async def join_broadcast(
         self, hears: BroadcastRank | None, tells: BroadcastRank | None
     ) -> None:
-        """Take the seats of this one; the first in the circle that it tells is the one that listens."""
-        self._hears = self._tells = None
+        """Join the group that this relay receives from, the group that it sends to, or both."""
+        self._receives = self._sends = None
         if hears is not None:
-            self._hears = await asyncio.to_thread(Circle, hears)
+            self._receives = await asyncio.to_thread(BroadcastGroup, hears)
         if tells is not None:
-            meeting, self._meeting = self._meeting, None
-            self._tells = await asyncio.to_thread(Circle, tells, meeting)
+            rendezvous, self._rendezvous = self._rendezvous, None
+            self._sends = await asyncio.to_thread(BroadcastGroup, tells, rendezvous)
 
     async def broadcast(self, parcel: Parcel) -> None:
-        """Hear or read the pieces of a parcel, and tell them on.
+        """Receive or read the pieces of a parcel, and send them on.
 
         Raises:
-            ConnectionError: a member of a circle is gone.
+            ConnectionError: a member of a group has died.
         """
         await asyncio.to_thread(self._broadcast, parcel)
 
     async def unpack(self, parcel: Parcel, is_here: bool) -> Arrived:
-        """Make a version out of a parcel whose pieces were received, or lie on this machine, and return it.
+        """Build a version from a parcel whose pieces were received, or are on this machine, and return it.
 
         Raises:
-            ValueError: its base is not here, a piece or what comes out is not what was sent; nothing has changed then.
+            ValueError: the base is missing, or a checksum of a piece or of the result differs; then nothing has changed.
         """
         return await asyncio.to_thread(self._unpack, parcel, is_here)
 
     async def keep(self, checksums: list[str]) -> None:
-        """Remove every version that came from elsewhere but these."""
+        """Remove all received versions except these."""
         for checksum in set(self._versions) - set(checksums):
             gone = self._versions.pop(checksum)
             shutil.rmtree(Path(gone.buckets[0].path).parent, ignore_errors=True)
 
     async def remove(self, version: int) -> None:
-        """Remove a version that was written here, with what was packed of it."""
+        """Remove a version that was written here, and its parcels."""
         remove_version(self._path, version)
         shutil.rmtree(_packed(self._path, version), ignore_errors=True)
 
     async def stop(self) -> None:
-        """Remove the directory with all that lies in it."""
+        """Remove the directory with its content."""
         if self._directory is not None:
             self._directory.remove()
 
@@ -164,17 +164,17 @@ class RelayWorker(RelayRole):
         return self._path / f"{INBOX}-v{version:06d}"
 
     def _broadcast(self, parcel: Parcel) -> None:
-        inbox, is_first = self._inbox(parcel.result.version), self._hears is None
+        inbox, is_first = self._inbox(parcel.result.version), self._receives is None
         for number, piece in enumerate(parcel.pieces):
             blocks = read_blocks(Path(piece.path)) if is_first else new_blocks(piece.num_bytes)
             offset = 0
-            for block in forward_blocks(blocks, self._hears, self._tells):
+            for block in forward_blocks(blocks, self._receives, self._sends):
                 if not is_first:
                     _write(inbox / str(number), offset, block.numpy().data)
                 offset += block.numel()
 
     def _encode(self, manifest: Manifest, base: Manifest) -> Parcel:
-        """Write what changed since `base`."""
+        """Write the changes since `base`."""
         began_at = time.perf_counter()
         if len(base.buckets) != len(manifest.buckets):
             raise ValueError(f"{len(manifest.buckets)} buckets, but {len(base.buckets)} before")
@@ -202,7 +202,7 @@ class RelayWorker(RelayRole):
                 Path(piece.path) if is_here else inbox / str(number)
                 for number, piece in enumerate(parcel.pieces)
             ]
-            if parcel.kind != "full":  # whose pieces are what comes out, and checked as that
+            if parcel.kind != "full":  # the pieces of a full parcel are the result, verified below
                 for path, piece in zip(pieces, parcel.pieces, strict=True):
                     _checked(path, piece)
             manifest = self._made(parcel, pieces)
@@ -212,14 +212,14 @@ class RelayWorker(RelayRole):
         return Arrived(manifest=manifest, seconds=time.perf_counter() - began_at)
 
     def _made(self, parcel: Parcel, pieces: list[Path]) -> Manifest:
-        """Write the buckets that come out of a parcel."""
+        """Write the buckets of the version that a parcel describes."""
         version, here = parcel.result.version, self._versions.get(parcel.result.checksum)
-        if here is not None:  # sent once more
+        if here is not None:  # sent a second time
             return here
         target = _fresh(version_directory(self._path, version))
         try:
             if parcel.kind == "lora" and self.config.merges_adapters:
-                from streamrl.executor.transfer.adapters import merge  # takes torch
+                from streamrl.executor.transfer.adapters import merge  # imports torch
 
                 config = self.config
                 return merge(config.model, config.dtype, parcel.result, pieces, target)
@@ -229,7 +229,9 @@ class RelayWorker(RelayRole):
             else:
                 base = self._versions.get(parcel.base)
                 if base is None:
-                    raise ValueError(f"version {version} is told from {parcel.base}, not here")
+                    raise ValueError(
+                        f"version {version}: its delta needs {parcel.base}, which is not here"
+                    )
                 make = [
                     partial(_rebuild, Path(old.path), piece)
                     for old, piece in zip(base.buckets, pieces, strict=True)
@@ -245,17 +247,17 @@ class RelayWorker(RelayRole):
 def _buckets(
     expected: Iterable[Bucket], make: Iterable[Callable[[Path], None]], target: Path
 ) -> list[Bucket]:
-    """Make every bucket in a directory, and return them as they lie there, checked."""
-    found = []
+    """Build every bucket in a directory, verify it, and return the buckets with their new paths."""
+    buckets = []
     for bucket, make_one in zip(expected, make, strict=True):
         path = target / Path(bucket.path).name
         make_one(path)
-        found.append(Bucket(str(_checked(path, bucket)), bucket.num_bytes, bucket.checksum))
-    return found
+        buckets.append(Bucket(str(_checked(path, bucket)), bucket.num_bytes, bucket.checksum))
+    return buckets
 
 
 def _place(piece: Path, path: Path) -> None:
-    """Put a whole bucket where it belongs, without a copy where its disk can."""
+    """Put a whole bucket at its path: by a hard link, or by a copy if the file system allows none."""
     try:
         os.link(piece, path)
     except OSError:
@@ -276,12 +278,15 @@ def _checked(path: Path, expected: Bucket) -> Path:
 
 
 def _fresh(path: Path) -> Path:
-    """Return a directory like this one that was never there: who reads another version of its number keeps it."""
+    """Return a new directory named after `path`.
+
+    A version may be written twice. Readers of the first one keep its files.
+    """
     number = 0
-    while (found := path.with_name(f"{path.name}.{number}")).exists():
+    while (fresh := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    found.mkdir(parents=True)
-    return found
+    fresh.mkdir(parents=True)
+    return fresh
 
 
 def _packed(directory: Path, version: int) -> Path:

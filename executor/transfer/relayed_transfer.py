@@ -1,7 +1,7 @@
-"""The way of weights over relays: one beside the trainer, one at every place that has replicas.
+"""Send weights through relays: one on the trainer's machine, and one at each other site that has replicas.
 
-Each place is sent a version once, in whatever form it needs to have the whole: all of it, what changed since the last one
-it has, or adapters. A place that refuses a delta, because it began anew, or lacks or garbled something, is sent all of it.
+A site receives each version once. It receives the whole version, the changes since the newest version that it has, or
+adapters. If a site rejects a delta because it restarted or lacks data, it receives the whole version.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from streamrl.runfile.policies_config import SyncConfig
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 8 * 2**20
-"""Of a piece that is sent at once: a second of a slow link, far more than a round trip of a fast one."""
+"""Bytes of a piece that are sent at once: a second on a slow link, far above the latency of a fast one."""
 CHUNKS_UNDER_WAY = 4
-"""So that a link is never empty while the next bytes are read."""
-NEAR = "beside the trainer"
+"""Chunks sent at the same time, so that the link stays busy while the next chunk is read."""
+NEAR = "on the trainer's machine"
 
 T = TypeVar("T")
 StartRelay = Callable[[str | None], Awaitable[Handle]]
-"""Starts the relay of a place; None: the one beside the trainer."""
+"""Starts the relay of a site; None: the one on the trainer's machine."""
 
 
 @dataclass
 class Site:
-    """A relay, and the versions that lie there."""
+    """A relay and the versions that it has."""
 
     name: str
     handle: Handle
     relay: RelayRole
     directory: Path
     where: str
-    """The machine, as the launcher names places."""
+    """The machine, under the launcher's name."""
     manifests: dict[int, Manifest] = field(default_factory=dict)
     num_deltas: int = 0
-    """Since the last version that was sent whole."""
+    """Number of deltas since the last version that was sent whole."""
     heard: tuple[Parcel, float] | None = None
-    """A parcel whose pieces a broadcast has brought, and the seconds that it took."""
+    """The parcel whose pieces arrived by broadcast, and the seconds that this took."""
     bringing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass
 class Transit:
-    """What a push took, at the place that took longest."""
+    """Bytes and seconds of a push; each time is that of the slowest site."""
 
     num_bytes: int = 0
     encode_time: float = 0.0
@@ -67,7 +67,7 @@ class Transit:
 
 
 class RelayedTransfer(TransferRole):
-    """Owner of the relays, and of what lies with them."""
+    """Owns the relays and the versions that they have."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class RelayedTransfer(TransferRole):
         start_relay: StartRelay,
         trainer_place: Callable[[], str] = lambda: "",
     ) -> None:
-        """Start nothing yet.
+        """Store the arguments; relays start later.
 
         Args:
-            write: the trainer's push.
-            sync: what is sent.
-            start_relay: starts relays.
-            trainer_place: the place of the trainer's machine, whose files the relay beside it sees; it may change with
-                the trainer.
+            write: writes the trainer's weights.
+            sync: settings of `sync`: mode, wire and anchors.
+            start_relay: starts a relay.
+            trainer_place: returns the trainer's machine, where the near relay must run; it changes when the trainer
+                restarts elsewhere.
         """
         self._write = write
         self._sync = sync
@@ -93,34 +93,34 @@ class RelayedTransfer(TransferRole):
         self._places: dict[str, Site] = {}
         self._place_of: dict[int, str] = {}
         self._parcels: dict[tuple[str, str], asyncio.Future[Parcel]] = {}
-        """By what comes out and its base."""
+        """Parcels by checksum of the result and of the base."""
         self._wanted = RetainedVersions()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = asyncio.Lock()
         self._fan_out = FanOut()
 
     def join(self, replica: int, place: str) -> None:
-        """Enter where a replica loads weights."""
+        """Record where a replica loads weights."""
         self._place_of[replica] = place
 
     def leave(self, replica: int) -> None:
-        """Enter that a replica is gone; its place stays, for the one that replaces it."""
+        """Forget a replica; its site stays for the replica that replaces it."""
         self._place_of.pop(replica, None)
 
     async def prepare(self) -> None:
-        """Start the relay beside the trainer, so that no push waits for it while the trainer goes on."""
+        """Start the relay on the trainer's machine early, so that no push waits for it."""
         try:
             await self._near_place()
         except ConnectionError as error:
             logger.warning(f"{error}; the next push tries again")
 
     async def push(self, command: PushWeights) -> WeightsPushed:
-        """Bring a version to every place that has replicas."""
+        """Send a version to every site that has replicas."""
         version, near = command.version, await self._near_place()
         self._wanted.begin(version)
         manifest = await self._write(version, near.directory)
         before = near.manifests.get(version)
-        if before is not None:  # the trainer was rolled back, and its files are overwritten
+        if before is not None:  # the trainer was rolled back, and its files were overwritten
             self._forget_parcels(before)
         near.manifests[version] = manifest
         sent = Transit()
@@ -134,9 +134,9 @@ class RelayedTransfer(TransferRole):
         for error in errors:
             if not isinstance(error, ConnectionError):
                 raise error
-            logger.warning(f"weights of step {version} did not reach every place: {error}")
+            logger.warning(f"weights of step {version} did not reach all sites: {error}")
         if errors and len(errors) == len(places):
-            raise ConnectionError(f"weights of step {version} reached no place: {errors[0]}")
+            raise ConnectionError(f"weights of step {version} did not reach any site: {errors[0]}")
         self._wanted.enter(version)
         self._remove_unwanted()
         return WeightsPushed(
@@ -149,7 +149,7 @@ class RelayedTransfer(TransferRole):
         )
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
-        """Return what a replica loads, brought to its place where that does not have it."""
+        """Return the manifest for a replica; send the version to its site first if necessary."""
         near = self._near
         if not self._wanted.was_pushed(version):
             return None
@@ -157,20 +157,22 @@ class RelayedTransfer(TransferRole):
         if near is None or version not in near.manifests:
             there = self._places[name].manifests if name in self._places else {}
             if version not in there:
-                raise ConnectionError(f"weights of step {version} are gone")
+                raise ConnectionError(
+                    f"weights of step {version} were removed; load a newer version"
+                )
             return there[version]
         try:
             await self._bring(name, near.manifests[version], Transit())
-        except WorkerLostError:  # another one is started
+        except WorkerLostError:  # start another relay and try once more
             await self._bring_again(name, near.manifests[version])
         return self._places[name].manifests[version]
 
     async def _broadcast(self, names: list[str], manifest: Manifest) -> None:
-        """Let places that need the same parcel hear it together; who hears nothing is sent it alone."""
+        """Broadcast to the sites that need the same parcel; a site that receives nothing is sent it later."""
         hearers: dict[str, list[Site]] = {}
         parcels: dict[str, Parcel] = {}
         for name in names:
-            with suppress(ConnectionError):  # told where it is sent to alone
+            with suppress(ConnectionError):  # reported later, when the parcel is sent to this site
                 place = await self._place(name)
                 if place.where != self._trainer_place():
                     parcel = await self._parcel(manifest, self._base(place, manifest.version))
@@ -183,7 +185,7 @@ class RelayedTransfer(TransferRole):
                 await self._fan_out.send(parcels[base], members[0], members[1:])
             except (RuntimeError, ValueError, OSError) as error:
                 logger.warning(
-                    f"weights of step {manifest.version} are sent to each place alone: {error}"
+                    f"broadcast of the weights of step {manifest.version} failed, sending to each site: {error}"
                 )
                 continue
             for place in places:
@@ -192,42 +194,44 @@ class RelayedTransfer(TransferRole):
     async def _bring_again(self, name: str, manifest: Manifest) -> None:
         try:
             await self._bring(name, manifest, Transit())
-        except WorkerLostError as error:  # it is no replica's loss
-            raise ConnectionError(f"weights do not reach {name}: {error}") from None
+        except WorkerLostError as error:  # the relay is lost, not the replica
+            raise ConnectionError(f"weights cannot reach {name}: {error}") from None
 
     def hold(self, version: int) -> None:
-        """Keep a version for someone who will load it, also where a newer one is there."""
+        """Keep a version for a replica that will load it, even if there is a newer one."""
         self._wanted.hold(version)
 
     def release(self, version: int) -> None:
-        """Let go of a version that was held."""
+        """Undo one `hold` of a version."""
         self._wanted.release(version)
         self._remove_unwanted()
 
     async def close(self) -> None:
-        """End the relays, which leave nothing behind."""
+        """End the relays, which remove their data."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*map(_end, self._all_places()), return_exceptions=True)
         self.stop()
 
     def stop(self) -> None:
-        """Kill the relays, which leave nothing behind on a machine that goes on."""
+        """Kill the relays, and remove their data on this machine."""
         for place in self._all_places():
             place.handle.kill("was ended with the run")
-            shutil.rmtree(place.directory, ignore_errors=True)  # where it is on this machine
+            shutil.rmtree(
+                place.directory, ignore_errors=True
+            )  # exists only if it is on this machine
         self._places.clear()
         self._near = None
 
     def _all_places(self) -> list[Site]:
         return [*self._places.values(), *([] if self._near is None else [self._near])]
 
-    # Places -------------------------------------------------------------------------------------
+    # Sites --------------------------------------------------------------------------------------
 
     async def _near_place(self) -> Site:
         async with self._starting:
             if self._near is not None and self._near.where != self._trainer_place():
-                self._lose(self._near)  # the trainer has come up elsewhere
+                self._lose(self._near)  # the trainer restarted on another machine
             if self._near is None:
                 self._near = await self._start(None)
             return self._near
@@ -241,16 +245,16 @@ class RelayedTransfer(TransferRole):
     async def _start(self, name: str | None) -> Site:
         try:
             handle = await self._start_relay(name)
-            # `remote` makes the calls of a Protocol
+            # `remote` implements the methods of a Protocol
             relay = remote(RelayRole, handle)
             directory = Path(await relay.start())
         except WorkerLostError as error:
-            raise ConnectionError(f"relay at {name or NEAR} does not come up: {error}") from None
+            raise ConnectionError(f"relay {name or NEAR} does not start: {error}") from None
         where = self._trainer_place() if name is None else name
         return Site(name or NEAR, handle, relay, directory, where)
 
     def _lose(self, place: Site) -> None:
-        """Forget a relay that is lost; the next who needs it starts another."""
+        """Forget a lost relay; the next call that needs it starts another one."""
         place.handle.kill("is lost")
         if self._near is place:
             self._near = None
@@ -261,7 +265,7 @@ class RelayedTransfer(TransferRole):
     # Parcels ------------------------------------------------------------------------------------
 
     async def _bring(self, name: str, manifest: Manifest, sent: Transit) -> None:
-        """Let a place have a version, whatever it has."""
+        """Make sure that a site has a version, whatever it has now."""
         place, version = await self._place(name), manifest.version
         async with place.bringing:
             here = place.manifests.get(version)
@@ -282,7 +286,7 @@ class RelayedTransfer(TransferRole):
                 await self._send(place, version, await self._parcel(manifest, None), sent)
 
     def _base(self, place: Site, version: int) -> Manifest | None:
-        """Return the version to tell a place the changes from; None where it is sent whole."""
+        """Return the base of the next delta for a site; None if the whole version is sent."""
         if self._sync.mode != "delta" or place.num_deltas + 1 >= self._sync.anchor_every:
             return None
         near = self._near.manifests if self._near is not None else {}
@@ -294,7 +298,7 @@ class RelayedTransfer(TransferRole):
         return near[max(shared)] if shared else None
 
     async def _parcel(self, manifest: Manifest, base: Manifest | None) -> Parcel:
-        """Return what a place with this base is sent; several places share it."""
+        """Return the parcel for sites with this base; these sites share it."""
         key = (manifest.checksum, "" if base is None else base.checksum)
         if key not in self._parcels:
             near = await self._near_place()
@@ -307,7 +311,7 @@ class RelayedTransfer(TransferRole):
             raise
 
     async def _of_near(self, near: Site, call: Awaitable[T]) -> T:
-        """Await a call of the relay beside the trainer, whose loss is no replica's and not the trainer's."""
+        """Await a call of the near relay; its loss is not the loss of a replica or of the trainer."""
         try:
             return await call
         except WorkerLostError as error:
@@ -315,7 +319,7 @@ class RelayedTransfer(TransferRole):
             raise ConnectionError(f"the relay {NEAR} is lost: {error}") from None
 
     async def _send(self, place: Site, version: int, parcel: Parcel, sent: Transit) -> None:
-        """Send a parcel, which is of another version where a step changed nothing."""
+        """Send a parcel to a site; its result may have another version number if a step changed nothing."""
         began_at, is_here = time.monotonic(), place.where == self._trainer_place()
         heard, wire_time = place.heard or (None, 0.0)
         place.heard = None
@@ -350,7 +354,7 @@ class RelayedTransfer(TransferRole):
             for chunk in chunks:
                 chunk.cancel()
 
-    # What is wanted -----------------------------------------------------------------------------
+    # Removal of versions ------------------------------------------------------------------------
 
     def _remove_unwanted(self) -> None:
         near = self._near
@@ -367,7 +371,7 @@ class RelayedTransfer(TransferRole):
                 self._call(place.relay.keep(kept))
 
     def _forget(self, near: Site, manifest: Manifest) -> None:
-        """Remove a version beside the trainer, with what was packed of it."""
+        """Remove a version on the trainer's machine, and its parcels."""
         self._forget_parcels(manifest)
         self._call(near.relay.remove(manifest.version))
 
@@ -376,7 +380,7 @@ class RelayedTransfer(TransferRole):
             del self._parcels[key]
 
     def _call(self, call: Awaitable[None]) -> None:
-        """Let a relay do something that nobody waits for."""
+        """Call a relay without waiting for the result."""
         task = asyncio.ensure_future(call)
         self._tasks.add(task)
         task.add_done_callback(self._forget_call)
@@ -384,7 +388,7 @@ class RelayedTransfer(TransferRole):
     def _forget_call(self, task: asyncio.Future[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or isinstance(task.exception(), WorkerLostError):
-            return  # whoever needs a lost one next finds out
+            return  # the next call that needs this relay notices
         if (error := task.exception()) is not None:
             logger.warning(f"a relay could not remove weights: {error}")
 

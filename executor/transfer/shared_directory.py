@@ -1,4 +1,4 @@
-"""Own a directory in shared memory, and name the directory of each weight version in it."""
+"""Own a directory in shared memory; each weight version has a subdirectory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PREFIX = "streamrl-"
 
 
 class SharedDirectory:
-    """A fresh directory that only this user can open, in shared memory where there is one.
+    """A new directory that only this user can open, in shared memory if the machine has it.
 
-    It is gone once you remove it. Where you die before that it stays until somebody makes the next one, which removes
-    all that have no owner any more.
+    `remove` deletes it. If the owner dies first, the next owner on this machine deletes it: each new one removes
+    all directories without a living owner.
     """
 
     def __init__(self, name: str) -> None:
-        """Make the directory.
+        """Create the directory.
 
         Args:
-            name: what it is for, in letters, digits, `_`, `-` and `.`.
+            name: its purpose; letters, digits, `_`, `-` and `.`.
 
         Raises:
-            ValueError: the name has others.
+            ValueError: the name has other characters.
         """
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"name must be letters, digits, '_', '-' or '.', got {name!r}")
@@ -42,26 +42,26 @@ class SharedDirectory:
         self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
 
     def remove(self) -> None:
-        """Remove it with all that lies in it; once is enough."""
+        """Remove the directory with its content; repeated calls do nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the directories of this user whose owners are dead."""
+    """Remove directories of this user whose owners have died."""
     for path in parent.glob(f"{PREFIX}*"):
-        with suppress(FileNotFoundError):  # its owner has removed it meanwhile
+        with suppress(FileNotFoundError):  # its owner may remove it meanwhile
             if path.stat().st_uid == os.getuid() and is_abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def version_directory(directory: Path, version: int) -> Path:
-    """Return where the buckets of `version` lie."""
+    """Return the directory with the buckets of `version`."""
     return directory / f"v{version:06d}"
 
 
 def remove_version(directory: Path, version: int) -> None:
-    """Remove the buckets of `version`; a version that is not there is removed already."""
+    """Remove the buckets of `version`, if they exist."""
     target = version_directory(directory, version)
     if target.exists():
         shutil.rmtree(target)

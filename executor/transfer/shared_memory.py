@@ -1,4 +1,4 @@
-"""Weights between processes: versioned, checksummed safetensors buckets in shared memory."""
+"""Write and read weights in shared memory: versioned safetensors buckets with checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamrl.executor.transfer.bucket_check import run_concurrently
 from streamrl.executor.transfer.shared_directory import version_directory
 
 BUCKET_BYTES = 256 * 2**20
-"""Large enough that opening a file costs nothing beside its bytes, small enough to stage."""
+"""Maximum bytes of a bucket: large compared with the cost of opening a file, small enough to stage."""
 
 
 def write_buckets(
@@ -29,12 +29,11 @@ def write_buckets(
     version: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Manifest:
-    """Write one weight version to `directory/v{version:06d}/` and return what a reader needs.
+    """Write one weight version to `directory/v{version:06d}/`, and return its manifest.
 
-    Buckets fill in the order of `tensors` up to `bucket_bytes`; a larger tensor has one of its own.
-    Names that share one tensor (tied weights) are written once and read back under every name. A
-    file has its final name only when whole, and a reader of an earlier write keeps its bytes.
-    Raises ValueError where a name comes twice.
+    Buckets fill in the order of `tensors` up to `bucket_bytes`; a larger tensor gets its own bucket. Names that share
+    one tensor (tied weights) are written once, and `read_buckets` yields each name. A file gets its final name only
+    when it is complete. A reader of an earlier write keeps its bytes. Raises `ValueError` for a repeated name.
     """
     target = version_directory(directory, version)
     target.mkdir(parents=True, exist_ok=True)
@@ -47,7 +46,7 @@ def write_version(
     version: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Manifest:
-    """Write one weight version into a directory; see `write_buckets`."""
+    """Write one weight version to a directory; see `write_buckets`."""
     contents = enumerate(_fill_buckets(tensors, bucket_bytes))
 
     def write(numbered: tuple[int, Contents]) -> Bucket:
@@ -58,14 +57,14 @@ def write_version(
 
 
 def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each name with its tensor, mapped from buckets that were verified.
+    """Yield each name with its tensor; verify the buckets first.
 
-    Tied names yield the same tensor. A tensor stays valid after its removal.
+    Tensors are memory-mapped. Tied names yield the same tensor. A tensor stays valid after its version is removed.
     """
     names = _names_by_owner(manifest)
     for bucket in manifest.buckets:
         with safe_open(bucket.path, framework="pt") as file:
-            for owner in file.keys():  # noqa: SIM118 - a file handle, which does not iterate
+            for owner in file.keys():  # noqa: SIM118 - a file handle is not iterable
                 tensor = file.get_tensor(owner)
                 yield owner, tensor
                 for name in names.get(owner, []):
@@ -75,7 +74,7 @@ def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
 def cast_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors with floating-point ones in `dtype`, tied ones still as one tensor."""
+    """Yield the tensors, floating-point ones cast to `dtype`; tied tensors stay one tensor."""
     uses = Counter(tensor.data_ptr() for tensor in tensors.values())
     tied: dict[int, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -89,16 +88,16 @@ def cast_tensors(
 
 
 def partial_of(path: Path) -> Path:
-    """Return the directory in which whoever replaces `path` writes what will be there."""
+    """Return the temporary directory in which a replacement of `path` is written."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
 def replaced_directory(path: Path) -> Iterator[Path]:
-    """Yield you an empty directory that takes the place of `path` when you are done with it.
+    """Yield an empty directory that replaces `path` when the block ends.
 
-    `path` is at every moment a complete directory, old or new, or absent; it stays as it was where
-    you raise. One writer at a time.
+    At any moment `path` is a complete directory (old or new) or absent. If the block raises, the old directory stays.
+    Only one writer at a time may do this.
     """
     partial, old = partial_of(path), path.with_name(f".{path.name}.old")
     for leftover in (partial, old):
@@ -115,7 +114,7 @@ def replaced_directory(path: Path) -> Iterator[Path]:
 
 
 Contents = tuple[dict[str, torch.Tensor], dict[str, str]]
-"""Tensors of one bucket by name, and names that stand for a tensor of this or an earlier bucket."""
+"""Tensors of one bucket by name, and other names of tensors in this or an earlier bucket."""
 
 
 def _fill_buckets(
@@ -140,10 +139,10 @@ def _fill_buckets(
 
 
 class _Owners:
-    """The first name of every tensor that is still alive.
+    """The first name of each tensor that still exists.
 
-    An address alone would be a trap: a producer that makes its tensors one by one gets a freed
-    address again, for other weights. While a tensor object lives, its storage is not freed.
+    The address alone does not identify a tensor: a producer that makes tensors one by one may get a freed address
+    again. The weak reference shows whether the tensor still exists.
     """
 
     def __init__(self) -> None:
@@ -152,7 +151,7 @@ class _Owners:
 
     def claim(self, name: str, tensor: torch.Tensor) -> str:
         if name in self.names:
-            raise ValueError(f"tensor {name!r} comes twice")
+            raise ValueError(f"tensor {name!r} comes twice; each name may occur once in a version")
         self.names.add(name)
         key = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
         owner = self.owners.get(key)
@@ -163,7 +162,7 @@ class _Owners:
 
 
 def _standalone(tensor: torch.Tensor, contents: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor in host memory with a storage that it shares with nothing in the bucket."""
+    """Return the tensor in host memory, in a storage that no other tensor of the bucket shares."""
     host = tensor.detach().to("cpu").contiguous()
     storage = host.untyped_storage()
     others = (other.untyped_storage().data_ptr() for other in contents.values())
@@ -189,7 +188,7 @@ def _names_by_owner(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _flush(path: Path) -> None:
-    """Force a file or directory to disk, so that a rename cannot outlive the bytes it names."""
+    """Force a file or directory to disk, because after a crash a rename may outlast the bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Send weights to the replicas of the trainer's machine through shared memory, and remove versions that nobody needs."""
+"""Send weights through shared memory to replicas on the trainer's machine; remove unneeded versions."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ from streamrl.executor.transfer.shared_directory import SharedDirectory, remove_
 
 
 class RetainedVersions:
-    """The newest version, one on its way and those that are held: a few numbers, however long a run goes on."""
+    """The versions to keep: the newest, the one being pushed, and those that replicas load.
+
+    It stores only a few numbers, however long a run is.
+    """
 
     def __init__(self) -> None:
         self._held: Counter[int] = Counter()
-        """How many replicas load a version, or are about to."""
+        """Number of replicas that load a version, or will."""
         self._oldest: int | None = None
         self._newest: int | None = None
         self._on_its_way: int | None = None
 
     def begin(self, version: int) -> None:
-        """Want a version that is about to be pushed; also if that fails, until another one is: it is tried again."""
+        """Keep a version that is about to be pushed; after a failed push too, because the push is repeated."""
         self._on_its_way = version
 
     def enter(self, version: int) -> None:
-        """Enter that a version was pushed, which is the newest now."""
+        """Record that a version was pushed; it is the newest now."""
         self._newest = version
         self._oldest = version if self._oldest is None else min(self._oldest, version)
 
     def was_pushed(self, version: int) -> bool:
-        """Whether a version is not the one that the run began with, which never is."""
+        """Return whether a version was pushed during this run; the initial version never is."""
         return self._oldest is not None and version >= self._oldest
 
     def hold(self, version: int) -> None:
-        """Want a version also where a newer one is there."""
+        """Keep a version even if there is a newer one."""
         self._held[version] += 1
 
     def release(self, version: int) -> None:
-        """Let go of a version that was held."""
+        """Undo one `hold` of a version."""
         self._held[version] -= 1
         if not self._held[version]:
             del self._held[version]
@@ -47,26 +50,26 @@ class RetainedVersions:
 
 
 class Transfer(TransferRole):
-    """Owner of the shared directory and of the versions in it."""
+    """Owns the shared directory and the versions in it."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
         self._directory = SharedDirectory("weights")
         self.manifests: dict[int, Manifest] = {}
-        """What a replica loads, by version; the one that the run began with was never pushed."""
+        """Manifests by version; the initial version has none, because it was never pushed."""
         self._wanted = RetainedVersions()
 
     def join(self, replica: int, place: str) -> None:
-        """Every replica loads from the one directory."""
+        """Do nothing: all replicas load from the same directory."""
 
     def leave(self, replica: int) -> None:
-        """Nothing was kept for it."""
+        """Do nothing: no data is kept for a single replica."""
 
     async def prepare(self) -> None:
-        """The directory is there."""
+        """Do nothing: the directory exists already."""
 
     async def push(self, command: PushWeights) -> WeightsPushed:
-        """Send a version to where replicas can load it."""
+        """Write a version to the shared directory."""
         try:
             manifest = await self._write(command.version, self._directory.path)
         except Exception:
@@ -79,17 +82,17 @@ class Transfer(TransferRole):
         return WeightsPushed(command.version, manifest.num_bytes, manifest.checksum)
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
-        """Return what every replica loads."""
+        """Return the manifest for a replica; None for the initial version."""
         if self._wanted.was_pushed(version) and version not in self.manifests:
-            raise ConnectionError(f"weights of step {version} are gone")
+            raise ConnectionError(f"weights of step {version} were removed; load a newer version")
         return self.manifests.get(version)
 
     def hold(self, version: int) -> None:
-        """Keep a version for someone who will load it, also where a newer one is there."""
+        """Keep a version for a replica that will load it, even if there is a newer one."""
         self._wanted.hold(version)
 
     def release(self, version: int) -> None:
-        """Let go of a version that was held."""
+        """Undo one `hold` of a version."""
         self._wanted.release(version)
         self._remove_unwanted()
 
@@ -100,9 +103,9 @@ class Transfer(TransferRole):
                 remove_version(self._directory.path, version)
 
     async def close(self) -> None:
-        """Remove what there is."""
+        """Remove the shared directory."""
         self.stop()
 
     def stop(self) -> None:
-        """Remove the directory with all that lies in it, also of a push that broke off."""
+        """Remove the directory with its content, including that of an interrupted push."""
         self._directory.remove()
