@@ -73,7 +73,8 @@ def test_what_is_too_long_says_so_and_keeps_no_other_from_its_score(models: Path
     long = Exchange(prompt="1+1=", completion="1" * 60)
     found = scoring(models, "whole").score([EXCHANGES[0], long, EXCHANGES[2]])
     assert (
-        found[1].score is None and found[1].fault == "65 tokens, of which the reward model reads 64"
+        found[1].score is None
+        and found[1].fault == "65 tokens, but the reward model reads at most 64"
     )
     assert found[0].score is not None and found[2].score is not None
     steps = scoring(models, "steps", step_end=";")
@@ -127,7 +128,7 @@ def test_a_directory_without_a_reward_model_is_refused_before_a_process_is_start
             {"step_end": ";"},
             r"\.\.\.ForTokenClassification, got Qwen2ForSequence",
         ),
-        (tmp_path, {}, r"has no config\.json that can be read"),
+        (tmp_path, {}, r"has no readable config\.json"),
     ):
         with pytest.raises(ValueError, match=rf"^verifier\.reward\.0\.model: .*{says}"):
             check_reward_model(with_model(directory, **changes))

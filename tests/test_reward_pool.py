@@ -114,7 +114,7 @@ def test_a_pool_that_was_ended_fails_what_waits_and_begins_anew() -> None:
         return await waiting, await score_all(pool, 6)
 
     ended, after = run(go)
-    assert [str(each) for each in ended] == ["reward model: it was ended"] * 5
+    assert [str(each) for each in ended] == ["reward model: the run ended before it was scored"] * 5
     assert after == [6.01]
 
 

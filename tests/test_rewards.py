@@ -89,7 +89,7 @@ def test_what_a_scorer_cannot_digest_has_its_worst_score_whatever_the_sign_of_it
     assert found == Scoring(-3.0, faults, {"wanted": 0.0, "unwanted": 1.0, "exact": 0.0})
     assert again.fault == faults
     assert caplog.messages == [
-        f"a completion gets the worst score, {worst}, as {who} cannot score it: time limit"
+        f"a completion gets the worst score, {worst}, because {who} cannot score it: time limit"
         for who, worst in (("wanted", 0), ("unwanted", 1))
     ]
 
@@ -344,7 +344,7 @@ def test_a_function_is_tried_where_it_will_be_called_before_a_run(
 def test_a_prompt_that_no_reward_scores_is_refused(tmp_path: Path) -> None:
     run = make_run(local_run(tmp_path, [{"scorer": "exact", "families": ["sums"]}]))
     with pytest.raises(
-        ValueError, match=r"prompts\.jsonl:1: no verifier\.reward is of its family None"
+        ValueError, match=r"prompts\.jsonl:1: no verifier\.reward applies to its family None"
     ):
         check_prompts(run)
 

@@ -1,15 +1,11 @@
 """Load the scorers once, and fork a sandboxed worker for each answer that could run code.
 
-A worker: a process that grades one answer after the other in its sandbox, until it is killed.
+The fork server starts with an empty environment. Its controller sends a line of JSON for each answer, `{"id", "scorer",
+"answer", "record"}`. It replies with `{"id", "reward", "fault", "detail"}`. It never evaluates an answer itself.
 
-What it answers may have been written by the very answer it was to grade: it is read as data from a stranger.
-
-The process that holds the scorers, and forks a worker where an answer needs one of its own.
-
-Started with an empty environment, it loads the scorers once. Of its controller it gets a line of JSON for each
-answer, `{"id", "scorer", "answer", "record"}`, and gives one back, `{"id", "reward", "fault", "detail"}`. It never looks
-at an answer itself. A worker that was given an answer which could run code is not used again: what that may have
-changed there would meet the next rollout. The next one is forked as soon as it has answered.
+A worker grades one answer after the other in its sandbox. Its verdict may have been written by the answer, so the
+server treats it as untrusted data. After an answer that could run code the worker is killed, because the answer may
+have changed the worker's memory. The server then forks the next worker at once.
 """
 
 from __future__ import annotations
@@ -44,15 +40,15 @@ from streamrl.runfile.roles_config import RewardConfig
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
 
-HUGE_PAGE = 1 << 21  # bytes: of x86, and of ARM with pages of 4 KB
+HUGE_PAGE = 1 << 21  # bytes, on x86 and on ARM with pages of 4 KB
 MAPS = Path("/proc/self/maps")
 MADV_COLLAPSE = 25
-"""Since Linux 6.1, and whatever the system says of transparent huge pages unless it never has them."""
+"""Since Linux 6.1; works for all settings of transparent huge pages except "never"."""
 _OWN_MEMORY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ 00:00 0\s*(\[heap\])?\n")
 
 
 def collapse() -> None:
-    """Put what this process has allocated into huge pages, as far as the kernel does."""
+    """Move this process's memory to huge pages, if the kernel can."""
     if sys.platform != "linux":
         return
     try:
@@ -60,32 +56,32 @@ def collapse() -> None:
     except OSError:
         return
     for line in maps.splitlines(keepends=True):
-        if (found := _OWN_MEMORY.fullmatch(line)) is not None:
-            start = -(-int(found[1], 16) // HUGE_PAGE) * HUGE_PAGE
-            size = int(found[2], 16) // HUGE_PAGE * HUGE_PAGE - start
+        if (match := _OWN_MEMORY.fullmatch(line)) is not None:
+            start = -(-int(match[1], 16) // HUGE_PAGE) * HUGE_PAGE
+            size = int(match[2], 16) // HUGE_PAGE * HUGE_PAGE - start
             if size > 0:
                 madvise(start, size, MADV_COLLAPSE)
 
 
 REWARD, ERROR, MEMORY = b"R", b"E", b"M"
-"""The first byte of a verdict: 8 bytes of a float follow, a text, or nothing."""
-MOST_BYTES = 4096  # of a verdict: what a pipe delivers in one piece
-MOST_FILES = 1 << 16  # more than a fork server ever opens
+"""First byte of a verdict; a float of 8 bytes, a text, or nothing follows."""
+MOST_BYTES = 4096  # of a verdict: a pipe delivers this many in one piece
+MOST_FILES = 1 << 16  # upper bound of the file descriptors of a fork server
 
 
 class ScoringOutcome(NamedTuple):
-    """What came of grading one answer."""
+    """Result of grading one answer."""
 
     reward: float
-    """Within the scorer's bounds; 0 where there is none."""
+    """Within the scorer's bounds; 0 if there is a fault."""
     fault: str | None = None
-    """Why there is no reward, in a word or two of our own; None where there is one."""
+    """Reason why there is no reward, as a fixed short text; None if there is a reward."""
     detail: str = ""
-    """What the scorer said, to be believed only if the answer is trusted."""
+    """Message of the scorer; do not trust it, because the answer may have written it."""
 
 
 def work(requests: int, verdicts: int, graders: Sequence[Grader], sandbox: Sandbox) -> NoReturn:
-    """Grade what arrives at `requests` until it is closed; the process ends here."""
+    """Grade requests until `requests` is closed; then the process ends."""
     try:
         refusal = _prepare(sandbox, {requests, verdicts})
         with os.fdopen(requests, "rb") as lines:
@@ -96,7 +92,7 @@ def work(requests: int, verdicts: int, graders: Sequence[Grader], sandbox: Sandb
 
 
 def read_verdict(data: bytes, bounds: tuple[float, float]) -> ScoringOutcome:
-    """Return what a worker answered; a fault where that is no verdict, or no score within `bounds`."""
+    """Return the result in a worker's verdict; a fault if the verdict is malformed or outside `bounds`."""
     kind, text = data[:1], data[1:]
     if kind == REWARD and len(text) == 8:
         (reward,) = struct.unpack("=d", text)
@@ -110,10 +106,10 @@ def read_verdict(data: bytes, bounds: tuple[float, float]) -> ScoringOutcome:
 
 
 def _prepare(sandbox: Sandbox, pipes: set[int]) -> bytes:
-    """Leave everything behind but `pipes`; return what to answer where that was refused, else nothing."""
+    """Close everything except `pipes` and enter the sandbox; return the error to answer with, or nothing."""
     die_with_parent()
-    os.setpgid(0, 0)  # to be killed with what it starts, where it can start anything
-    os.dup2(0, 1)  # nothing is read or written there
+    os.setpgid(0, 0)  # so that it can be killed with any process that it starts
+    os.dup2(0, 1)  # 0 is /dev/null
     os.dup2(0, 2)
     _close_all_but({0, 1, 2, *pipes, *sandbox.files})
     try:
@@ -124,7 +120,7 @@ def _prepare(sandbox: Sandbox, pipes: set[int]) -> bytes:
 
 
 def _grade(line: bytes, graders: Sequence[Grader]) -> bytes:
-    """Return the verdict on a request; whatever an answer raises is part of it."""
+    """Return the verdict on a request; an exception of the answer becomes part of it."""
     try:
         request = json.loads(line)
         grader = graders[request["scorer"]]
@@ -137,8 +133,8 @@ def _grade(line: bytes, graders: Sequence[Grader]) -> bytes:
 
 
 def _error(error: BaseException) -> bytes:
-    said = ": ".join(filter(None, (type(error).__name__, str(error))))
-    return ERROR + said.encode(errors="replace")[: MOST_BYTES - 1]
+    text = ": ".join(filter(None, (type(error).__name__, str(error))))
+    return ERROR + text.encode(errors="replace")[: MOST_BYTES - 1]
 
 
 def _close_all_but(kept: set[int]) -> None:
@@ -147,53 +143,53 @@ def _close_all_but(kept: set[int]) -> None:
 
 
 OWN = ("__main__", "streamrl")
-"""Packages of which a worker needs no more files."""
+"""Packages whose remaining files a worker does not need."""
 LIBRARIES = ("/usr", "/lib", "/lib64", f"{sys.base_prefix}/lib")
-"""Where Python's modules find what they are linked with."""
+"""Directories of shared libraries that Python's modules need."""
 PIPE_BYTES = 1 << 20
-"""Of a request: what any user may make a pipe hold (fs.pipe-max-size)."""
-MOST_DETAIL = 1000  # characters of what an error says
+"""Maximum size of a request: the pipe size that any user may set (fs.pipe-max-size)."""
+MOST_DETAIL = 1000  # characters of an error message
 
 
 class Options(TypedDict):
-    """What the process is told at its start."""
+    """Arguments of the process."""
 
     path: list[str]
-    """`sys.path` of its controller."""
+    """`sys.path` of the controller."""
     connection: int
-    """File descriptor of the socket to it."""
+    """File descriptor of the socket to the controller."""
     rewards: list[dict[str, Any]]
-    """As `RewardConfig`."""
+    """Fields of `RewardConfig`."""
     limits: tuple[float, float]
     """Seconds and bytes; see `SandboxLimits`."""
 
 
 def main(options: Options) -> None:
-    """Serve until the controller hangs up."""
+    """Serve until the controller closes the connection."""
     os.umask(0o077)
     for gap in find_gaps():
-        print(f"what the scorer evaluates is not kept from everything: {gap}", file=sys.stderr)
+        print(f"the scorer's sandbox is incomplete: {gap}", file=sys.stderr)
     rewards = msgspec.convert(
         options["rewards"], tuple[RewardConfig, ...], dec_hook=lambda kind, value: kind(value)
     )
     scorers = [make_scorer(reward) for reward in rewards]
-    own = {place: load(scorer) for place, scorer in enumerate(scorers) if scorer.is_own}
+    own = {number: load(scorer) for number, scorer in enumerate(scorers) if scorer.is_own}
     ours = readable_roots()
-    graders = [own.get(place) or load(scorer) for place, scorer in enumerate(scorers)]
+    graders = [own.get(number) or load(scorer) for number, scorer in enumerate(scorers)]
     roots = [root for root in readable_roots() if root in ours or holds_libraries(root)]
     os.environ.clear()
     gc.collect()
-    gc.freeze()  # or collecting in a worker would copy all of it
+    gc.freeze()  # otherwise garbage collection in a worker would copy all pages
     collapse()
     limits = SandboxLimits(*options["limits"])
     connection = socket.socket(fileno=options["connection"])
     sandbox = Sandbox(limits, roots)
     ForkServer(connection, scorers, graders, limits, sandbox).serve()
-    Path.cwd().rmdir()  # made for this process
+    Path.cwd().rmdir()  # the controller made it for this process
 
 
 def load(scorer: Scorer) -> Grader:
-    """Import what a scorer needs; where that fails, return one that says so for every record."""
+    """Import the modules of a scorer; if that fails, return a grader that raises the error for every record."""
     try:
         return scorer.load()
     except (Exception, SystemExit) as error:
@@ -206,7 +202,7 @@ def load(scorer: Scorer) -> Grader:
 
 
 def readable_roots() -> list[Path]:
-    """Return the directories that the modules imported so far came from, and those of shared libraries."""
+    """Return the directories of all imported modules, and those of shared libraries."""
     tops = [module for name, module in sys.modules.items() if "." not in name and name not in OWN]
     files = [Path(file) for module in tops if (file := getattr(module, "__file__", None))]
     roots = {file.parent.parent if file.stem == "__init__" else file.parent for file in files}
@@ -214,34 +210,34 @@ def readable_roots() -> list[Path]:
 
 
 def holds_libraries(root: Path) -> bool:
-    """Whether a directory is one of Python's: of what the user's own code imports, all else may be private."""
+    """Return whether a directory has installed packages; other directories of user code may be private."""
     return "site-packages" in root.parts or "dist-packages" in root.parts
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker, as the process that forked it knows it."""
+    """One worker, from the fork server's side."""
 
     pid: int
     requests: int
     verdicts: int
     request: int | None = None
-    """What it grades; None while it is idle."""
+    """Id of the request that it grades; None while it is idle."""
     bounds: tuple[float, float] = (0.0, 1.0)
-    """Of the scores that may come of that."""
+    """Bounds of the scores for this request."""
     began_at: float = 0.0
     work_time: float = 0.0
-    """Seconds that it has been grading."""
+    """Seconds that it has graded so far."""
     is_used_up: bool = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for a request."""
+        """Return whether it waits for a request."""
         return self.request is None
 
 
 class ForkServer:
-    """Gives each request to a worker, and each worker its time."""
+    """Sends each request to a worker, and enforces the time limit."""
 
     def __init__(
         self,
@@ -258,14 +254,14 @@ class ForkServer:
         self._sandbox = sandbox
         self._workers: dict[int, Worker] = {}
         self._killed: set[int] = set()
-        """Processes that die on their own time: what they had is given back meanwhile."""
+        """Killed processes that have not ended yet; their pipes are closed already."""
         self._unread = b""
         self._is_over = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._receive)
 
     def serve(self) -> None:
-        """Answer requests until the controller hangs up, then leave no worker behind."""
+        """Answer requests until the controller closes the connection; then kill all workers."""
         while not self._is_over:
             for key, _ in self._selector.select(self._patience()):
                 handle: Callable[[], None] = key.data
@@ -287,14 +283,14 @@ class ForkServer:
         request = json.loads(line)
         scorer, grader = self._scorers[request["scorer"]], self._graders[request["scorer"]]
         try:
-            # loads what the record's task needs, once for all workers that are forked later
+            # Loads the data of the record's task once, before later workers are forked.
             grader(request["record"])
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"[:MOST_DETAIL]
             self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
             return
         if len(line) >= PIPE_BYTES:
-            detail = f"it and its answer have {len(line)} bytes, more than {PIPE_BYTES}"
+            detail = f"the request has {len(line)} bytes, more than the limit of {PIPE_BYTES}"
             self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
             return
         worker = self._hand_over(line + b"\n")
@@ -303,21 +299,20 @@ class ForkServer:
         worker.is_used_up = scorer.evaluates and can_act(request["answer"])
 
     def _hand_over(self, line: bytes) -> Worker:
-        """Send a request to a worker that is idle, or to a new one."""
+        """Send a request to an idle worker, or to a new one."""
         idle = (worker for worker in self._workers.values() if worker.is_idle)
         worker = next(idle, None) or self._fork()
         try:
-            os.write(
-                worker.requests, line
-            )  # all of it: an idle worker's pipe is empty, and wide enough
-        except BrokenPipeError:  # somebody killed it meanwhile
+            # Writes everything: the pipe of an idle worker is empty and large enough.
+            os.write(worker.requests, line)
+        except BrokenPipeError:  # the worker was killed from outside
             self._discard(worker)
             return self._hand_over(line)
         return worker
 
     def _fork(self) -> Worker:
         if len(self._killed) > len(self._workers) + 1:
-            self._bury()  # or their memory would grow beyond what as many workers may have
+            self._bury()  # otherwise dying processes would use more memory than allowed
         pipes = [*os.pipe(), *os.pipe()]
         requests, to_worker, verdicts, from_worker = pipes
         try:
@@ -338,21 +333,21 @@ class ForkServer:
         return worker
 
     def _end(self, worker: Worker) -> None:
-        """Pass on what a worker answered; keep it if it can go on."""
+        """Send the verdict of a worker to the controller; keep the worker if it can be used again."""
         if self._workers.get(worker.pid) is not worker:
-            return  # discarded since this was found to be readable
+            return  # discarded after the selector reported it
         data = os.read(worker.verdicts, MOST_BYTES)
         outcome = (
             read_verdict(data, worker.bounds) if data else ScoringOutcome(0.0, "process ended")
         )
         worker.work_time += time.monotonic() - worker.began_at
-        is_old = worker.work_time > self._limits.time  # and would meet its limit of CPU time
+        is_old = worker.work_time > self._limits.time  # and near its limit of CPU time
         has_graded = not worker.is_idle
         self._settle(worker, outcome)
         if worker.is_used_up or is_old or outcome.fault is not None:
             self._discard(worker)
             if has_graded and not any(other.is_idle for other in self._workers.values()):
-                with suppress(OSError):  # the next answer tries again, and says why
+                with suppress(OSError):  # the next answer forks again, and reports the error
                     self._fork()
 
     def _settle(self, worker: Worker, outcome: ScoringOutcome) -> None:
@@ -368,7 +363,7 @@ class ForkServer:
                 self._discard(worker)
 
     def _patience(self) -> float | None:
-        """Return the seconds until the first worker is overdue, None where all are idle."""
+        """Return the seconds until the first worker exceeds its time; None if all are idle."""
         first = min((w.began_at for w in self._workers.values() if not w.is_idle), default=inf)
         return None if first == inf else max(0.0, first + self._limits.time - time.monotonic())
 
@@ -376,18 +371,18 @@ class ForkServer:
         del self._workers[worker.pid]
         self._selector.unregister(worker.verdicts)
         os.kill(worker.pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):  # the rule where seccomp is at work: it started nobody
+        with suppress(ProcessLookupError):  # with seccomp a worker cannot start processes
             os.killpg(worker.pid, signal.SIGKILL)
         self._killed.add(worker.pid)
         os.close(worker.verdicts)
         os.close(worker.requests)
 
     def _bury(self, options: int = 0) -> None:
-        """Take back the processes of those that are dead, or wait until they are."""
+        """Reap killed processes; without WNOHANG wait until all have ended."""
         self._killed -= {pid for pid in self._killed if os.waitpid(pid, options)[0]}
 
     def _answer(self, request: int, outcome: ScoringOutcome) -> None:
-        told = {"id": request, **outcome._asdict()}
-        shown = (c if c.isprintable() else " " for c in told["detail"])  # no escapes for a terminal
+        reply = {"id": request, **outcome._asdict()}
+        shown = (c if c.isprintable() else " " for c in reply["detail"])  # no terminal escapes
         text = "".join(shown).encode(errors="replace").decode()
-        self._connection.sendall(json.dumps({**told, "detail": text}).encode() + b"\n")
+        self._connection.sendall(json.dumps({**reply, "detail": text}).encode() + b"\n")

@@ -31,14 +31,14 @@ sys.path[:] = options["path"]
 from streamrl.executor.verifier.fork_server import main
 main(options)
 """
-"""What the process runs; it finds modules where its controller does, and looks at nothing else of it."""
+"""Program of the process; it imports from the controller's `sys.path` and inherits nothing else."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""All that the process finds in its environment: it can fork only while it has one thread."""
-CLOSE_TIME = 0.5  # seconds that the process gets to end its workers before all of them are killed
+"""The whole environment of the process. It can fork only while it has one thread."""
+CLOSE_TIME = 0.5  # seconds for the process to end its workers; then all of them are killed
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What came of one answer; see `ScoringOutcome`."""
+    """Result of grading one answer; see `ScoringOutcome`."""
 
     id: int
     reward: float
@@ -47,7 +47,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class ForkServerProcess:
-    """A fork server in a session of its own, at the other end of a socket pair."""
+    """A fork server in its own session, connected by a socket pair."""
 
     def __init__(
         self,
@@ -66,21 +66,20 @@ class ForkServerProcess:
         self._listener = asyncio.create_task(self._listen(reader))
         self.is_lost = False
         self.has_answered = False
-        """Whether its scorers are loaded."""
+        """Whether its scorers have been loaded."""
 
     @classmethod
     async def start(
         cls, rewards: Sequence[RewardConfig], limits: SandboxLimits, log: Path
     ) -> ForkServerProcess:
-        """Start the process, in an empty directory; what it prints goes to `log`."""
+        """Start the process in an empty directory; its output goes to `log`."""
         directory = tempfile.TemporaryDirectory(prefix="streamrl-verifier-")
         ours, theirs = socket.socketpair()
         options = {
             "path": [str(Path(entry).resolve()) for entry in sys.path],
             "connection": theirs.fileno(),
             "rewards": [
-                msgspec.to_builtins(_as_seen_from_anywhere(each), enc_hook=float)
-                for each in rewards
+                msgspec.to_builtins(_with_absolute_file(each), enc_hook=float) for each in rewards
             ],
             "limits": limits,
         }
@@ -93,26 +92,26 @@ class ForkServerProcess:
                 stderr=output,
                 env=ENVIRONMENT,
                 cwd=directory.name,
-                start_new_session=True,  # Ctrl-C is the controller's to handle
+                start_new_session=True,  # only the controller handles Ctrl-C
             )
         return cls(process, directory, ours, *await asyncio.open_unix_connection(sock=ours))
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Return the process id."""
         return self._process.pid
 
     async def ask(self, scorer: int, answer: str, record: Record, patience: float) -> Reply:
-        """Return what came of grading `answer`, within `patience` seconds.
+        """Grade `answer`, and return the reply.
 
         Args:
-            scorer: its place among the rewards that the process was started with.
-            answer: what of a completion it reads.
-            record: whose completion that is.
-            patience: seconds.
+            scorer: index among the rewards that the process was started with.
+            answer: the part of a completion that the scorer reads.
+            record: the record of the completion's prompt.
+            patience: seconds to wait for the reply.
 
         Raises:
-            RuntimeError: the process is gone, or has been killed as it did not answer in time.
+            RuntimeError: the process has ended, or was killed because it did not reply in time.
         """
         if self.is_lost:
             raise self._loss()
@@ -121,7 +120,7 @@ class ForkServerProcess:
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         request = {"id": number, "scorer": scorer, "answer": answer, "record": record}
-        if not self._writer.is_closing():  # else `_listen` is about to notice the end
+        if not self._writer.is_closing():  # otherwise `_listen` notices the end soon
             self._writer.write(msgspec.json.encode(request) + b"\n")
         try:
             async with asyncio.timeout(patience):
@@ -133,26 +132,26 @@ class ForkServerProcess:
             self._replies.pop(number, None)
 
     def close(self) -> None:
-        """Hang up, and kill whoever does not leave at once."""
-        with suppress(OSError):  # it hung up first
+        """Close the connection, and kill the process group if it does not end in time."""
+        with suppress(OSError):  # the process may have closed it first
             self._connection.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(CLOSE_TIME)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._directory.cleanup()  # the process does, unless it was killed
+        self._directory.cleanup()  # necessary only if the process was killed
         self._listener.cancel()
         self._lose()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Pass replies on until the process hangs up, or sends what is none."""
-        with suppress(ValueError, ConnectionError):  # what is no reply ends it too
+        """Deliver replies until the process closes the connection or sends an invalid reply."""
+        with suppress(ValueError, ConnectionError):  # an invalid reply also ends the process
             while line := await reader.readline():
                 reply = msgspec.json.decode(line, type=Reply)
                 self.has_answered = True
                 waiting = self._replies.get(reply.id)
-                if waiting is not None and not waiting.done():  # its caller may have given up
+                if waiting is not None and not waiting.done():  # the caller may have been cancelled
                     waiting.set_result(reply)
         self.close()
 
@@ -167,8 +166,8 @@ class ForkServerProcess:
         return RuntimeError(f"the verifier's process ended with status {self._process.returncode}")
 
 
-def _as_seen_from_anywhere(reward: RewardConfig) -> RewardConfig:
-    """Return a reward whose file, if it has one, is found from any directory."""
+def _with_absolute_file(reward: RewardConfig) -> RewardConfig:
+    """Return a reward with the absolute path of its file, if it has one."""
     file = file_of(reward.scorer)
     if file is None:
         return reward

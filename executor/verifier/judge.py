@@ -1,7 +1,7 @@
-"""A language model that scores completions: asked over HTTP, as OpenAI's chat completions, and answering with a number.
+"""Score completions with a language model over HTTP (OpenAI's chat completions).
 
-It is asked by the process that decides, since the verifier's own reach no network; what comes back is read as text, from
-which one number is taken. Several are asked at once, while generation and training go on.
+The controller's process asks it, because the verifier's workers have no network. One number is read from the reply.
+Several requests run at the same time, while generation and training go on.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ Answer to judge:
 
 Say in a sentence what is right and wrong with it. Then write, on a line of its own, "Score: X", where X is a number from {{ least }} (useless) to {{ most }} (entirely right)."""
 SCORE = re.compile(r"score\W{0,4}[:=]\W{0,4}([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
-"""The last one counts: what comes before may quote the answer that is judged."""
+"""The last match counts: earlier ones may quote the judged answer."""
 WAITS = (0.5, 2.0, 8.0)
-"""Seconds before another attempt where nobody answers, or says that there is too much to do."""
+"""Seconds before the next attempt, if the endpoint does not reply or is overloaded."""
 MOST_BYTES = 1 << 20
-"""Of an answer."""
+"""Maximum bytes of a reply."""
 
 
 class Judge:
-    """Asks one model, a few questions at a time."""
+    """Asks one model, with a limited number of concurrent requests."""
 
     def __init__(self, reward: RewardConfig, key: str) -> None:
-        """Take what the run file says under `key`.
+        """Store the settings of the run file's `key`.
 
         Raises:
-            ValueError: the environment has no such variable, or the template is none.
+            ValueError: the environment variable is missing, or the template is invalid.
         """
-        assert reward.endpoint is not None, "check_rewards wants it"
+        assert reward.endpoint is not None, "check_rewards ensures it"
         self._reward = reward
         self._url = urlsplit(reward.endpoint)
         self._headers = {"Content-Type": "application/json"}
@@ -60,24 +60,24 @@ class Judge:
             secret = os.environ.get(reward.key_variable)
             if not secret:
                 raise ValueError(
-                    f"{key}.key_variable {reward.key_variable!r}: the environment has no such variable"
+                    f"{key}.key_variable {reward.key_variable!r}: the environment has no such variable; export it"
                 )
             self._headers["Authorization"] = f"Bearer {secret}"
         try:
             environment = SandboxedEnvironment(undefined=StrictUndefined)
             self._template = environment.from_string(reward.template or TEMPLATE)
         except TemplateError as error:
-            raise ValueError(f"{key}.template: no Jinja template: {error}") from None
+            raise ValueError(f"{key}.template is no valid Jinja template: {error}") from None
 
     @cached_property
     def _free(self) -> asyncio.Semaphore:
         return asyncio.Semaphore(self._reward.at_once)
 
     async def score(self, completion: str, record: Record) -> tuple[float | None, str]:
-        """Return a score within the reward's bounds, None where the model gave none, and what it said.
+        """Return a score within the reward's bounds, or None if the reply has none, and the reply.
 
         Raises:
-            RuntimeError: nobody answers there, or refuses.
+            RuntimeError: the endpoint does not reply, or rejects the request.
         """
         least, most = self._reward.bounds
         try:
@@ -87,10 +87,10 @@ class Judge:
         except TemplateError as error:
             raise RuntimeError(f"judge: the template cannot be filled in: {error}") from None
         async with self._free:
-            said = await self._ask(text)
-        found = SCORE.findall(said)
-        value = float(found[-1]) if found else None
-        return (value if value is not None and least <= value <= most else None), said
+            reply = await self._ask(text)
+        scores = SCORE.findall(reply)
+        value = float(scores[-1]) if scores else None
+        return (value if value is not None and least <= value <= most else None), reply
 
     async def _ask(self, text: str) -> str:
         body = {
@@ -118,11 +118,11 @@ class Judge:
             return str(json.loads(data)["choices"][0]["message"]["content"])
         except (ValueError, LookupError, TypeError):
             raise RuntimeError(
-                f"judge {self._reward.endpoint}: answers with no chat completion"
+                f"judge {self._reward.endpoint}: the reply is no chat completion"
             ) from None
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
-        """Make one request; redirects are not followed, so that the key goes nowhere else."""
+        """Send one request; redirects are not followed, so that the key is not sent to another host."""
         url, seconds = self._url, float(self._reward.request_time)
         kind: Any = (
             http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection

@@ -1,7 +1,7 @@
-"""The files that a worker may open: those below given directories, for reading.
+"""Restrict which files a worker may open: only those below given directories, and only for reading.
 
-Landlock (Linux 5.13) needs no rights and no namespaces, and lasts as long as the process. What is not named
-cannot be opened: weights, keys, other processes in /proc, devices.
+Landlock (Linux 5.13) needs no privileges and no namespaces, and applies until the process ends. All other files cannot
+be opened: weights, keys, other processes in /proc, devices.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 
 from streamrl.executor.libc import syscall
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on every architecture
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 ASK_VERSION, BENEATH = 1, 1
 READ_FILE, READ_DIRECTORY = 1 << 2, 1 << 3
-EVERYTHING = (
-    1 << 13
-) - 1  # all that the first version knows: executing, reading, writing, making, removing
+EVERYTHING = (1 << 13) - 1
+"""All rights of Landlock's first version: execute, read, write, create, remove."""
 
 
 def is_available() -> bool:
-    """Whether the kernel has Landlock, and lets this process use it."""
+    """Return whether the kernel has Landlock and this process may use it."""
     if sys.platform != "linux":
         return False
     try:
@@ -34,10 +33,10 @@ def is_available() -> bool:
 
 
 def make_ruleset(roots: Iterable[Path]) -> int:
-    """Return a file descriptor of rules that let files below `roots` be read, and no others be opened.
+    """Return a file descriptor of rules that allow reading files below `roots`, and opening no others.
 
     Raises:
-        OSError: the kernel refused, or a root is not there.
+        OSError: the kernel refused, or a root does not exist.
     """
     handled = struct.pack("=Q", EVERYTHING)
     ruleset = syscall(CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
@@ -50,7 +49,7 @@ def make_ruleset(roots: Iterable[Path]) -> int:
 
 
 def apply(ruleset: int) -> None:
-    """Hold this thread to the rules from now on; it must have given up new privileges before.
+    """Apply the rules to this thread; PR_SET_NO_NEW_PRIVS must be set before.
 
     Raises:
         OSError: the kernel refused.

@@ -1,4 +1,4 @@
-"""Check before a run that its prompts have what their scorers need and that its reward model is one."""
+"""Check before a run that prompts have the fields that their scorers need, and check the reward model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_TOKENS, OF_SEQUENCES = "ForTokenClassification", "ForSequenceClassification"
 
 
 def check_reward_model(run: Run) -> None:
-    """Raise `ValueError` where a run's reward model lies here and is none; of one on the hub its replica says so."""
+    """Raise `ValueError` if a local reward model is unusable; a replica checks a model from the hub."""
     reward = run.verifier.reward_model
     if reward is None or reward.model is None or reward.model.startswith(HUB):
         return
@@ -35,7 +35,7 @@ def check_reward_model(run: Run) -> None:
         table = json.loads((path / "config.json").read_text(encoding="utf-8-sig"))
         names = [str(name) for name in table.get("architectures") or ()]
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{key}: {path} has no config.json that can be read: {error}") from None
+        raise ValueError(f"{key}: {path} has no readable config.json: {error}") from None
     kind = OF_SEQUENCES if reward.step_end is None else OF_TOKENS
     if not any(name.endswith(kind) for name in names):
         found = ", ".join(names) or "none"
@@ -45,18 +45,18 @@ def check_reward_model(run: Run) -> None:
 
 
 SHOWN = 3
-"""Lines of a prompts file that are named."""
+"""Maximum number of lines that an error names."""
 
 
 class MissingFields(NamedTuple):
-    """Lines of a prompts file that have none of some fields."""
+    """Lines of a prompts file that lack all of some alternative fields."""
 
     fields: tuple[str, ...]
     lines: list[int]
-    """Their numbers, from 1."""
+    """Line numbers, from 1."""
 
     def say(self, source: PromptSource) -> str:
-        """Say which lines of a data set have no such field."""
+        """Return an error text with the field and the first lines that lack it."""
         names = " or ".join(map(repr, self.fields))
         more = ", ..." if len(self.lines) > SHOWN else ""
         shown = ", ".join(map(str, self.lines[:SHOWN])) + more
@@ -68,7 +68,7 @@ def find_missing_fields(
     wanted: Iterable[tuple[str, ...]],
     counts: Callable[[Record], bool] = lambda record: True,
 ) -> Iterator[MissingFields]:
-    """Yield what records lack, where each that `counts` should have one field of every tuple."""
+    """Yield missing fields: each record for which `counts` is true needs one field of every tuple."""
     for fields in wanted:
         numbered = enumerate(source.records, start=1)
         lines = [
@@ -81,12 +81,12 @@ def find_missing_fields(
 
 
 def check_prompts(run: Run) -> None:
-    """Raise `ValueError` where the run's scorers could not score every rollout of some prompts."""
+    """Raise `ValueError` if the run's scorers cannot score every rollout of every prompt."""
     sources = read_sources(run.workload)
     for source in sources:
         _check_all_are_scored(source, run.verifier.rewards)
-    for place, reward in enumerate(run.verifier.rewards):
-        scorer, key = make_scorer(reward), run.verifier.key(place)
+    for number, reward in enumerate(run.verifier.rewards):
+        scorer, key = make_scorer(reward), run.verifier.key(number)
         for source in sources:
             for lack in find_missing_fields(
                 source, scorer.fields, partial(is_scored, reward=reward)
@@ -97,28 +97,28 @@ def check_prompts(run: Run) -> None:
 
 
 def _check_all_are_scored(source: PromptSource, rewards: Sequence[RewardConfig]) -> None:
-    """Refuse a prompt that no reward is of: its rollouts would all have reward 0."""
+    """Reject a prompt that no reward applies to: all its rollouts would have reward 0."""
     for at, record in enumerate(source.records):
         if not any(is_scored(record, reward) for reward in rewards):
             raise ValueError(
-                f"{source.key}: {source.line(at)}: no verifier.reward is of its family {shown(record.get(FAMILY))}"
+                f"{source.key}: {source.line(at)}: no verifier.reward applies to its family {shown(record.get(FAMILY))}"
             )
 
 
 def _check_records(sources: Iterable[PromptSource], reward: RewardConfig, scorer: Scorer) -> None:
-    """Refuse records that have their fields, and cannot be scored by them all the same."""
+    """Reject records that have all fields but still cannot be scored."""
     check = scorer.make_check()
-    places = ((source, at) for source in sources for at in range(len(source.records)))
-    scored = (each for each in places if is_scored(each[0].records[each[1]], reward))
+    records = ((source, at) for source in sources for at in range(len(source.records)))
+    scored = (each for each in records if is_scored(each[0].records[each[1]], reward))
     for source, at in islice(scored, scorer.most_checked):
         if (complaint := check(source.records[at])) is not None:
             raise ValueError(f"{source.key}: {source.line(at)}: {complaint}")
 
 
 def _try_functions(run: Run, sources: Iterable[PromptSource]) -> None:
-    """Let each function of the user's score once, where it will be called: it may not import, or want what the sandbox refuses."""
+    """Call each function of the user once in a worker: its import may fail, or the sandbox may block it."""
     rewards = run.verifier.rewards
-    functions = [place for place, each in enumerate(rewards) if not make_scorer(each).is_own]
+    functions = [number for number, each in enumerate(rewards) if not make_scorer(each).is_own]
     if functions:
         asyncio.run(_try_out(run, functions, list(sources)))
 

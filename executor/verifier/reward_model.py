@@ -1,13 +1,12 @@
-"""Score completions with a reward model: the model, and the worker of a replica of it.
-
-A reward model: what it reads of a prompt and its completion, and where in that it is asked for a score.
+"""Score completions with a reward model: the model, and the worker process of one replica.
 
 | `verifier.reward` | model                                 | score                                                       |
 |-------------------|---------------------------------------|-------------------------------------------------------------|
 | without step_end  | a sequence classifier with one output | its output at the last token                                |
-| with step_end     | a token classifier                    | at the last token of each step its only output, or of two the probability of the second; of these one, by over_steps |
+| with step_end     | a token classifier                    | a value at the last token of each step, reduced by over_steps |
 
-It reads a chat by its own template, and has none: the prompt, the completion, and its token that ends a sequence.
+With two outputs, the value of a step is the probability of the second one. The model reads a chat in its own chat
+template. Without a template it reads the prompt, the completion, and its end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -31,37 +30,37 @@ from streamrl.runfile.workload_config import HUB
 
 
 class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a replica of a reward model computes, as plain data."""
+    """Settings of one replica of a reward model."""
 
     model: str
     """Hugging Face directory, or "hf://NAME"."""
     step_end: str | None = None
     over_steps: OverSteps = "min"
     max_tokens_per_pass: int = 16384
-    """Padding included; what is longer has a pass of its own."""
+    """Including padding; a longer exchange gets its own pass."""
     device: str = "cpu"
     dtype: str = "float32"
     num_threads: int = 1
     deterministic: bool = False
-    """Its passes depend on what comes together in any case."""
+    """No effect: results depend on which exchanges share a pass."""
 
 
 class Read(NamedTuple):
-    """An exchange as the model reads it."""
+    """An exchange as token ids for the model."""
 
     ids: list[int]
-    places: list[int]
-    """Of the tokens that it is scored at."""
+    positions: list[int]
+    """Positions of the tokens whose outputs are the scores."""
 
 
 class ScoringModel:
-    """The model, its tokenizer, and passes through it."""
+    """The model and its tokenizer."""
 
     def __init__(self, settings: RewardSettings) -> None:
-        """Load it.
+        """Load the model.
 
         Raises:
-            ValueError: it has another number of outputs, or no weights for them.
+            ValueError: the model has the wrong number of outputs, or no weights for them.
         """
         from transformers import AutoTokenizer
 
@@ -77,15 +76,15 @@ class ScoringModel:
         self._longest = getattr(model.config, "max_position_embeddings", None) or math.inf
 
     def score(self, exchanges: Sequence[Exchange]) -> list[ModelScore]:
-        """Return what the model makes of each, in order."""
+        """Return the model's score of each exchange, in order."""
         reads = [self._read(each) for each in exchanges]
-        found = {at: fault for at, read in enumerate(reads) if (fault := self._fault(read))}
-        for places in self._passes({at: r for at, r in enumerate(reads) if at not in found}):
-            values = self._pass([reads[at] for at in places])
-            found |= {
-                at: self._scored(reads[at], own) for at, own in zip(places, values, strict=True)
+        results = {at: fault for at, read in enumerate(reads) if (fault := self._fault(read))}
+        for batch in self._passes({at: r for at, r in enumerate(reads) if at not in results}):
+            values = self._pass([reads[at] for at in batch])
+            results |= {
+                at: self._scored(reads[at], own) for at, own in zip(batch, values, strict=True)
             }
-        return [found[at] for at in range(len(reads))]
+        return [results[at] for at in range(len(reads))]
 
     def _read(self, exchange: Exchange) -> Read:
         if self._settings.step_end is not None:
@@ -104,11 +103,11 @@ class ScoringModel:
             ids = self._chat(_messages(exchange), add_generation_prompt=True)
         else:
             ids = list(self._tokenizer.encode(_text(exchange)))
-        places: list[int] = []
+        positions: list[int] = []
         for step in filter(str.strip, exchange.completion.split(end)):
             ids += self._tokenizer.encode(step + end, add_special_tokens=False)
-            places.append(len(ids) - 1)
-        return Read(ids, places)
+            positions.append(len(ids) - 1)
+        return Read(ids, positions)
 
     def _chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
         encoded = self._tokenizer.apply_chat_template(
@@ -117,17 +116,17 @@ class ScoringModel:
         return list(encoded["input_ids"])
 
     def _fault(self, read: Read) -> ModelScore | None:
-        """Say why the model cannot score what it would read, where it cannot."""
+        """Return why the model cannot score an exchange; None if it can."""
         num_tokens = len(read.ids)
         if num_tokens > self._longest:
-            fault = f"{num_tokens} tokens, of which the reward model reads {self._longest}"
+            fault = f"{num_tokens} tokens, but the reward model reads at most {self._longest}"
             return ModelScore(num_tokens=num_tokens, fault=fault)
-        if not read.places or not num_tokens:
+        if not read.positions or not num_tokens:
             return ModelScore(num_tokens=num_tokens, fault="nothing to score")
         return None
 
     def _passes(self, reads: dict[int, Read]) -> Iterator[list[int]]:
-        """Yield what goes through the model together: by falling length, as many as fill a pass."""
+        """Yield the indices of each pass: in order of decreasing length, until the pass is full."""
         most, width = self._settings.max_tokens_per_pass, 0
         batch: list[int] = []
         for at in sorted(reads, key=lambda at: -len(reads[at].ids)):
@@ -141,38 +140,38 @@ class ScoringModel:
 
     @torch.inference_mode()
     def _pass(self, reads: list[Read]) -> list[list[float]]:
-        """Return the values of each at its places."""
+        """Return the values of each exchange at its positions."""
         width = max(len(read.ids) for read in reads)
         rows = [read.ids + [0] * (width - len(read.ids)) for read in reads]
         ids = torch.tensor(rows, device=self._model.device)
         lengths = torch.tensor([len(read.ids) for read in reads], device=ids.device)
         mask = (torch.arange(width, device=ids.device) < lengths[:, None]).long()
-        found = self._outputs(ids, mask, reads).float()
-        values = found[:, 0] if found.shape[-1] == 1 else found.softmax(-1)[:, 1]
+        outputs = self._outputs(ids, mask, reads).float()
+        values = outputs[:, 0] if outputs.shape[-1] == 1 else outputs.softmax(-1)[:, 1]
         listed = iter(values.tolist())
-        return [list(islice(listed, len(read.places))) for read in reads]
+        return [list(islice(listed, len(read.positions))) for read in reads]
 
     def _outputs(self, ids: torch.Tensor, mask: torch.Tensor, reads: list[Read]) -> torch.Tensor:
-        """Return the outputs at all places of all rows, [places, outputs]."""
-        rows = [row for row, read in enumerate(reads) for _ in read.places]
-        places = [place for read in reads for place in read.places]
+        """Compute the outputs at all positions of all rows, [positions, outputs]."""
+        rows = [row for row, read in enumerate(reads) for _ in read.positions]
+        positions = [position for read in reads for position in read.positions]
         model: Any = self._model
         if self._settings.step_end is not None:
-            found: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
-            return found[rows, places]
-        if not hasattr(
-            model, "score"
-        ):  # an encoder, which looks at its first token and not for the last
-            found = model(input_ids=ids, attention_mask=mask).logits
-            return found
+            outputs: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
+            return outputs[rows, positions]
+        if not hasattr(model, "score"):  # an encoder, which scores at its first token
+            outputs = model(input_ids=ids, attention_mask=mask).logits
+            return outputs
         states = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-        found = model.score(states[rows, places])
-        return found
+        outputs = model.score(states[rows, positions])
+        return outputs
 
     def _scored(self, read: Read, values: list[float]) -> ModelScore:
         score = _reduced(values, self._settings.over_steps)
         if not math.isfinite(score):
-            return ModelScore(num_tokens=len(read.ids), fault=f"the reward model gives {score}")
+            return ModelScore(
+                num_tokens=len(read.ids), fault=f"the reward model's score is {score}"
+            )
         return ModelScore(num_tokens=len(read.ids), score=score)
 
 
@@ -201,7 +200,7 @@ def _text(exchange: Exchange) -> str:
 
 
 class RewardWorker(RewardRole):
-    """Works in one thread, so that the event loop stays free to say that it lives."""
+    """Computes in one thread, so that the event loop can answer heartbeats."""
 
     def __init__(self, config: RewardSettings) -> None:
         self.config = config
@@ -215,13 +214,13 @@ class RewardWorker(RewardRole):
         self._model = await loop.run_in_executor(self._thread, ScoringModel, self.config)
 
     async def score(self, exchanges: list[Exchange]) -> list[ModelScore]:
-        """Return what the model makes of each, in order."""
+        """Return the model's score of each exchange, in order."""
         if self._model is None:
             raise RuntimeError("the reward model is not loaded: call start first")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._model.score, exchanges)
 
     async def stop(self) -> None:
-        """Finish the work that was called for, and free the model."""
+        """Finish pending work, and free the model."""
         await asyncio.to_thread(self._thread.shutdown)
         self._model = None

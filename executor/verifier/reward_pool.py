@@ -1,4 +1,4 @@
-"""The replicas of a reward model as their controller sees them: each takes what waits, and is replaced where it is lost."""
+"""Distribute exchanges over the replicas of a reward model, and replace replicas that are lost."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
 from streamrl.executor.roles import Exchange, ModelScore, RewardRole
 
 Start = Callable[[int], Awaitable[Handle]]
-"""Starts the process of a replica by its number."""
+"""Starts the process of the replica with this number."""
 
 
 class Waiting(NamedTuple):
-    """An exchange without its score."""
+    """An exchange that waits for its score."""
 
     exchange: Exchange
     score: asyncio.Future[float]
 
 
 class RewardPool:
-    """Scores what comes on whichever replica is idle, first come, first served.
+    """Scores exchanges in order of arrival, each on the next idle replica.
 
-    What a replica was asked for when it is lost fails; whoever asked tries again, and another replica comes up in its
-    place. A replica that does not come up fails what it would have scored, so that nobody waits for ever.
+    When a replica is lost, its current exchanges fail, and callers may repeat them. Another replica replaces it. If a
+    replica does not start, the exchanges that it would score fail, so that no caller waits forever.
     """
 
     def __init__(self, start: Start, num_replicas: int, max_rollouts_per_call: int) -> None:
@@ -33,14 +33,14 @@ class RewardPool:
         self._num_replicas = num_replicas
         self._most = max_rollouts_per_call
         self._waiting: deque[Waiting] = deque()
-        self._has_come = asyncio.Event()
+        self._has_arrived = asyncio.Event()
         self._handles: dict[int, Handle] = {}
-        """Of replicas that are up, or come up."""
+        """Handles of replicas that run or start."""
         self._under_way: dict[int, list[Waiting]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        """Let replicas come up, unless they do."""
+        """Start the replicas, if they are not running yet."""
         if not self._tasks:
             numbers = range(self._num_replicas)
             self._tasks = [asyncio.create_task(self._serve(number)) for number in numbers]
@@ -49,48 +49,48 @@ class RewardPool:
         """Return the score of an exchange.
 
         Raises:
-            RuntimeError: it has none, or the replica that computed it was lost.
+            RuntimeError: it has no score, or the replica that computed it was lost.
         """
         waiting = Waiting(exchange, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
-        self._has_come.set()
+        self._has_arrived.set()
         return await waiting.score
 
     def handles(self) -> list[Handle]:
-        """Return handles on the replicas that are up, those with work first."""
+        """Return the handles of running replicas, those with work first."""
         numbers = sorted(self._handles, key=lambda number: number not in self._under_way)
         return [self._handles[number] for number in numbers]
 
     def close(self) -> None:
-        """End every replica at once, and fail all that waits."""
+        """Kill all replicas, and fail all waiting exchanges."""
         for task in self._tasks:
             task.cancel()
         for handle in self._handles.values():
             handle.kill("was ended")
         lost = [*self._waiting, *(each for batch in self._under_way.values() for each in batch)]
-        _fail(lost, RuntimeError("it was ended"))
+        _fail(lost, RuntimeError("the run ended before it was scored"))
         self._tasks.clear()
         self._waiting.clear()
         self._under_way.clear()
         self._handles.clear()
 
     async def _serve(self, number: int) -> None:
-        """Score with one replica, and with those that replace it."""
+        """Score with one replica and, if it is lost, with its replacements."""
         role: RewardRole | None = None
         while True:
             error: Exception | None = None
             if role is None:
                 try:
-                    role = await self._come_up(number)
-                except Exception as failure:  # whoever would have been scored hears of it
+                    role = await self._start_role(number)
+                except Exception as failure:  # reported to the callers of the next batch
                     error = failure
             batch = await self._take()
             try:
                 if error is not None or role is None:
-                    raise RuntimeError(f"no reward model comes up: {error}")
+                    raise RuntimeError(f"a replica of the reward model does not start: {error}")
                 self._under_way[number] = batch
                 _answer(batch, await role.score([each.exchange for each in batch]))
-            except Exception as failure:  # becomes `Failed` where it is waited for
+            except Exception as failure:  # becomes `Failed` in the caller
                 _fail(batch, failure)
                 if isinstance(failure, WorkerLostError):
                     self._handles.pop(number, None)
@@ -98,41 +98,41 @@ class RewardPool:
             finally:
                 self._under_way.pop(number, None)
 
-    async def _come_up(self, number: int) -> RewardRole:
+    async def _start_role(self, number: int) -> RewardRole:
         handle = self._handles[number] = await self._start(number)
         role = remote(RewardRole, handle)
         try:
             await role.start()
         except BaseException:
             self._handles.pop(number, None)
-            handle.kill("did not come up")
+            handle.kill("did not start")
             raise
         return role
 
     async def _take(self) -> list[Waiting]:
-        """Wait until somebody waits, and return as many as one call has room for."""
+        """Wait for exchanges, and return as many as fit in one call."""
         while not self._waiting:
-            self._has_come.clear()
-            await self._has_come.wait()
+            self._has_arrived.clear()
+            await self._has_arrived.wait()
         count = min(self._most, len(self._waiting))
         return [self._waiting.popleft() for _ in range(count)]
 
 
 def _answer(batch: list[Waiting], scores: list[ModelScore]) -> None:
-    """Give each its score, or say why it has none.
+    """Set the score of each exchange, or the reason why it has none.
 
     Raises:
-        ValueError: there are not as many.
+        ValueError: the replica returned another number of scores.
     """
-    for waiting, found in zip(batch, scores, strict=True):
-        if waiting.score.done():  # who waited for it has given up
+    for waiting, result in zip(batch, scores, strict=True):
+        if waiting.score.done():  # the caller was cancelled
             continue
-        if found.score is None:
+        if result.score is None:
             waiting.score.set_exception(
-                RuntimeError(f"the reward model cannot score it: {found.fault}")
+                RuntimeError(f"the reward model cannot score it: {result.fault}")
             )
         else:
-            waiting.score.set_result(found.score)
+            waiting.score.set_result(result.score)
 
 
 def _fail(batch: list[Waiting], error: Exception) -> None:

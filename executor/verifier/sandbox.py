@@ -1,17 +1,18 @@
-"""What a process gives up for good before it looks at what a model wrote.
+"""Restrict a process permanently before it evaluates text that a model wrote.
 
-A scorer may evaluate an answer, so an answer is a program, and it has its process to itself:
+A scorer may evaluate an answer, so an answer is a program. These limits apply to its process:
 
-what                          it gets                                              kept by
-CPU, memory                   the limits of `[verifier]`, and no more              rlimits, on every system
-files                         none to write; Python's own and libraries' to read   rlimits, seccomp, Landlock
-network, other processes      none: no socket, fork, thread, signal or trace       seccomp
-environment, open files       none but its two pipes                               how it is started
-wall-clock time               `verifier.time_limit`, then it is killed             the process that started it
+| resource                | limit                                             | enforced by                      |
+|-------------------------|---------------------------------------------------|----------------------------------|
+| CPU time, memory        | the limits of `[verifier]`                        | rlimits, on every system         |
+| files                   | no writing; reading only of Python and libraries  | rlimits, seccomp, Landlock       |
+| network, processes      | no socket, fork, thread, signal or trace          | seccomp                          |
+| environment, open files | empty; only its two pipes                         | the way in which it is started   |
+| wall-clock time         | `verifier.time_limit`, then it is killed          | the process that started it      |
 
-None of this needs rights: namespaces, which most containers refuse, would add nothing to it. What is left to an
-answer that is evaluated is its own score, within the bounds of its scorer, and no other rollout's. Where seccomp or Landlock is
-missing workers go on without, and `find_gaps` says what is open then.
+This needs no privileges. Namespaces would add nothing, and most containers do not allow them. An answer can influence
+only its own score, within the scorer's bounds. Without seccomp or Landlock workers run all the same, and `find_gaps`
+reports what is open then.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from typing import NamedTuple
 from streamrl.executor.libc import prctl
 from streamrl.executor.verifier import landlock, seccomp
 
-OPEN_FILES = 64  # a scorer that imports a module late has two or three open
+OPEN_FILES = 64  # a scorer with late imports has two or three open
 PR_SET_NO_NEW_PRIVS = 38
 
 
 class SandboxLimits(NamedTuple):
-    """What one completion may take."""
+    """Limits of grading one completion."""
 
     time: float
-    """Seconds, of the clock on the wall and of a CPU."""
+    """Seconds of wall-clock time; the limit of CPU time is twice as high."""
     memory: float
-    """Bytes of address space beside those of the scorer itself."""
+    """Bytes of address space, in addition to those of the scorer itself."""
 
 
 def find_gaps() -> list[str]:
-    """Return what this system cannot keep from an answer that a scorer evaluates, nothing where it is kept."""
+    """Return the restrictions that this system cannot enforce; empty if it enforces all."""
     gaps = []
     if not seccomp.is_available():
         gaps.append(
-            "no seccomp: it may use the network, start processes, and end those of its user"
+            "no seccomp: an answer may use the network, start processes, and end this user's processes"
         )
     if not landlock.is_available():
-        gaps.append("no Landlock: it may read its user's files, keys and weights among them")
+        gaps.append("no Landlock: an answer may read this user's files, including keys and weights")
     return gaps
 
 
 class Sandbox:
-    """Holds processes to limits; prepared once, entered by each of them."""
+    """Prepared once; each worker enters it."""
 
     def __init__(self, limits: SandboxLimits, roots: Iterable[Path]) -> None:
         self._limits = limits
@@ -61,11 +62,11 @@ class Sandbox:
 
     @property
     def files(self) -> list[int]:
-        """File descriptors that `enter` needs open."""
+        """Return the file descriptors that `enter` needs."""
         return [] if self._rules is None else [self._rules]
 
     def enter(self) -> None:
-        """Hold this process to the limits from now on, for as long as it lives.
+        """Apply the limits to this process until it ends.
 
         Raises:
             OSError: the kernel refused.
@@ -95,6 +96,6 @@ class Sandbox:
 
 
 def _address_space() -> int:
-    """Return the bytes of address space that this process has; 0 where there is no /proc to tell."""
+    """Return this process's address space in bytes; 0 without /proc."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0

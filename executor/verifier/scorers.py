@@ -1,9 +1,7 @@
 """Score completions: exact answers, math-verify, reasoning-gym, text patterns, lengths, and functions of the user.
 
-A function of the user's as a scorer: `score(completion: str, record: dict) -> float`.
-
-Its file is the user's own code and is imported as such, once, by the process that forks the workers; it is called in
-a worker, in the sandbox, since what it makes of a model's text may be to run it.
+A function of the user has the signature `score(completion: str, record: dict) -> float`. The fork server imports its file
+once, as the user's own code. A worker calls it in the sandbox, because it may run text that a model wrote.
 """
 
 from __future__ import annotations
@@ -30,71 +28,75 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 Grade: TypeAlias = Callable[[str], float]
-"""The score of one answer. It may evaluate the answer: call it in a sandbox only."""
+"""Returns the score of one answer. It may evaluate the answer: call it only in a sandbox."""
 Check: TypeAlias = "Callable[[Record], str | None]"
-"""Says what is wrong with a record, None where nothing is."""
+"""Returns what is wrong with a record; None if nothing is."""
 Grader: TypeAlias = "Callable[[Record], Grade]"
-"""Grades the answers to one record. It sees nothing that a model wrote; raises where the record lacks something."""
+"""Returns the `Grade` for one record. It sees no model output. It raises if the record lacks a field."""
 
 MOST_PARSED = 256
-"""Answers that are parsed before a run: some milliseconds each. Of others that cannot be read the groups are dropped."""
+"""Maximum number of answers that are parsed before a run, some milliseconds each.
+
+Later, a group whose answer cannot be parsed is dropped.
+"""
 ANSWER_MARKERS = ("####", "#", "answer:", "Answer:")
-"""What stands before the final answer where a completion shows its work."""
+"""Markers before the final answer of a completion that shows its work."""
 
 
 class Scorer(NamedTuple):
-    """How completions are scored; only `load` imports what does it."""
+    """One way of scoring completions; only `load` imports its libraries."""
 
     read: Callable[[str, int], str]
-    """Return what of a completion is scored, from its text and its output tokens."""
+    """Return the part of a completion that is scored, from its text and its number of output tokens."""
     expected: Callable[[Record], str | None]
-    """Return an answer to the record that is known to be right, None where the record knows none."""
+    """Return a correct answer to the record; None if the record has none."""
     load: Callable[[], Grader]
-    """Import what grades, and let it grade something of our own: sympy's first expression takes a tenth of a
-    second, which every worker that is forked before it would take anew."""
+    """Import the grading library, and grade an example.
+
+    sympy's first expression takes 0.1 s. Without the example every later worker would spend this time again.
+    """
     evaluates: bool
     """Whether it may run an answer as code."""
     fields: tuple[tuple[str, ...], ...]
-    """What it reads of a record: of every tuple one field."""
+    """Fields that it needs: one field of each tuple."""
     make_check: Callable[[], Check] = lambda: lambda record: None
-    """Import what says whether a record that has its fields can be scored by."""
+    """Return a check of a record that has all fields: can it be scored?"""
     most_checked: int | None = None
-    """Records that are looked at before a run, where each takes a while."""
+    """Maximum number of records that are checked before a run; None: all."""
     bounds: tuple[float, float] = (0.0, 1.0)
-    """The least and the most that it gives."""
+    """Smallest and largest score."""
     is_own: bool = True
-    """Whether it is this package's, and no code of the user's."""
+    """Whether it belongs to this package; False for functions of the user."""
 
 
 _ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
-"""Numbers and what stands between them."""
+"""Numbers with operators, brackets and spaces."""
 _ALGEBRA = re.compile(r"(?:[0-9,;+\-*/%^=<>$ \t\n]|[A-Za-z](?![0-9]*[A-Za-z]))*")
-"""Numbers and names of one letter, and its digits, and what reckons with them: nothing is called, or looked up in anything."""
+"""Numbers, one-letter names with digits, and operators; no calls and no attribute access."""
 
 
 def final_answer(completion: str) -> str:
-    """Return what follows the last answer marker, or the last line where there is none."""
+    """Return the text after the last answer marker, or the last line without a marker."""
     for marker in ANSWER_MARKERS:
         if marker in completion:
             return completion.rpartition(marker)[2].strip()
-    last = completion.strip().rpartition("\n")[
-        2
-    ]  # an end of line wherever there is one; others are rare
+    # Cut at "\n" first, which is fast; `splitlines` then finds other ends of line.
+    last = completion.strip().rpartition("\n")[2]
     return last.splitlines()[-1].strip() if last else ""
 
 
 def can_act(answer: str) -> bool:
-    """Return whether an answer, were it evaluated, could do more than compute a value.
+    """Return whether evaluating an answer could do more than compute a value.
 
-    To reach anything it takes a name, and more than the name to do anything with it: brackets, a dot, or a word of the
-    language, which has two letters at least. Quotes and backslashes are kept out as well, since text that is evaluated may
-    be evaluated again, and spells any name in numbers.
+    An action needs a name, and something to do with it: brackets, a dot, or a keyword, which has at least two letters.
+    Quotes and backslashes also count as possible actions: evaluated text may be evaluated again, and escapes can spell
+    any name in numbers.
     """
     return not (_ARITHMETIC.fullmatch(answer) or _ALGEBRA.fullmatch(answer) or answer.isalnum())
 
 
 def whole(completion: str, num_tokens: int) -> str:
-    """Return all of a completion."""
+    """Return the whole completion."""
     return completion
 
 
@@ -142,7 +144,7 @@ def _load_math_verify() -> Grader:
 
 
 def delimited(answer: str) -> str:
-    """Return an answer between dollar signs, unless it has signs of its own: of bare LaTeX math-verify reads numbers alone."""
+    """Return an answer between dollar signs, unless it has some; from bare LaTeX math-verify reads only numbers."""
     return (
         answer if any(sign in answer for sign in ("$", "\\boxed", "\\(", "\\[")) else f"${answer}$"
     )
@@ -186,12 +188,12 @@ def _load_reasoning_gym() -> Grader:
 
 
 def exact_scorer(reward: RewardConfig) -> Scorer:
-    """Return a scorer that compares the final answer with the record's: 1 where they are the same text, else 0."""
+    """Return a scorer that compares the final answer with the record's: 1 if the texts are equal, else 0."""
     return Scorer(_final, _answer_of, _load_exact, False, (("answer",),))
 
 
 def math_verify_scorer(reward: RewardConfig) -> Scorer:
-    """Return a scorer that compares mathematical expressions with the record's answer, by math-verify."""
+    """Return a scorer that compares a mathematical answer with the record's, using math-verify."""
     return Scorer(
         *(whole, _answer_of, _load_math_verify, True, (("answer",),)),
         make_check=_check_math_verify,
@@ -200,7 +202,7 @@ def math_verify_scorer(reward: RewardConfig) -> Scorer:
 
 
 def reasoning_gym_scorer(reward: RewardConfig) -> Scorer:
-    """Return the scorer of the record's task of reasoning-gym."""
+    """Return a scorer that uses reasoning-gym's own scorer of the record's task."""
     return Scorer(
         *(_final, _answer_of_entry, _load_reasoning_gym, True),
         (("task",), ("entry", "answer")),
@@ -209,9 +211,9 @@ def reasoning_gym_scorer(reward: RewardConfig) -> Scorer:
 
 
 def regex_scorer(reward: RewardConfig) -> Scorer:
-    """Return a scorer that looks for a pattern anywhere in a completion: 1 where it is found, else 0.
+    """Return a scorer that searches a pattern anywhere in a completion: 1 if it matches, else 0.
 
-    A pattern with a group finds an answer: 1 where what the last match has in its first group is the record's answer.
+    A pattern with a group extracts an answer: 1 if the first group of the last match is the record's answer.
     """
     pattern = _given(reward.pattern)
     num_groups = re.compile(pattern).groups
@@ -237,9 +239,9 @@ def regex_scorer(reward: RewardConfig) -> Scorer:
 
 
 def format_scorer(reward: RewardConfig) -> Scorer:
-    """Return a scorer that wants a completion to match a pattern from end to end: 1 where it does, else 0.
+    """Return a scorer that requires the whole completion to match a pattern: 1 if it does, else 0.
 
-    Dots match ends of lines too, and blanks around the completion do not count.
+    A dot also matches a line break. Whitespace around the completion is ignored.
     """
     pattern = _given(reward.pattern)
 
@@ -251,9 +253,10 @@ def format_scorer(reward: RewardConfig) -> Scorer:
 
 
 def length_scorer(reward: RewardConfig) -> Scorer:
-    """Return a scorer of output tokens: 0 up to `beyond`, -1 from `until`, in a line between (DAPO, arXiv 2503.14476, equation 13).
+    """Return a scorer of lengths: 0 up to `beyond` output tokens, -1 from `until`, and linear between them.
 
-    Tokens, not characters: they are what `rollout.max_tokens` cuts off and what a rollout costs.
+    The formula is DAPO's (arXiv 2503.14476, equation 13). It counts tokens, not characters, because
+    `rollout.max_tokens` limits tokens and they determine the cost of a rollout.
     """
     beyond, until = _given(reward.beyond), _given(reward.until)
 
@@ -272,23 +275,23 @@ def length_scorer(reward: RewardConfig) -> Scorer:
 
 def _grades_nothing() -> Grader:
     def grade(record: Record) -> NoReturn:
-        raise RuntimeError("a model is not asked from the sandbox")
+        raise RuntimeError("a model cannot score inside the sandbox")
 
     return grade
 
 
 def judge_scorer(reward: RewardConfig) -> Scorer:
-    """Return the scorer of a judge, as far as it has one: it reads whole completions, and knows no right answers."""
+    """Return the placeholder for a judge: it reads whole completions, and `Judge` scores them."""
     return Scorer(whole, lambda record: None, _grades_nothing, False, (), bounds=reward.bounds)
 
 
 def model_scorer(reward: RewardConfig) -> Scorer:
-    """Return the scorer of a reward model, as far as it has one: see `streamrl.executor.verifier.reward_pool`."""
+    """Return the placeholder for a reward model; `streamrl.executor.verifier.reward_pool` scores."""
     return Scorer(whole, lambda record: None, _grades_nothing, False, ())
 
 
 def function_scorer(function: RewardFunction, bounds: tuple[float, float]) -> Scorer:
-    """Return what calls a function with a completion and its record, and wants a number within `bounds` of it."""
+    """Return a scorer that calls a function with a completion and its record; the result must be in `bounds`."""
 
     def load() -> Grader:
         call = import_function(function)
@@ -302,35 +305,35 @@ def function_scorer(function: RewardFunction, bounds: tuple[float, float]) -> Sc
 
 
 def import_function(function: RewardFunction) -> Callable[[str, Any], object]:
-    """Import a function; of a file, modules that stand beside it can be imported as well.
+    """Import a function; a function in a file can import modules from the file's directory.
 
     Raises:
-        TypeError: there is nothing of that name that can be called.
+        TypeError: there is no callable of that name.
     """
     if function.is_in_file:
         path = Path(function.place)
         sys.path.append(str(path.parent))
-        name = f"rewards_of_{path.stem}"  # hides no module that is called as the file is
+        name = f"rewards_of_{path.stem}"  # does not hide a module with the file's name
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise TypeError(f"{path} is no Python file")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # where dataclasses look for the module of a class
+        sys.modules[name] = module  # dataclasses look up a class's module there
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(function.place)
-    found: Callable[[str, Any], object] | None = getattr(module, function.name, None)
-    if not callable(found):
+    imported: Callable[[str, Any], object] | None = getattr(module, function.name, None)
+    if not callable(imported):
         raise TypeError(f"{function.place} has no function {function.name}")
-    return found
+    return imported
 
 
 def checked(score: object, bounds: tuple[float, float]) -> float:
-    """Return what a function returned as a float.
+    """Return a function's result as a float.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is not finite, or outside `bounds`.
+        TypeError: the result is no number.
+        ValueError: the result is not finite, or outside `bounds`.
     """
     if not isinstance(score, Real):
         raise TypeError(f"a reward must be a number, got {score!r:.80}")
@@ -348,21 +351,21 @@ def _record_answer(record: Record) -> str | None:
 
 FENCE = "```"
 LANGUAGES = ("", "python", "py", "python3")
-"""What may stand behind the fence that a block of Python begins with."""
+"""Languages that may follow the opening fence of a Python block."""
 
 
 def unit_tests_scorer(reward: RewardConfig) -> Scorer:
-    """Return a scorer that runs a program and then each test of its record, in one process with its limits.
+    """Return a scorer that runs a program and then each test of its record, in one sandboxed process.
 
-    A record has `tests`: a program that raises nothing where all is well, or a list of such, each one test. What both
-    need may stand in its `setup`, which runs first, and a program that passes in its `solution`.
+    A record has `tests`: one program or a list of programs. A test passes if it raises nothing. `setup` (optional) runs
+    first. `solution` (optional) is a program that passes.
 
-    The score is the share of the tests that pass (credit "share"), or 1 where all of them do, else 0 ("all").
+    With credit "share" the score is the share of tests that pass. With "all" it is 1 if all of them pass, else 0.
     """
     credit = reward.credit
 
     def load() -> Grader:
-        run, translate = exec, compile  # what a program does to the names of builtins is its own
+        run, translate = exec, compile  # saved here: a program may replace these names in builtins
 
         def grade(record: Record) -> Grade:
             tests = [translate(test, "<test>", "exec") for test in tests_of(record)]
@@ -375,7 +378,7 @@ def unit_tests_scorer(reward: RewardConfig) -> Scorer:
                     run(translate(code, "<program>", "exec"), names)
                 except MemoryError:
                     raise
-                except BaseException:  # SystemExit among them
+                except BaseException:  # including SystemExit
                     return 0.0
                 return sum(_passes(test, names) for test in tests) / len(tests)
 
@@ -405,8 +408,8 @@ def unit_tests_scorer(reward: RewardConfig) -> Scorer:
 
 
 def last_program(completion: str) -> str:
-    """Return the last whole block of Python that stands between fences; nothing where there is none."""
-    *parts, _ = completion.split(FENCE)  # the last part lies behind a fence, or is not closed
+    """Return the last complete Python block between fences; an empty text if there is none."""
+    *parts, _ = completion.split(FENCE)  # the last part is after a fence, or in an open block
     for block in reversed(parts[1::2]):
         language, _, code = block.partition("\n")
         if language.strip().lower() in LANGUAGES:
@@ -418,8 +421,8 @@ def tests_of(record: Record) -> list[str]:
     """Return the tests of a record.
 
     Raises:
-        KeyError: it has none.
-        ValueError: these are no texts.
+        KeyError: it has no tests.
+        ValueError: they are not texts.
     """
     tests = record["tests"]
     tests = [tests] if isinstance(tests, str) else tests
@@ -443,7 +446,7 @@ def _check(record: Record) -> str | None:
 
 
 def make_scorer(reward: RewardConfig) -> Scorer:
-    """Return what scores by a reward whose keys were checked; nothing is imported for it yet."""
+    """Return the scorer of a reward whose keys were checked; import none of its libraries yet."""
     function = function_of(reward.scorer)
     if function is not None:
         return function_scorer(function, reward.bounds)
@@ -454,10 +457,10 @@ def make_scorer(reward: RewardConfig) -> Scorer:
 
 
 def is_scored(record: Record, reward: RewardConfig) -> bool:
-    """Whether completions to a record are scored by a reward."""
+    """Return whether a reward applies to completions of a record."""
     return not reward.families or record.get("family") in reward.families
 
 
 def _given(value: _Value | None) -> _Value:
-    assert value is not None, "check_rewards wants what a scorer needs"
+    assert value is not None, "check_rewards ensures the keys that a scorer needs"
     return value

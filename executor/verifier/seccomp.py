@@ -1,9 +1,8 @@
-"""The system calls that a worker may make: computing and reading files, nothing else.
+"""Restrict which system calls a worker may make: only those for computing and reading files.
 
-A seccomp filter needs no rights and no namespaces, and lasts as long as the process. Without other calls
-there are no sockets, no processes or threads, no signals to anybody, no files written, no shared memory, and
-nothing to change the limits with. A call that is not listed fails as not implemented, for which C libraries
-have their other ways.
+A seccomp filter needs no privileges and no namespaces, and applies until the process ends. The other calls are blocked,
+so a worker has no sockets, processes, threads or signals. It cannot write files, share memory, or change its limits. A
+blocked call fails with ENOSYS, so that C libraries use their fallbacks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 from streamrl.executor.libc import prctl
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the tables below, and the kernel's name of it (linux/audit.h), by machine."""
+"""By machine: the column of the tables below, and the kernel's number of the architecture (linux/audit.h)."""
 CALLS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -76,35 +75,35 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "statx": (332, 291),
     "faccessat2": (439, 439),
 }
-"""Numbers of what is allowed whatever its arguments (asm/unistd.h)."""
+"""Numbers of the calls that are allowed with all arguments (asm/unistd.h)."""
 OPENING: dict[str, tuple[int | None, int | None, int]] = {
     "open": (2, None, 1),
     "openat": (257, 56, 2),
 }
-"""Numbers of what opens files, and which argument has the flags: allowed for reading."""
+"""Numbers of the calls that open files, and the index of their flags; allowed for reading only."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 ALLOW, FAIL = 0x7FFF0000, 0x00050000 | errno.ENOSYS
 INSTRUCTION = "=HBBI"
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # of classic BPF (linux/filter.h)
-NUMBER, MACHINE, ARGUMENTS = 0, 4, 16  # where they stand in struct seccomp_data, in bytes
+NUMBER, MACHINE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data, in bytes
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 
 class _Program(ctypes.Structure):
-    """A struct sock_fprog."""
+    """The C type struct sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def is_available() -> bool:
-    """Whether this machine is one of those listed, and its kernel takes filters."""
+    """Return whether this architecture is listed, and the kernel accepts filters."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         return False
     try:
         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, None)
     except OSError as error:
-        return error.errno == errno.EFAULT  # it would take one that is there
+        return error.errno == errno.EFAULT  # the kernel tried to read the (missing) filter
     return False
 
 
@@ -125,7 +124,7 @@ def program() -> bytes:
 
 
 def apply(program: bytes) -> None:
-    """Filter the calls of this thread from now on; it must have given up new privileges before.
+    """Apply the filter to this thread; PR_SET_NO_NEW_PRIVS must be set before.
 
     Raises:
         OSError: the kernel refused.

@@ -1,4 +1,4 @@
-"""The verifier as the world sees it: completions in, rewards out, whatever a completion does to its scorer."""
+"""Compute the rewards of completions; a completion cannot harm the run, whatever it does to its scorer."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_TIME = 120.0
-"""Seconds for the first answer beyond its time limit: a scorer loads slowly from a cold disk."""
+"""Seconds for the first reply, plus its time limit: scorers load slowly from a cold disk."""
 ANSWER_TIME = 30.0
-"""Seconds for each later one: a process that takes longer has been stopped, or hangs."""
+"""Seconds for each later reply; a process that takes longer is stopped or hangs."""
 
 MOST_CHARACTERS = 150_000
-"""Of an answer: some 40,000 tokens, which as JSON fill a pipe of 1 MiB at most, so that nobody waits to write one."""
+"""Maximum length of an answer: about 40,000 tokens.
+
+As JSON it then fits a pipe of 1 MiB, so that writing it never blocks.
+"""
 MOST_SHOWN = 200
-"""Characters of what a scorer says of an answer that it cannot score."""
+"""Maximum number of characters of a scorer's message in the log."""
 
 
 class Verifier(VerifierRole):
-    """Scores completions, `config.workers` at a time, in processes that are told nothing else.
+    """Scores completions in separate processes, `config.workers` at a time.
 
-    A completion that a scorer cannot digest within its limits is wrong: it gets the worst score there is, once, so
-    that it holds nobody up and cannot rid its group of itself. But where the record's own answer fares no better, the
-    record, the limits or the scorer are at fault, and that is an error.
+    A completion that exceeds a scorer's limits gets the worst score. It is not repeated, so it delays no other rollout,
+    and it cannot remove itself from its group. If the record's own answer fails as well, the record, the limits or the
+    scorer are wrong, and an error is raised.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Verifier(VerifierRole):
         log: Path = Path(os.devnull),
         start_model: Start | None = None,
     ) -> None:
-        """Take what scores, and who starts replicas of a reward model where that is among it."""
+        """Take the rewards, and the function that starts replicas of a reward model if there is one."""
         self._rewards = config.rewards
         self._names_each = bool(config.reward)
         self._scorers = [make_scorer(reward) for reward in self._rewards]
@@ -59,8 +62,8 @@ class Verifier(VerifierRole):
         }
         self._limits = SandboxLimits(config.time_limit, config.memory_limit)
         self._log = log
-        self._told: set[tuple[int, str]] = set()
-        """Scorers, and kinds of faults of theirs, of which one was told."""
+        self._reported: set[tuple[int, str]] = set()
+        """Pairs of scorer and kind of fault that were logged; each is logged once."""
         self._free = asyncio.Semaphore(config.workers)
         self._starting = asyncio.Lock()
         self._process: ForkServerProcess | None = None
@@ -69,7 +72,7 @@ class Verifier(VerifierRole):
             self._models = RewardPool(start_model, config.workers, config.max_rollouts_per_call)
 
     async def start(self) -> ForkServerProcess:
-        """Begin to load the scorers, unless they are loaded; return the process that does, a reward model beside."""
+        """Start loading the scorers and the reward model, if necessary; return the fork server's process."""
         if self._models is not None:
             self._models.begin()
         async with self._starting:
@@ -80,7 +83,7 @@ class Verifier(VerifierRole):
             return self._process
 
     async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
-        """Return the reward of a completion's text of `num_tokens` tokens.
+        """Return the reward of a completion; `num_tokens` is its number of output tokens.
 
         Raises:
             RuntimeError: no completion of this record can be scored, or the process was lost.
@@ -99,14 +102,14 @@ class Verifier(VerifierRole):
         return Scoring(fsum(total), "; ".join(faults) or None, scores if self._names_each else {})
 
     def reward_models(self) -> list[Handle]:
-        """Return handles on the replicas of a reward model that are up, those with work first."""
+        """Return the handles of running replicas of the reward model, those with work first."""
         return [] if self._models is None else self._models.handles()
 
     async def try_out(self, place: int, record: Record) -> None:
-        """Let one scorer score the answer that a record knows, or an empty completion where it knows none.
+        """Score the record's own answer with one scorer, or an empty completion if the record has none.
 
         Raises:
-            RuntimeError: it could not.
+            RuntimeError: the scorer failed.
         """
         answer = self._scorers[place].expected(record)
         reply = await self._ask(place, "" if answer is None else answer, record)
@@ -114,7 +117,7 @@ class Verifier(VerifierRole):
             raise RuntimeError(reply.detail or reply.fault)
 
     def close(self) -> None:
-        """End the processes at once, whatever they do."""
+        """Kill all processes at once."""
         if self._models is not None:
             self._models.close()
         if self._process is not None:
@@ -123,7 +126,7 @@ class Verifier(VerifierRole):
     async def _score(
         self, place: int, completion: str, num_tokens: int, record: Record
     ) -> tuple[float, str | None]:
-        """Return a score, the worst one where there is none, and why there is none."""
+        """Return a score, and the fault if the score could not be computed; it is then the worst one."""
         if self._rewards[place].has_model:
             return await self._ask_model(completion, record), None
         answer = self._scorers[place].read(completion, num_tokens)
@@ -137,22 +140,22 @@ class Verifier(VerifierRole):
             if reply.fault is None:
                 return reply.reward, None
             await self._check(place, record)
-            return self._worst(place), self._tell(place, reply)
+            return self._worst(place), self._report(place, reply)
 
     async def _ask_model(self, completion: str, record: Record) -> float:
-        """Return the score of a reward model, whose replicas are begun where nobody has."""
-        assert self._models is not None, "a run with a reward model has who starts it"
+        """Return the score of a reward model; start its replicas if necessary."""
+        assert self._models is not None, "a run with a reward model needs start_model"
         self._models.begin()
         return await self._models.score(Exchange(prompt=record["prompt"], completion=completion))
 
-    def _tell(self, place: int, reply: Reply) -> str:
-        """Return why an answer has no score; the first of its kind is told at once, as rewards alone would not show it."""
+    def _report(self, place: int, reply: Reply) -> str:
+        """Return why an answer has no score; log the first fault of each kind, because rewards do not show it."""
         fault = ": ".join(filter(None, (reply.fault, _shown(reply.detail))))
-        if (kind := (place, str(reply.fault))) not in self._told:
-            self._told.add(kind)
+        if (kind := (place, str(reply.fault))) not in self._reported:
+            self._reported.add(kind)
             label, worst = self._rewards[place].label, self._worst(place)
             logger.warning(
-                f"a completion gets the worst score, {worst:g}, as {label} cannot score it: {fault}"
+                f"a completion gets the worst score, {worst:g}, because {label} cannot score it: {fault}"
             )
         return fault
 
@@ -161,7 +164,7 @@ class Verifier(VerifierRole):
         return least if self._rewards[place].weight > 0 else most
 
     async def _check(self, place: int, record: Record) -> None:
-        """Raise `RuntimeError` where the answer that the record itself knows cannot be scored either."""
+        """Raise `RuntimeError` if the record's own answer cannot be scored either."""
         expected = self._scorers[place].expected(record)
         if expected is None:
             return
@@ -186,6 +189,6 @@ class Verifier(VerifierRole):
 
 
 def _shown(detail: str) -> str:
-    """Return what a scorer said in a line that may be printed: an answer may have had a say in it."""
+    """Return a scorer's message as one printable line; the answer may have influenced it."""
     line = "".join(letter if letter.isprintable() else " " for letter in detail)
     return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}…"
