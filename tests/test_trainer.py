@@ -440,11 +440,11 @@ def test_decoupled_refuses_rollouts_that_were_not_scored_since_they_were_trained
     async def run() -> None:
         async with started(make_config(model_path, correction="decoupled")) as trainer:
             samples = make_samples(0, count=4)
-            with pytest.raises(ValueError, match="rollout 1: score it"):
+            with pytest.raises(ValueError, match="rollout 1: call score before train"):
                 await trainer.train(samples)
             assert (await trainer.score(samples))["scored_tokens"] > 0
             await trainer.train(samples)
-            with pytest.raises(ValueError, match="rollout 1: score it"):
+            with pytest.raises(ValueError, match="rollout 1: call score before train"):
                 await trainer.train(samples)
 
     asyncio.run(run())

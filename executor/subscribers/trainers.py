@@ -81,7 +81,7 @@ class Trainers:
     def see_asked(self, command: Command, version: int) -> None:
         """Tell a trainer which version the leader is at as it is asked to train on rollouts."""
         if isinstance(command, Train):
-            self._all[command.trainer].see_leader(command, version)
+            self._all[command.trainer].note_primary_version(command, version)
 
     async def carry_out(self, command: TrainerCommand) -> Event:
         """Let the trainer that a command names do what it says; return the event that it ends in."""

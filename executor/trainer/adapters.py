@@ -1,7 +1,7 @@
-"""LoRA: a trainer that learns small matrices beside each linear layer, and leaves the model as it was.
+"""Train LoRA adapters on all linear layers, and keep the model's own weights frozen.
 
-Adapters sit on every linear layer but the one that makes logits (Hu et al. 2021, arXiv 2106.09685); PEFT puts them there
-and computes with them. `W + B A` is what a replica serves: B is pushed with LoRA's scale, `alpha / rank`, in it.
+Every linear layer except the output layer gets adapters (Hu et al. 2021, arXiv 2106.09685). PEFT adds them and computes
+with them. A replica serves `W + B A`. The pushed B already includes LoRA's scale, `alpha / rank`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from streamrl.executor.transfer.adapters import merged, read_adapters, write_ada
 from streamrl.executor.transfer.shared_memory import cast_tensors
 
 ALPHA_PER_RANK = 2.0
-"""LoRA's alpha for each rank, as is usual: what adapters say counts twice."""
+"""LoRA's alpha divided by the rank: the usual value, so that adapters count twice."""
 NAMES = {".lora_A.default.weight": A, ".lora_B.default.weight": B}
-"""How PEFT ends the names of its matrices, and how they are pushed."""
+"""Endings of PEFT's names of adapter matrices, and the endings under which they are pushed."""
 BASE = ".base_layer."
-"""What PEFT puts into the names of weights that it has wrapped."""
+"""Part that PEFT adds to the names of wrapped weights."""
 
 
 def add_adapters(model: Any, rank: int) -> None:
-    """Put adapters that change nothing yet into a model, and let nothing else be trained.
+    """Add adapters that change nothing yet to a model, and freeze all its other weights.
 
     Raises:
         ValueError: the model has no linear layers.
@@ -35,19 +35,21 @@ def add_adapters(model: Any, rank: int) -> None:
 
     targets = list(adapted_layers(model))
     if not targets:
-        raise ValueError("the model has no linear layers for adapters")
+        raise ValueError("the model has no linear layers for adapters: remove trainer.adapter_rank")
     config = LoraConfig(r=rank, lora_alpha=round(ALPHA_PER_RANK * rank), target_modules=targets)
     inject_adapter_in_model(config, model)
     for parameter in model.parameters():
-        if parameter.requires_grad:  # it learns by less than 16 bits tell apart
+        if parameter.requires_grad:  # updates are too small for 16 bits
             parameter.data = parameter.data.float()
-    for layer in _adapted(model):  # passes would take inputs back from float32, one copy a layer
+    for layer in _adapted(
+        model
+    ):  # otherwise each layer would cast its inputs from float32 and keep a copy
         layer.cast_input_dtype_enabled = False
 
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Let a model compute as it did before it had adapters, until the block ends."""
+    """Disable a model's adapters until the block ends."""
     layers = _adapted(model)
     for layer in layers:
         layer.enable_adapters(False)
@@ -67,7 +69,7 @@ def _adapted(model: Any) -> list[Any]:
 def adapters_of(
     weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the matrices of a model's adapters as they are pushed, in a dtype where one is named."""
+    """Yield a model's adapter matrices under their pushed names, cast to `dtype` if given."""
     for name, tensor in weights:
         stem, end = _split(name)
         if end is not None:
@@ -76,7 +78,7 @@ def adapters_of(
 
 
 def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a model's weights by the names that they had without adapters, with what those add."""
+    """Return a model's weights with merged adapters, under the names that they have without adapters."""
     state = dict(weights)
     adapters = dict(adapters_of(state.items()))
     plain = {
@@ -89,7 +91,7 @@ def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torc
 
 
 def save_model(model: Any, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Write a model as a Hugging Face directory has it, and below it the adapters that are merged in it."""
+    """Write a model as a Hugging Face directory with merged adapters, and the adapters in a subdirectory."""
     state = dict(weights)
     model.save_pretrained(path, state_dict=whole_weights(state.items()))
     if adapters := dict(adapters_of(state.items())):
@@ -98,27 +100,27 @@ def save_model(model: Any, weights: Iterable[tuple[str, torch.Tensor]], path: Pa
 
 
 def load_adapters(model: Any, checkpoint: Path, rank: int) -> None:
-    """Put the adapters of a checkpoint into a model that has some.
+    """Load the adapters of a checkpoint into a model that has adapters.
 
     Raises:
-        ValueError: the checkpoint has none, or others.
+        ValueError: the checkpoint has no adapters, or adapters of another rank or for other layers.
     """
     if not (checkpoint / ADAPTERS).is_dir():
-        raise ValueError(f"{checkpoint}: no checkpoint of adapters: no directory {ADAPTERS}")
+        raise ValueError(f"{checkpoint}: no checkpoint of adapters: it has no directory {ADAPTERS}")
     adapters = read_adapters(checkpoint / ADAPTERS)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             stem, end = _split(name)
             if end is None:
                 continue
-            found = adapters.get(stem + end)
-            if found is None or found.shape != tensor.shape:
+            saved = adapters.get(stem + end)
+            if saved is None or saved.shape != tensor.shape:
                 raise ValueError(f"{checkpoint}: no adapters of rank {rank} for {stem}")
-            tensor.copy_(found / ALPHA_PER_RANK if end == B else found)
+            tensor.copy_(saved / ALPHA_PER_RANK if end == B else saved)
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Return the layer that a matrix is for and its end of a name; None where it is no adapter's."""
+    """Return the layer of an adapter matrix and the ending of its pushed name; None for other tensors."""
     for theirs, ours in NAMES.items():
         if name.endswith(theirs):
             return name.removesuffix(theirs), ours

@@ -1,4 +1,4 @@
-"""Make samples of rollouts: each with the advantage that the run's algorithm computes from its reward."""
+"""Compute the advantages of rollouts from their rewards, and make samples for the trainer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from streamrl.runfile.algorithms import NO_BASELINE, pair_of
 
 
 def batch_baseline(rewards: Sequence[float]) -> float:
-    """Return the mean of a batch's rewards, correctly rounded: of equal rewards that very reward."""
+    """Return the mean of a batch's rewards, correctly rounded, so that the mean of equal rewards is exact."""
     return statistics.mean(rewards)
 
 
 class AdvantageEstimator:
-    """Makes samples of rollouts by the run's algorithm, and carries the baseline from one step to the next."""
+    """Makes samples with the advantages of the run's algorithm, and keeps the baseline between steps."""
 
     def __init__(
         self, algorithm: AlgorithmConfig, buffer: RolloutBuffer, baseline: float = NO_BASELINE
@@ -27,25 +27,25 @@ class AdvantageEstimator:
         self.baseline = baseline
         """Mean reward of the last step's batch; see `streamrl.runfile.algorithms`."""
         self._of_groups: dict[int, float] = {}
-        """Advantages by rollout, of groups that this step has asked for."""
+        """Advantages by rollout, for groups that were used in this step."""
 
     def samples(self, rollouts: Iterable[int]) -> list[Sample]:
-        """Return rollouts as the trainer consumes them, with their advantages."""
+        """Return samples of rollouts with their advantages."""
         return [
             self._buffer.sample(rollout, self.advantage(rollout), self._partner(rollout))
             for rollout in rollouts
         ]
 
     def _partner(self, rollout: int) -> int | None:
-        """Return the other rollout of the pair that is compared."""
+        """Return the other rollout of the pair, if the algorithm compares pairs."""
         if not self._algorithm.compares_pairs or not self.advantage(rollout):
             return None
         group = self._buffer.rollouts[rollout].group
         pair = pair_of([self._buffer.rollouts[sibling].reward for sibling in group])
-        return next(group[place] for place in pair if group[place] != rollout)
+        return next(group[index] for index in pair if group[index] != rollout)
 
     def advantage(self, rollout: int) -> float:
-        """Return a rollout's advantage, by the baseline of this step."""
+        """Return a rollout's advantage, with the baseline of this step."""
         algorithm, rollouts = self._algorithm, self._buffer.rollouts
         if not algorithm.trains_whole_groups:
             return algorithm.advantages([rollouts[rollout].reward], self.baseline)[0]
@@ -56,7 +56,7 @@ class AdvantageEstimator:
         return self._of_groups[rollout]
 
     def end_step(self, groups: Sequence[int]) -> None:
-        """Take the baseline of the next step from the groups that this one was made of."""
+        """Compute the baseline of the next step from the groups of this one."""
         self.baseline = batch_baseline(
             [buffered.reward for buffered in self._buffer.rollouts_of(groups)]
         )

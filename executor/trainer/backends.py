@@ -1,4 +1,4 @@
-"""The training backends that `trainer.backend` chooses among."""
+"""Choose the training backend for `trainer.backend`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamrl.executor.trainer.training_backend import TrainingBackend
 
 
 def make_backend(settings: TrainerSettings, model: Any, ranks: RankGroup) -> TrainingBackend:
-    """Return the backend that settings name, with the weights of a model; only its own libraries are imported."""
+    """Return the backend for a model; import only the libraries that it needs."""
     match settings.backend:
         case "torch":
             from streamrl.executor.trainer.torch_backend import TorchBackend
@@ -25,7 +25,7 @@ def make_backend(settings: TrainerSettings, model: Any, ranks: RankGroup) -> Tra
 
 
 def make_frozen(settings: TrainerSettings, model: Any) -> Any:
-    """Return a model that ranks only compute with, held as the backend holds the one that it trains."""
+    """Return a frozen model in the form that the backend needs: with ZeRO 3, its weights are split over ranks."""
     if not settings.splits_weights:
         return model
     from streamrl.executor.trainer.deepspeed_backend import make_split

@@ -1,4 +1,4 @@
-"""The critic of PPO: a copy of the model whose last layer says what reward is to be expected at each token."""
+"""The critic of PPO: a copy of the model whose output layer predicts the expected reward at each token."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 
 DIRECTORY = "critic"
-"""Of a checkpoint: where the critic lies in it."""
+"""Subdirectory of a checkpoint that has the critic."""
 
 
 class Critic:
-    """Values of tokens, and what makes them better; every rank calls the same methods in the same order."""
+    """Predicts values and learns from returns; every rank calls the same methods in the same order."""
 
     def __init__(self, settings: TrainerSettings, ranks: RankGroup, checkpoint: str | None) -> None:
-        """Begin with the model that the run began with, whose values are all 0, or with a checkpoint's."""
-        assert settings.critic_learning_rate is not None, "only an actor with a critic has one"
+        """Load the initial model with an output layer of zeros, or the critic of a checkpoint."""
+        assert settings.critic_learning_rate is not None, "a critic needs critic_learning_rate"
         self._settings = replace(settings, learning_rate=settings.critic_learning_rate)
         self.backend = make_backend(self._settings, self._load_model(checkpoint, ranks), ranks)
         if checkpoint is not None:
@@ -41,23 +41,23 @@ class Critic:
         return model
 
     def values(self, sequences: list[TokenSequence]) -> torch.Tensor:
-        """Return the reward that is expected before each token that the policy sampled, [n] float32."""
+        """Return the expected reward before each token that the policy sampled, [n] float32."""
         model, settings = self.backend.model, self._settings
-        found = output_logits(
+        outputs = output_logits(
             model, model.score, sequences, settings.packing, DTYPES[settings.dtype]
         )
-        return found[:, 0].float()
+        return outputs[:, 0].float()
 
     def backward(self, sequences: list[TokenSequence], returns: torch.Tensor) -> None:
-        """Add the gradient of half the squared errors, summed over tokens."""
+        """Add the gradient of half the squared error, summed over tokens."""
         self.backend.backward((self.values(sequences) - returns).square().sum() / 2)
 
     def take_part(self, sequences: list[TokenSequence]) -> None:
-        """Make a pass without a gradient, which other ranks wait for."""
+        """Run a pass with zero gradient, because other ranks wait for it."""
         self.backend.backward(0 * self.values(sequences).sum())
 
     def save(self, path: Path, version: int, *, is_first: bool) -> None:
-        """Write it into a checkpoint."""
+        """Write the critic to a checkpoint."""
         directory = path / DIRECTORY
         if is_first:
             directory.mkdir(exist_ok=True)

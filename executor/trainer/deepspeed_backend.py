@@ -1,9 +1,9 @@
-"""Training with DeepSpeed: ZeRO splits optimizer (1), gradients (2) and weights (3) over the ranks.
+"""Train with DeepSpeed: ZeRO splits optimizer state (1), gradients (2) and weights (3) over the ranks.
 
-How many passes a step has is known only once its rollouts are there, so that accumulation is ours: DeepSpeed adds up
-what `backward` brings and updates where `step` says so (`managed_gradient_accumulation` off). It averages gradients over
-ranks; the divisor that makes the batch's mean of that is known at the step alone, and goes in where mixed precision has
-its loss scale, by which DeepSpeed divides gradients before it clips them.
+The number of passes in a step is known only when all rollouts have arrived. So this backend controls accumulation:
+DeepSpeed adds up the gradients of `backward` and updates in `step` (`managed_gradient_accumulation` off). DeepSpeed
+averages gradients over ranks, but the batch's mean needs another divisor, known only at the step. It is passed as the
+loss scale of mixed precision, by which DeepSpeed divides gradients before it clips them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from streamrl.executor.trainer.training_backend import make_optimizer, state_of
 
 GATHER_BYTES = 512 * 2**20
-"""Of weights that are whole at once while they are written: one by one they would take twenty times as long."""
+"""Bytes of weights that are gathered at once for writing; gathering one tensor at a time takes twenty times as long."""
 
 
 class DeepSpeedBackend:
-    """A DeepSpeed engine."""
+    """A training backend around a DeepSpeed engine."""
 
     in_step = True
 
@@ -44,9 +44,10 @@ class DeepSpeedBackend:
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, count: float) -> float:
-        """Make the gradient the batch's mean, clip it, and update the weights.
+        """Turn the gradient into the batch's mean, clip it, and update the weights.
 
-        Raises `FloatingPointError` of weights that are as they were; `RoleLostError` where they took harm.
+        Raises `FloatingPointError` if the norm is not finite and the weights are unchanged; `RoleLostError` if they have
+        changed already.
         """
         if self._settings.zero == 0:
             module = self._engine.module
@@ -56,18 +57,22 @@ class DeepSpeedBackend:
             self._engine.step()
             return norm
         optimizer = self._engine.optimizer
-        optimizer.loss_scale = count / self._ranks.size  # it divides sums by the ranks itself
+        optimizer.loss_scale = (
+            count / self._ranks.size
+        )  # DeepSpeed divides sums by the number of ranks
         try:
             self._engine.step()
         finally:
             optimizer.loss_scale = 1.0
         norm = float(self._engine.get_global_grad_norm())
         if not math.isfinite(norm):
-            raise RoleLostError(f"the gradient's norm was {norm}, and the weights have it")
+            raise RoleLostError(
+                f"the gradient's norm was {norm} and the weights were updated with it; restart from a checkpoint"
+            )
         return norm
 
     def weights(self, *, learned: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the model's tensors, on the first rank; those that ZeRO 3 has split are gathered some at a time."""
+        """Yield the model's tensors on the first rank; with ZeRO 3 gather a part of them at a time."""
         state = state_of(self._engine.module, learned=learned)
         if self._settings.zero < 3:
             yield from ((name, tensor.detach()) for name, tensor in state.items())
@@ -83,7 +88,7 @@ class DeepSpeedBackend:
             yield from ((name, copies[id(tensor)]) for name, tensor in state.items())
 
     def save(self, path: Path, version: int) -> None:
-        """Write whole weights on the first rank, and what DeepSpeed needs of each."""
+        """Write whole weights on the first rank, and DeepSpeed's state on every rank."""
         weights = dict(self.weights())
         if self._ranks.is_first:
             save_model(self._engine.module, weights.items(), path)
@@ -91,10 +96,12 @@ class DeepSpeedBackend:
         self._engine.save_checkpoint(str(path), self._tag, client_state, save_latest=False)
 
     def load(self, path: Path) -> int:
-        """Take weights and optimizer from what as many ranks wrote."""
+        """Load weights and optimizer state, written by the same number of ranks."""
         if not (path / self._tag).is_dir():
-            found = ", ".join(entry.name for entry in path.glob("zero-*")) or "nothing of DeepSpeed"
-            raise ValueError(f"{path}: no checkpoint of {self._tag}: it has {found}")
+            saved = (
+                ", ".join(entry.name for entry in path.glob("zero-*")) or "no state of DeepSpeed"
+            )
+            raise ValueError(f"{path}: no checkpoint of {self._tag}: it has {saved}")
         _, client_state = self._engine.load_checkpoint(str(path), self._tag)
         version: int = client_state["version"]
         for group in self._engine.optimizer.param_groups:
@@ -102,16 +109,16 @@ class DeepSpeedBackend:
         return version
 
     def move(self, device: str) -> None:
-        """Stay where it is: on GPUs `streamrl.executor.backend_limits` refuses it to share them."""
+        """Do nothing: `streamrl.executor.backend_limits` rejects GPUs shared with replicas."""
 
     @property
     def _tag(self) -> str:
-        """Name of the directory with what DeepSpeed needs: it fits the stage and the number of ranks alone."""
+        """Return the name of DeepSpeed's directory; its content fits only this stage and number of ranks."""
         return f"zero-{self._settings.zero}-ranks-{self._ranks.size}"
 
 
 def make_split(settings: TrainerSettings, model: Any) -> Any:
-    """Return DeepSpeed's engine around a model that is not trained, of whose weights each rank has a share."""
+    """Return DeepSpeed's engine around a frozen model, whose weights are split over the ranks."""
     deepspeed = _join(settings)
     model.requires_grad_(False)
     _split(settings, model)
@@ -121,47 +128,50 @@ def make_split(settings: TrainerSettings, model: Any) -> Any:
 
 
 def _start(settings: TrainerSettings, model: Any) -> Any:
-    """Return DeepSpeed's engine around a model."""
+    """Return DeepSpeed's engine around a model that is trained."""
     deepspeed = _join(settings)
     if settings.zero == 3:
         _split(settings, model)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=make_optimizer(settings, model), config=make_config(settings)
     )
-    engine.enable_backward_allreduce = settings.zero > 0  # stage 0: `step` has done it
+    engine.enable_backward_allreduce = (
+        settings.zero > 0
+    )  # with stage 0 `step` sums gradients itself
     return engine
 
 
 def _split(settings: TrainerSettings, model: Any) -> None:
-    """Leave each rank its share of a model's weights, which the first one has: tensor by tensor, so that no GPU has all."""
+    """Split a model's weights over the ranks, tensor by tensor, so that no GPU needs room for all of them."""
     from deepspeed.runtime.zero import Init
 
     dtype, config = DTYPES[settings.dtype], make_config(settings)
-    for parameter in model.parameters():  # those of other ranks are in it, and stay untouched
+    for parameter in model.parameters():  # including the blank ones of other ranks
         parameter.data = parameter.data.to(dtype)
     Init(module=model, config_dict_or_path=config)
-    model.to(settings.device)  # what is no weight: positions, masks
+    model.to(settings.device)  # moves the remaining tensors: positions, masks
     kept = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
-        if name in kept:  # read from files, such as what balances experts; the others are computed
+        if (
+            name in kept
+        ):  # loaded from files, such as the bias that balances experts; others are computed
             if buffer.is_floating_point():
                 buffer.data = buffer.data.float()
             dist.broadcast(buffer.data, 0)
 
 
 def _join(settings: TrainerSettings) -> Any:
-    """Let DeepSpeed find the other ranks, and return its module."""
+    """Connect DeepSpeed to the other ranks, and return its module."""
     on_cpu = settings.device == "cpu"
-    os.environ.setdefault("LOCAL_RANK", "0")  # every rank sees its own GPU alone
+    os.environ.setdefault("LOCAL_RANK", "0")  # every rank sees only its own GPU
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed import ops
 
     if on_cpu:
-        ops.__compatible_ops__["deepspeed_shm_comm"] = (
-            False  # compiles for minutes, for sums that gloo has
-        )
+        # Otherwise DeepSpeed compiles for minutes, for sums that gloo can do.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         "gloo" if on_cpu else "nccl", auto_mpi_discovery=False, verbose=False
     )
@@ -179,14 +189,14 @@ def make_config(settings: TrainerSettings) -> dict[str, Any]:
         "zero_optimization": {"stage": settings.zero, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        # By itself it adds up passes in the weights' format: of a thousand alike, bfloat16 keeps a half.
+        # By default it sums gradients in the weights' dtype: bfloat16 loses half of a sum of 1,000 equal values.
         **({} if settings.dtype == "float32" else {"data_types": {"grad_accum_dtype": "fp32"}}),
         "steps_per_print": None,
     }
 
 
 def _by_bytes(state: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yield the tensors of a model, each once, as many at a time as fill `GATHER_BYTES` when they are whole."""
+    """Yield each tensor of a model once, in lists of at most `GATHER_BYTES` of whole tensors."""
     some: list[Any] = []
     filled = 0
     for tensor in {id(tensor): tensor for tensor in state.values()}.values():

@@ -1,4 +1,4 @@
-"""Train on a batch: load the models, accumulate gradients, step, and make weight versions, whatever backend holds the weights."""
+"""The blocking part of the trainer: load models, accumulate gradients, step, push and save, with any backend."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from streamrl.runfile.algorithms import algorithm_named
 
 @contextlib.contextmanager
 def separate_cuda_stream(device: torch.device) -> Iterator[None]:
-    """Let the calling thread's work wait for what is queued so far, and for nothing that others queue from now on.
+    """Run the calling thread's GPU work after the work queued so far, and independently of later work.
 
-    Threads share one stream otherwise, and each copy to the host would wait for the passes queued before it.
+    Otherwise threads share one stream, and each copy to the host waits for all passes queued before it.
     """
     if device.type != "cuda":
         yield
@@ -65,59 +65,58 @@ def separate_cuda_stream(device: torch.device) -> Iterator[None]:
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Files that a checkpoint does not copy from the model directory, as it does the tokenizer's."""
+"""Endings of files that are not copied from the model directory to checkpoints; tokenizer files are copied."""
 
 
 @dataclasses.dataclass
 class Accumulated:
-    """What was trained on since the last step; its gradient is in the parameters."""
+    """Counts and sums since the last step; the summed gradient is in the parameters."""
 
     num_tokens: float = 0
-    """Of all ranks, as everything here that is counted."""
+    """Over all ranks, like all counts here."""
     num_rollouts: float = 0
     count: float = 0
-    """What its gradient is divided by at the step."""
+    """Divisor of the gradient at the step."""
     num_passes: int = 0
-    """Backward passes of this rank since the last optimizer step."""
+    """Number of backward passes of this rank since the last optimizer step."""
     portion: tuple[float, float] = (0, 0)
-    """Rollouts and tokens since the last optimizer step."""
+    """Number of rollouts and tokens since the last optimizer step."""
     counted: float = 0
-    """What the gradients of optimizer steps were divided by, together."""
+    """Sum of the divisors of this batch's optimizer steps."""
     norms: list[dict[str, float]] = dataclasses.field(default_factory=list)
     """Figures of each optimizer step."""
     sums: Counter[str] = dataclasses.field(default_factory=Counter)
     waiting: list[TokenSequence] = dataclasses.field(default_factory=list)
-    """What is computed as one at the step, where that is deterministic."""
+    """Samples that wait until the step, if the run is deterministic."""
     unpaired: dict[int, TokenSequence] = dataclasses.field(default_factory=dict)
-    """Rollouts that are compared with others, which have not come yet."""
+    """Rollouts of a pair whose partner has not arrived yet."""
     whole: bool = True
-    """False while a call of `train` is under way, and for good once one has failed."""
+    """False during a call of `train`; stays False if the call fails."""
 
     def summary(self) -> dict[str, float]:
-        """Return its counts, and how far the policy is from the one that sampled."""
+        """Return the counts, and how far the policy is from the one that sampled."""
         counts = {"tokens": self.num_tokens, "rollouts": self.num_rollouts}
         return counts | losses.diagnostics(self.sums)
 
 
 @dataclasses.dataclass
 class Learner:
-    """The trainer's blocking half; its methods are those of `TrainerWorker`."""
+    """The blocking part of the trainer; its methods are those of `TrainerWorker`."""
 
     config: TrainerSettings
     ranks: RankGroup
     backend: TrainingBackend
     reference: PreTrainedModel | None
-    """The model that the run began with; None where nobody asks for it, or it is the policy without its adapters."""
+    """The initial model; None if unused, or if it is the policy without its adapters."""
     critic: Critic | None
     version: int
     batch: Accumulated = dataclasses.field(default_factory=Accumulated)
     pushable: dict[str, torch.Tensor] | None = None
-    """Weights of `version`, once an optimizer step within the next batch has changed those of the backend."""
+    """Weights of `version`, kept once an optimizer step within the next batch has changed the backend's."""
     changing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    """Held while weights change, and while they are read beside that."""
+    """Held while weights change, and while a push reads them."""
     scores: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """By rollout: `proximal` and `reference` log-probabilities of the tokens that the policy sampled, and the critic's
-    `values`."""
+    """By rollout and name: `proximal` and `reference` log-probabilities of sampled tokens, and the critic's `values`."""
 
     def __post_init__(self) -> None:
         self.objective = objective_of(self.config)
@@ -125,7 +124,7 @@ class Learner:
         self._sums = ("loss", *losses.SUMS, *of_reference, *self.objective.sums)
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
-        """Keep what `train` needs of these samples; a deterministic step does that itself."""
+        """Compute and store the scores that `train` needs; in a deterministic run the step computes them."""
         sequences = self.ranks.agree(lambda: read_samples(samples))
         if not self.config.deterministic:
             self._score(sequences)
@@ -143,15 +142,15 @@ class Learner:
                         self.scores.setdefault(sequence.rollout, {})[name] = part.clone()
 
     def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Add these samples to the batch and their gradient to the parameters, or leave that to a deterministic step."""
+        """Add samples to the batch and their gradient to the parameters; a deterministic run waits for the step."""
         sequences = self.ranks.agree(lambda: self._read(samples))
         if self.config.deterministic:
             self.batch.waiting += sequences
             return {"tokens": sum(s.num_trained for s in sequences), "rollouts": len(sequences)}
-        return self._go_on(sequences)
+        return self._train_portion(sequences)
 
-    def _go_on(self, sequences: list[TokenSequence]) -> dict[str, float]:
-        """Accumulate, and before it make the optimizer step that is due within the batch."""
+    def _train_portion(self, sequences: list[TokenSequence]) -> dict[str, float]:
+        """Accumulate gradients, after the optimizer step within the batch if it is due."""
         portion = self.config.rollouts_per_update
         if portion is not None and self.batch.portion[0] >= portion:
             with self.changing:
@@ -164,8 +163,10 @@ class Learner:
         """Turn the summed gradient into a mean, clip it and update the weights."""
         batch = self.batch
         if self.backend.in_step and not batch.num_passes:
-            self._backward([NOTHING])  # all advantages are 0
-        figures = {"grad_norm": self.backend.step(batch.count or 1.0)}  # 0: nothing was chosen
+            self._backward([NOTHING])  # all advantages are 0, but other ranks wait
+        figures = {
+            "grad_norm": self.backend.step(batch.count or 1.0)
+        }  # count is 0 if nothing was chosen
         if self.critic is not None:
             figures["critic_grad_norm"] = self.critic.backend.step(batch.portion[1])
         batch.norms.append(figures)
@@ -173,7 +174,7 @@ class Learner:
         batch.count, batch.num_passes, batch.portion = 0, 0, (0, 0)
 
     def _read(self, samples: list[Sample]) -> list[TokenSequence]:
-        """Read samples that can be trained on."""
+        """Read samples and check that they can be trained on."""
         sequences = read_samples(samples)
         if not self.config.deterministic:
             self._check_scored(sequences)
@@ -206,8 +207,8 @@ class Learner:
         return added.summary()
 
     def _with_partners(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
-        """Return those of no pair, and pairs of which both have come."""
-        found = [sequence for sequence in sequences if sequence.partner is None]
+        """Return sequences without a partner, and the complete pairs."""
+        ready = [sequence for sequence in sequences if sequence.partner is None]
         for sequence in sequences:
             if sequence.partner is None:
                 continue
@@ -215,8 +216,8 @@ class Learner:
             if other is None:
                 self.batch.unpaired[sequence.rollout] = sequence
             else:
-                found += [other, sequence]
-        return found
+                ready += [other, sequence]
+        return ready
 
     def step(self, version: int) -> dict[str, float]:
         """Turn the summed gradient into the batch's mean, clip it and update the weights."""
@@ -226,10 +227,12 @@ class Learner:
         waiting, batch.waiting = batch.waiting, []
         for portion in self._portions(waiting):
             self._score(portion)
-            self._go_on(portion)
+            self._train_portion(portion)
         if batch.num_tokens == 0 or not batch.whole:
             reason = "nothing was trained on" if batch.whole else "a call of train failed"
-            raise ValueError(f"step to version {version} without a gradient: {reason}")
+            raise ValueError(
+                f"step to version {version} without a gradient: {reason}; train first, or restart from a checkpoint"
+            )
         with self.changing:
             self._update()
             self.pushable = None
@@ -241,7 +244,7 @@ class Learner:
         return {**figures, **self.objective.figures(batch.sums), **batch.summary()}
 
     def _portions(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
-        """Yield what each optimizer step of a batch is made of, whatever came first: all at once where there is one."""
+        """Yield the rollouts of each optimizer step, in an order that does not depend on arrival."""
         size = self.config.rollouts_per_update or len(sequences) or 1
         in_order = (
             sorted(sequences, key=lambda s: s.rollout) if size < len(sequences) else sequences
@@ -250,7 +253,7 @@ class Learner:
             yield in_order[first : first + size]
 
     def push(self, version: int, directory: Path) -> Manifest:
-        """Write the weights in the dtype that rollouts compute in; the first rank does, with the help of all."""
+        """Write the weights in the dtype of rollouts; all ranks must call this, and the first one writes."""
         if version != self.version:
             raise ValueError(f"push must write the current version {self.version}, got {version}")
         with self.changing if self.config.rollouts_per_update else contextlib.nullcontext():
@@ -270,11 +273,11 @@ class Learner:
                 return write_buckets(tensors, directory, version)
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return what is pushed, by the names that the model has for it."""
+        """Return the weights that are pushed, under the model's names."""
         return self.backend.weights(learned=self.config.adapter_rank is not None)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and version, the model's other files beside them, and checksums of all."""
+        """Write weights, optimizer state, version, the model's other files, and checksums of all."""
         if not self.ranks.is_first:
             self.ranks.wait()
             self._save_models(partial_of(path))
@@ -295,7 +298,7 @@ class Learner:
             self.critic.save(path, self.version, is_first=self.ranks.is_first)
 
     def move(self, device: str) -> None:
-        """Take everything that lies on a device to another one, and give the memory back that it leaves."""
+        """Move everything on a device to another one, and free the memory that it used before."""
         self.backend.move(device)
         if self.critic is not None:
             self.critic.backend.move(device)
@@ -304,38 +307,38 @@ class Learner:
             reference.to(device)
         for held in self.scores.values():
             held.update({name: tensor.to(device) for name, tensor in held.items()})
-        torch.cuda.empty_cache()  # nothing where there is no GPU
+        torch.cuda.empty_cache()  # does nothing without a GPU
 
     @property
     def _scorers(self) -> dict[str, Callable[[list[TokenSequence]], torch.Tensor]]:
-        """What a score pass asks, [n] of each token that the policy sampled, by name."""
+        """Return the scores to compute before training, by name; each gives [n], one value for each sampled token."""
         config = self.config
-        found: dict[str, Callable[[list[TokenSequence]], torch.Tensor]] = {}
+        scorers: dict[str, Callable[[list[TokenSequence]], torch.Tensor]] = {}
         if (
             config.correction == "decoupled"
             or algorithm_named(config.algorithm).recomputes_log_probs
         ):
-            found["proximal"] = self._proximal
+            scorers["proximal"] = self._proximal
         if config.has_reference:
-            found["reference"] = self._of_reference
+            scorers["reference"] = self._of_reference
         if self.critic is not None:
-            found["values"] = self.critic.values
-        return found
+            scorers["values"] = self.critic.values
+        return scorers
 
     def _proximal(self, sequences: list[TokenSequence]) -> torch.Tensor:
-        """Return log-probabilities, [n], under the weights that the batch began with, whatever its steps made of them."""
+        """Compute log-probabilities, [n], under the weights at the beginning of the batch."""
         with weights_in_place(self.backend.model, self.pushable):
             return self._logprobs(self.backend.model, sequences)
 
     def _of_reference(self, sequences: list[TokenSequence]) -> torch.Tensor:
-        """Return log-probabilities, [n], under the weights that the run began with."""
+        """Compute log-probabilities, [n], under the initial weights of the run."""
         if self.config.adapter_rank is None:
             return self._logprobs(self.reference, sequences)
         with without_adapters(self.backend.model):
             return self._logprobs(self.backend.model, sequences)
 
     def _to_score(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
-        """Return those of which a score pass is made."""
+        """Return the sequences that need scores."""
         return [s for s in sequences if self._scorers and self.objective.computes(s)]
 
     def _check_scored(self, sequences: list[TokenSequence]) -> None:
@@ -343,10 +346,10 @@ class Learner:
         for sequence in self._to_score(sequences):
             scores = self.scores.get(sequence.rollout, {})
             if any(len(scores.get(name, ())) != sequence.num_trained for name in names):
-                raise ValueError(f"rollout {sequence.rollout}: score it before training on it")
+                raise ValueError(f"rollout {sequence.rollout}: call score before train")
 
     def _backward(self, sequences: list[TokenSequence]) -> dict[str, float]:
-        """Add the gradient of the summed loss of one pass, and return the sums."""
+        """Add the gradient of one pass's summed loss, and return the sums."""
         config, objective = self.config, self.objective
         if sequences[0] is NOTHING:
             self.backend.backward(0 * self._logprobs(self.backend.model, sequences).sum())
@@ -381,7 +384,7 @@ class Learner:
         return {"loss": loss.item(), **sums}
 
     def _outputs(self, sequences: list[TokenSequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probabilities, and entropies where the loss has any."""
+        """Compute log-probabilities, and entropies if the loss needs them."""
         if self.config.entropy_coefficient == 0:
             return self._logprobs(self.backend.model, sequences), None
         return outputs_with_entropy(self.backend.model, sequences, **self._how)
@@ -390,7 +393,7 @@ class Learner:
         return passes(sequences, self.config.max_tokens_per_pass, self.config.packing)
 
     def _passes_in_step(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
-        """Yield passes, as many as any rank has where they wait for each other."""
+        """Yield passes; if ranks wait for each other in passes, every rank makes the same number."""
         mine = list(self._passes(sequences))
         most = self.ranks.most(len(mine)) if self.backend.in_step else len(mine)
         return chain(mine, repeat([NOTHING], most - len(mine)))
@@ -400,7 +403,7 @@ class Learner:
 
     @property
     def _how(self) -> dict[str, Any]:
-        """How outputs are computed."""
+        """Return the settings of output passes."""
         config = self.config
         return {
             "temperature": config.temperature,
@@ -428,9 +431,8 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
             load_adapters(model, Path(checkpoint), config.adapter_rank)
     backend = make_backend(config, model, ranks)
     reference = None
-    if (
-        config.has_reference and not has_adapters
-    ):  # the actor's weights are split by now, if any are
+    # With ZeRO 3 the actor's weights are already split here, which leaves memory for another model.
+    if config.has_reference and not has_adapters:
         own = load_model(config.model, config, ranks, learns=not config.splits_weights)
         reference = make_frozen(config, own)
     critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)

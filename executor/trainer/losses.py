@@ -1,8 +1,8 @@
-"""Policy losses, off-policy corrections and their diagnostics, per output token.
+"""Compute policy losses, off-policy corrections and their diagnostics for each output token.
 
-Tensors are flat, `[n]`: the output tokens of several rollouts one after the other, no padding. Only those that the
-policy sampled are there; what others put between them, such as a tool's answer, is context of the forward pass.
-All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of decoupled PPO.
+Tensors are flat, `[n]`: the output tokens of several rollouts, concatenated without padding. They have only tokens that
+the policy sampled. Other tokens, such as a tool's answer, are only context of the forward pass. All corrections use one
+formula: PPO (arXiv 1707.06347) with the third policy of decoupled PPO.
 
     loss = -w * min(r * A, clip(r, 1 - clip, 1 + clip_high) * A)     r = policy / proximal
 
@@ -12,16 +12,19 @@ All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of
 | gspo       | the behaviour policy   | 1; r is the geometric mean over the rollout | arXiv 2507.18071 |
 | token-tis  | the policy itself      | min(k, cap)                                 | Yao et al. 2025  |
 | seq-tis    | the policy itself      | min(product of k over the rollout, cap)     | Yao et al. 2025  |
-| icepop     | the policy itself      | k where 1/cap <= k <= cap, else 0           | arXiv 2510.18855 |
-| topr       | the policy itself      | 1 where A >= 0, else min(product of k, 1)   | arXiv 2503.14286 |
+| icepop     | the policy itself      | k if 1/cap <= k <= cap, else 0              | arXiv 2510.18855 |
+| topr       | the policy itself      | 1 if A >= 0, else min(product of k, 1)      | arXiv 2503.14286 |
 | cispo      | the policy itself      | min(k, cap), with a cap of 1 + clip_high    | arXiv 2506.13585 |
-| m2po       | the behaviour policy   | 0 of the tokens of the largest (log r)^2, until their mean over the rollout is within the cap; nothing is clipped | arXiv 2510.01161 |
+| m2po       | the behaviour policy   | 0 for masked tokens, else 1; no clipping    | arXiv 2510.01161 |
 | decoupled  | that of the score pass | min(k, cap)                                 | arXiv 2110.00641 |
 
-Without a correction the loss is -A * log-probability: that of chosen rollouts, whoever made them.
-Where the proximal policy is the policy itself, r is 1 and its gradient that of the log-probability:
-the importance-weighted policy gradient, exact as long as a batch is trained on in one step. DAPO's clip-higher
-(arXiv 2503.14476) is a `clip_high` above `clip`. M2PO takes its mean over a batch, which is never there at once here.
+M2PO masks the tokens with the largest (log r)^2 until the mean of the others is at most the cap. The paper takes the mean
+over a batch. Here it is over a rollout, because a batch is never in memory as a whole.
+
+Without a correction the loss is -A * log-probability of the chosen rollouts, whatever policy sampled them. If the
+proximal policy is the policy itself, r is 1 and its gradient is that of the log-probability. This is the
+importance-weighted policy gradient. It is exact if a batch has one optimizer step. DAPO's clip-higher (arXiv 2503.14476)
+is a `clip_high` above `clip`.
 """
 
 from __future__ import annotations
@@ -40,38 +43,38 @@ from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator
 
 CORRECTIONS: tuple[CorrectionName, ...] = get_args(CorrectionName)
 MAX_LOG_RATIO = 20.0
-"""Ratios end at e^20: above any cap, and its square still sums in float64 without overflow."""
+"""Log-ratios are clamped to this: e^20 is above any cap, and its square does not overflow in float64 sums."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Output tokens of whole rollouts that the policy sampled, flat."""
+    """Sampled output tokens of whole rollouts, flat."""
 
     logprobs: torch.Tensor
     """[n] float32, log-probabilities under the policy that is trained, with gradient."""
     behaviour: torch.Tensor
     """[n] log-probabilities under the policy that sampled."""
     advantages: torch.Tensor
-    """[n]; absent a critic, all tokens of a rollout have that rollout's."""
+    """[n]; without a critic, all tokens of a rollout have the same advantage."""
     rollouts: torch.Tensor
-    """[n] int64, which rollout of these each token belongs to, from 0."""
+    """[n] int64, index of each token's rollout, from 0."""
     proximal: torch.Tensor | None = None
-    """[n] log-probabilities of the score pass, at the weights that the batch began with; only `decoupled` reads them."""
+    """[n] log-probabilities of the score pass, with the weights at the start of the batch; only for `decoupled`."""
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return `log softmax(logits / temperature)[token]`, [n] float32, of logits [n, vocabulary]."""
+    """Compute `log softmax(logits / temperature)[token]`, [n] float32, from logits [n, vocabulary]."""
     return -cross_entropy(scaled_logits(logits, temperature), tokens, reduction="none")
 
 
 def token_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the entropy of what may come next, [n] float32 in nats, with gradient, of logits [n, vocabulary]."""
+    """Compute the entropy of the next token, [n] float32 in nats, with gradient, from logits [n, vocabulary]."""
     scaled = scaled_logits(logits, temperature).log_softmax(-1)
     return -(scaled.exp() * scaled).sum(-1)
 
 
 def scaled_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return logits in float32 as they are sampled from; the same tensor where that is what they are."""
+    """Return logits / temperature in float32; the same tensor if nothing changes."""
     whole = logits.float()
     return whole if temperature == 1.0 else whole / temperature
 
@@ -82,9 +85,9 @@ def flatten_sequences(
     logprobs: torch.Tensor,
     proximal: torch.Tensor | None,
 ) -> Tokens:
-    """Put behaviour and advantages beside log-probabilities [n] of the sequences, in their order.
+    """Combine log-probabilities [n] of sequences with their behaviour log-probabilities and advantages.
 
-    `advantages` has of each sequence one for all of its tokens, or one for each.
+    `advantages` has one tensor for each sequence: one value for all its tokens, or one value for each.
     """
     device = logprobs.device
     lengths = torch.tensor([sequence.num_trained for sequence in sequences])
@@ -109,7 +112,7 @@ def policy_losses(
     cap: float,
     clip_high: float | None = None,
 ) -> torch.Tensor:
-    """Return the loss of every token, [n], by the formula and table of this module; without `clip_high` it is `clip`."""
+    """Compute the loss of every token, [n], by this module's formula and table; `clip_high` defaults to `clip`."""
     if correction is None:
         return -tokens.advantages * tokens.logprobs
     weights = correction_weights(tokens, correction, cap)
@@ -121,9 +124,9 @@ def policy_losses(
 
 
 def proximal_logprobs(tokens: Tokens, correction: CorrectionName | None) -> torch.Tensor:
-    """Return the log-probabilities, [n], of the policy that the PPO clip keeps near.
+    """Return the log-probabilities, [n], of the policy that the PPO clip stays close to.
 
-    Raises ValueError where `decoupled` has no score pass.
+    Raises `ValueError` if `decoupled` has no score pass.
     """
     match correction:
         case "none" | "gspo" | "m2po":
@@ -132,7 +135,9 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName | None) -> torc
             return tokens.logprobs.detach()
         case "decoupled":
             if tokens.proximal is None:
-                raise ValueError("decoupled needs the log-probabilities of a score pass")
+                raise ValueError(
+                    "correction decoupled needs log-probabilities of a score pass: call score first"
+                )
             return tokens.proximal
         case _:
             assert_never(correction)
@@ -141,7 +146,7 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName | None) -> torc
 def correction_weights(
     tokens: Tokens, correction: CorrectionName | None, cap: float
 ) -> torch.Tensor:
-    """Return the importance weight w of every token, [n], without gradient."""
+    """Compute the importance weight w of every token, [n], without gradient."""
     ratios = _raw_weights(tokens, correction)
     match correction:
         case "none" | "gspo" | None:
@@ -159,27 +164,27 @@ def correction_weights(
 
 
 def k1(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Return the unbiased estimate of KL(sampling policy || policy) at each token, in nats.
+    """Compute the unbiased estimate of KL(sampling policy || policy) for each token, in nats.
 
-    `log q - log p` with q the sampling policy (Schulman 2020, "Approximating KL divergence").
+    `log q - log p`, where q is the sampling policy (Schulman 2020, "Approximating KL divergence").
     """
     return sampled - logprobs
 
 
 def k3(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Return `p/q - 1 - log(p/q)`: KL(q || p) at each token, unbiased and never negative.
+    """Compute `p/q - 1 - log(p/q)`: an estimate of KL(q || p) for each token, unbiased and never negative.
 
-    q is the policy that sampled, p the other one (Schulman 2020). GRPO's penalty (arXiv 2402.03300,
-    equation 4) is this with p the reference and q the policy that is trained.
+    q is the sampling policy and p the other one (Schulman 2020). GRPO's penalty (arXiv 2402.03300, equation 4) uses
+    the reference as p and the trained policy as q.
     """
     log_ratio = (logprobs - sampled).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
 
 
 def k2(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Return half the squared log-ratio at each token, in nats: the estimate whose gradient is that of the KL.
+    """Compute half the squared log-ratio for each token, in nats: its gradient is the gradient of the KL.
 
-    For a policy that is pulled towards another on its own samples (Schulman 2020; its gradient: arXiv 2506.09477).
+    For a policy that is pulled towards another one on its own samples (Schulman 2020; gradient: arXiv 2506.09477).
     """
     return (logprobs - sampled).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() / 2
 
@@ -187,7 +192,7 @@ def k2(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
 def kl_losses(
     logprobs: torch.Tensor, reference: torch.Tensor, estimator: KlEstimator
 ) -> torch.Tensor:
-    """Return the KL term against a reference policy at each token, [n], with gradient."""
+    """Compute the KL term against a reference policy for each token, [n], with gradient."""
     match estimator:
         case "k1":
             return k1(reference, logprobs)
@@ -203,9 +208,9 @@ SUMS = (
     *("evaluated", "ratio", "ratio_squared", "clipped", "truncated"),
     *("entropy", "gap", "k1", "k3"),
 )
-"""What `diagnostic_sums` returns."""
+"""Keys of `diagnostic_sums`."""
 REFERENCE_SUM = "reference_kl"
-"""What there is beside them where a reference model runs: the KL term of every token."""
+"""Additional key if a reference model runs: the KL term of every token."""
 
 
 def diagnostic_sums(
@@ -216,7 +221,7 @@ def diagnostic_sums(
     cap: float,
     clip_high: float | None = None,
 ) -> dict[str, float]:
-    """Return sums that add up over micro-batches, for `diagnostics` to turn into means."""
+    """Return sums over these tokens; add them up over micro-batches, and pass them to `diagnostics`."""
     with torch.no_grad():
         policy, behaviour = tokens.logprobs.double(), tokens.behaviour.double()
         ratios = _ratios(policy, behaviour)
@@ -238,20 +243,20 @@ def diagnostic_sums(
 
 
 def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return how far the policy is from the one that sampled; nothing without evaluated tokens.
+    """Compute how far the policy is from the one that sampled; empty without evaluated tokens.
 
     | key                    | over the evaluated tokens, ratio = policy / behaviour   |
     |------------------------|---------------------------------------------------------|
     | mean_ratio             | mean ratio; 1 in expectation                            |
     | effective_sample_share | `(sum ratio)^2 / (n * sum ratio^2)`, 1 on-policy (Kish) |
     | clip_fraction          | share whose gradient the PPO clip stops                 |
-    | entropy                | mean -log policy, nats: an estimate from what was sampled |
+    | entropy                | mean -log policy, nats: an estimate from sampled tokens |
     | truncated_fraction     | share whose importance weight was capped or masked      |
     | logprob_gap            | mean abs(log policy - log behaviour), nats              |
     | kl_k1, kl_k3           | KL(behaviour || policy), nats                           |
-    | reference_kl           | KL(policy || initial policy) by `kl_estimator`, nats; where a reference runs |
+    | reference_kl           | KL(policy || initial policy) by `kl_estimator`, nats; only with a reference |
 
-    At staleness 0, and one optimizer step a batch, the gap is the mismatch of the two engines alone.
+    At staleness 0 and with one optimizer step for each batch, the gap is only the mismatch of the two engines.
     """
     evaluated = sums.get("evaluated", 0.0)
     if evaluated == 0:
@@ -273,12 +278,12 @@ def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
 def average_gradients(model: torch.nn.Module, count: float, max_norm: float) -> float:
     """Divide the summed gradient by `count`, clip it, and return its norm before clipping.
 
-    Raises FloatingPointError on a norm that is not finite, with the gradient as it was.
+    Raises `FloatingPointError` if the norm is not finite; the gradient is then unchanged.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(gradients)) / count
     if not math.isfinite(norm):
-        raise FloatingPointError(f"the gradient's norm is {norm}")
+        raise FloatingPointError(f"the gradient's norm is {norm}; the weights were not updated")
     scale = max_norm / max(norm, max_norm) / count
     for gradient in gradients:
         gradient.mul_(scale)
@@ -290,7 +295,7 @@ def _ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _policy_ratios(tokens: Tokens, correction: CorrectionName | None) -> torch.Tensor:
-    """Return r of every token, [n], with gradient."""
+    """Compute r of every token, [n], with gradient."""
     proximal = proximal_logprobs(tokens, correction)
     if correction != "gspo":
         return _ratios(tokens.logprobs, proximal)
@@ -300,13 +305,16 @@ def _policy_ratios(tokens: Tokens, correction: CorrectionName | None) -> torch.T
 
 
 def _of_rollouts(values: torch.Tensor, rollouts: torch.Tensor) -> torch.Tensor:
-    """Return at each token, [n], the sum over its rollout."""
+    """Return for each token, [n], the sum over its rollout."""
     num = int(rollouts.max()) + 1 if len(rollouts) else 0
     return values.new_zeros(num).index_add(0, rollouts, values)[rollouts]
 
 
 def _small_moments(tokens: Tokens, most: float) -> torch.Tensor:
-    """Return 1 of the tokens, [n], whose squared log-ratios have a mean of `most` at most over their rollout, 0 of others."""
+    """Return 1 for tokens, [n], that M2PO keeps, 0 for masked ones.
+
+    In each rollout it keeps the smallest squared log-ratios whose mean is at most `most`.
+    """
     squares = (tokens.logprobs.detach() - tokens.behaviour).square()
     kept = torch.zeros_like(squares)
     for places in torch.split(
@@ -319,7 +327,7 @@ def _small_moments(tokens: Tokens, most: float) -> torch.Tensor:
 
 
 def _lengths(rollouts: torch.Tensor) -> list[int]:
-    """Return the tokens of each rollout, which follow each other."""
+    """Return the number of tokens of each rollout; rollouts are consecutive."""
     lengths: list[int] = torch.unique_consecutive(rollouts, return_counts=True)[1].tolist()
     return lengths
 

@@ -1,21 +1,20 @@
-"""Load the trainer's model on its ranks, with activation recomputation and experts in half precision.
+"""Load the trainer's model on its ranks; set up recomputation of activations, and experts in half precision.
 
-Experts in the precision that the rest of a pass has.
+Experts. torch's autocast ignores grouped products, and transformers computes them in the weights' dtype (5.24,
+integrations/moe.py). With float32 weights, experts would run in float32, which is most of a mixture's work at a fraction
+of the speed. So this module casts them.
 
-torch's autocast does not know grouped products, and transformers' take the format of the weights (5.24, integrations/moe.py):
-beside weights in float32 experts would compute in float32, most of a mixture's work at a fraction of the speed.
+Activations of a layer are kept for the backward pass, or computed again in it (`trainer.recompute`):
 
-Activations of a trainer's layers: kept for the backward pass, or computed again in it, as `trainer.recompute` says.
+| recompute       | computed again                                                                  |
+|-----------------|---------------------------------------------------------------------------------|
+| none            | nothing                                                                         |
+| mlp, selective  | norms and the whole MLP                                                         |
+| full            | everything; only the layer's input is kept                                      |
 
-| recompute       | what of a layer is computed again                                                    |
-|-----------------|--------------------------------------------------------------------------------------|
-| none            | nothing                                                                              |
-| mlp, selective  | its norms and its MLP, each as a whole: of an MLP selective would keep the products  |
-| full            | all of it: its input alone is kept                                                   |
-
-Attention's scores are kept by nobody where its kernels are fused, which make them again. What is computed again is what was
-computed first, as models are trained without dropout. Inputs are kept in the dtype that they come in: between layers that
-is float32, beside weights in float32, and so is what comes out of the norm before an MLP.
+With `selective`, frameworks usually keep the products of the MLP; here they are computed again. Fused attention kernels
+never keep attention scores. Recomputation gives the same values, because models are trained without dropout. Inputs are
+kept in their own dtype. With float32 weights, the input of a layer and the output of the norm before an MLP are float32.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from streamrl.runfile.roles_config import Recompute
 
 NAME = "streamrl_grouped_mm"
-"""Of our experts in transformers' registry."""
+"""Name of these experts in transformers' registry."""
 REPLACED = "grouped_mm"
 
 
 def follow_autocast(model: Any) -> None:
-    """Let grouped experts of a model compute in autocast's format from now on, where there is one; others do already."""
+    """Make a model's grouped experts compute in autocast's dtype; other experts do so already."""
     if getattr(model.config, "_experts_implementation", None) == REPLACED:
         ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts_in_autocast)
         model.set_experts_implementation(NAME)
@@ -52,43 +51,43 @@ def follow_autocast(model: Any) -> None:
 def grouped_experts_in_autocast(
     module: Any, hidden_states: torch.Tensor, *routed: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """Compute the experts of a layer, as transformers does, with weights and inputs in autocast's format."""
+    """Compute the experts of a layer like transformers, but with weights and inputs in autocast's dtype."""
     device = hidden_states.device.type
     if not torch.is_autocast_enabled(device):
         return _grouped(module, hidden_states, *routed, **options)
     dtype = torch.get_autocast_dtype(device)
     inputs = hidden_states.to(dtype)
-    found = _grouped(_InFormat(module, dtype), inputs, *routed, **options)
-    return found.to(hidden_states.dtype)
+    output = _grouped(_InFormat(module, dtype), inputs, *routed, **options)
+    return output.to(hidden_states.dtype)
 
 
 def _grouped(module: Any, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    found: torch.Tensor = grouped_mm_experts_forward(module, *inputs, **options)
-    return found
+    output: torch.Tensor = grouped_mm_experts_forward(module, *inputs, **options)
+    return output
 
 
 class _InFormat:
-    """A module whose parameters are read in another format; all else is as it is there."""
+    """A module whose parameters are cast to a dtype when read; other attributes are unchanged."""
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return found.to(self._dtype) if isinstance(found, torch.nn.Parameter) else found
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, torch.nn.Parameter) else value
 
 
 MLPS = ("mlp", "shared_mlp", "experts", "feed_forward", "block_sparse_moe")
-"""What models call the MLP of a layer, or its mixture of experts."""
+"""Names that models give to the MLP or the experts of a layer."""
 NORM = "Norm"
-"""In the names of norms' classes."""
+"""Part of the class names of norms."""
 
 
 def recompute(model: Any, choice: Recompute) -> None:
-    """Let the backward pass compute parts of a model again from now on.
+    """Set up a model to compute parts of each layer again in the backward pass.
 
     Raises:
-        ValueError: the model has no layers that one can tell.
+        ValueError: the layers or their MLPs cannot be identified.
     """
     if choice == "none":
         return
@@ -97,8 +96,8 @@ def recompute(model: Any, choice: Recompute) -> None:
     ]
     parts = [[layer] if choice == "full" else [*_parts(layer)] for layer in layers]
     if not all(parts) or not layers:
-        ways = "'none'" if not layers else "'full' or 'none'"
-        raise ValueError(f"trainer.recompute must be {ways} for this model, got {choice!r}")
+        possible = "'none'" if not layers else "'full' or 'none'"
+        raise ValueError(f"trainer.recompute must be {possible} for this model, got {choice!r}")
     for part in chain.from_iterable(parts):
         again: Any = partial(
             checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False
@@ -107,7 +106,7 @@ def recompute(model: Any, choice: Recompute) -> None:
 
 
 def _parts(layer: Module) -> Iterator[Module]:
-    """Yield the norms and the MLP of a layer; nothing of one whose MLP is called otherwise."""
+    """Yield the norms and the MLP of a layer; nothing if its MLP has an unknown name."""
     mlps = [part for name, part in layer.named_children() if name in MLPS]
     if mlps:
         yield from mlps
@@ -122,12 +121,12 @@ def load_model(
     learns: bool = True,
     **options: Any,
 ) -> Any:
-    """Return the model of a directory, prepared for passes; every rank calls this.
+    """Load the model of a directory, prepared for passes; every rank must call this.
 
-    Weights that learn are in float32, whatever passes compute in; those that adapters lie beside are as passes want them.
+    Trained weights are float32, whatever the dtype of passes. Weights below adapters have the dtype of passes.
 
-    Where ZeRO 3 splits weights, nobody has room for all of them on a GPU, nor a machine for one copy a rank: they are in
-    the first rank's host memory, and the others' tensors are blank, until a backend deals them out.
+    With ZeRO 3, the whole weights do not fit on a GPU, nor once for each rank in host memory. So only the first rank
+    loads them, in host memory. The other ranks have blank tensors until the backend splits the weights.
 
     Raises:
         ValueError: as `load_pretrained`, on every rank.
@@ -143,7 +142,7 @@ def load_model(
             model = load_pretrained(directory, dtype=dtype, **own)
         if not settings.splits_weights:
             model = model.to(settings.device)
-        model.eval()  # without dropout: a ratio must say how the weights differ, not which units are off
+        model.eval()  # no dropout: ratios must depend only on weights
         follow_autocast(model)
         if settings.packing == "packed":
             attend_apart(model, is_blank=is_blank)

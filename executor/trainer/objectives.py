@@ -1,16 +1,16 @@
-"""What a trainer's gradient is made of, by algorithm: which rollouts count, for how much, with what advantages.
+"""Define the gradient of each algorithm: which rollouts count, with what weight, and with what advantages.
 
-| algorithm                      | computed                     | advantage of a token                  | mean over              |
-|--------------------------------|------------------------------|---------------------------------------|------------------------|
-| grpo, dr-grpo, rloo, reinforce++ | those of an advantage, all with a KL term | its rollout's            | tokens, or rollouts    |
-| raft                           | the best of its group        | 1                                     | tokens of the best     |
-| dpo                            | best and worst of a group    | +-beta * sigmoid(-margin)             | pairs                  |
-| ppo                            | all                          | GAE of a critic's values              | tokens, or rollouts    |
+| algorithm                        | rollouts with a gradient                | advantage of a token      | mean over           |
+|----------------------------------|-----------------------------------------|---------------------------|---------------------|
+| grpo, dr-grpo, rloo, reinforce++ | advantage not 0; all with a KL term     | that of its rollout       | tokens, or rollouts |
+| raft                             | the best of its group                   | 1                         | tokens of the best  |
+| dpo                              | best and worst of a group               | +-beta * sigmoid(-margin) | pairs               |
+| ppo                              | all                                     | GAE of a critic's values  | tokens, or rollouts |
 
-DPO (arXiv 2305.18290, online as in arXiv 2402.04792) minimises -log sigmoid(margin) of a pair, with margin = beta *
-(log-ratio of the better - log-ratio of the worse), log-ratios to the initial policy summed over a rollout. All of a
-batch is trained on at the weights that it was scored at, so margins are known before the backward pass, and the
-gradient is that of likelihoods weighed by them.
+DPO (arXiv 2305.18290; online as in arXiv 2402.04792) minimises -log sigmoid(margin) of a pair. The margin is beta *
+(log-ratio of the better rollout - log-ratio of the worse one). A log-ratio is relative to the initial policy and summed
+over a rollout. A batch is scored and trained on with the same weights. So margins are known before the backward pass,
+and the gradient is that of log-likelihoods weighted by them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from streamrl.runfile.algorithms import algorithm_named
 from streamrl.runfile.choices import import_object
 
 Scores: TypeAlias = Mapping[int, Mapping[str, torch.Tensor]]
-"""By rollout: what the score pass gave of the tokens that the policy sampled."""
+"""By rollout and name: results of the score pass for the sampled tokens."""
 Sums: TypeAlias = Mapping[str, float]
 
 
 class PolicyGradient:
-    """Rollouts count by the advantages that they come with."""
+    """Weights rollouts by the advantages of their samples."""
 
     sums: tuple[str, ...] = ()
-    """What `summed` returns of a rollout."""
+    """Keys that `summed` returns."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings = settings
@@ -48,56 +48,56 @@ class PolicyGradient:
         return sequence.advantage != 0 or has_terms
 
     def share(self, sequence: TokenSequence) -> float:
-        """Return what the loss of each token of a rollout is multiplied by."""
+        """Return the factor for the loss of each token of a rollout."""
         return 1.0 if self.settings.loss_mean == "token" else 1 / sequence.num_trained
 
     def count(self, sequence: TokenSequence) -> float:
-        """Return what a rollout adds to what the gradient is divided by."""
+        """Return how much a rollout adds to the divisor of the gradient."""
         return sequence.num_trained if self.settings.loss_mean == "token" else 1
 
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
-        """Return the advantage of a rollout, [1], or of each of its tokens, [n]."""
+        """Compute the advantage of a rollout, [1], or of each of its tokens, [n]."""
         advantage = torch.tensor([sequence.advantage], dtype=torch.float32)
         if not self.settings.has_kl_reward:
             return advantage
-        penalties = self._penalties(sequence, scores)  # what is still to come of them counts
+        penalties = self._penalties(sequence, scores)  # a token's advantage has those from it on
         return advantage.to(penalties.device) - penalties.flip(0).cumsum(0).flip(0)
 
     def _penalties(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
-        """Return what is taken off the reward of each token, [n], where anything is."""
+        """Compute the KL penalty to subtract from the reward of each token, [n]."""
         reference = scores[sequence.rollout]["reference"]
         sampled = torch.from_numpy(sequence.logprobs[sequence.is_policy]).to(reference.device)
         estimates = kl_losses(sampled, reference, self.settings.kl_estimator)
         return self.settings.kl_coefficient * estimates
 
     def summed(self, sequence: TokenSequence, scores: Scores) -> Sums:
-        """Return figures of a rollout that add up over a batch."""
+        """Return figures of a rollout, to be summed over a batch."""
         return {}
 
     def figures(self, sums: Sums) -> dict[str, float]:
-        """Return the figures of a batch from their sums."""
+        """Compute the figures of a batch from their sums."""
         return {}
 
 
 class Likelihood(PolicyGradient):
-    """Of each group the likelihood of one rollout is raised; the others are only counted."""
+    """Raises the likelihood of one chosen rollout in each group; the others are only counted."""
 
     def computes(self, sequence: TokenSequence) -> bool:
         """Return whether a rollout was chosen."""
         return sequence.advantage != 0
 
     def count(self, sequence: TokenSequence) -> float:
-        """Return what a rollout adds to what the gradient is divided by."""
+        """Return how much a rollout adds to the divisor of the gradient."""
         return super().count(sequence) if self.computes(sequence) else 0.0
 
 
 class Preference(Likelihood):
-    """Of each group the best is made likelier than the worst."""
+    """Makes the best rollout of each group more likely than the worst one."""
 
     sums = ("pairs", "preference_loss", "preferred", "margin")
 
     def share(self, sequence: TokenSequence) -> float:
-        """Return 1: likelihoods are of whole rollouts."""
+        """Return 1: the likelihood is that of the whole rollout."""
         return 1.0
 
     def count(self, sequence: TokenSequence) -> float:
@@ -105,7 +105,7 @@ class Preference(Likelihood):
         return 0.5 if self.computes(sequence) else 0.0
 
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
-        """Return the weight of a rollout's log-likelihood, [1]."""
+        """Compute the weight of a rollout's log-likelihood, [1]."""
         pull = self.settings.beta * torch.sigmoid(-self._margin(sequence, scores))
         return (sequence.advantage * pull).reshape(1).float()
 
@@ -118,7 +118,7 @@ class Preference(Likelihood):
         return dict(zip(self.sums, values, strict=True))
 
     def figures(self, sums: Sums) -> dict[str, float]:
-        """Return means over pairs: loss, margin, and the share in which the better one is the likelier one by it."""
+        """Compute means over pairs: loss, margin, and the share of pairs with a positive margin."""
         pairs = sums.get("pairs", 0.0)
         if not pairs:
             return {}
@@ -129,7 +129,7 @@ class Preference(Likelihood):
         }
 
     def _margin(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
-        assert sequence.partner is not None, "rollouts that are compared come with the other one"
+        assert sequence.partner is not None, "a compared rollout needs its partner"
         own, other = (
             (scores[rollout]["proximal"] - scores[rollout]["reference"]).double().sum()
             for rollout in (sequence.rollout, sequence.partner)
@@ -138,16 +138,16 @@ class Preference(Likelihood):
 
 
 class ActorCritic(PolicyGradient):
-    """Every token has the advantage that a critic's values give it; rollouts come with their rewards."""
+    """Computes the advantage of each token from a critic's values; samples have rewards as advantages."""
 
     sums = ("values", "returns", "returns_squared", "errors", "errors_squared")
 
     def computes(self, sequence: TokenSequence) -> bool:
-        """Return that the critic learns from every rollout."""
+        """Return True: the critic learns from every rollout."""
         return True
 
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
-        """Return generalised advantage estimates, [n]."""
+        """Compute generalised advantage estimates, [n]."""
         values = scores[sequence.rollout]["values"]
         rewards = torch.zeros_like(values)
         if self.settings.has_kl_reward:
@@ -156,17 +156,15 @@ class ActorCritic(PolicyGradient):
         return gae(values, rewards, self.settings.gae_lambda)
 
     def summed(self, sequence: TokenSequence, scores: Scores) -> Sums:
-        """Return moments of what the critic said and of what came."""
+        """Return moments of the critic's values and of the returns."""
         values = scores[sequence.rollout]["values"].double()
-        errors = self.advantages(
-            sequence, scores
-        ).double()  # what values are drawn to, less what they are
+        errors = self.advantages(sequence, scores).double()  # target minus value
         returns = values + errors
         moments = (values, returns, returns.square(), errors, errors.square())
         return {name: float(each.sum()) for name, each in zip(self.sums, moments, strict=True)}
 
     def figures(self, sums: Sums) -> dict[str, float]:
-        """Return the critic's mean value, its loss, and the share of the returns' variance that it explains."""
+        """Compute the critic's mean value, its loss, and the share of the returns' variance that it explains."""
         evaluated = sums.get("evaluated", 0.0)
         if not evaluated:
             return {}
@@ -181,22 +179,22 @@ class ActorCritic(PolicyGradient):
 
 
 def gae(values: torch.Tensor, rewards: torch.Tensor, gae_lambda: float) -> torch.Tensor:
-    """Return the advantage of each token, [n], of a rollout whose tokens have rewards, [n].
+    """Compute the advantage of each token, [n], of a rollout from values and rewards of its tokens, [n].
 
-    Nothing is discounted (gamma is 1): `sum of lambda^l * delta[t + l]`, delta[t] = reward[t] + V[t + 1] - V[t], V after
-    the last token 0 (arXiv 1506.02438).
+    Without discount (gamma is 1): `sum of lambda^l * delta[t + l]`, where delta[t] = reward[t] + V[t + 1] - V[t]. V is 0
+    after the last token (arXiv 1506.02438).
     """
     following = torch.cat([values[1:], values.new_zeros(1)])
-    found: list[float] = []
+    advantages: list[float] = []
     later = 0.0
     for delta in reversed((rewards + following - values).tolist()):
         later = delta + gae_lambda * later
-        found.append(later)
-    return values.new_tensor(found[::-1])
+        advantages.append(later)
+    return values.new_tensor(advantages[::-1])
 
 
 def objective_of(settings: TrainerSettings) -> PolicyGradient:
-    """Return the objective of an algorithm."""
+    """Return the objective of the settings' algorithm."""
     objective = import_object(algorithm_named(settings.algorithm).objective)
     assert isinstance(objective, type) and issubclass(objective, PolicyGradient), objective
     return objective(settings)

@@ -1,24 +1,23 @@
 """Run the trainer's forward passes: pack or pad rollouts, and compute log-probabilities and entropies of their tokens.
 
-Passes of the trainer: which rollouts a forward pass computes, and how they lie in it.
+`trainer.packing` decides how rollouts form a pass:
 
-| packing | tokens of a pass                                   | who attends to what                               |
-|---------|----------------------------------------------------|---------------------------------------------------|
-| packed  | (1, tokens): one rollout after the other           | `attend_packed`: every rollout to itself          |
-| padded  | (rollouts, longest): padding stands on the right   | the model's own attention, which is causal        |
+| packing | tokens of a pass                          | attention                                             |
+|---------|-------------------------------------------|-------------------------------------------------------|
+| packed  | (1, tokens): one rollout after the other  | `attend_packed`: each rollout attends only to itself  |
+| padded  | (rollouts, longest): padded on the right  | the model's own causal attention                      |
 
-Everything but attention works token by token, so both have the same gradient; packed ones compute no padding, but for what
-fills them up on a CPU (`FILLED_TO`).
+All other layers work token by token, so both have the same gradient. Packed passes have no padding, except on a CPU
+(`FILLED_TO`).
 
-What a model says of the tokens that the policy sampled: their log-probabilities, and how sure it was.
+`trainer.logits` decides how many logits exist at once:
 
 | trainer.logits  | logits that exist at once                                                    |
 |-----------------|------------------------------------------------------------------------------|
 | eager           | those of all tokens of a pass                                                |
-| chunked, fused  | those of a chunk, which the backward pass makes again                        |
+| chunked, fused  | those of a chunk; the backward pass computes them again                      |
 
-Only positions before a token that the policy sampled reach the output layer, so that no logits exist for prompts, padding
-and tools.
+The output layer runs only at positions before a sampled token. So prompts, padding and tool output need no logits.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.runfile.roles_config import Packing
 
 PADDING = 0
-"""Any token id: padding stands on the right, where causal attention never sees it."""
+"""Any token id: padding is on the right, where causal attention never reads it."""
 PACKED = "streamrl_packed"
-"""Name of our attention in transformers' registry."""
+"""Name of this attention in transformers' registry."""
 FILLED_TO = 64
-"""Tokens of a packed pass in half precision on a CPU, and positions of its output layer, are filled up to multiples of this.
+"""On a CPU in half precision, the tokens and the output positions of a packed pass are multiples of this.
 
-oneDNN compiles its kernels for every number of tokens that it has not met, which took a third of training; it keeps them.
+oneDNN compiles and caches its kernels for each new number of tokens. Without filling this took a third of training.
 """
 PACKED_ERROR = 1e-3
-"""Largest difference of packed logits from a rollout's alone, as a share of the largest: kernels differ by 1e-5."""
+"""Largest allowed difference between packed and single logits, relative to the largest logit; kernels differ by 1e-5."""
 
 
 def passes(
     sequences: list[TokenSequence], max_tokens: int, packing: Packing
 ) -> Iterator[list[TokenSequence]]:
-    """Yield the sequences by falling length, as many at a time as fill `max_tokens`, padding included."""
+    """Yield sequences in order of decreasing length, in lists of at most `max_tokens` tokens, padding included."""
     some = list[TokenSequence]()
     filled = 0
     for sequence in sorted(sequences, key=lambda s: (-s.length, s.rollout)):
@@ -74,9 +73,9 @@ def passes(
 def inputs_of(
     sequences: list[TokenSequence], packing: Packing, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return a model's inputs of sequences, and the positions of the flattened batch before each token of the policy.
+    """Return a model's inputs for sequences, and the flattened positions before each sampled token.
 
-    Positions, [n], are in the order of the sequences; where they are filled up (`FILLED_TO`), zeros follow.
+    Positions, [n], are in the order of the sequences. If they are filled up (`FILLED_TO`), zeros follow.
     """
     multiple = FILLED_TO if device.type == "cpu" and dtype != torch.float32 else 1
     computed = [np.concatenate([s.prompt, s.tokens[:-1]]) for s in sequences]
@@ -94,36 +93,36 @@ def inputs_of(
 
 
 def fill_up(numbers: torch.Tensor, size: int) -> torch.Tensor:
-    """Return numbers, [n], with zeros behind them: as many as `size`."""
+    """Append zeros to numbers, [n], until there are `size`."""
     return torch.nn.functional.pad(numbers, (0, size - len(numbers)))
 
 
 def flat(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
-    """Return arrays one after the other."""
+    """Concatenate arrays."""
     return torch.from_numpy(np.concatenate(parts))
 
 
 def attend_apart(model: Any, *, is_blank: bool = False) -> None:
-    """Let rollouts of a packed pass attend to themselves alone from now on.
+    """Make rollouts of a packed pass attend only to themselves.
 
-    Raises ValueError for a model in which something but such attention mixes tokens; of one without weights another
-    process finds out.
+    Raises `ValueError` if other layers of the model mix tokens too. A model without weights is not tested, because
+    another process tests the real one.
     """
     rollouts = [np.arange(1, 1 + length) % model.config.vocab_size for length in (5, 3)]
-    way_out = "trainer.packing must be 'padded' for this model"
+    remedy = "trainer.packing must be 'padded' for this model"
     if model.config._attn_implementation != "sdpa":
-        raise ValueError(f"{way_out}: its attention cannot be exchanged")
+        raise ValueError(f"{remedy}: its attention cannot be replaced by the packed implementation")
     if is_blank:
-        _exchange_attention(model)
+        _replace_attention(model)
         return
     alone = torch.cat([_logits(model, *_padded([tokens], model.device)) for tokens in rollouts])
-    _exchange_attention(model)
+    _replace_attention(model)
     difference = float((_logits(model, *_packed(rollouts, model.device)) - alone).abs().max())
     if not difference <= PACKED_ERROR * float(alone.abs().max()):
-        raise ValueError(f"{way_out}: packed rollouts change each other's logits by {difference:g}")
+        raise ValueError(f"{remedy}: packed rollouts change each other's logits by {difference:g}")
 
 
-def _exchange_attention(model: Any) -> None:
+def _replace_attention(model: Any) -> None:
     AttentionInterface.register(PACKED, attend_packed)
     model.set_attn_implementation(PACKED)
 
@@ -138,7 +137,10 @@ def attend_packed(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of each rollout to itself; `query` (1, heads, tokens, size), returns (1, tokens, heads, size)."""
+    """Compute causal attention of each rollout to itself.
+
+    `query` is (1, heads, tokens, size); the result is (1, tokens, heads, size).
+    """
     lengths: list[int] = kwargs["rollout_lengths"]
     split = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     masks = (_window(length, sliding_window, query.device) for length in lengths)
@@ -150,7 +152,7 @@ def attend_packed(
 
 
 def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return who may see whom, (length, length), where the window is shorter than the rollout."""
+    """Return the attention mask, (length, length), if the window is shorter than the rollout; else None."""
     if sliding_window is None or length <= sliding_window:
         return None
     mask = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -160,9 +162,9 @@ def _window(length: int, sliding_window: int | None, device: torch.device) -> to
 def _packed(
     rollouts: list[Ids], device: torch.device, multiple: int = 1
 ) -> tuple[dict[str, Any], list[int]]:
-    """Return a model's inputs of rollouts that follow each other, and where each begins.
+    """Return a model's inputs for concatenated rollouts, and the start of each.
 
-    A last one that nobody asks for fills them up to a multiple of so many tokens.
+    A dummy rollout at the end fills them up to a multiple of `multiple` tokens.
     """
     starts = np.cumsum([0, *map(len, rollouts[:-1])]).tolist()
     filling = -sum(map(len, rollouts)) % multiple
@@ -178,7 +180,7 @@ def _packed(
 
 
 def _padded(rollouts: list[Ids], device: torch.device) -> tuple[dict[str, Any], list[int]]:
-    """Return a model's inputs of rollouts in rows, and where each begins in the flattened batch."""
+    """Return a model's inputs for rollouts in padded rows, and the start of each in the flattened batch."""
     width = max(map(len, rollouts))
     padded = np.full((len(rollouts), width), PADDING, dtype=np.int64)
     for row, tokens in zip(padded, rollouts, strict=True):
@@ -195,7 +197,7 @@ def _logits(model: Any, inputs: dict[str, Any], _: list[int]) -> torch.Tensor:
 
 
 Taking = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes what a loss needs, [n, any], out of logits [n, vocabulary] and the tokens [n] that were sampled."""
+"""Computes the values that a loss needs, [n, any], from logits [n, vocabulary] and sampled tokens [n]."""
 
 
 def output_logprobs(
@@ -207,10 +209,10 @@ def output_logprobs(
     *,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """Return the log-probability of every token that the policy sampled, [n] flat in the order of `sequences`.
+    """Compute the log-probability of each sampled token, [n], flat in the order of `sequences`.
 
-    `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it. Logits
-    of so many tokens as a `chunk` has exist at once, or of all.
+    `model` is a causal transformers model, computed in `dtype`; packed passes need `attend_apart` first. With `chunk`,
+    the logits of only so many tokens exist at once.
     """
 
     def taken(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -228,7 +230,7 @@ def outputs_with_entropy(
     *,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `output_logprobs` does, and the entropy, [n], of what could have been sampled at each place."""
+    """Compute log-probabilities as `output_logprobs` does, and the entropy of each sampling distribution, [n]."""
 
     def taken(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         logprobs = token_logprobs(logits, tokens, temperature)
@@ -245,7 +247,7 @@ def output_logits(
     packing: Packing,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return what the output layer `head` says before every token that the policy sampled, [n, its outputs]."""
+    """Compute the outputs of layer `head` before each sampled token, [n, number of outputs]."""
     inputs, positions = inputs_of(sequences, packing, model.device, dtype)
     num = sum(sequence.num_trained for sequence in sequences)
     with _computed_in(dtype, model.device), _only_positions(head, positions):
@@ -254,9 +256,11 @@ def output_logits(
 
 
 def check_chunks(model: Any) -> None:
-    """Raise `ValueError` for a model whose output layer cannot be called without what comes before it."""
+    """Raise `ValueError` if the model's output layer cannot be called without its other layers."""
     if model.base_model is model:
-        raise ValueError("trainer.logits must be 'eager' for this model: it is not built of a base")
+        raise ValueError(
+            "trainer.logits must be 'eager' for this model: its class has no base model"
+        )
 
 
 def _taken(
@@ -267,7 +271,7 @@ def _taken(
     dtype: torch.dtype,
     chunk: int | None,
 ) -> torch.Tensor:
-    """Return what is taken of the logits of the tokens that the policy sampled, [n, any]."""
+    """Compute the values of each sampled token, [n, any]."""
     num = sum(sequence.num_trained for sequence in sequences)
     sampled = flat([sequence.tokens[sequence.is_policy] for sequence in sequences])
     if chunk is None:
@@ -276,7 +280,7 @@ def _taken(
         return take(logits, sampled.long().to(logits.device))
     inputs, positions = inputs_of(sequences, packing, model.device, dtype)
     tokens = fill_up(sampled, len(positions)).long().to(model.device)
-    whole = getattr(model, "module", model)  # DeepSpeed's engine has the model in it
+    whole = getattr(model, "module", model)  # DeepSpeed's engine wraps the model
     with _computed_in(dtype, model.device):
         states, kind = _last_states(model, whole.base_model, inputs, positions)
         of_chunk = partial(_taken_of_chunk, take, whole, kind)
@@ -288,16 +292,15 @@ def _taken(
 def _last_states(
     model: Any, base: torch.nn.Module, inputs: dict[str, Any], positions: torch.Tensor
 ) -> tuple[torch.Tensor, type[ModelOutput]]:
-    """Return what the layers of a model make of these positions of the flattened batch, [n, size], and what they return."""
-    found: list[torch.Tensor] = []
+    """Return the hidden states of these flattened positions, [n, size], and the class of the base model's output."""
+    selected: list[torch.Tensor] = []
     kinds: list[type[ModelOutput]] = []
 
     def select(_: torch.nn.Module, __: Any, output: Any) -> Any:
         kinds.append(type(output))
-        found.append(output.last_hidden_state.flatten(0, 1)[positions])
-        output.last_hidden_state = found[0][
-            None, :1
-        ]  # the output layer, which comes next, has one to do
+        # The output layer, which comes next, then computes only one token.
+        selected.append(output.last_hidden_state.flatten(0, 1)[positions])
+        output.last_hidden_state = selected[0][None, :1]
         return output
 
     hook = base.register_forward_hook(select)
@@ -305,20 +308,20 @@ def _last_states(
         model(**inputs, use_cache=False)
     finally:
         hook.remove()
-    return found[0], kinds[0]
+    return selected[0], kinds[0]
 
 
 def _taken_of_chunk(
     take: Taking, model: Any, kind: type[ModelOutput], states: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Let a model do to states what it does after its layers: its output layer, scaling, soft caps."""
+    """Run the part of a model after its layers (output layer, scaling, soft caps) on hidden states."""
     base = model.base_model
     own = base.__dict__.get("forward")
 
-    def say(*_: Any, **__: Any) -> ModelOutput:
+    def states_only(*_: Any, **__: Any) -> ModelOutput:
         return kind(last_hidden_state=states[None])
 
-    base.forward = say
+    base.forward = states_only
     try:
         logits = model(input_ids=tokens[None], use_cache=False).logits[0]
     finally:
@@ -335,9 +338,9 @@ def _computed_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
 
 @contextlib.contextmanager
 def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Yield the output layer only these positions of the flattened batch, as a batch of one.
+    """Run the output layer only at these positions of the flattened batch, as a batch of one.
 
-    A hook, because what a model does to its logits after this layer (scaling, soft caps) must stay.
+    A hook, because later operations on the logits (scaling, soft caps) must stay.
     """
 
     def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:

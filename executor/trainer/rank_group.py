@@ -1,7 +1,7 @@
-"""The ranks of one trainer: processes that each train on a share of the batch, and are called with the same methods.
+"""The ranks of one trainer: processes that each train on a share of the batch.
 
-Whoever calls them gives every rank the same calls in the same order. What one of them refuses all refuse (`agree`), so
-that none waits for another that has given up; one that fails in any other way takes the trainer with it.
+The controller calls the same methods on every rank, in the same order. If one rank rejects its input, all reject
+(`agree`), so that no rank waits for one that has stopped. Any other failure of one rank fails the whole trainer.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch.distributed as dist
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 BUCKET_BYTES = 64 * 2**20
-"""Of a gradient that is summed at once: enough to fill a network, little beside a model."""
-OTHER_RANK = "another rank of the trainer refuses its share"
-"""What a rank says that has nothing to refuse itself."""
+"""Bytes of gradient that are summed at once: enough to use the network fully, and small compared with a model."""
+OTHER_RANK = "another rank of the trainer rejected its share"
+"""Error of a rank that has nothing to reject itself."""
 
 R = TypeVar("R")
 
 
 class RankGroup:
-    """This process and the others of its trainer."""
+    """This process and the other ranks of its trainer."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        """Join the others; a trainer of one rank has a group only where its backend wants one."""
+        """Connect to the other ranks; a single rank has a process group only if its backend needs one."""
         self.rank, self.size = settings.rank, settings.num_ranks
         if settings.rendezvous is not None:
             dist.init_process_group(
@@ -38,11 +38,11 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks for all."""
+        """Return whether this rank acts for all: it writes weights and checkpoints."""
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of these values over all ranks."""
+        """Sum these values over all ranks."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -50,7 +50,7 @@ class RankGroup:
         return tensor.tolist()
 
     def most(self, value: int) -> int:
-        """Return the largest value of any rank."""
+        """Return the largest value over all ranks."""
         if self.size == 1:
             return value
         tensor = torch.tensor(value)
@@ -58,13 +58,13 @@ class RankGroup:
         return int(tensor)
 
     def agree(self, work: Callable[[], R]) -> R:
-        """Do work that raises `ValueError` for what it refuses; where one rank does, all raise."""
+        """Run `work`, which raises `ValueError` to reject its input; if one rank rejects, all raise."""
         result: list[R] = []
         error: ValueError | None = None
         try:
             result.append(work())
-        except ValueError as refused:
-            error = refused
+        except ValueError as rejection:
+            error = rejection
         (num_refusing,) = self.sum([error is not None])
         if error is not None:
             raise error
@@ -73,7 +73,7 @@ class RankGroup:
         return result[0]
 
     def sum_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors by their sums over all ranks, which have them in the same order."""
+        """Replace tensors by their sums over all ranks; every rank passes them in the same order."""
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
@@ -84,17 +84,17 @@ class RankGroup:
                 tensor.copy_(part.view_as(tensor))
 
     def wait(self) -> None:
-        """Return once every rank is here."""
+        """Wait until every rank calls this."""
         self.sum([0.0])
 
     def leave(self) -> None:
-        """Part from the others."""
+        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors of one dtype that follow each other, as many as fill a bucket."""
+    """Yield consecutive tensors of the same dtype, in lists of at most `BUCKET_BYTES`."""
     some: list[torch.Tensor] = []
     for tensor in tensors:
         filled = sum(other.nbytes for other in some)

@@ -1,4 +1,4 @@
-"""Samples as arrays: what the losses compute on."""
+"""Read samples as arrays, which the losses compute with."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from streamrl.executor.tokens import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSequence:
-    """One finished rollout, n output tokens after its prompt."""
+    """One finished rollout: a prompt and n output tokens."""
 
     rollout: int
     prompt: Ids
     tokens: Ids
     """[n] output token ids."""
     logprobs: Logprobs
-    """[n] log-probabilities under the policy that sampled, in nats; any number where none did."""
+    """[n] log-probabilities under the policy that sampled, in nats; arbitrary for other tokens."""
     is_policy: npt.NDArray[np.bool_]
-    """[n], true where the policy sampled; the others are context, which no loss and no count looks at."""
+    """[n] whether the policy sampled the token; other tokens are only context, without loss and not counted."""
     advantage: float
     partner: int | None = None
-    """The rollout that it is compared with, where it is one of a pair."""
+    """The other rollout of its pair, if it has one."""
 
     @property
     def length(self) -> int:
-        """Tokens that a forward pass computes."""
+        """Return the number of tokens that a forward pass computes."""
         return len(self.prompt) + len(self.tokens)
 
     @property
     def num_trained(self) -> int:
-        """Output tokens that the policy sampled."""
+        """Return the number of output tokens that the policy sampled."""
         return int(self.is_policy.sum())
 
 
@@ -55,14 +55,14 @@ NOTHING = TokenSequence(
     is_policy=np.ones(1, bool),
     advantage=0.0,
 )
-"""What a rank computes, for no gradient, while others have passes left that it must take part in."""
+"""Dummy that a rank computes with zero gradient while other ranks still have passes to make with it."""
 
 
 def read_samples(samples: list[Sample]) -> list[TokenSequence]:
-    """Read the tokens of samples, from files where that is where they are.
+    """Read the tokens of samples, from memory or from files.
 
     Raises:
-        ValueError: no gradient can be taken of one of them; the message names the rollout.
+        ValueError: a sample cannot be trained on; the message has its rollout number.
     """
     return [_read(sample) for sample in samples]
 
@@ -78,7 +78,9 @@ def _read(sample: Sample) -> TokenSequence:
         [segment.num_tokens for segment in sample.segments],
     ).astype(bool)
     if not sample.prompt or not is_policy.any():
-        raise ValueError(f"{where}: needs a token of its prompt and one that the policy sampled")
+        raise ValueError(
+            f"{where}: needs at least one prompt token and one token that the policy sampled"
+        )
     if not math.isfinite(sample.advantage):
         raise ValueError(f"{where}: advantage must be finite, got {sample.advantage}")
     return TokenSequence(

@@ -1,4 +1,4 @@
-"""Compute the metrics of a training step, and pick sample rollouts of it to read."""
+"""Compute the metrics of a training step, and choose sample rollouts for people to read."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from streamrl.record.samples import (
 def step_figures(
     trained: Sequence[BufferedRollout], staleness: Sequence[int], max_tokens: int
 ) -> dict[str, float]:
-    """Return the figures of a step, by its rollouts and how stale each was when it was trained on.
+    """Compute the figures of a step from its rollouts and their staleness at training.
 
-    | key             | of the rollouts that were trained on                                       |
+    | key             | of the trained rollouts                                                    |
     |-----------------|----------------------------------------------------------------------------|
     | reward          | mean                                                                       |
-    | reward/NAME     | of several scorers, the mean of what each gave, weights left out           |
-    | reward_std      | standard deviation over all of them                                        |
-    | uniform_groups  | share of groups whose rewards are all the same, which teach nothing        |
-    | output_tokens   | in all                                                                     |
-    | length_mean     | output tokens                                                              |
-    | length_max      | output tokens                                                              |
-    | cut_off         | share as long as `max_tokens` lets them be                                 |
-    | staleness_mean  | the leader's version by then, less the one that sampled their first token  |
-    | staleness_max   |                                                                            |
+    | reward/NAME     | with several scorers: mean score of this one, before weighting             |
+    | reward_std      | standard deviation over all rollouts                                       |
+    | uniform_groups  | share of groups whose rewards are all equal, so that they teach nothing    |
+    | output_tokens   | total                                                                      |
+    | length_mean     | mean number of output tokens                                               |
+    | length_max      | largest number of output tokens                                            |
+    | cut_off         | share that reached `max_tokens`                                            |
+    | staleness_mean  | version of the primary trainer minus the version that sampled the first token |
+    | staleness_max   | the largest staleness                                                      |
     | verify_time     | mean seconds from the end of a rollout to its reward                       |
-    | unscored        | how many could not be scored, and have the worst score for it              |
+    | unscored        | number of rollouts that could not be scored and got the worst score        |
     """
     rewards = [buffered.reward for buffered in trained]
     lengths = [buffered.num_tokens for buffered in trained]
@@ -50,7 +50,7 @@ def step_figures(
         "reward": mean,
         **_means_by_scorer(trained),
         "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
-        "uniform_groups": sum(len(found) == 1 for found in groups) / len(groups),
+        "uniform_groups": sum(len(distinct) == 1 for distinct in groups) / len(groups),
         "output_tokens": sum(lengths),
         "length_mean": sum(lengths) / len(lengths),
         "length_max": max(lengths),
@@ -63,16 +63,16 @@ def step_figures(
 
 
 def _means_by_scorer(trained: Sequence[BufferedRollout]) -> dict[str, float]:
-    """Return the mean of each scorer over the rollouts that it scored."""
-    found: dict[str, list[float]] = {}
+    """Compute the mean of each scorer over the rollouts that it scored."""
+    by_scorer: dict[str, list[float]] = {}
     for buffered in trained:
         for name, score in buffered.scores.items():
-            found.setdefault(f"{OF_SCORER}{name}", []).append(score)
-    return {key: math.fsum(scores) / len(scores) for key, scores in sorted(found.items())}
+            by_scorer.setdefault(f"{OF_SCORER}{name}", []).append(score)
+    return {key: math.fsum(scores) / len(scores) for key, scores in sorted(by_scorer.items())}
 
 
 MOST_TEXT = 2000
-"""Characters of a prompt and of a completion: ten thousand steps of three of them take 80 MB at most."""
+"""Maximum characters of a prompt and of a completion: 10,000 steps with three samples take at most 80 MB."""
 
 
 def step_samples(
@@ -86,12 +86,12 @@ def step_samples(
     """Return up to `count` rollouts of the group whose rewards differ most.
 
     Args:
-        buffer: in which the rollouts of the step are still open.
-        groups: that the step was made of.
-        step: its version.
-        count: of rollouts, at least 1.
-        max_tokens: at which a rollout is cut off.
-        advantage: of a rollout.
+        buffer: the buffer, which still has the rollouts of the step.
+        groups: groups of the step.
+        step: version that the step makes.
+        count: maximum number of rollouts, at least 1.
+        max_tokens: maximum length of a rollout.
+        advantage: returns the advantage of a rollout.
     """
     rewards = [[buffered.reward for buffered in buffer.rollouts_of([group])] for group in groups]
     chosen = most_varied_group(rewards)
@@ -121,5 +121,5 @@ def step_samples(
 
 
 def _text_of(prompt: object) -> str:
-    """Return a prompt as text; one of several messages as they stand in the prompts file."""
+    """Return a prompt as text; a list of messages becomes JSON, as in the prompts file."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)

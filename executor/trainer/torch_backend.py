@@ -1,4 +1,4 @@
-"""Training with torch alone: every rank has all weights, and all of the optimizer."""
+"""Train with torch alone: every rank has all weights and the whole optimizer state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE_FILE = "trainer.pt"
 
 
 class TorchBackend:
-    """A model, its gradient in its parameters, and AdamW."""
+    """A model, its gradient in the parameters, and AdamW."""
 
     in_step = False
 
@@ -28,7 +28,7 @@ class TorchBackend:
         self._settings = settings
         self._ranks = ranks
         for parameter in self._trained():
-            # Zeros, not None: a batch whose advantages are all 0 steps like any other zero gradient.
+            # Zeros, not None: a batch with only zero advantages then steps like any zero gradient.
             parameter.grad = torch.zeros_like(parameter)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ class TorchBackend:
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def step(self, count: float) -> float:
-        """Sum the gradient over ranks, make it a mean, clip it, and update the weights."""
+        """Sum the gradient over ranks, turn it into a mean, clip it, and update the weights."""
         self._ranks.sum_tensors([parameter.grad for parameter in self._trained()])
         norm = average_gradients(self.model, count, self._settings.max_grad_norm)
         self.optimizer.step()
@@ -44,21 +44,23 @@ class TorchBackend:
         return norm
 
     def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the model's tensors."""
+        """Return the model's tensors by name."""
         state = state_of(self.model, learned=learned)
         return [(name, tensor.detach()) for name, tensor in state.items()]
 
     def save(self, path: Path, version: int) -> None:
-        """Write the weights and the optimizer, which are the same on every rank."""
+        """Write weights and optimizer state on the first rank; all ranks have the same."""
         if self._ranks.is_first:
             save_model(self.model, self.weights(), path)
             state = {"optimizer": self.optimizer.state_dict(), "version": version}
             torch.save(state, path / STATE_FILE)
 
     def load(self, path: Path) -> int:
-        """Take the optimizer of a checkpoint."""
+        """Load the optimizer state of a checkpoint."""
         if not (path / STATE_FILE).is_file():
-            raise ValueError(f"{path}: no checkpoint of trainer.backend torch: no {STATE_FILE}")
+            raise ValueError(
+                f"{path}: no checkpoint of trainer.backend torch: it has no {STATE_FILE}"
+            )
         state = torch.load(path / STATE_FILE, self._settings.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
@@ -70,7 +72,7 @@ class TorchBackend:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def move(self, device: str) -> None:
-        """Take weights, gradient and optimizer elsewhere."""
-        self.model.to(device)  # the gradient too
+        """Move weights, gradient and optimizer state to a device."""
+        self.model.to(device)  # moves the gradient too
         for held in self.optimizer.state.values():
             held.update({name: tensor.to(device) for name, tensor in held.items()})

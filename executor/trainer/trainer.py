@@ -1,4 +1,4 @@
-"""The trainer on the controller's side: each method carries out one command and returns the event that it ends in."""
+"""The controller side of the trainer: each method carries out one command and returns its event."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from streamrl.runfile.config import Run
 
 
 class Trainer:
-    """A `TrainerWorker` at the other end of a handle, what its samples are made of, and where its figures go."""
+    """A `TrainerWorker` behind a handle, the source of its samples, and the record of its figures."""
 
     def __init__(
         self,
@@ -47,20 +47,23 @@ class Trainer:
         self.record = record
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Of the step under way, by what the worker was asked for."""
+        """Seconds of the current step, by kind of work."""
         self._num_trained = 0
-        """Rollouts of the coming step."""
-        self._leads: dict[int, int] = {}
-        """By rollout of the coming step: the leader's version when it was to be trained on."""
+        """Number of rollouts in the current step so far."""
+        self._primary_versions: dict[int, int] = {}
+        """By rollout of the current step: the primary trainer's version when the rollout was sent to train on."""
         self._stepped_at = 0.0
-        """When the last step ended; of none when the run began."""
+        """When the last step ended; before the first step, when the run began."""
         self._handle: Handle | None = None
         self._remote: TrainerRole | None = None
 
     async def start(
         self, command: StartTrainer, handle: Handle, checkpoint: Checkpoint | None
     ) -> TrainerStarted:
-        """Come up behind `handle`, with the initial weights or those of a checkpoint, be it of another version by its own count."""
+        """Start the worker behind `handle` with the initial weights, or with those of a checkpoint.
+
+        The checkpoint may have another version number: that of the trainer that wrote it.
+        """
         await self.stop()
         self._handle = handle
         self._remote = remote(TrainerRole, handle)
@@ -68,7 +71,7 @@ class Trainer:
         self._estimator.baseline = baseline
         self._seconds.clear()
         self._num_trained = 0
-        self._leads.clear()
+        self._primary_versions.clear()
         path, version = (
             (None, 0) if checkpoint is None else (str(checkpoint.path), checkpoint.version)
         )
@@ -77,7 +80,7 @@ class Trainer:
         return TrainerStarted(command.trainer, await self._worker.start(path, command.version))
 
     def become(self, other: Trainer) -> None:
-        """Train from the next start on by the settings of another, which has ended or will."""
+        """Use the settings of another trainer, which has ended or will end, from the next start on."""
         self._run = other._run
         self._estimator = AdvantageEstimator(other._run.algorithm, self._buffer)
 
@@ -87,9 +90,9 @@ class Trainer:
             await self._worker.score(self._estimator.samples(command.rollouts))
         return Scored(command.rollouts, command.trainer)
 
-    def see_leader(self, command: Train, version: int) -> None:
-        """Take note of the leader's version at the time of a command, which its work may begin after."""
-        self._leads.update(dict.fromkeys(command.rollouts, version))
+    def note_primary_version(self, command: Train, version: int) -> None:
+        """Record the primary trainer's version at the time of a command; its work may begin later."""
+        self._primary_versions.update(dict.fromkeys(command.rollouts, version))
 
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
@@ -99,7 +102,7 @@ class Trainer:
         return Trained(command.rollouts, command.trainer)
 
     def _portions(self, rollouts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield rollouts so that none of what you get is cut by an optimizer step within the batch."""
+        """Yield portions of the rollouts, so that no portion extends over an optimizer step within the batch."""
         size = self._run.rollouts_per_update
         while rollouts:
             room = len(rollouts) if size is None else size - self._num_trained % size
@@ -108,7 +111,7 @@ class Trainer:
             rollouts = rollouts[room:]
 
     async def step(self, command: Step) -> Stepped:
-        """Update the weights, and write down what the step was made of."""
+        """Update the weights, and record the figures of the step."""
         with self._timed("optimizer_time"):
             figures = await self._worker.step(command.version)
         trained, now = self._buffer.rollouts_of(command.groups), self._now()
@@ -142,14 +145,14 @@ class Trainer:
         return Stepped(command.version, command.trainer)
 
     def _staleness_of(self, groups: tuple[int, ...]) -> list[int]:
-        """Return how many versions each rollout was behind the leader, in order; of a version that was lost none."""
+        """Return by how many versions each rollout was behind the primary trainer, in order; at least 0."""
         return [
-            max(0, self._leads.pop(number) - self._buffer.rollouts[number].born)
+            max(0, self._primary_versions.pop(number) - self._buffer.rollouts[number].born)
             for number in self._buffer.numbers_of(groups)
         ]
 
     def _sample(self, command: Step) -> None:
-        """Write down some of what the step was trained on, for people to read."""
+        """Record some rollouts of the step for people to read."""
         count = self._run.execute.samples_per_step
         if count:
             self.record.write_samples(
@@ -164,7 +167,7 @@ class Trainer:
             )
 
     async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
-        """Write a checkpoint, which is complete or not there."""
+        """Write a checkpoint, which is either complete or absent."""
         path = self.record.checkpoints.path_of(command.version)
         await self._worker.save(str(path))
         self.record.checkpoints.finish(
@@ -178,38 +181,38 @@ class Trainer:
         return CheckpointSaved(command.version, command.trainer)
 
     async def push(self, version: int, directory: Path) -> Manifest:
-        """Write the weights to a directory that replicas read, and return what they need to."""
+        """Write the weights to a directory that replicas read, and return their manifest."""
         return await self._worker.push(version, str(directory))
 
     async def sleep(self) -> None:
-        """Give the device's memory back until `wake`, where a worker has come up."""
+        """Free the device's memory until `wake`, if a worker has started."""
         if self._remote is not None:
             await self._remote.sleep()
 
     async def wake(self) -> None:
-        """Be ready to train again, where a worker has come up."""
+        """Allocate the device's memory again, if a worker has started."""
         if self._remote is not None:
             await self._remote.wake()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that you take to those of this step."""
+        """Add the seconds of the block to those of this step."""
         began_at = self._now()
         yield
         self._seconds[name] += self._now() - began_at
 
     def kill(self, reason: str) -> None:
-        """Let the worker be lost, where one has come up."""
+        """Kill the worker, if one has started."""
         if self._handle is not None:
             self._handle.kill(reason)
 
     async def stop(self) -> None:
-        """End the worker, where one has come up."""
+        """End the worker, if one has started."""
         handle, self._handle = self._handle, None
         if handle is not None:
             await handle.close()
 
     @property
     def _worker(self) -> TrainerRole:
-        assert self._remote is not None, "the engine trains only after StartTrainer"
+        assert self._remote is not None, "the engine must send StartTrainer first"
         return self._remote

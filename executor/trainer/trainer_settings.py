@@ -1,4 +1,4 @@
-"""How a trainer trains, as plain data."""
+"""Settings of a trainer worker, as plain data."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CHOICES = {
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the trainer trains. A field out of range raises ValueError with its name and value."""
+    """Settings of a trainer worker. An invalid value raises `ValueError` with the field and the value."""
 
     model: str
     """Hugging Face directory of the initial weights."""
     learning_rate: float
     temperature: float
-    """That rollouts are sampled at; log-probabilities are taken at it."""
+    """Temperature of rollout sampling; log-probabilities are computed at the same temperature."""
     algorithm: AlgorithmName = "grpo"
     """See the table of `streamrl.executor.trainer.objectives`."""
     correction: CorrectionName | None
@@ -41,58 +41,61 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     correction_cap: float = 2.0
     """Largest importance weight; icepop masks outside [1/correction_cap, correction_cap]."""
     second_moment: float = 0.04
-    """m2po: largest mean of squared log-ratios over a rollout."""
+    """For m2po: largest mean of squared log-ratios over a rollout."""
     clip: float = 0.2
-    """PPO clip range of the ratio, below 1, and above it where `clip_high` is absent."""
+    """PPO's clip range of the ratio, below 1; also above 1 if `clip_high` is None."""
     clip_high: float | None = None
     kl_coefficient: float = 0.0
-    """Weight of the KL term against the initial weights; above 0 the trainer holds a second model, or adapters that it leaves out."""
+    """Weight of the KL term against the initial weights; above 0 the trainer needs a reference model.
+
+    With adapters, the model without them is the reference. Otherwise it is a second model.
+    """
     kl_estimator: KlEstimator = "k3"
     kl_in: KlPlace = "loss"
-    """reward: the KL term is taken off the reward of each token; reinforce++ and ppo know such."""
+    """reward: subtract the KL term from the reward of each token; only for reinforce++ and ppo."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy of the next token, which is taken off the loss."""
+    """Weight of the entropy of the next token, which is subtracted from the loss."""
     rollouts_per_update: int | None = None
-    """Rollouts, of all ranks, between two optimizer steps; None: a batch has one."""
+    """Rollouts, over all ranks, between two optimizer steps; None: one optimizer step for each batch."""
     loss_mean: LossMean = "token"
-    """token: mean over all output tokens that the policy sampled; rollout: mean over rollouts of their token means."""
+    """token: mean over all sampled output tokens; rollout: mean over rollouts of their token means."""
     max_grad_norm: float = 1.0
     beta: float = 0.1
-    """dpo: what the log-ratios of a pair count."""
+    """For dpo: factor of the log-ratios of a pair."""
     critic_learning_rate: float | None = None
-    """ppo: the critic's; nobody else has one."""
+    """For ppo: learning rate of the critic; None for other algorithms."""
     gae_lambda: float = 1.0
     max_tokens_per_pass: int = 16384
-    """Tokens in one forward and backward, padding included; a longer rollout has a pass of its own."""
+    """Tokens in one forward and backward pass, including padding; a longer rollout gets its own pass."""
     packing: Packing = "packed"
     """See the table of `streamrl.executor.trainer.passes`."""
     recompute: Recompute = "none"
     """See the table of `streamrl.executor.trainer.model_loading`."""
     logits_chunk: int | None = None
-    """Tokens whose logits exist at once; None: those of a pass."""
+    """Number of tokens whose logits exist at once; None: all tokens of a pass."""
     weight_decay: float = 0.0
     seed: int = 0
-    """Of weights that the directory lacks; training itself draws nothing."""
+    """Seed for weights that the directory lacks; training itself uses no random numbers."""
     device: str = "cpu"
     dtype: str = "float32"
-    """Of compute and of pushed weights; the weights that AdamW updates are float32."""
+    """Dtype of passes and of pushed weights; the weights that AdamW updates are float32."""
     num_threads: int = 1
     deterministic: bool = False
-    """Whether a batch is computed as one at its step, so that its sums do not show how it arrived."""
+    """Whether a batch is computed as a whole at its step, so that sums do not depend on the order of arrival."""
     backend: TrainerBackend = "torch"
     zero: int = 0
-    """ZeRO stage of deepspeed; torch splits nothing."""
+    """ZeRO stage of deepspeed; torch supports only 0."""
     adapter_rank: int | None = None
-    """Rank of the LoRA adapters that are trained and pushed instead of weights; None: all weights are."""
+    """Rank of the LoRA adapters that are trained and pushed; None: all weights are trained."""
     rank: int = 0
     num_ranks: int = 1
-    """Processes that train one model together, each on its share of a batch."""
+    """Number of processes that train one model together, each on its share of a batch."""
     rendezvous: str | None = None
-    """Where ranks find each other, new to each start: "file://", on a disk that all of them see, or "tcp://", at rank 0."""
+    """Address where ranks connect, new for each start: "file://" on a shared disk, or "tcp://" at rank 0."""
 
     @property
     def weight_bound(self) -> float:
-        """The `cap` of `streamrl.executor.trainer.losses`."""
+        """Return the `cap` for `streamrl.executor.trainer.losses`."""
         match self.correction:
             case "cispo":
                 return 1 + (self.clip if self.clip_high is None else self.clip_high)
@@ -103,22 +106,22 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def splits_weights(self) -> bool:
-        """Whether each rank holds a share of the weights alone."""
+        """Return whether each rank has only a share of the weights."""
         return self.backend == "deepspeed" and self.zero == 3
 
     @property
     def has_reference(self) -> bool:
-        """Whether rollouts are held against the initial weights."""
+        """Return whether a reference model with the initial weights is needed."""
         return self.kl_coefficient > 0 or algorithm_named(self.algorithm).needs_reference
 
     @property
     def has_kl_loss(self) -> bool:
-        """Whether the loss has a KL term."""
+        """Return whether the loss has a KL term."""
         return self.kl_coefficient > 0 and self.kl_in == "loss"
 
     @property
     def has_kl_reward(self) -> bool:
-        """Whether rewards of tokens have a KL term."""
+        """Return whether the rewards of tokens have a KL term."""
         return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     def __post_init__(self) -> None:

@@ -1,12 +1,12 @@
-"""The worker of the trainer: trains on rollouts as they arrive, makes and pushes weight versions.
+"""The trainer's worker process: train on rollouts as they arrive, and make and push weight versions.
 
 Invariants:
-1. The gradient of a batch does not depend on how it was split over calls of `train`, nor on their
-   order: sums accumulate, and `step` divides by the tokens (or rollouts) of the whole batch.
-2. Versions rise by one: `step` makes only the next one, `push` writes only the current one.
-3. Work runs in one thread, in order of the calls; the event loop stays free. Only pushes run beside it, since replicas
-   wait for them: they read weights, as passes and checkpoints do, and whatever changes weights waits for them. Where
-   pushes and passes are both made by all ranks together, there is one thread for both.
+1. The gradient of a batch does not depend on how the batch was split over calls of `train`, nor on their order. Sums
+   accumulate, and `step` divides by the tokens (or rollouts) of the whole batch.
+2. Versions increase by one: `step` makes only the next version, and `push` writes only the current one.
+3. Work runs in one thread, in the order of calls, so that the event loop stays free. Only pushes have their own
+   thread, because replicas wait for them. Pushes, passes and checkpoints read weights; a change of weights waits for
+   pushes. If all ranks must take part in pushes, pushes and passes share one thread.
 4. A checkpoint is complete or absent.
 """
 
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class TrainerWorker(TrainerRole):
-    """The trainer as a handle reaches it; every method waits for the ones called before it."""
+    """The trainer behind a handle; every method waits for earlier calls."""
 
     def __init__(self, config: TrainerSettings) -> None:
         self.config = config
@@ -38,13 +38,13 @@ class TrainerWorker(TrainerRole):
         self._thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, threads)
         self._pusher = ThreadPoolExecutor(1, "push", torch.set_num_threads, threads)
         self._step_over, self._push_over = Event(), Event()
-        """Set once the last step, or push, that was called for has ended."""
+        """Set when the last requested step (or push) has ended."""
         self._step_over.set()
         self._push_over.set()
         self._learner: Learner | None = None
 
     async def start(self, checkpoint: str | None, version: int | None = None) -> int:
-        """Load the initial weights (version 0) or a checkpoint, and return the version: `version` where it is given."""
+        """Load the initial weights (version 0) or a checkpoint; return the version, or `version` if it is given."""
         load = functools.partial(load_learner, self.config, checkpoint)
         self._learner = await asyncio.get_running_loop().run_in_executor(self._thread, load)
         if version is not None:
@@ -52,27 +52,28 @@ class TrainerWorker(TrainerRole):
         return self._learner.version
 
     async def score(self, samples: list[Sample]) -> dict[str, float]:
-        """Take the log-probabilities that training on these samples needs, at the current weights.
+        """Compute the log-probabilities that training on these samples needs, with the current weights.
 
-        They are kept by rollout until `train` takes them, those of a critic's values too. Where the config needs none
-        (neither `decoupled` nor a KL penalty, dpo or ppo) this costs nothing and returns `scored_tokens` 0.
+        They are stored by rollout until `train` uses them, together with a critic's values. Only `decoupled`, a KL penalty,
+        dpo and ppo need them. Otherwise this does nothing and returns `scored_tokens` 0.
         """
         return await self._run(lambda learner: learner.score(samples))
 
     async def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Add the gradient of these samples to the batch, and return `losses.diagnostics` of them.
+        """Add the gradient of these samples to the batch, and return their `losses.diagnostics`.
 
-        Without a KL penalty or a critic, rollouts of advantage 0 are counted but not computed, since their
-        gradient is zero; of a pair that is compared, both are computed once both have come. ValueError on a malformed or unscored sample leaves the batch as it was.
-        After any other failure inside, `step` refuses the batch: start again from a checkpoint.
+        Without a KL penalty or a critic, rollouts of advantage 0 are counted but not computed, because their gradient is
+        zero. A pair is computed when both of its rollouts have arrived. A malformed or unscored sample raises
+        `ValueError` and leaves the batch unchanged. After any other failure `step` rejects the batch: restart from a
+        checkpoint.
         """
         return await self._run(lambda learner: learner.train(samples))
 
     async def step(self, version: int) -> dict[str, float]:
-        """Make `version` from the batch; returns grad_norm (unclipped), loss and diagnostics.
+        """Make `version` from the batch; return grad_norm (before clipping), loss and diagnostics.
 
-        Raises ValueError where `version` is not the next one or nothing was trained on since the
-        last step, FloatingPointError on a gradient that is not finite; the weights then stay.
+        Raises `ValueError` if `version` is not the next one or nothing was trained on since the last step. Raises
+        `FloatingPointError` if the gradient is not finite. The weights are then unchanged.
         """
         self._check_started()
         before, self._step_over = self._push_over, Event()
@@ -81,9 +82,9 @@ class TrainerWorker(TrainerRole):
         )
 
     async def push(self, version: int, directory: str) -> Manifest:
-        """Write the weights as buckets to `directory`; whoever knows the readers removes old versions.
+        """Write the weights as buckets to `directory`; the caller removes old versions.
 
-        Raises ValueError where `version` is not the current one. A repeat writes the same bytes.
+        Raises `ValueError` if `version` is not the current one. A repeated push writes the same bytes.
         """
         learner = self._check_started()
         before, self._push_over = self._step_over, Event()
@@ -95,23 +96,23 @@ class TrainerWorker(TrainerRole):
         return await self._run(in_turn(before, push, self._push_over), thread)
 
     async def save(self, path: str) -> None:
-        """Write a checkpoint of the last step to `path`, in place of what was there.
+        """Write a checkpoint of the last step to `path`, and replace an older one there.
 
-        It is a Hugging Face directory, so a rollout engine loads it too. It holds no gradients: a
-        batch in progress is trained on anew after a restart.
+        It is a Hugging Face directory, so an inference engine can load it. It has no gradients: an unfinished batch is
+        trained on again after a restart.
         """
         await self._run(lambda learner: learner.save(Path(path)))
 
     async def sleep(self) -> None:
-        """Keep weights, gradients and optimizer in host memory until `wake`."""
+        """Move weights, gradients and optimizer state to host memory until `wake`."""
         await self._run(lambda learner: learner.move("cpu"))
 
     async def wake(self) -> None:
-        """Take them back to the device."""
+        """Move them back to the device."""
         await self._run(lambda learner: learner.move(self.config.device))
 
     async def stop(self) -> None:
-        """Finish the work that was called for and free the model."""
+        """Finish pending work and free the model."""
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._pusher.shutdown)
         learner, self._learner = self._learner, None
@@ -130,7 +131,7 @@ class TrainerWorker(TrainerRole):
 
 
 def in_turn(before: Event, work: Callable[[Learner], R], over: Event) -> Callable[[Learner], R]:
-    """Return work that waits for `before`, in whatever thread it is done, and sets `over` at its end."""
+    """Return work that first waits for `before`, and sets `over` when it ends."""
 
     def do(learner: Learner) -> R:
         before.wait()

@@ -1,11 +1,11 @@
-"""Define what a training backend does, and the optimizer and weight access that all of them share.
+"""The contract of a training backend, and the optimizer and weight access that all backends share.
 
-What holds a trainer's weights: the gradient's way into them, across however many ranks, and theirs to a disk.
+A backend holds the weights of a trainer. It applies gradients to them, over all ranks, and saves them.
 
-| backend   | optimizer, gradients, weights      | ranks of a step                                             |
-|-----------|------------------------------------|-------------------------------------------------------------|
-| torch     | whole on every rank                | sum their gradients once, at the step                       |
-| deepspeed | split by ZeRO stage 1, 2 or 3      | stage 2 and 3: in every pass, so that all make as many      |
+| backend   | optimizer, gradients, weights | synchronization of ranks                                              |
+|-----------|-------------------------------|-----------------------------------------------------------------------|
+| torch     | whole on every rank           | gradients are summed once, at the step                                |
+| deepspeed | split by ZeRO stage 1, 2 or 3 | stages 2 and 3: in every pass, so all ranks make as many passes       |
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ class TrainingBackend(Protocol):
     """Weights, gradient and optimizer; every rank calls the same methods in the same order."""
 
     model: Any
-    """What a forward pass calls: a causal transformers model, or what stands in for one."""
+    """The callable of a forward pass: a causal transformers model, or a wrapper of one."""
     in_step: bool
-    """Whether ranks wait for each other within passes, so that each makes as many, and at pushes."""
+    """Whether ranks wait for each other in passes and pushes; then all must make the same number of passes."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of a summed loss to what there is since the last step."""
+        """Add the gradient of a summed loss to the gradient since the last step."""
 
     def step(self, count: float) -> float:
-        """Divide the gradient, summed over all ranks, by `count`, clip it and update the weights.
+        """Divide the gradient, summed over all ranks, by `count`, clip it, and update the weights.
 
-        Returns its norm before clipping.
+        Return its norm before clipping.
 
         Raises:
-            FloatingPointError: the norm is not finite; the weights are as they were.
+            FloatingPointError: the norm is not finite; the weights are unchanged.
         """
 
     def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return every weight by its name, or those that learn alone, whole: on the first rank, while the others help."""
+        """Return all weights (or only trained ones) by name, whole, on the first rank; every rank must call this."""
 
     def save(self, path: Path, version: int) -> None:
-        """Write weights as a Hugging Face directory has them, and beside them what `load` needs."""
+        """Write weights as a Hugging Face directory, and the other data that `load` needs."""
 
     def load(self, path: Path) -> int:
-        """Take everything but the weights, which are there, from what `save` wrote; return the version.
+        """Load everything that `save` wrote except the weights, and return the version.
 
         Raises:
-            ValueError: it is another backend's, or another number of ranks'.
+            ValueError: the checkpoint is from another backend or another number of ranks.
         """
 
     def move(self, device: str) -> None:
-        """Take everything that lies on a device to another one."""
+        """Move everything on a device to another one."""
 
 
 ADAM_BETAS = (0.9, 0.999)
@@ -62,7 +62,7 @@ ADAM_BETAS = (0.9, 0.999)
 
 
 def make_optimizer(settings: TrainerSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW over those of a model's weights that are trained."""
+    """Return AdamW over the trained weights of a model."""
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=settings.learning_rate,
@@ -73,16 +73,16 @@ def make_optimizer(settings: TrainerSettings, model: torch.nn.Module) -> torch.o
 
 
 def state_of(model: Any, *, learned: bool = False) -> dict[str, torch.Tensor]:
-    """Return all tensors of a model by name, or the parameters that learn alone."""
+    """Return all tensors of a model by name, or only its trained parameters."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     return {name: each for name, each in state.items() if each.requires_grad or not learned}
 
 
 @contextlib.contextmanager
 def weights_in_place(model: Any, weights: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
-    """Let a model compute with these weights, by the names of its parameters, until the block ends; the others stay.
+    """Make a model compute with other weights, by parameter name, until the block ends.
 
-    Only for forward passes without gradient. None: with the weights that it has.
+    Use it only for forward passes without gradient. None: the model's own weights.
     """
     if weights is None:
         yield
