@@ -1,4 +1,4 @@
-"""Write the quickstart: a small, badly taught arithmetic model and the prompts to improve it on.
+"""Write the quickstart: a small arithmetic model that makes mistakes, and prompts to train it on.
 
 The task is reasoning-gym's `chain_sum`. A prompt labels the terms of the sum with letters (`a5+b8-c7=`).
 The working copies one term after another (`b+8=`) and adds it column by column from the units up; a column
@@ -7,10 +7,10 @@ The answer follows `#`.
 
 Most supervised steps show good demonstrations. In the last ones (a share of `BAD_SHARE`) a demonstration
 may stop after any term, at a rate of `STOP_RATE`, and answer with the running sum. The model learns to add,
-then to leave terms out, so long sums score worst and RL has something to improve.
+then to leave terms out. So long sums score worst, and RL has something to improve.
 
-With `--lengths skewed` four sums of five have two to four terms and one of ten has fourteen to sixteen, nothing is left
-out, and there are few prompts, which come again: outputs as uneven as reasoning's, and predictable.
+With `--lengths skewed`, output lengths are as uneven as those of reasoning, and predictable. Four of five sums have two to
+four terms, and one of ten has fourteen to sixteen. No terms are left out. The few prompts come again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ IGNORED = -100  # label that torch's cross-entropy leaves out
 
 
 class Task(NamedTuple):
-    """Which sums are asked for, and how they are taught."""
+    """Sums of the prompts, and how the model learns them."""
 
     max_terms: int
     vocab_size: int
@@ -57,7 +57,7 @@ class Task(NamedTuple):
     num_samples: int
     """Outputs of each."""
     share_of: tuple[tuple[int, float], ...] = ()
-    """Of sums by number of terms; all alike where empty."""
+    """Weights of sums by number of terms; all equal if empty."""
 
 
 TASKS = {
@@ -151,7 +151,7 @@ def stays_positive(terms: list[tuple[str, int]]) -> bool:
 
 
 def entries(seed: int, task: Task) -> Iterator[Entry]:
-    """Yield chain_sum entries for ever, as many of each number of terms as the task has."""
+    """Yield chain_sum entries without end, with the task's weights for each number of terms."""
     found = positive_entries(seed, task)
     if not task.share_of:
         yield from found
@@ -166,7 +166,7 @@ def entries(seed: int, task: Task) -> Iterator[Entry]:
 
 
 def positive_entries(seed: int, task: Task) -> Iterator[Entry]:
-    """Yield chain_sum entries for ever, leaving out those whose running sum goes negative."""
+    """Yield chain_sum entries without end, except those whose running sum goes negative."""
     data = reasoning_gym.create_dataset(
         "chain_sum",
         size=10_000_000,
@@ -214,7 +214,7 @@ def work_out(terms: list[tuple[str, int]], stop_rate: float, rng: random.Random)
 
 
 def make_record(entry: Entry) -> dict[str, Any]:
-    """Return one line of prompts.jsonl, whose answer has as many digits as a working ends in."""
+    """Return one line of prompts.jsonl. Its answer has as many digits as the end of a working."""
     terms = parse_terms(entry["metadata"]["expression"])
     prompt, width = format_prompt(terms), len(str(terms[0][1])) + 1
     metadata = {k: entry["metadata"][k] for k in ("source_dataset", "source_index", "num_terms")}
@@ -294,7 +294,7 @@ def sample(
     prompts: list[str],
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """Sample one output per prompt at temperature 1, <eos> included where it was reached."""
+    """Sample one output per prompt at temperature 1, with <eos> if the model wrote it."""
     inputs = tokenizer(prompts, padding=True, return_tensors="pt")
     width = inputs["input_ids"].shape[1]
     drawn = model.generate(
@@ -323,7 +323,7 @@ def write_lengths(path: Path, outputs: list[list[int]], num_samples: int) -> Non
 
 
 def main() -> None:
-    """Teach the model, write it with its prompts, and measure what it samples."""
+    """Train the model, write it with its prompts, and measure its output lengths."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--lengths", choices=TASKS, default="even", help="of outputs")

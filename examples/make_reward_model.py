@@ -1,7 +1,7 @@
-"""Write a reward model for the quickstart: a sequence classifier that tells sums that are right from those that are not.
+"""Write a reward model for the quickstart: a sequence classifier that recognizes right sums.
 
-It begins as the quickstart's model, with one output in place of one for each token, and learns from outputs of that
-model which of them end in the right answer. Run `make_quickstart.py` first.
+It starts from the quickstart's model, with one output per sequence. It learns from that model's outputs which ones end in
+the right answer. Run `make_quickstart.py` first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from streamrl.executor.verifier.scorers import final_answer
 
 HELD_OUT = 0.2
-"""Share of the examples that it is tried on and does not learn from."""
+"""Share of the examples that only test it."""
 
 
 class Example(NamedTuple):
-    """A prompt with an output, as the reward model reads them, and whether the answer is right."""
+    """Token ids of a prompt with an output, and whether the answer is right."""
 
     ids: list[int]
     is_right: bool
@@ -59,7 +59,7 @@ def outputs_of(model: Any, batch: list[Example]) -> torch.Tensor:
 
 
 def train(model: Any, examples: list[Example], steps: int, rate: float) -> None:
-    """Let the model learn which examples are right."""
+    """Train the model to recognize right examples."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     source = random.Random(0)
     for _ in range(steps):
@@ -76,13 +76,13 @@ def train(model: Any, examples: list[Example], steps: int, rate: float) -> None:
 
 @torch.inference_mode()
 def accuracy(model: Any, examples: list[Example]) -> float:
-    """Return the share of examples that the sign of its output is right about."""
+    """Return the share of examples for which the sign of its output is right."""
     found = (outputs_of(model, examples) > 0).tolist()
     return sum(a == each.is_right for a, each in zip(found, examples, strict=True)) / len(examples)
 
 
 def main() -> None:
-    """Sample, learn, say how well that went, and write the model with its tokenizer."""
+    """Sample, train, print the accuracy, and write the model with its tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument(

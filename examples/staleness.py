@@ -1,11 +1,11 @@
-"""Runs one task at several bounds on staleness with several corrections, and says what a version behind costs.
+"""Run one task at several staleness bounds and corrections, and print what a version of staleness costs.
 
     python examples/make_quickstart.py --out build/quickstart
     python examples/staleness.py --out runs/staleness          # 0, 2, 8 x none, token-tis, decoupled x 5 seeds: an hour
     streamrl plan examples/plan-7b.toml --set plan.staleness_study=$PWD/runs/staleness/study.json
 
-Each run is `streamrl execute` of its own; one that is there already is not made again. `study.json` has steps and
-seconds to the target reward, a mean over `WINDOW` steps; `curves.csv` the reward of every step and when it was made.
+Each run is one `streamrl execute`. Finished runs are not repeated. `study.json` has the steps and seconds to the target
+reward, which is a mean over `WINDOW` steps. `curves.csv` has the reward and time of every step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.runfile.staleness_study import StalenessStudy, StudiedRun, read_st
 
 HERE = Path(__file__).parent
 WINDOW = 5
-"""Steps whose mean reward is held against the target: one step's is noise."""
+"""Steps whose mean reward is compared with the target, because one step is noisy."""
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def execute(run_file: Path, output: Path, changes: list[str]) -> None:
-    """Execute one run, unless it is there."""
+    """Execute one run, unless it is finished."""
     if (output / "checkpoints").exists() and any((output / "checkpoints").glob("v*/position.json")):
         return
     words = [word for change in changes for word in ("--set", change)]
@@ -79,7 +79,7 @@ def execute(run_file: Path, output: Path, changes: list[str]) -> None:
 def studied(
     lines: list[Line], staleness: int, correction: str, seed: int, target: float
 ) -> StudiedRun:
-    """Return when a run's mean reward came to the target."""
+    """Return when a run's mean reward reached the target."""
     reached = None
     for last in range(WINDOW, len(lines) + 1):
         if fmean(line["reward"] for line in lines[last - WINDOW : last]) >= target:
@@ -96,7 +96,7 @@ def studied(
 
 
 def tell(study: StalenessStudy, path: Path) -> None:
-    """Print means over seeds, and the line through the runs of each correction."""
+    """Print means over seeds, and the line fitted to the runs of each correction."""
     print(f"steps and seconds to a mean reward of {study.target_reward:g}")
     cells = dict.fromkeys((run.correction, run.staleness) for run in study.runs)
     for correction, staleness in cells:

