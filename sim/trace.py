@@ -30,7 +30,7 @@ class StepTrace(Trace):
             costs.facts,
             file,
             keeps_entries=keeps_entries,
-            decode=costs.decode_yields(run),
+            decode=costs.decode_yields(run.rollout.admission),
             is_endless=is_endless,
         )
         self.steps = LeaderSteps()

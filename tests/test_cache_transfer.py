@@ -19,6 +19,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import replay
 from streamrl.executor.execute import check_executable
+from streamrl.hardware.resolved import resolve
 from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
@@ -34,7 +35,8 @@ KV = {"policies.migration": "consolidate", "rollout.migration_transfer": "kv"}
 
 
 def transfer(**changes: Any) -> CacheTransfer:
-    return CacheTransfer.load(small_run({key.replace("__", "."): v for key, v in changes.items()}))
+    run = small_run({key.replace("__", "."): v for key, v in changes.items()})
+    return CacheTransfer.of(resolve(run).replica)
 
 
 # Seconds ------------------------------------------------------------------------------------------

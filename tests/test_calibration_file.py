@@ -152,7 +152,7 @@ def test_factors_of_another_profile_are_refused(tmp_path: Path) -> None:
     name = load_model(made.model).name
     own = f'source = "steps.csv"\ndate = 2026-11-24\nmodel = "{name}"\nsystem = "stream-async"\n'
     for fitted_beside, again in (
-        (profile_digest(made), True),
+        (profile_digest(made.costs.profile), True),
         (None, True),
         ("none", False),
         ("1" * 16, False),
@@ -165,7 +165,9 @@ def test_factors_of_another_profile_are_refused(tmp_path: Path) -> None:
         else:
             with pytest.raises(ValueError, match=r"another costs\.profile than .*profile\.toml"):
                 Costs.load(run)
-    file.write_text(own + f'profile = "{profile_digest(made)}"\n[overhead]\nseconds = 7.0\n')
+    file.write_text(
+        own + f'profile = "{profile_digest(made.costs.profile)}"\n[overhead]\nseconds = 7.0\n'
+    )
     write_measured(make_profile(model, pace=1.25), profile)
     run = measured_run(model, profile, costs__calibration=str(file))
     with pytest.raises(ValueError, match=r"another costs\.profile than"):
@@ -174,4 +176,5 @@ def test_factors_of_another_profile_are_refused(tmp_path: Path) -> None:
     assert "steps.csv" in told["calibration"].value  # a report of what was recorded with it
     profile.unlink()
     file.write_text(own + "[overhead]\nseconds = 7.0\n")
-    assert named_calibration(run) == load_calibration(run) is not None
+    found = named_calibration(run.costs.calibration, run.model)
+    assert found == load_calibration(run.costs, run.model) is not None

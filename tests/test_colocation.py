@@ -15,12 +15,13 @@ from streamrl.executor.launchers.placement import Place
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import model_state
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.metrics import measure
 from streamrl.record.timeline import read_timeline
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
-from streamrl.sim.costs.colocation import PhaseChange, count_moved
+from streamrl.sim.costs.colocation import PhaseBytes, PhaseChange, count_moved
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
 from tests.runs import make_table, small_run
@@ -28,6 +29,11 @@ from tests.runs import make_table, small_run
 H800 = load_gpu("h800")
 QWEN = load_model(small_run().model)
 WEIGHTS = 2.0 * QWEN.num_parameters
+
+
+def moved_by(run: Run) -> PhaseBytes:
+    resolved = resolve(run)
+    return count_moved(resolved.replica, resolved.trainer)
 
 
 def shared_run(**changes: Any) -> Run:
@@ -58,7 +64,7 @@ PPO = {
 
 def test_critic_free_states_that_fit_beside_the_generator_stay_where_they_are() -> None:
     run = shared_run(rollout__memory_utilization=0.4)
-    moved = count_moved(run)
+    moved = moved_by(run)
     assert moved.onloaded == moved.offloaded == 0
     assert moved.resharded > 0
 
@@ -67,7 +73,7 @@ def test_what_does_not_fit_beside_the_generator_goes_to_host_memory_and_comes_ba
     run = shared_run(rollout__memory_utilization=1.0, **PPO)
     state = model_state(QWEN, run.trainer, "bfloat16")
     trained = 2 * (state.weights + state.optimizer)  # actor and critic
-    moved = count_moved(run)
+    moved = moved_by(run)
     assert moved.offloaded == pytest.approx(trained)
     assert moved.onloaded == pytest.approx(trained + state.weights)  # the reference never changed
     change = PhaseChange.load(run)
@@ -76,21 +82,21 @@ def test_what_does_not_fit_beside_the_generator_goes_to_host_memory_and_comes_ba
 
 
 def test_the_room_beside_the_generator_keeps_that_many_bytes_from_moving() -> None:
-    full = count_moved(shared_run(rollout__memory_utilization=1.0, **PPO))
-    most = count_moved(shared_run(rollout__memory_utilization=0.9, **PPO))
+    full = moved_by(shared_run(rollout__memory_utilization=1.0, **PPO))
+    most = moved_by(shared_run(rollout__memory_utilization=0.9, **PPO))
     assert full.offloaded - most.offloaded == pytest.approx(0.1 * H800.usable_memory)
     assert full.onloaded - most.onloaded == pytest.approx(0.1 * H800.usable_memory)
 
 
 def test_models_that_take_turns_on_the_gpus_are_moved_by_their_turns_alone() -> None:
     run = shared_run(rollout__memory_utilization=1.0, trainer__offload=True, **PPO)
-    moved = count_moved(run)
+    moved = moved_by(run)
     assert moved.onloaded == moved.offloaded == 0
 
 
 def test_one_model_has_no_turns_to_take_and_moves_with_the_phase() -> None:
     run = shared_run(rollout__memory_utilization=1.0, trainer__offload=True)
-    assert count_moved(run).offloaded > 0
+    assert moved_by(run).offloaded > 0
 
 
 def test_an_optimizer_that_comes_for_the_step_alone_moves_with_no_phase() -> None:
@@ -98,38 +104,38 @@ def test_an_optimizer_that_comes_for_the_step_alone_moves_with_no_phase() -> Non
         shared_run(rollout__memory_utilization=1.0, trainer__offload=each) for each in (False, True)
     )
     state = model_state(QWEN, resident.trainer, "bfloat16")
-    saved = count_moved(resident).offloaded - count_moved(offloading).offloaded
+    saved = moved_by(resident).offloaded - moved_by(offloading).offloaded
     assert saved == pytest.approx(state.optimizer)
 
 
 def test_a_gpu_is_sent_what_its_replica_has_beyond_its_own_shard() -> None:
     run = shared_run()
-    moved = count_moved(run)
+    moved = moved_by(run)
     assert moved.resharded == pytest.approx(WEIGHTS - WEIGHTS / 4, rel=1e-3)
     assert PhaseChange.load(run).reshard_time == pytest.approx(moved.resharded / 200e9)
 
 
 def test_gpus_that_generate_with_the_shard_they_train_are_sent_nothing() -> None:
     run = shared_run(rollout__replicas=2, rollout__tensor_parallel=4)
-    assert count_moved(run).resharded == pytest.approx(0)
+    assert moved_by(run).resharded == pytest.approx(0)
 
 
 def test_ranks_of_several_nodes_send_each_other_weights_over_the_network() -> None:
     changes = {"cluster.pools.near": {"gpu": "h800", "nodes": 2}, "trainer.pipeline_parallel": 4}
     run = shared_run(rollout__replicas=16, trainer__data_parallel=1, **changes)
-    moved = count_moved(run)
+    moved = moved_by(run)
     network = 25e9 * 0.97  # profiles/transports/rdma.toml
     assert moved.resharded == pytest.approx(WEIGHTS * 15 / 16, rel=1e-3)
     assert PhaseChange.load(run).reshard_time == pytest.approx(moved.resharded / network)
 
 
 def test_full_shards_are_gathered_from_all_ranks() -> None:
-    moved = count_moved(shared_run(trainer__zero=3))
+    moved = moved_by(shared_run(trainer__zero=3))
     assert moved.resharded == pytest.approx(WEIGHTS * 7 / 8, rel=1e-3)
 
 
 def test_replicas_on_gpus_that_the_trainer_leaves_out_are_sent_all_they_need() -> None:
-    moved = count_moved(shared_run(trainer__data_parallel=1))
+    moved = moved_by(shared_run(trainer__data_parallel=1))
     assert moved.resharded == pytest.approx(WEIGHTS, rel=1e-3)
 
 

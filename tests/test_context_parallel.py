@@ -58,7 +58,7 @@ def time(kind: str, size: tuple[float, float], **trainer: Any) -> float:
 
 def attention(**trainer: Any) -> float:
     """Return the seconds of one layer's attention to a long rollout on one rank."""
-    ranks = Ranks.of(train_run(**trainer))
+    ranks = Ranks.of(resolve(train_run(**trainer)).trainer)
     layer = Layer(
         ranks=ranks, gemm=FIT.gemm["h800"], experts=FIT.experts["h800"], constants=FIT.constants
     )
@@ -100,7 +100,7 @@ def test_a_ring_shows_what_attention_is_too_short_to_hide() -> None:
 
 def attention_of_tokens(tokens: float) -> float:
     """Return the part of attention's seconds that grows with tokens, of one layer on one GPU."""
-    ranks = Ranks.of(train_run())
+    ranks = Ranks.of(resolve(train_run()).trainer)
     layer = Layer(
         ranks=ranks, gemm=FIT.gemm["h800"], experts=FIT.experts["h800"], constants=FIT.constants
     )
@@ -124,7 +124,7 @@ def test_heads_that_are_dealt_out_send_their_tokens_queries_keys_values_and_outp
 def test_between_nodes_a_ring_goes_through_one_port() -> None:
     narrow = {"cluster.pools.near": {"gpu": "h800", "nodes": 16, "gpus_per_node": 2}}
     runs = [train_run(changes, context_parallel=4) for changes in ({}, narrow)]
-    assert [Ranks.of(run).context_ranks_of_a_node for run in runs] == [4, 2]
+    assert [Ranks.of(resolve(run).trainer).context_ranks_of_a_node for run in runs] == [4, 2]
     inside, across = (
         float(TrainingCosts.load(run).stages.forward_times([(4096, 0.0)])[0, 0]) for run in runs
     )

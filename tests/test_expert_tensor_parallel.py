@@ -54,7 +54,7 @@ def trainer(**keys: Any) -> TrainerConfig:
 def time_of(constants: dict[str, float], **keys: Any) -> float:
     """Return the seconds of a layer's forward pass over a micro-batch, with some constants replaced."""
     layer = Layer(
-        ranks=replace(Ranks.of(train_run(**keys))),
+        ranks=replace(Ranks.of(resolve(train_run(**keys)).trainer)),
         gemm=FIT.gemm["h800"],
         experts=FIT.experts["h800"],
         constants=msgspec.structs.replace(FIT.constants, **constants),

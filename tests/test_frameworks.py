@@ -12,13 +12,20 @@ from msgspec.structs import replace
 
 from streamrl.doctor.diagnosis import examine
 from streamrl.hardware.profiles import known_engines, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import change_run, load_run, make_run, write_run
 from streamrl.runfile.frameworks import load_framework, load_usual, value_at
 from streamrl.runfile.simulation_config import FrameworkName
-from streamrl.sim.costs.corrections import framework_sources, own_step_time, own_switch_time
+from streamrl.sim.costs.corrections import (
+    Corrections,
+    StatedTime,
+    framework_sources,
+    own_step_time,
+    own_switch_time,
+)
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.costs.weight_sync import SyncCosts
@@ -32,6 +39,17 @@ NAMES: tuple[FrameworkName, ...] = get_args(FrameworkName)
 OTHERS = [name for name in NAMES if name != "streamrl"]
 EXAMPLE = Path("examples/h20-h800.toml")
 OFFER = Path("examples/plan-7b.toml")
+
+
+def step_time_of(run: Run) -> StatedTime:
+    resolved = resolve(run)
+    size = resolved.model.num_parameters
+    return own_step_time(run.framework, Corrections.of(resolved), run.costs.profile, size)
+
+
+def switch_time_of(run: Run) -> StatedTime:
+    resolved = resolve(run)
+    return own_switch_time(run.framework, resolved.trainer.pool.gpu, resolved.model.num_parameters)
 
 
 def of_framework(name: str, changes: dict[str, Any] | None = None) -> Run:
@@ -159,16 +177,16 @@ def test_another_name_takes_away_what_the_first_one_filled_in() -> None:
 
 
 def test_a_frameworks_own_seconds_are_its_files_and_those_of_the_run_file_win() -> None:
-    assert own_step_time(of_framework("verl")).seconds == 0.82
+    assert step_time_of(of_framework("verl")).seconds == 0.82
     assert TrainingCosts.load(of_framework("nemo-rl")).overhead_time == 3.0
     stated = of_framework("verl", {"framework.step_time": "7 s"})
-    assert own_step_time(stated).seconds == 7.0
+    assert step_time_of(stated).seconds == 7.0
     run = of_framework("verl")
     billions = load_model(run.model).num_parameters / 1e9
-    assert own_switch_time(run).seconds == pytest.approx(2.02 + 0.107 * billions)
+    assert switch_time_of(run).seconds == pytest.approx(2.02 + 0.107 * billions)
     pools = {name: replace(pool, gpu="cpu") for name, pool in run.cluster.pools.items()}
     on_cpus = replace(run, cluster=replace(run.cluster, pools=pools))
-    assert own_switch_time(on_cpus).seconds == 0.0, "what was published is of GPUs"
+    assert switch_time_of(on_cpus).seconds == 0.0, "what was published is of GPUs"
 
 
 @pytest.mark.parametrize("name", ["slime", "trl"])
@@ -176,7 +194,7 @@ def test_where_a_frameworks_seconds_are_unknown_the_usual_ones_stand_in_and_it_i
     name: str,
 ) -> None:
     run = of_framework(name)
-    found = own_step_time(run)
+    found = step_time_of(run)
     assert found.seconds == load_usual().step_time.base == 2.5
     assert f"of framework {name} is unknown" in found.source and "stand in" in found.source
 
@@ -212,7 +230,7 @@ def test_a_report_takes_for_granted_what_a_framework_fills_in() -> None:
 
 def test_published_seconds_say_nothing_of_cpus() -> None:
     cpus = {"cluster.pools": {"far": {"gpu": "cpu"}, "near": {"gpu": "cpu"}}}
-    assert own_step_time(of_framework("verl", cpus)).seconds == 0.0
+    assert step_time_of(of_framework("verl", cpus)).seconds == 0.0
 
 
 # How weights are sent, and what generates ----------------------------------------------------------

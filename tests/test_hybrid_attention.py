@@ -149,7 +149,7 @@ def test_hybrids_are_simulated_and_what_no_table_has_is_called_a_roofline(name: 
 
 
 def layer(model: ModelShape) -> Layer:
-    ranks = Ranks.of(plan("qwen3-235b-a22b"))
+    ranks = Ranks.of(resolve(plan("qwen3-235b-a22b")).trainer)
     return Layer(
         ranks=dataclasses.replace(ranks, model=model),
         gemm=FIT.gemm["h800"],
@@ -188,7 +188,7 @@ def test_linear_attention_trains_at_the_rate_of_its_measured_kernels_and_its_own
 
 
 def test_context_ranks_that_deal_heads_out_share_linear_attention_once() -> None:
-    ranks = Ranks.of(plan("qwen3-235b-a22b"))
+    ranks = Ranks.of(resolve(plan("qwen3-235b-a22b")).trainer)
     dealt = dataclasses.replace(
         ranks,
         model=QWEN3_NEXT,

@@ -14,6 +14,7 @@ from streamrl.hardware.measured_profile import (
     read_measured,
     write_measured,
 )
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.costs import Costs
@@ -107,7 +108,7 @@ def test_adapters_have_their_own_bytes_and_are_merged_as_all_is_checked(
 ) -> None:
     run = far(profile, tmp_path, "lora")
     sync = Costs.load(run).sync
-    assert sync.wire_bytes == Payload.load(run).num_bytes
+    assert sync.wire_bytes == Payload.of(resolve(run).replica, run.sync).num_bytes
     expected = PUSH + wire(sync.wire_bytes) + 4 * LATENCY + DECODE_ALL
     assert sync.push_time == pytest.approx(expected)
     assert sync.tier == Costs.load(run).provenance["sync"].tier == "composed"

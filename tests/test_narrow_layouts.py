@@ -65,7 +65,10 @@ def test_context_ranks_share_a_pass_in_fp8_whose_attention_and_exchange_stay_in_
     alone, shared = (
         train_run(dtype="fp8", context_parallel=degree, data_parallel=2) for degree in (1, 4)
     )
-    assert (Ranks.of(shared).dtype, Ranks.of(shared).computes_in) == ("bfloat16", "fp8")
+    assert (
+        Ranks.of(resolve(shared).trainer).dtype,
+        Ranks.of(resolve(shared).trainer).computes_in,
+    ) == ("bfloat16", "fp8")
     one, four = (TrainingCosts.load(run).stages for run in (alone, shared))
     wide = TrainingCosts.load(train_run(context_parallel=4, data_parallel=2)).stages
     assert four.forward[0].per_token == pytest.approx(one.forward[0].per_token / 4)

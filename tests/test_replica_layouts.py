@@ -71,18 +71,18 @@ def plan(pool: dict[str, Any] | None = None, name: str = "llama-3.1-70b", **roll
 def test_a_pools_network_replaces_its_gpus_for_pushes_training_and_replicas() -> None:
     run = plan({"node_bandwidth": "100 Gbps"})
     pool = run.cluster.pools["far"]
-    assert SyncSide.load(run, "far", 8).node_bandwidth == pytest.approx(0.97 * 12.5e9)
+    assert SyncSide.of(run.cluster.pools["far"], 8).node_bandwidth == pytest.approx(0.97 * 12.5e9)
     assert Interconnect.of(pool).network == pytest.approx(0.97 * 12.5e9 / 8)
     trained = small_run({"cluster.pools.near": {"gpu": "h800", "node_bandwidth": "100 Gbps"}})
-    assert Ranks.of(trained).network == pytest.approx(12.5e9 / 8)
+    assert Ranks.of(resolve(trained).trainer).network == pytest.approx(12.5e9 / 8)
     assert Interconnect.of(PoolConfig(gpu="h100")).network == pytest.approx(0.97 * H100.network)
 
 
 def test_an_nvlink_domain_of_several_nodes_is_one_node_to_all_that_is_sent_in_it() -> None:
     rack = {"nvlink_domain": 32}
     run = plan(rack)
-    assert SyncSide.load(run, "far", 32).num_nodes == 1
-    apart, together = (CacheTransfer.load(one).token_time for one in (plan(), run))
+    assert SyncSide.of(run.cluster.pools["far"], 32).num_nodes == 1
+    apart, together = (CacheTransfer.of(resolve(one).replica).token_time for one in (plan(), run))
     assert apart / together == pytest.approx(H100.nvlink / (0.97 * H100.network))
     near = small_run(
         {
@@ -98,7 +98,7 @@ def test_an_nvlink_domain_of_several_nodes_is_one_node_to_all_that_is_sent_in_it
             "algorithm.prompts_per_step": 64,
         }
     )
-    inside, across = (Ranks.of(one).ring_time(1e9, 16, 2) for one in (near, far))
+    inside, across = (Ranks.of(resolve(one).trainer).ring_time(1e9, 16, 2) for one in (near, far))
     assert across > inside == pytest.approx(15 / 16 * 1e9 / load_gpu("h800").nvlink)
 
 

@@ -108,7 +108,8 @@ def test_adapters_have_rank_times_inputs_and_outputs_of_every_linear_layer() -> 
 
 
 def test_adapters_of_rank_32_are_as_large_as_those_of_a_7b_model_in_use() -> None:
-    payload = Payload.load(small_run({"sync.mode": "lora", "sync.lora_rank": 32}))
+    run = small_run({"sync.mode": "lora", "sync.lora_rank": 32})
+    payload = Payload.of(resolve(run).replica, run.sync)
     assert payload.num_bytes == pytest.approx(161e6, rel=0.01)  # 80.7e6 parameters, as peft prints
     assert payload.num_tensors == 28 * 7 * 2
 

@@ -14,6 +14,7 @@ import pytest
 from streamrl.hardware.memory import stage_parameters
 from streamrl.hardware.model_shape import lora_parameters
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.kernels import Kernels
@@ -58,7 +59,10 @@ def a_layer(
 ) -> Layer:
     """Return a layer whose constants are the shipped ones, apart from those that a test replaces."""
     return Layer(
-        ranks=replace(Ranks.of(train_run(changes, **trainer)), collective=CONSTANTS.collective),
+        ranks=replace(
+            Ranks.of(resolve(train_run(changes, **trainer)).trainer),
+            collective=CONSTANTS.collective,
+        ),
         gemm=GEMM,
         experts=EXPERTS,
         constants=msgspec.structs.replace(CONSTANTS, **(constants or {})),
@@ -339,7 +343,7 @@ def test_a_step_sums_gradients_over_nvlink_in_a_node_and_over_its_ports_beyond(
 
 
 def test_ranks_of_a_whole_node_each_have_one_port() -> None:
-    ranks = Ranks.of(train_run(data_parallel=4, tensor_parallel=8))
+    ranks = Ranks.of(resolve(train_run(data_parallel=4, tensor_parallel=8)).trainer)
     assert ranks.ring_time(1e9, 4, 8) == pytest.approx(3 / 4 * 1e9 / H800.network)
 
 

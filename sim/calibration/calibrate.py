@@ -499,7 +499,7 @@ def _empty(run: Run, measured: MeasuredSteps, used: _Used) -> Calibration:
         date=datetime.datetime.now(datetime.UTC).date(),
         model=load_model(run.model).name,
         system=run.policies.system,
-        profile=profile_digest(run),
+        profile=profile_digest(run.costs.profile),
         fitted_steps=(numbers[0], numbers[used.fitted - 1]),
         held_out_steps=(rest[0], rest[-1]) if rest else None,
     )

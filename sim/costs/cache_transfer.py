@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamrl.hardware.precision import rollout_precision
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.resolved import ReplicaHardware
 from streamrl.hardware.tiers import Provenance
-from streamrl.runfile.config import Run
 from streamrl.sim.costs.weight_sync import SyncSide
 
 
@@ -29,13 +27,14 @@ class CacheTransfer:
     """Roofline: line rates are a datasheet's, and no transfer of caches was timed."""
 
     @classmethod
-    def load(cls, run: Run) -> CacheTransfer:
+    def of(cls, replica: ReplicaHardware) -> CacheTransfer:
         """Return what the pool of the replicas allows."""
-        side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-        num_bytes = resolve(run).replica.longest_model.shard_kv_bytes_per_token(
-            rollout_precision(run.rollout, run.model).cache, run.rollout.tensor_parallel
+        config = replica.config
+        side = SyncSide.of(replica.pool, config.num_gpus)
+        num_bytes = replica.longest_model.shard_kv_bytes_per_token(
+            replica.precision.cache, config.tensor_parallel
         )
-        num_bytes /= run.rollout.pipeline_parallel
+        num_bytes /= config.pipeline_parallel
         return cls(num_bytes / _bandwidth(side), Provenance.of("roofline", _sources(side)))
 
     def time(self, context: int) -> float:

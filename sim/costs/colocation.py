@@ -18,23 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamrl.hardware.memory import (
-    fullest_stage,
-    model_state,
-    shard_parameters,
-)
+from streamrl.hardware.memory import fullest_stage, model_state, shard_parameters
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.precision import (
-    is_narrow,
-    quantised_bytes,
-    rollout_precision,
-    trained_dtype,
-)
-from streamrl.hardware.profiles import load_model
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.precision import is_narrow, quantised_bytes
+from streamrl.hardware.resolved import ReplicaHardware, TrainerHardware, resolve
 from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
-from streamrl.sim.costs.corrections import own_switch_time
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.sim.costs.corrections import Corrections, own_switch_time
 from streamrl.sim.costs.weight_sync import COPY_TRAFFIC, SyncCosts, SyncSide, weight_ranks
 
 TIER: Tier = "roofline"
@@ -73,19 +64,30 @@ class PhaseChange:
         Raises:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
-        moved = count_moved(run)
-        side = SyncSide.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
+        resolved = resolve(run)
+        gpu, size = resolved.trainer.pool.gpu, resolved.model.num_parameters
+        switch_time = own_switch_time(run.framework, gpu, size).seconds
+        return cls.of(resolved.replica, resolved.trainer, switch_time)
+
+    @classmethod
+    def of(
+        cls, replica: ReplicaHardware, trainer: TrainerHardware, switch_time: float
+    ) -> PhaseChange:
+        """Compute the change of GPUs that a kind of replica and a trainer share."""
+        moved = count_moved(replica, trainer)
+        num_gpus = max(replica.config.num_gpus, trainer.config.num_gpus)
+        side = SyncSide.of(replica.pool, num_gpus)
         memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
-        wire, sources = _wire(run, side)
-        replica, trained = resolve(run).replica, resolve(run).trainer.dtype
-        quantised = quantised_bytes(replica.model, replica.precision, trained) / weight_ranks(run)
+        wire, sources = _wire(replica.config, trainer.config, side)
+        quantised = quantised_bytes(replica.model, replica.precision, trainer.dtype)
+        quantised /= weight_ranks(replica)
         return cls(
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
             reshard_time=moved.resharded / wire,
-            switch_time=own_switch_time(run).seconds,
+            switch_time=switch_time,
             wake_time=(COPY_TRAFFIC * moved.woken + quantised) / memory_bandwidth,
-            sent_bytes=round(moved.resharded * run.rollout.num_gpus),
+            sent_bytes=round(moved.resharded * replica.config.num_gpus),
             sources=sources,
         )
 
@@ -119,64 +121,57 @@ def sync_costs(run: Run) -> SyncCosts:
         ValueError: a profile is missing or wrong.
     """
     if run.policies.shares_gpus:
-        return PhaseChange.load(run).sync_costs().calibrated(run)
+        return PhaseChange.load(run).sync_costs().calibrated(Corrections.of(resolve(run)))
     return SyncCosts.load(run)
 
 
-def count_moved(run: Run) -> PhaseBytes:
+def count_moved(replica: ReplicaHardware, trainer: TrainerHardware) -> PhaseBytes:
     """Count the bytes that a change of phase moves on the GPU that moves most.
 
     With `trainer.offload` models come and go within score, train and step, whose seconds have that; the
     actor steps last, so that its weights are there to be sent. Of a model that is alone the optimizer does.
     """
-    model, trained = load_model(run.model), _trained_shard(run)
-    needed, is_kept = (
-        fullest_stage(resolve(run).replica).weights,
-        not is_narrow(rollout_precision(run.rollout, run.model).weights),
-    )
+    config, trained = trainer.config, _trained_shard(trainer)
+    needed, is_kept = fullest_stage(replica).weights, not is_narrow(replica.precision.weights)
     onloaded = offloaded = 0.0
-    if not (run.trainer.offload and resolve(run).trainer.num_models > 1):
+    if not (config.offload and trainer.num_models > 1):
         optimizer = 0.0
-        if not run.trainer.offload:
-            optimizer = model_state(
-                model, run.trainer, trained_dtype(run.trainer, run.model)
-            ).optimizer
-        changed = resolve(run).trainer.num_trained_models * (trained + optimizer)
-        unchanged = (
-            resolve(run).trainer.num_models - resolve(run).trainer.num_trained_models
-        ) * trained
-        room = _room_beside_generator(run)
+        if not config.offload:
+            optimizer = model_state(trainer.model, config, trainer.dtype).optimizer
+        changed = trainer.num_trained_models * (trained + optimizer)
+        unchanged = (trainer.num_models - trainer.num_trained_models) * trained
+        room = _room_beside_generator(replica)
         offloaded = max(0.0, changed - room)
         onloaded = max(0.0, changed + unchanged - room)
-    held = trained if is_kept and run.rollout.num_gpus <= run.trainer.num_gpus else 0.0
+    held = trained if is_kept and replica.config.num_gpus <= config.num_gpus else 0.0
     return PhaseBytes(onloaded, offloaded, max(0.0, needed - held), needed)
 
 
-def _trained_shard(run: Run) -> float:
+def _trained_shard(trainer: TrainerHardware) -> float:
     """Bytes of one model's weights that a GPU of the trainer keeps."""
-    trainer = run.trainer
-    parameters = shard_parameters(load_model(run.model), trainer)
-    ways = trainer.copies if trainer.zero == 3 else 1
-    return parameters * BYTES[trained_dtype(run.trainer, run.model)] / ways
+    parameters = shard_parameters(trainer.model, trainer.config)
+    ways = trainer.config.copies if trainer.config.zero == 3 else 1
+    return parameters * BYTES[trainer.dtype] / ways
 
 
-def _room_beside_generator(run: Run) -> float:
+def _room_beside_generator(replica: ReplicaHardware) -> float:
     """Bytes of a GPU that weights and KV cache of a replica leave free."""
-    side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-    return side.gpu.usable_memory * (1 - run.rollout.memory_utilization)
+    return replica.gpu.usable_memory * (1 - replica.config.memory_utilization)
 
 
-def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:
+def _wire(
+    rollout: RolloutConfig, trainer: TrainerConfig, side: SyncSide
+) -> tuple[float, tuple[str, ...]]:
     """Return the bytes a second that a GPU is sent in a reshard, and the profiles that say so.
 
     The ranks that hold one copy of the weights between them send each other what they lack (as the
     3D-HybridEngine does: Sheng et al. 2025, HybridFlow, arXiv 2409.19256, section 5); where the trainer
     leaves GPUs of replicas out, those are sent theirs from other nodes.
     """
-    trainer, gpu = run.trainer, f"profiles/gpus/{side.pool.gpu}.toml"
+    gpu = f"profiles/gpus/{side.pool.gpu}.toml"
     split = trainer.tensor_parallel * trainer.pipeline_parallel
     split *= trainer.copies if trainer.zero == 3 else 1
-    reach = split if run.rollout.num_gpus <= trainer.num_gpus else side.num_gpus
+    reach = split if rollout.num_gpus <= trainer.num_gpus else side.num_gpus
     if reach <= side.pool.domain:
         return side.gpu.nvlink, (gpu,)
     return side.rank_bandwidth, (gpu, f"profiles/transports/{side.pool.transport}.toml")

@@ -11,54 +11,87 @@ usually take.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from streamrl.hardware.calibration_file import StageName, load_calibration
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.calibration_file import Calibration, StageName, load_calibration
+from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import SYNC_BACKEND, USUAL, framework_of, load_usual, settings_of
+from streamrl.runfile.simulation_config import FrameworkConfig
 
 
-def generation_factor(run: Run) -> float:
-    """Return how fast prefill and decode are relative to the profiles, by the calibration."""
-    return _factor(run, "generation", run.rollout.pool)
+@dataclass(frozen=True, kw_only=True)
+class Corrections:
+    """What the calibration that a run names says of its GPUs; nothing where it names none."""
 
+    calibration: Calibration | None
+    path: str
+    generates_on: str
+    """GPU of the replicas."""
+    trains_on: str
+    """GPU of the trainer."""
 
-def training_factors(run: Run) -> tuple[float, float]:
-    """Return the same of passes that score, and of those that train with the optimizer step."""
-    pool = run.trainer.pool
-    return _factor(run, "score", pool), _factor(run, "train", pool)
+    @classmethod
+    def of(cls, resolved: ResolvedRun) -> Corrections:
+        """Read what a run names, for its first kind of replica and the trainer that leads.
 
+        Raises:
+            RunError: as `load_calibration`.
+        """
+        run = resolved.run
+        return cls(
+            calibration=load_calibration(run.costs, run.model),
+            path=str(run.costs.calibration),
+            generates_on=resolved.replica.pool.gpu,
+            trains_on=resolved.trainer.pool.gpu,
+        )
 
-def stated_overhead(run: Run) -> float | None:
-    """Return the seconds of a step beside its stages: the run file's, else the calibration's; None where neither says."""
-    if run.framework.step_time is not None:
-        return run.framework.step_time
-    calibration = load_calibration(run)
-    if calibration is None or calibration.overhead is None:
-        return None
-    return calibration.overhead.seconds
+    @property
+    def generation_factor(self) -> float:
+        """How fast prefill and decode are relative to the profiles."""
+        return self._factor("generation", self.generates_on)
 
+    @property
+    def training_factors(self) -> tuple[float, float]:
+        """The same of passes that score, and of those that train with the optimizer step."""
+        return self._factor("score", self.trains_on), self._factor("train", self.trains_on)
 
-def calibrated_sources(run: Run) -> dict[str, str]:
-    """Return by operation what the calibration says of its seconds; those that it says nothing of are left out."""
-    calibration = load_calibration(run)
-    if calibration is None:
-        return {}
-    path, pools = str(run.costs.calibration), run.cluster.pools
-    generates, trains = pools[run.rollout.pool].gpu, pools[run.trainer.pool].gpu
-    told = {
-        "prefill": calibration.tell("generation", generates, path),
-        "decode": calibration.tell("generation", generates, path),
-        "score": calibration.tell("score", trains, path),
-        "train": calibration.tell("train", trains, path),
-    }
-    return {operation: text for operation, text in told.items() if text}
+    @property
+    def sync_factor(self) -> float:
+        """The same of a push and a load of weights."""
+        return self._factor("sync", self.generates_on)
 
+    @property
+    def sync_source(self) -> str | None:
+        """What the calibration says of the seconds of a weight sync; None where it says nothing of them."""
+        if self.calibration is None or self.calibration.sync is None:
+            return None
+        return self.calibration.tell("sync", self.generates_on, self.path)
 
-def _factor(run: Run, stage: StageName, pool: str) -> float:
-    calibration = load_calibration(run)
-    return 1.0 if calibration is None else calibration.factor(stage, run.cluster.pools[pool].gpu)
+    @property
+    def overhead_time(self) -> float | None:
+        """Seconds of a step beside its stages; None where it says nothing of them."""
+        if self.calibration is None or self.calibration.overhead is None:
+            return None
+        return self.calibration.overhead.seconds
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """By operation what it says of its seconds; those that it says nothing of are left out."""
+        if self.calibration is None:
+            return {}
+        tell, path = self.calibration.tell, self.path
+        told = {
+            "prefill": tell("generation", self.generates_on, path),
+            "decode": tell("generation", self.generates_on, path),
+            "score": tell("score", self.trains_on, path),
+            "train": tell("train", self.trains_on, path),
+        }
+        return {operation: text for operation, text in told.items() if text}
+
+    def _factor(self, stage: StageName, gpu: str) -> float:
+        return 1.0 if self.calibration is None else self.calibration.factor(stage, gpu)
 
 
 Figure = Literal["step_time", "switch_time"]
@@ -73,28 +106,40 @@ class StatedTime(NamedTuple):
     source: str
 
 
-def own_step_time(run: Run) -> StatedTime:
-    """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs."""
-    if run.framework.step_time is None:
-        calibrated = stated_overhead(run)
+def own_step_time(
+    framework: FrameworkConfig, corrections: Corrections, profile: str | None, num_parameters: int
+) -> StatedTime:
+    """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs.
+
+    Args:
+        framework: its section of the run file.
+        corrections: what a calibration says.
+        profile: `costs.profile`.
+        num_parameters: of the model that is trained.
+    """
+    if framework.step_time is None:
+        calibrated = corrections.overhead_time
         if calibrated is not None:
-            text = (
-                f"framework.step_time {calibrated:.3g} s beside its stages, {run.costs.calibration}"
-            )
+            text = f"framework.step_time {calibrated:.3g} s beside its stages, {corrections.path}"
             return StatedTime(calibrated, text)
-        if run.costs.profile is not None:
+        if profile is not None:
             return StatedTime(0.0, "framework.step_time is none beside what costs.profile measured")
-        if run.cluster.pools[run.trainer.pool].gpu == "cpu":
+        if corrections.trains_on == "cpu":
             return StatedTime(0.0, "framework.step_time is none on CPUs")
-    return _own_time(run, "step_time")
+    return _own_time(framework, "step_time", num_parameters)
 
 
-def own_switch_time(run: Run) -> StatedTime:
-    """Return the seconds of a framework's calls when GPUs turn from training to generating and back; none of CPUs."""
-    is_told = run.framework.switch_time is not None
-    if not is_told and run.cluster.pools[run.trainer.pool].gpu == "cpu":
+def own_switch_time(framework: FrameworkConfig, gpu: str, num_parameters: int) -> StatedTime:
+    """Return the seconds of a framework's calls when GPUs turn from training to generating and back; none of CPUs.
+
+    Args:
+        framework: its section of the run file.
+        gpu: the GPU of the trainer.
+        num_parameters: of the model that is trained.
+    """
+    if framework.switch_time is None and gpu == "cpu":
         return StatedTime(0.0, "framework.switch_time is none on CPUs")
-    return _own_time(run, "switch_time")
+    return _own_time(framework, "switch_time", num_parameters)
 
 
 def framework_sources(run: Run) -> Iterator[str]:
@@ -123,18 +168,25 @@ def framework_sources(run: Run) -> Iterator[str]:
     how = framework.unknown.get(DYNAMIC_SAMPLING)
     if how is not None and run.leaves_out_uniform:
         yield f"{DYNAMIC_SAMPLING} of framework {framework.name} is not simulated as it is ({how})"
-    times = [own_step_time(run), *([own_switch_time(run)] if run.policies.shares_gpus else [])]
-    yield from (time.source for time in times)
+    yield from _time_sources(resolve(run))
 
 
-def _own_time(run: Run, name: Figure) -> StatedTime:
-    key, stated = f"framework.{name}", getattr(run.framework, name)
+def _time_sources(resolved: ResolvedRun) -> Iterator[str]:
+    run, size = resolved.run, resolved.model.num_parameters
+    corrections = Corrections.of(resolved)
+    yield own_step_time(run.framework, corrections, run.costs.profile, size).source
+    if run.policies.shares_gpus:
+        yield own_switch_time(run.framework, corrections.trains_on, size).source
+
+
+def _own_time(config: FrameworkConfig, name: Figure, num_parameters: int) -> StatedTime:
+    key, stated = f"framework.{name}", getattr(config, name)
     if stated is not None:
         return StatedTime(stated, f"run file: {key} = {stated:.3g} s")
-    framework, size = framework_of(run.framework.name), load_model(run.model).num_parameters
+    framework = framework_of(config.name)
     usual = getattr(load_usual(), name)
     known = None if framework is None else getattr(framework, name)
-    seconds = (known or usual).of(size)
+    seconds = (known or usual).of(num_parameters)
     if framework is None:
         return StatedTime(seconds, f"{key} {seconds:.3g} s, {FOLDER}/{USUAL}.toml: {usual.source}")
     if known is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -20,16 +20,17 @@ from streamrl.hardware.memory import (
     kv_capacity,
     most_running,
 )
-from streamrl.hardware.precision import Precision, rollout_precision
+from streamrl.hardware.precision import Precision
 from streamrl.hardware.profiles import check_profiles
-from streamrl.hardware.resolved import check_precision, longest_sequence, resolve
+from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, check_precision, resolve
 from streamrl.hardware.tiers import Provenance
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
-from streamrl.runfile.gpu_pools import find_link, of_kind
+from streamrl.runfile.gpu_pools import of_kind
+from streamrl.runfile.roles_config import AdmissionName, RolloutBackend
 from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.colocation import sync_costs
-from streamrl.sim.costs.corrections import calibrated_sources, framework_sources, generation_factor
+from streamrl.sim.costs.corrections import Corrections, framework_sources, own_step_time
 from streamrl.sim.costs.cpu_contention import CoreSharing
 from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode, compose_speculative
 from streamrl.sim.costs.inference import Shard
@@ -120,7 +121,7 @@ class SecondaryTrainerCosts(TrainerCosts):
         else:
             training = TrainingCosts.load(seen)
             provenance = training.provenance
-        if (told := calibrated_sources(seen).get("train")) is not None:
+        if (told := Corrections.of(resolve(seen)).sources.get("train")) is not None:
             provenance = provenance.adjusted(told)
         if config.training_factor != 1.0:
             source = f"run file: costs.training_factor={config.training_factor:g}"
@@ -184,33 +185,37 @@ class Costs(TrainerCosts):
         """
         if run.rollout.others:
             return _with_others(run)
-        _check_backend(run)
-        check_profiles(run)
-        check_precision(run)
-        check_memory(resolve(run))
-        check_host_memory(resolve(run).trainer)
-        if not run.policies.shares_gpus:
-            check_sync_buffer(resolve(run).replica, run.sync)
-        decode, prefill = _compose_replica(run)
-        training = TrainingCosts.load(run)
+        resolved = resolve(run)
+        _check(resolved)
+        replica, trainer = resolved.replica, resolved.trainer
+        decode, prefill = _compose_replica(replica, run.costs)
+        corrections, size = Corrections.of(resolved), resolved.model.num_parameters
+        overhead = own_step_time(run.framework, corrections, run.costs.profile, size)
+        training = TrainingCosts.compose(
+            trainer,
+            run.framework,
+            factors=corrections.training_factors,
+            computed_share=run.computed_share,
+            overhead_time=overhead.seconds,
+        )
         sync = sync_costs(run)
-        trained = training.provenance
-        moved, rewards = CacheTransfer.load(run), reward_costs(resolve(run).reward, run.costs)
+        moved = CacheTransfer.of(replica)
+        rewards = reward_costs(resolved.reward, run.costs)
         costs = cls(
             decode=decode,
             prefill=prefill,
-            kv_capacity=kv_capacity(resolve(run).replica),
+            kv_capacity=kv_capacity(replica),
             sync=sync,
             training=training,
             cache_transfer=moved,
-            message_time=_message_time(run),
+            message_time=0.0 if resolved.link is None else resolved.link.latency,
             followers=tuple(SecondaryTrainerCosts.load(run, n) for n in range(1, run.num_trainers)),
             rewards=rewards,
             provenance={
-                "prefill": _beside_adapters(_checked(prefill.provenance, run), run),
-                "decode": _beside_adapters(_checked(decode.provenance, run), run),
-                "score": trained,
-                "train": trained,
+                "prefill": _replica_source(prefill.provenance, replica, run.costs.engine),
+                "decode": _replica_source(decode.provenance, replica, run.costs.engine),
+                "score": training.provenance,
+                "train": training.provenance,
                 "sync": Provenance.of(sync.tier, sync.sources),
                 **({"cache_transfer": moved.provenance} if moves_caches(run) else {}),
             },
@@ -219,7 +224,8 @@ class Costs(TrainerCosts):
             costs = _with_machine(costs, MachineCosts.load(run, Path(run.costs.profile)))
         if rewards is not None and rewards.provenance is not None:
             costs = replace(costs, provenance={**costs.provenance, "verify": rewards.provenance})
-        return _with_framework(_with_factors(costs, run), run)
+        costs = _with_factors(costs, run.costs, corrections)
+        return _with_framework(costs, framework_sources(run))
 
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
@@ -240,9 +246,9 @@ class Costs(TrainerCosts):
         """Seconds in which a replica copies pushed weights into its GPUs."""
         return self.sync.load_time
 
-    def decode_yields(self, run: Run) -> list[DecodeYield]:
+    def decode_yields(self, admission: AdmissionName) -> list[DecodeYield]:
         """Return what a trace says of the full batch of each kind of replica, which reserved memory bounds by itself."""
-        is_bound = run.rollout.admission == "on-demand"
+        is_bound = admission == "on-demand"
         return [
             DecodeYield.of(
                 own.decode.base,
@@ -269,11 +275,6 @@ class Costs(TrainerCosts):
         return {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
 
 
-def _message_time(run: Run) -> float:
-    index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
-    return 0.0 if index is None else run.cluster.links[index].latency
-
-
 def _with_others(run: Run) -> Costs:
     """Put together what each kind of replica costs alone; their weights are sent beside each other.
 
@@ -294,9 +295,21 @@ def _with_others(run: Run) -> Costs:
     return replace(kinds[0], sync=sync, others=tuple(kinds[1:]), provenance=provenance)
 
 
-def _check_backend(run: Run) -> None:
+def _check(resolved: ResolvedRun) -> None:
+    """Raise `ValueError` where a profile is missing, a side does not fit, or nobody models the back end."""
+    run = resolved.run
+    _check_backend(run.rollout.backend)
+    check_profiles(run)
+    check_precision(run)
+    check_memory(resolved)
+    check_host_memory(resolved.trainer)
+    if not run.policies.shares_gpus:
+        check_sync_buffer(resolved.replica, run.sync)
+
+
+def _check_backend(backend: RolloutBackend) -> None:
     """Raise `RunError` where replicas generate in a way that `streamrl.sim.replica` does not: a batch at a time."""
-    match run.rollout.backend:
+    match backend:
         case "transformers" | "vllm":
             return
         case "static":
@@ -304,11 +317,9 @@ def _check_backend(run: Run) -> None:
                 "rollout.backend 'static' can be executed only, as static batching is not simulated: "
                 "rollout.backend must be 'transformers' or 'vllm' for seconds of generation"
             )
-            raise RunError(
-                "rollout.backend", run.rollout.backend, OneOf(["transformers", "vllm"]), text
-            )
+            raise RunError("rollout.backend", backend, OneOf(["transformers", "vllm"]), text)
         case _:
-            assert_never(run.rollout.backend)
+            assert_never(backend)
 
 
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
@@ -333,16 +344,15 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
     )
 
 
-def _with_factors(costs: Costs, run: Run) -> Costs:
+def _with_factors(costs: Costs, config: CostsConfig, corrections: Corrections) -> Costs:
     """Divide the seconds of both sides by the factors of calibration and run file, and say so among the sources.
 
     Those of a calibration that are of the trainer's stages are in their seconds already.
     """
-    config = run.costs
     decode, provenance = costs.decode, dict(costs.provenance)
-    for name, source in calibrated_sources(run).items():
+    for name, source in corrections.sources.items():
         provenance[name] = provenance[name].adjusted(source)
-    factor_of_generation = config.generation_factor * generation_factor(run)
+    factor_of_generation = config.generation_factor * corrections.generation_factor
     for key, factor, operations in (
         ("generation_factor", config.generation_factor, ("prefill", "decode")),
         ("training_factor", config.training_factor, ("score", "train")),
@@ -364,34 +374,35 @@ def _with_factors(costs: Costs, run: Run) -> Costs:
     )
 
 
-def _with_framework(costs: Costs, run: Run) -> Costs:
+def _with_framework(costs: Costs, told: Iterable[str]) -> Costs:
     """Say among the sources of training what the framework that a run names has to do with it."""
     train = costs.provenance["train"]
-    said = msgspec.structs.replace(train, sources=(*train.sources, *framework_sources(run)))
+    said = msgspec.structs.replace(train, sources=(*train.sources, *told))
     return replace(costs, provenance={**costs.provenance, "train": said})
 
 
-def _checked(provenance: Provenance, run: Run) -> Provenance:
-    """Return where seconds of a replica come from with the error of its engine, in formats and layouts that were checked."""
-    own, rollout = rollout_precision(run.rollout, run.model), run.rollout
-    gpu, in_fp8 = run.cluster.pools[rollout.pool].gpu, own.compute == "fp8"
-    is_plain = rollout.drafts is None and rollout.gpus_per_replica == rollout.tensor_parallel
-    is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
-    if provenance.tier != "composed" or not (is_plain and is_checked):
-        return provenance
-    found = decode_errors(run.costs.engine, gpu, in_fp8=in_fp8)
-    if found is None:
-        return provenance
-    return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)
-
-
-def _beside_adapters(provenance: Provenance, run: Run) -> Provenance:
-    """Return where seconds of a replica come from with a word on what nobody measured of it."""
-    if not run.serves_adapters:
+def _replica_source(provenance: Provenance, replica: ReplicaHardware, engine: str) -> Provenance:
+    """Return where seconds of a replica come from, with their error and with what nobody measured of it."""
+    provenance = _checked(provenance, replica, engine)
+    if replica.adapter_rank is None:
         return provenance
     word = "adapters beside weights as if their products took a replica nothing, which was not measured"
     sources = (*provenance.sources, word)
     return msgspec.structs.replace(provenance, sources=sources, error=None, p90=None)
+
+
+def _checked(provenance: Provenance, replica: ReplicaHardware, engine: str) -> Provenance:
+    """Return where seconds of a replica come from with the error of its engine, in formats and layouts that were checked."""
+    own, rollout = replica.precision, replica.config
+    in_fp8 = own.compute == "fp8"
+    is_plain = rollout.drafts is None and rollout.gpus_per_replica == rollout.tensor_parallel
+    is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
+    if provenance.tier != "composed" or not (is_plain and is_checked):
+        return provenance
+    found = decode_errors(engine, replica.pool.gpu, in_fp8=in_fp8)
+    if found is None:
+        return provenance
+    return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)
 
 
 def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
@@ -399,26 +410,24 @@ def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
     return Kernels(gpu, own.compute, backend, own.cache, kept=own.weights)
 
 
-def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
+def _compose_replica(
+    replica: ReplicaHardware, config: CostsConfig
+) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators."""
-    rollout = run.rollout
+    rollout = replica.config
     shard = Shard(
-        resolve(run).replica.longest_model,
-        kernels_of(
-            run.cluster.pools[rollout.pool].gpu,
-            rollout_precision(run.rollout, run.model),
-            run.costs.backend,
-        ),
+        replica.longest_model,
+        kernels_of(replica.pool.gpu, replica.precision, config.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
-        load_engine(run.costs.engine),
+        load_engine(config.engine),
         rollout.pipeline_parallel,
         rollout.data_parallel,
         overlaps_dispatch=rollout.overlaps_dispatch,
-        wires=Interconnect.of(run.cluster.pools[rollout.pool]),
+        wires=Interconnect.of(replica.pool),
     )
-    most = most_running(resolve(run).replica)
-    size = (most, longest_sequence(run.rollout, run.workload), kv_capacity(resolve(run).replica))
+    most = most_running(replica)
+    size = (most, replica.longest_sequence, kv_capacity(replica))
     if rollout.drafts is None:
         decode = compose_decode(shard, *size)
     else:

@@ -25,14 +25,14 @@ from streamrl.hardware.profile_fit import (
     fit_passes,
     fit_prefill,
 )
-from streamrl.hardware.profiles import load_model
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.resolved import TrainerHardware, longest_sequence, resolve
 from streamrl.hardware.tiers import Provenance
+from streamrl.runfile.cluster_config import LinkConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.gpu_pools import find_link
+from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.roles_config import Packing
-from streamrl.sim.costs.corrections import own_step_time, training_factors
+from streamrl.sim.costs.corrections import Corrections, own_step_time
 from streamrl.sim.costs.cpu_contention import CoreSharing
 from streamrl.sim.costs.curves import DecodeCurve
 from streamrl.sim.costs.training.pipeline import SerialSchedule, TrainerSchedule
@@ -157,7 +157,18 @@ class MachineCosts:
         profile = scaled_to_mean_speed(as_measured)
         measured = Provenance.of("measured", [_source(as_measured, path)])
         generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
-        fit = fit_decode(profile.decode, most_running(resolve(run).replica))
+        resolved = resolve(run)
+        corrections = Corrections.of(resolved)
+        push = _Push(
+            payload=Payload.of(resolved.replica, run.sync),
+            num_parameters=resolved.model.num_parameters,
+            sync=run.sync,
+            link=resolved.link,
+            is_over_ray=run.execute.launcher == "ray",
+        )
+        size = resolved.model.num_parameters
+        overhead = own_step_time(run.framework, corrections, str(path), size)
+        fit = fit_decode(profile.decode, most_running(resolved.replica))
         return cls(
             decode=DecodeCurve(
                 base=fit.base, per_context_token=fit.per_context_token, provenance=generated
@@ -165,13 +176,20 @@ class MachineCosts:
             prefill=MeasuredPrefill(
                 fit_prefill(profile.prefill, profile.join), _once(profile.turnover), measured
             ),
-            sync=_sync(profile, run, path, measured).calibrated(run),
-            training=_training(profile, run),
+            sync=_sync(profile, push, path, measured).calibrated(corrections),
+            training=_training(
+                profile,
+                resolved.trainer,
+                factors=corrections.training_factors,
+                computed_share=run.computed_share,
+                trained_group_share=run.trained_group_share,
+                overhead_time=overhead.seconds,
+            ),
             padded_share=_padded_share(profile),
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
             refill_passes=profile.refill_passes,
             sharing=CoreSharing.of(profile.sharing, profile.host),
-            handling_time=_handling_time(profile, run),
+            handling_time=_handling_time(profile, push.is_over_ray),
             provenance=measured,
         )
 
@@ -180,8 +198,8 @@ def _once(measured: ModelOperation | None) -> float:
     return 0.0 if measured is None else measured.seconds[MEDIAN]
 
 
-def _handling_time(profile: MeasuredProfile, run: Run) -> float:
-    if run.execute.launcher == "ray" and profile.handling_over_ray is not None:
+def _handling_time(profile: MeasuredProfile, is_over_ray: bool) -> float:
+    if is_over_ray and profile.handling_over_ray is not None:
         return _once(profile.handling_over_ray)
     return _once(profile.handling)
 
@@ -202,7 +220,7 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     """Say where a run may go beyond what was measured."""
     most = max(row.running for row in profile.decode)
     longest = max(row.context for row in profile.decode)
-    wanted = run.rollout.max_tokens + run.workload.max_prompt_tokens
+    wanted = longest_sequence(run.rollout, run.workload)
     notes = []
     if (running := most_running(resolve(run).replica)) > most:
         notes.append(f"decode extrapolated from {most} to {running} rollouts")
@@ -254,20 +272,30 @@ CALLS, CALLS_IN_PLACE = 5, 3
 unpack; and that on one machine, where nothing is read or received."""
 
 
-def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
+@dataclass(frozen=True, kw_only=True)
+class _Push:
+    """How a run sends weights."""
+
+    payload: Payload
+    num_parameters: int
+    """Of the model."""
+    sync: SyncConfig
+    link: LinkConfig | None
+    """Between replicas and trainer; None within one pool."""
+    is_over_ray: bool
+
+
+def _sync(profile: MeasuredProfile, push: _Push, path: Path, measured: Provenance) -> SyncCosts:
     """Return what a push takes, to the directory that all replicas read, or to relays.
 
     Raises:
         RunError: the profile does not know relays.
     """
-    if (
-        run.sync.mode != "full"
-        or find_link(run.cluster.links, run.rollout.pool, run.trainer.pool) is not None
-    ):
-        return _relayed(profile, run, path, measured)
+    if push.sync.mode != "full" or push.link is not None:
+        return _relayed(profile, push, path, measured)
     return SyncCosts(
         wire_bytes=profile.push.bytes,
-        fill_time=profile.push.seconds[MEDIAN] + _over_ray(profile, run),
+        fill_time=profile.push.seconds[MEDIAN] + _over_ray(profile, push),
         wire_time=0.0,
         drain_time=0.0,
         load_time=profile.load.seconds[MEDIAN],
@@ -276,29 +304,26 @@ def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) 
     )
 
 
-def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
+def _relayed(profile: MeasuredProfile, push: _Push, path: Path, measured: Provenance) -> SyncCosts:
     """Return what a push over relays takes: what is sent is made of it, crosses the link, and is made weights of.
 
     Where no adapters were measured, they are merged about as fast as whole weights are copied and checked.
     """
-    mode, index = run.sync.mode, find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
+    mode, link = push.sync.mode, push.link
     rows = {row.mode: row for row in profile.relay}
     row = rows.get(mode) or (rows.get("full") if mode == "lora" else None)
     if row is None:
         text = f"costs.profile: {path} has no relays for sync.mode {mode!r}: streamrl profile measures them"
         raise RunError("costs.profile", str(path), None, text, ("sync.mode",))
-    payload = Payload.load(run).num_bytes
+    payload = push.payload.num_bytes
     if mode == "full":
         payload = row.bytes
     elif row.mode == "lora" and profile.lora_rank is not None:
-        payload = round(row.bytes / profile.lora_rank * run.sync.lora_rank)
+        payload = round(row.bytes / profile.lora_rank * push.sync.lora_rank)
     elif mode == "delta" and row.values:
-        payload = round(
-            row.bytes / row.values * load_model(run.model).num_parameters * run.sync.changed_share
-        )
-    link = None if index is None else run.cluster.links[index]
+        payload = round(row.bytes / row.values * push.num_parameters * push.sync.changed_share)
     latency = 0.0 if link is None else link.latency
-    brings = run.execute.launcher == "ray" and run.sync.wire != "gloo"
+    brings = push.is_over_ray and push.sync.wire != "gloo"
     ways = HANDSHAKES + (OBJECT_WAYS if brings and payload > OBJECT_BYTES else 0)
     return SyncCosts(
         wire_bytes=payload,
@@ -306,7 +331,7 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
         wire_time=0.0
         if link is None
         else sending_time(payload, link_hop(link).bandwidth, 2 * link.latency),
-        drain_time=ways * latency + _calls_over_ray(profile, run),
+        drain_time=ways * latency + _calls_over_ray(profile, push),
         unpack_time=row.decode[MEDIAN],
         load_time=profile.load.seconds[MEDIAN],
         tier=measured.tier if row.mode == mode else "composed",
@@ -314,45 +339,48 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
     )
 
 
-def _over_ray(profile: MeasuredProfile, run: Run) -> float:
+def _over_ray(profile: MeasuredProfile, push: _Push) -> float:
     """Return what a push that stays on its machine takes more where roles are actors: relays and their calls."""
-    if run.execute.launcher != "ray" or profile.push_over_ray is None:
+    if not push.is_over_ray or profile.push_over_ray is None:
         return 0.0
     return max(0.0, profile.push_over_ray.seconds[MEDIAN] - profile.push.seconds[MEDIAN])
 
 
-def _calls_over_ray(profile: MeasuredProfile, run: Run) -> float:
+def _calls_over_ray(profile: MeasuredProfile, push: _Push) -> float:
     """Return what calls of a push over relays take where roles are actors: in a run, more than what they ask for."""
     pushed = "full" if profile.lora_rank is None else "lora"
     row = next((row for row in profile.relay if row.mode == pushed), None)
     if row is None:
         return 0.0
-    calls = max(0.0, _over_ray(profile, run) - row.decode[MEDIAN])
-    return (
-        calls
-        if find_link(run.cluster.links, run.rollout.pool, run.trainer.pool) is None
-        else calls * CALLS / CALLS_IN_PLACE
-    )
+    calls = max(0.0, _over_ray(profile, push) - row.decode[MEDIAN])
+    return calls if push.link is None else calls * CALLS / CALLS_IN_PLACE
 
 
-def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
-    algorithm = run.algorithm
+def _training(
+    profile: MeasuredProfile,
+    trainer: TrainerHardware,
+    *,
+    factors: tuple[float, float],
+    computed_share: float,
+    trained_group_share: float,
+    overhead_time: float,
+) -> MeasuredTraining:
+    algorithm, num_trained = trainer.algorithm, trainer.num_trained_models
     call = fit_line(
         [row.tokens for row in profile.call], [row.seconds[MEDIAN] for row in profile.call]
     )
-    score, train = training_factors(run)
+    score, train = factors
     return MeasuredTraining(
         train=fit_passes(profile.train).at(train),
         score=fit_passes(profile.score).at(score),
         call=call,
-        optimizer_time=call[0]
-        + resolve(run).trainer.num_trained_models * profile.optimizer.seconds[MEDIAN] / train,
+        optimizer_time=call[0] + num_trained * profile.optimizer.seconds[MEDIAN] / train,
         num_scored=algorithm.num_scored,
-        num_trained=resolve(run).trainer.num_trained_models,
-        informative_share=run.computed_share,
-        trained_group_share=run.trained_group_share,
-        group_size=run.algorithm.group_size,
-        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
-        packing=run.trainer.packing,
-        overhead_time=own_step_time(run).seconds,
+        num_trained=num_trained,
+        informative_share=computed_share,
+        trained_group_share=trained_group_share,
+        group_size=algorithm.group_size,
+        max_tokens_per_pass=trainer.config.max_tokens_per_pass,
+        packing=trainer.config.packing,
+        overhead_time=overhead_time,
     )

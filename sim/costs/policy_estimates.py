@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from streamrl.engine.estimates import Latency
 from streamrl.engine.systems import moves_caches, needs_latency
 from streamrl.hardware.memory import most_running
-from streamrl.hardware.resolved import longest_sequence, resolve
+from streamrl.hardware.resolved import ReplicaHardware, longest_sequence, resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 
@@ -53,19 +53,19 @@ def fill_latency(run: Run, costs: Costs) -> Run:
     """Return the run with `policies.latency` filled in from the decode curve, where it is absent."""
     if run.policies.latency is not None:
         return run
-    points = latency_points(run.of_kind(0), costs)
+    points = latency_points(resolve(run.of_kind(0)).replica, costs)
     return replace(run, policies=replace(run.policies, latency=points))
 
 
-def latency_points(run: Run, costs: Costs) -> Points:
+def latency_points(replica: ReplicaHardware, costs: Costs) -> Points:
     """Return the seconds of a decode step by batch.
 
     Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds of
     these, or of the longest where admission reserves them.
     """
-    context = longest_sequence(run.rollout, run.workload) / 2
-    most = most_running(resolve(run).replica)
-    if run.rollout.admission == "on-demand":
+    context = replica.longest_sequence / 2
+    most = most_running(replica)
+    if replica.config.admission == "on-demand":
         most = max(1, min(most, int(costs.kv_capacity / context)))
     batches = [b for b in (2**i for i in range(17)) if b < most] + [most]
     return tuple((b, costs.decode.step_time(b, b * context)) for b in batches)
@@ -77,8 +77,8 @@ def fill_kinds(run: Run, costs: Costs) -> Run:
     if not others:
         return run
     points = [
-        latency_points(run.of_kind(kind), costs.of_kind(kind))
-        for kind in range(run.rollout.num_kinds)
+        latency_points(replica, costs.of_kind(kind))
+        for kind, replica in enumerate(resolve(run).replicas)
     ]
     numbers = [kind.replicas for kind in run.rollout.kinds]
     shares = even_shares([*map(Latency, points)], numbers, run.algorithm.rollouts_per_step)

@@ -26,16 +26,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import assert_never
 
-from streamrl.hardware.calibration_file import load_calibration
 from streamrl.hardware.memory import fullest_stage, weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape, linear_layers, lora_parameters
-from streamrl.hardware.precision import quantised_bytes, rollout_precision
-from streamrl.hardware.profiles import Gpu, gpu_of, load_model
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.precision import quantised_bytes
+from streamrl.hardware.profiles import Gpu, gpu_of
+from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, TrainerHardware, resolve
 from streamrl.hardware.tiers import TIERS, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.gpu_pools import find_link
+from streamrl.runfile.policies_config import SyncConfig
+from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.sim.costs.corrections import Corrections
 from streamrl.sim.costs.sync_profiles import (
     SyncBackend,
     Transport,
@@ -53,16 +54,16 @@ class Payload:
     num_tensors: int
 
     @classmethod
-    def load(cls, run: Run) -> Payload:
-        """Return the payload of a run's `sync.mode`."""
-        model, sync = load_model(run.model), run.sync
+    def of(cls, replica: ReplicaHardware, sync: SyncConfig) -> Payload:
+        """Return the payload of a `sync.mode`."""
+        model = replica.model
         match sync.mode:
             case "full":
-                return cls(_sent_bytes(run), num_tensors(model))
+                return cls(_sent_bytes(replica, sync), num_tensors(model))
             case "lora":
                 parameters = lora_parameters(model, sync.lora_rank)
                 num_adapted = sum(count for _, _, count in linear_layers(model))
-                return cls(parameters * BYTES[run.model.dtype], 2 * num_adapted)
+                return cls(parameters * BYTES[replica.adapter_dtype], 2 * num_adapted)
             case "delta":
                 changed = model.num_parameters * sync.changed_share
                 return cls(round(changed * load_delta().bytes_per_value), num_tensors(model))
@@ -70,13 +71,11 @@ class Payload:
                 assert_never(sync.mode)
 
 
-def _sent_bytes(run: Run) -> int:
+def _sent_bytes(replica: ReplicaHardware, sync: SyncConfig) -> int:
     """Bytes of all weights: as replicas keep them, or as they are trained where each replica quantises its own."""
-    if run.sync.quantise_at == "trainer":
-        return weight_bytes(resolve(run).replica)
-    return (
-        load_model(run.model).num_parameters * BYTES[rollout_precision(run.rollout, run.model).wide]
-    )
+    if sync.quantise_at == "trainer":
+        return weight_bytes(replica)
+    return replica.model.num_parameters * BYTES[replica.precision.wide]
 
 
 def num_tensors(model: ModelShape) -> int:
@@ -164,9 +163,8 @@ class SyncSide:
     network: Transport
 
     @classmethod
-    def load(cls, run: Run, pool_name: str, num_gpus: int) -> SyncSide:
+    def of(cls, pool: PoolConfig, num_gpus: int) -> SyncSide:
         """Read what the pool of a side is made of."""
-        pool = run.cluster.pools[pool_name]
         return cls(pool, gpu_of(pool), num_gpus, load_transport(pool.transport))
 
     @property
@@ -210,12 +208,12 @@ class SyncCosts:
         """Seconds of a push that finds the wire free."""
         return self.fill_time + self.wire_time + self.drain_time + self.unpack_time
 
-    def calibrated(self, run: Run) -> SyncCosts:
-        """Return what it takes by the calibration that a run names, where that knows the GPUs of its replicas."""
-        calibration, gpu = load_calibration(run), run.cluster.pools[run.rollout.pool].gpu
-        if calibration is None or calibration.sync is None:
+    def calibrated(self, corrections: Corrections) -> SyncCosts:
+        """Return what it takes by a calibration, where that knows the GPUs of the replicas."""
+        source = corrections.sync_source
+        if source is None:
             return self
-        factor = calibration.factor("sync", gpu)
+        factor = corrections.sync_factor
         return replace(
             self,
             fill_time=self.fill_time / factor,
@@ -223,7 +221,7 @@ class SyncCosts:
             drain_time=self.drain_time / factor,
             unpack_time=self.unpack_time / factor,
             load_time=self.load_time / factor,
-            sources=(*self.sources, calibration.tell("sync", gpu, str(run.costs.calibration))),
+            sources=(*self.sources, source),
         )
 
     @classmethod
@@ -233,41 +231,52 @@ class SyncCosts:
         Raises:
             ValueError: a profile is missing or wrong.
         """
-        kinds = [run.of_kind(kind) for kind in range(run.rollout.num_kinds)]
-        alone = [_Route.load(each).costs().calibrated(each) for each in kinds]
-        return _side_by_side(run, alone) if len(alone) > 1 else alone[0]
+        kinds = [resolve(run.of_kind(kind)) for kind in range(run.rollout.num_kinds)]
+        alone = [cls.to_one_kind(kind) for kind in kinds]
+        if len(alone) == 1:
+            return alone[0]
+        return _side_by_side(run.rollout, Payload.of(kinds[0].replica, run.sync), run.sync, alone)
+
+    @classmethod
+    def to_one_kind(cls, resolved: ResolvedRun) -> SyncCosts:
+        """Put the costs of a push together that goes to one kind of replica."""
+        run, replica, trainer = resolved.run, resolved.replica, resolved.trainer
+        route = _Route(
+            replica=replica,
+            trainer=trainer,
+            sync=run.sync,
+            merges_adapters=run.merges_adapters,
+            link=resolved.link,
+            backend=load_backend(run.sync.backend),
+            payload=Payload.of(replica, run.sync),
+            sender=SyncSide.of(trainer.pool, trainer.config.num_gpus),
+            receiver=SyncSide.of(replica.pool, replica.config.num_gpus),
+        )
+        return route.costs().calibrated(Corrections.of(resolved))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Route:
     """The way from a run's trainer to its replicas."""
 
-    run: Run
+    replica: ReplicaHardware
+    trainer: TrainerHardware
+    sync: SyncConfig
+    merges_adapters: bool
+    """Whether replicas load whole weights that adapters were merged with."""
+    link: LinkConfig | None
     backend: SyncBackend
     payload: Payload
-    trainer: SyncSide
-    rollout: SyncSide
-    link: LinkConfig | None
-
-    @classmethod
-    def load(cls, run: Run) -> _Route:
-        index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
-        return cls(
-            run,
-            load_backend(run.sync.backend),
-            Payload.load(run),
-            SyncSide.load(run, run.trainer.pool, run.trainer.num_gpus),
-            SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus),
-            None if index is None else run.cluster.links[index],
-        )
+    sender: SyncSide
+    receiver: SyncSide
 
     def costs(self) -> SyncCosts:
         broadcast = self.payload.num_bytes * self.backend.broadcast_share
         sharded = self.payload.num_bytes - broadcast
-        passage = TransferTimes.through(self._hops(), broadcast, self.run.sync.bucket_size)
+        passage = TransferTimes.through(self._hops(), broadcast, self.sync.bucket_size)
         latency = 0.0 if self.link is None else self.link.latency
         return SyncCosts(
-            wire_bytes=round(broadcast + sharded * self.run.rollout.replicas),
+            wire_bytes=round(broadcast + sharded * self.replica.config.replicas),
             fill_time=self._fixed_time() + passage.fill_time,
             wire_time=passage.hold_time + self._shard_time(sharded),
             drain_time=passage.drain_time + latency,
@@ -278,31 +287,31 @@ class _Route:
 
     @property
     def _is_delta(self) -> bool:
-        return self.run.sync.mode == "delta"
+        return self.sync.mode == "delta"
 
     @property
     def _is_one_node(self) -> bool:
         """Whether trainer and replicas share one node, so that nothing crosses a network."""
-        num_gpus = self.trainer.num_gpus + self.rollout.num_gpus
-        is_one_pool = self.run.trainer.pool == self.run.rollout.pool
-        return is_one_pool and num_gpus <= self.rollout.pool.domain
+        num_gpus = self.sender.num_gpus + self.receiver.num_gpus
+        is_one_pool = self.trainer.config.pool == self.replica.config.pool
+        return is_one_pool and num_gpus <= self.receiver.pool.domain
 
     def _fixed_time(self) -> float:
         fixed = self.backend.fixed_time(self.payload.num_bytes, self.payload.num_tensors)
         if self._is_delta:
-            fixed += weight_bytes(resolve(self.run).replica) / load_delta().compare_bandwidth
+            fixed += weight_bytes(self.replica) / load_delta().compare_bandwidth
         return fixed + self._quantise_time("trainer")
 
     def _quantise_time(self, where: str) -> float:
         """Seconds in which that side brings all weights to the format that replicas keep, each GPU its share of a copy."""
-        if self.run.sync.mode != "full" or self.run.sync.quantise_at != where:
+        if self.sync.mode != "full" or self.sync.quantise_at != where:
             return 0.0
-        config, gpu = self.run.trainer, self.trainer.gpu
+        config, gpu = self.trainer.config, self.sender.gpu
         ways: float = config.tensor_parallel * config.pipeline_parallel
         if where == "replica":
-            ways, gpu = weight_ranks(self.run), self.rollout.gpu
+            ways, gpu = weight_ranks(self.replica), self.receiver.gpu
         achieved = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
-        replica, trained = resolve(self.run).replica, resolve(self.run).trainer.dtype
+        replica, trained = self.replica, self.trainer.dtype
         return quantised_bytes(replica.model, replica.precision, trained) / ways / achieved
 
     def _hops(self) -> list[Hop]:
@@ -311,8 +320,8 @@ class _Route:
         legs += self._sender()
         if self.link is not None:
             legs.append(link_hop(self.link))
-        network = Hop(self.rollout.node_bandwidth, self.rollout.network.message_latency)
-        return [*legs, *[network] * self._depth(), Hop(self.rollout.gpu.nvlink)]
+        network = Hop(self.receiver.node_bandwidth, self.receiver.network.message_latency)
+        return [*legs, *[network] * self._depth(), Hop(self.receiver.gpu.nvlink)]
 
     def _sender(self) -> list[Hop]:
         """What the sender gives where it was measured, else the all-gather of a rank's shards.
@@ -322,13 +331,13 @@ class _Route:
         """
         if self.backend.sender_bandwidth is not None:
             return [Hop(self.backend.sender_bandwidth)]
-        config = self.run.trainer
+        config = self.trainer.config
         split = config.tensor_parallel * config.pipeline_parallel
         if split == 1:
             return []
         roots = config.copies if self.link is None else 1
-        is_one_node = split <= self.trainer.pool.domain
-        wire = self.trainer.gpu.nvlink if is_one_node else self.trainer.node_bandwidth
+        is_one_node = split <= self.sender.pool.domain
+        wire = self.sender.gpu.nvlink if is_one_node else self.sender.node_bandwidth
         return [Hop(roots * wire * split / (split - 1))]
 
     def _depth(self) -> int:
@@ -339,19 +348,19 @@ class _Route:
         """
         if self._is_one_node:
             return 0
-        num_nodes = self.rollout.num_nodes + (self.link is None)  # the root is one of them
+        num_nodes = self.receiver.num_nodes + (self.link is None)  # the root is one of them
         return (num_nodes - 1).bit_length()
 
     def _shard_time(self, num_bytes: float) -> float:
         """Seconds in which every GPU of every replica is sent its own shard: the busiest of three ends."""
-        config, ways = self.run.rollout, weight_ranks(self.run)
+        config, ways = self.replica.config, weight_ranks(self.replica)
         copies = num_bytes * config.replicas
         if self._is_one_node:
-            nvlink = self.rollout.gpu.nvlink
-            return max(num_bytes / ways, copies / self.trainer.num_gpus) / nvlink
+            nvlink = self.receiver.gpu.nvlink
+            return max(num_bytes / ways, copies / self.sender.num_gpus) / nvlink
         return max(
-            num_bytes / ways / self.rollout.rank_bandwidth,
-            copies / self.trainer.num_gpus / self.trainer.rank_bandwidth,
+            num_bytes / ways / self.receiver.rank_bandwidth,
+            copies / self.sender.num_gpus / self.sender.rank_bandwidth,
             0.0 if self.link is None else copies / link_hop(self.link).bandwidth,
         )
 
@@ -361,13 +370,13 @@ class _Route:
         A delta passes over the whole shard (vLLM stages a sparse update at the size of the weights). Adapters that are
         merged become whole weights in host memory. Measured backends have the copy from the host in their constants.
         """
-        gpu, ways = self.rollout.gpu, weight_ranks(self.run)
-        is_whole = self._is_delta or self.run.merges_adapters
-        copied = weight_bytes(resolve(self.run).replica) if is_whole else self.payload.num_bytes
+        gpu, ways = self.receiver.gpu, weight_ranks(self.replica)
+        is_whole = self._is_delta or self.merges_adapters
+        copied = weight_bytes(self.replica) if is_whole else self.payload.num_bytes
         memory_bandwidth = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
         load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
-        if self.run.merges_adapters:
-            load_time += weight_bytes(resolve(self.run).replica) / ways / gpu.host_link
+        if self.merges_adapters:
+            load_time += weight_bytes(self.replica) / ways / gpu.host_link
         elif self._is_through_host and not self.backend.fitted_to:
             load_time += self.payload.num_bytes / ways / gpu.host_link
         return load_time + self._quantise_time("replica")
@@ -376,33 +385,34 @@ class _Route:
     def _is_through_host(self) -> bool:
         """Whether any network on the way to a replica ends in host memory."""
         link = [] if self.link is None else [load_transport(self.link.transport)]
-        return any(network.is_through_host for network in [self.rollout.network, *link])
+        return any(network.is_through_host for network in [self.receiver.network, *link])
 
     def _tier(self) -> Tier:
         """Composed where the constants are fitted to what is sent: all weights, over RDMA."""
-        is_fitted = bool(self.backend.fitted_to) and self.run.sync.mode == "full"
+        is_fitted = bool(self.backend.fitted_to) and self.sync.mode == "full"
         return "composed" if is_fitted and not self._is_through_host else "roofline"
 
     def _sources(self) -> tuple[str, ...]:
-        names = [self.trainer.pool.transport, self.rollout.pool.transport]
+        names = [self.sender.pool.transport, self.receiver.pool.transport]
         names += [] if self.link is None else [self.link.transport]
-        files = [f"sync/{self.run.sync.backend}"]
+        files = [f"sync/{self.sync.backend}"]
         files += [f"transports/{name}" for name in dict.fromkeys(names)]
         files += ["sync/delta"] if self._is_delta else []
-        merging = ["merging adapters as if it took nothing"] if self.run.merges_adapters else []
+        merging = ["merging adapters as if it took nothing"] if self.merges_adapters else []
         return (*(f"profiles/{file}.toml" for file in files), *merging)
 
 
-def _side_by_side(run: Run, kinds: Sequence[SyncCosts]) -> SyncCosts:
+def _side_by_side(
+    rollout: RolloutConfig, payload: Payload, sync: SyncConfig, kinds: Sequence[SyncCosts]
+) -> SyncCosts:
     """Return the costs of a push to several kinds of replicas, from those of each alone.
 
     Each pool is sent the weights over its own way at the same time, until the last one has them; loads are those of
     the first kind.
     """
-    backend, payload = load_backend(run.sync.backend), Payload.load(run)
-    broadcast = payload.num_bytes * backend.broadcast_share
-    num_pools = len({kind.pool for kind in run.rollout.kinds})
-    copies = (payload.num_bytes - broadcast) * run.rollout.num_replicas
+    broadcast = payload.num_bytes * load_backend(sync.backend).broadcast_share
+    num_pools = len({kind.pool for kind in rollout.kinds})
+    copies = (payload.num_bytes - broadcast) * rollout.num_replicas
     return replace(
         kinds[0],
         wire_bytes=round(broadcast * num_pools + copies),
@@ -421,9 +431,9 @@ def link_hop(link: LinkConfig) -> Hop:
     return Hop(link.bandwidth * transport.efficiency, transport.message_latency)
 
 
-def weight_ranks(run: Run) -> float:
+def weight_ranks(replica: ReplicaHardware) -> float:
     """Return the GPUs that a replica's weights are split over; with attention ranks by what a GPU of one has of them."""
-    config = run.rollout
+    config = replica.config
     if config.data_parallel == 1:
         return config.tensor_parallel * config.pipeline_parallel
-    return weight_bytes(resolve(run).replica) / fullest_stage(resolve(run).replica).weights
+    return weight_bytes(replica) / fullest_stage(replica).weights

@@ -393,7 +393,9 @@ def _switch_rows() -> Iterator[Row]:
     """Yield the framework's part of a switch: bytes over the wire come on top."""
     for model, (least, most) in SWITCHED.items():
         run = _run({**EIGHT, "model": {"name": model}}, {})
-        seconds = own_switch_time(run).seconds
+        trainer = resolve(run).trainer
+        gpu, size = trainer.pool.gpu, trainer.model.num_parameters
+        seconds = own_switch_time(run.framework, gpu, size).seconds
         yield Row(
             name=f"HybridFlow: {model}, from training to generation",
             group="switch of colocated systems",

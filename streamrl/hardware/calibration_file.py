@@ -18,7 +18,8 @@ import tomli_w
 
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import load_model, read_profile
-from streamrl.runfile.config import Run
+from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.errors import RunError
 
 StageName = Literal["generation", "score", "train", "sync"]
@@ -115,27 +116,26 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
         return f"{path}: {name} at {found.factor:.3g}{within} of the profiles' speed, from {self.source}"
 
 
-def load_calibration(run: Run) -> Calibration | None:
+def load_calibration(costs: CostsConfig, model: ModelConfig) -> Calibration | None:
     """Read the calibration that a run file names, for the seconds of its profile; None where it names none.
 
     Raises:
         RunError: as of `named_calibration`, or it was fitted beside another profile.
     """
-    found = named_calibration(run)
-    if found is None or found.profile is None or found.profile == profile_digest(run):
+    found = named_calibration(costs.calibration, model)
+    if found is None or found.profile is None or found.profile == profile_digest(costs.profile):
         return found
-    path, profile = run.costs.calibration, run.costs.profile or "no profile"
+    path, profile = costs.calibration, costs.profile or "no profile"
     text = f"{SECTION}: {path} was fitted beside another costs.profile than {profile}, and its factors are of those seconds: calibrate again"
     raise RunError(SECTION, str(path), None, text, ("costs.profile",))
 
 
-def named_calibration(run: Run) -> Calibration | None:
-    """Read the calibration that a run file names, to tell of it; None where it names none.
+def named_calibration(named: str | None, model: ModelConfig) -> Calibration | None:
+    """Read the calibration that `costs.calibration` names, to tell of it; None where it names none.
 
     Raises:
         RunError: the file is none, or was made for another model.
     """
-    named = run.costs.calibration
     if named is None:
         return None
     path = Path(named)
@@ -146,19 +146,19 @@ def named_calibration(run: Run) -> Calibration | None:
         raise RunError(SECTION, named, None, f"{SECTION}: {path}: {error.strerror}") from None
     except ValueError as error:
         raise RunError(SECTION, named, None, f"{SECTION}: {error}") from None
-    _check_model(found, run, path)
+    _check_model(found.model, model, path)
     return found
 
 
-def profile_digest(run: Run) -> str:
-    """Tell the contents of the profile that a run names apart from those of others; `none` where it names none.
+def profile_digest(profile: str | None) -> str:
+    """Tell the contents of the profile that `costs.profile` names apart from those of others; `none` where it names none.
 
     Raises:
         RunError: it cannot be read.
     """
-    if run.costs.profile is None:
+    if profile is None:
         return "none"
-    path = Path(run.costs.profile)
+    path = Path(profile)
     try:
         stat = path.stat()
         return _digest(path, stat.st_mtime_ns, stat.st_size)
@@ -167,12 +167,12 @@ def profile_digest(run: Run) -> str:
         raise RunError(key, str(path), None, f"{key}: {path}: {error.strerror}") from None
 
 
-def _check_model(found: Calibration, run: Run, path: Path) -> None:
+def _check_model(calibrated: str, model: ModelConfig, path: Path) -> None:
     """Refuse factors of another model: kernels that are slow with its shapes say little of these."""
-    name, key = load_model(run.model).name, "model.path" if run.model.name is None else "model.name"
-    names = {each.lower() for each in (name, run.model.name) if each is not None}
-    if found.model.lower() not in names:
-        text = f"{SECTION}: {path} was made for model {found.model!r}, but {key} is of {name!r}: calibrate on what you run"
+    name, key = load_model(model).name, "model.path" if model.name is None else "model.name"
+    names = {each.lower() for each in (name, model.name) if each is not None}
+    if calibrated.lower() not in names:
+        text = f"{SECTION}: {path} was made for model {calibrated!r}, but {key} is of {name!r}: calibrate on what you run"
         raise RunError(SECTION, str(path), None, text, (key,))
 
 

@@ -27,9 +27,10 @@ from streamrl.hardware.precision import (
 )
 from streamrl.hardware.profiles import Gpu, gpu_of, load_model
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.gpu_pools import find_link
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.roles_config import (
     RolloutConfig,
@@ -181,6 +182,13 @@ class ResolvedRun:
             _resolve_trainer(self.run.as_seen_by(number), self.model, trainer_key(number))
             for number in range(self.run.num_trainers)
         )
+
+    @property
+    def link(self) -> LinkConfig | None:
+        """The link between the replicas named first and the trainer; None within one pool."""
+        links = self.run.cluster.links
+        index = find_link(links, self.run.rollout.pool, self.run.trainer.pool)
+        return None if index is None else links[index]
 
     @cached_property
     def reward(self) -> RewardHardware | None:

@@ -11,10 +11,8 @@ from streamrl.hardware.memory import (
     stage_parameters,
 )
 from streamrl.hardware.model_shape import BYTES, ModelShape
-from streamrl.hardware.precision import trained_dtype, training_dtype
-from streamrl.hardware.profiles import Gpu, gpu_of, load_model
-from streamrl.hardware.resolved import longest_sequence, resolve
-from streamrl.runfile.config import Run
+from streamrl.hardware.profiles import Gpu
+from streamrl.hardware.resolved import TrainerHardware
 from streamrl.runfile.roles_config import TrainerConfig
 
 
@@ -42,24 +40,20 @@ class Ranks:
     """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
 
     @classmethod
-    def of(cls, run: Run) -> Ranks:
-        """Return the ranks of a run's trainer."""
-        pool = run.cluster.pools[run.trainer.pool]
-        num_trained, adapter_rank = (
-            resolve(run).trainer.num_trained_models,
-            run.sync.adapter_rank or 0,
-        )
+    def of(cls, trainer: TrainerHardware) -> Ranks:
+        """Return the ranks of a trainer."""
+        num_trained, adapter_rank = trainer.num_trained_models, trainer.adapter_rank or 0
         return cls(
-            model=load_model(run.model).seen_by(longest_sequence(run.rollout, run.workload)),
-            gpu=gpu_of(pool),
-            gpu_name=pool.gpu,
-            trainer=run.trainer,
-            nvlink_domain=pool.domain,
-            dtype=trained_dtype(run.trainer, run.model),
-            computes_in=training_dtype(run.trainer, run.model),
+            model=trainer.longest_model,
+            gpu=trainer.gpu,
+            gpu_name=trainer.pool.gpu,
+            trainer=trainer.config,
+            nvlink_domain=trainer.pool.domain,
+            dtype=trainer.dtype,
+            computes_in=trainer.computes_in,
             frozen=bool(adapter_rank) / num_trained,
             adapter_rank=adapter_rank,
-            trained=resolve(run).trainer.trained_models / num_trained,
+            trained=trainer.trained_models / num_trained,
         )
 
     @property

@@ -15,17 +15,15 @@ from math import ceil, inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from streamrl.hardware.memory import (
-    ModelState,
-    model_state,
-)
+from streamrl.hardware.memory import ModelState, model_state
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.profiles import load_model
-from streamrl.hardware.resolved import longest_sequence, resolve
+from streamrl.hardware.resolved import TrainerHardware, resolve
 from streamrl.hardware.tiers import Provenance
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import TrainerConfig
-from streamrl.sim.costs.corrections import own_step_time, training_factors
+from streamrl.runfile.simulation_config import FrameworkConfig
+from streamrl.sim.costs.corrections import Corrections, own_step_time
 from streamrl.sim.costs.training.layer import Layer
 from streamrl.sim.costs.training.pipeline import PipelinedSchedule, TrainerSchedule
 from streamrl.sim.costs.training.profile import (
@@ -93,42 +91,62 @@ class TrainingCosts:
 
     @classmethod
     def load(cls, run: Run) -> TrainingCosts:
-        """Put the costs of a run's trainer together.
+        """Put the costs of the trainer that leads a run together.
 
         Raises:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
-        algorithm, ranks = run.algorithm, Ranks.of(run)
-        ranks, stages, step_time, provenance = _choose_stages(run, ranks)
-        score, train = training_factors(run)
-        stages = stages.at(score, train)
-        switches = Switches()
-        if run.trainer.offload:
-            state = model_state(ranks.model, run.trainer, ranks.dtype)
-            state = replace(
-                state,
-                gradients=state.gradients * ranks.trained,
-                optimizer=state.optimizer * ranks.trained,
-            )
-            switches = Switches.of(
-                state, ranks.gpu.host_link, is_alone=resolve(run).trainer.num_models == 1
-            )
-        num_trained = resolve(run).trainer.num_trained_models
-        framework = run.framework
+        resolved = resolve(run)
+        trainer, corrections = resolved.trainer, Corrections.of(resolved)
+        size, profile = trainer.model.num_parameters, run.costs.profile
+        overhead = own_step_time(run.framework, corrections, profile, size)
+        return cls.compose(
+            trainer,
+            run.framework,
+            factors=corrections.training_factors,
+            computed_share=run.computed_share,
+            overhead_time=overhead.seconds,
+        )
+
+    @classmethod
+    def compose(
+        cls,
+        trainer: TrainerHardware,
+        framework: FrameworkConfig,
+        *,
+        factors: tuple[float, float],
+        computed_share: float,
+        overhead_time: float,
+    ) -> TrainingCosts:
+        """Put the costs of a trainer together, on hardware that no profile was measured of.
+
+        Args:
+            trainer: its model, GPUs and section of the run file.
+            framework: its section of the run file.
+            factors: how fast passes that score and passes that train are relative to the profiles.
+            computed_share: share of the rollouts in a step whose gradient is computed.
+            overhead_time: seconds of a step for data, rewards and logging.
+
+        Raises:
+            ValueError: a profile is missing, or the model cannot be split as the run file says.
+        """
+        ranks, stages, step_time, provenance = _choose_stages(trainer)
+        score, train = factors
+        switches = _switches_of(trainer, ranks)
+        num_trained = trainer.num_trained_models
         updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
-        optimizer_time = (num_trained * updated + step_time) / train
         return cls(
-            stages=stages,
-            num_scored=algorithm.num_scored,
+            stages=stages.at(score, train),
+            num_scored=trainer.algorithm.num_scored,
             num_trained=num_trained,
-            informative_share=run.computed_share,
+            informative_share=computed_share,
             switches=switches,
-            optimizer_time=optimizer_time,
-            overhead_time=own_step_time(run).seconds,
-            mini_batch=_mini_batch(run),
+            optimizer_time=(num_trained * updated + step_time) / train,
+            overhead_time=overhead_time,
+            mini_batch=_mini_batch(framework.optimizer_steps, trainer.algorithm),
             epochs=framework.epochs,
             provenance=provenance,
-            trainer=run.trainer,
+            trainer=trainer.config,
         )
 
     def line(self) -> TrainerSchedule:
@@ -157,14 +175,27 @@ class TrainingCosts:
         return line.finish(0.0)
 
 
-def _mini_batch(run: Run) -> float:
-    steps = run.framework.optimizer_steps
-    return inf if steps == 1 else ceil(run.algorithm.rollouts_per_step / steps)
+def _switches_of(trainer: TrainerHardware, ranks: Ranks) -> Switches:
+    """Return what moves to host memory and back; nothing where all models stay on the GPUs."""
+    if not trainer.config.offload:
+        return Switches()
+    state = model_state(ranks.model, trainer.config, ranks.dtype)
+    state = replace(
+        state,
+        gradients=state.gradients * ranks.trained,
+        optimizer=state.optimizer * ranks.trained,
+    )
+    return Switches.of(state, ranks.gpu.host_link, is_alone=trainer.num_models == 1)
 
 
-def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Provenance]:
-    """Return the best known stages, seconds that a step has beside them, and where they come from."""
-    efficiency, name = run.trainer.efficiency, run.cluster.pools[run.trainer.pool].gpu
+def _mini_batch(steps: int, algorithm: AlgorithmConfig) -> float:
+    return inf if steps == 1 else ceil(algorithm.rollouts_per_step / steps)
+
+
+def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, Provenance]:
+    """Return the ranks, their best known stages, seconds that a step has beside them, and where they come from."""
+    ranks = Ranks.of(trainer)
+    efficiency, name = trainer.config.efficiency, trainer.pool.gpu
     if efficiency is not None:
         source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"
         return (
@@ -192,16 +223,16 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
     own = rates.gemm[name].tier
     tier = rates.experts[name].tier if is_mixture and own == "composed" else own
     sources, *errors = _checked(profile, rates, name, is_mixture=is_mixture)
-    if (unseen := _unseen(run)) is not None:
+    if (unseen := _unseen(trainer)) is not None:
         tier, sources, errors = "roofline", [*sources, unseen], [None, None]
     provenance = Provenance.of(tier, sources, *errors)
     return ranks, StageTimes.compose(ranks, layer), constants.step_time, provenance
 
 
-def _unseen(run: Run) -> str | None:
+def _unseen(trainer: TrainerHardware) -> str | None:
     """Say what of a model, or of what learns, no published step had; None where it is as theirs."""
-    model = load_model(run.model).seen_by(longest_sequence(run.rollout, run.workload))
-    if run.sync.mode == "lora":
+    model = trainer.longest_model
+    if trainer.adapter_rank is not None:
         return "adapters: products for gradients of weights left out, theirs added; no training with them was measured"
     if model.linear is not None:
         return "linear attention: measured kernels where the trainer's GPU has these, else roofline; no training was measured"

@@ -64,7 +64,7 @@ def assumptions_of(
         between = f"network between {' and '.join(link.between)}"
         yield Assumption(between, value, f"{RUN_FILE}: cluster.links")
     if run.costs.calibration is not None:
-        made = named_calibration(run)
+        made = named_calibration(run.costs.calibration, run.model)
         value = "none" if made is None else f"factors by stage, from {made.source}"
         yield Assumption("calibration", value, f"{RUN_FILE}: costs.calibration")
     for side, config in (("generation_factor", "generation"), ("training_factor", "training")):
