@@ -47,6 +47,7 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "4",  # checksums of weights take as many; the launcher gives roles no fewer here
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else an import that looks for a GPU starts CUDA
 }
 
@@ -98,8 +99,9 @@ def _switch(recorder: Recorder, place: Place) -> None:
 
 
 def _memory(recorder: Recorder, place: Place) -> None:
-    from benchmarks.gpu_training import check_memory
+    from benchmarks.gpu_training import check_memory, check_switched_pass
 
+    check_switched_pass(recorder, place.scratch)
     check_memory(recorder, place.scratch)
 
 
@@ -131,7 +133,7 @@ PARTS = {
     "profile": Part(170, 45, _profile),
     "run": Part(120, 40, _run),
     "tables": Part(45, 15, _tables),
-    "profile-medium": Part(90, 45, lambda recorder, place: _profile(recorder, place, "medium")),
+    "profile-medium": Part(170, 100, lambda recorder, place: _profile(recorder, place, "medium")),
     "run-medium": Part(90, 40, lambda recorder, place: _run(recorder, place, "medium")),
 }
 

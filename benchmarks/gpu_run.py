@@ -51,7 +51,7 @@ class Job(NamedTuple):
 JOBS = (
     {
         "small": Job("small", 64, 128, 2048, 24, 8, 8, 3, False),
-        "medium": Job("medium", 64, 256, 8192, 16, 8, 4, 2, True),
+        "medium": Job("medium", 64, 256, 8192, 16, 8, 4, 1, True),
     }
     if ON_GPU
     else {
@@ -192,9 +192,16 @@ def _run(recorder: Recorder, name: str, scratch: Path, out: Path, job: Job, syst
 
 
 def _tell_stages(recorder: Recorder, name: str, predicted: Metrics, measured: Metrics) -> None:
-    """Write the GPU-seconds of a step by activity and by cause of idle time, executed and simulated."""
+    """Write the GPU-seconds of a step by activity and by cause of idle time, executed and simulated.
+
+    Decode and prefill are comparable as a sum alone. Where prefixes join running rollouts, a replica that executes counts
+    the whole pass as prefill, and a simulated one the seconds that the prefixes add to it.
+    """
     for kind in ("busy", "idle"):
         ours, theirs = (_seconds(one, getattr(one, kind)) for one in (predicted, measured))
+        if kind == "busy":
+            for found in (ours, theirs):
+                found["decode and prefill"] = found.get("decode", 0.0) + found.get("prefill", 0.0)
         for stage in sorted({*ours, *theirs}):
             simulated, executed = ours.get(stage, 0.0), theirs.get(stage, 0.0)
             if max(simulated, executed) > 1e-3 * measured.step_time:

@@ -13,7 +13,7 @@ from benchmarks.gpu_checks import PARTS, Place, run_part, run_parts
 from benchmarks.gpu_models import ON_GPU, make_samples, model_directory, vocabulary_of
 from benchmarks.gpu_record import Recorder, read_results, table
 from benchmarks.gpu_rollout import Cell, check_switch, run_gaps
-from benchmarks.gpu_training import REFERENCE, check_memory, compute, distance
+from benchmarks.gpu_training import REFERENCE, check_memory, check_switched_pass, compute, distance
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="sizes are a GPU's: make gpu")
 
@@ -96,6 +96,7 @@ def test_replica_switch_memory_and_tables_run_without_a_gpu(scratch: Path, tmp_p
     recorder.check("gap", 20, run_gaps, scratch, Cell("small", "bfloat16"))
     check_switch(recorder, scratch, tmp_path / "weight_sync.csv")
     check_memory(recorder, scratch)
+    check_switched_pass(recorder, scratch)
     check_tables(recorder, tmp_path)
     results = read_results(tmp_path)
     assert not [one for one in results if one.ok is False]

@@ -34,9 +34,9 @@ def test_doctor_warns_of_a_path_that_was_never_run_and_of_no_other(tmp_path: Pat
     here = list(where_run.find(make_run(local_table(tmp_path), NOWHERE.parent)))
     assert [finding.level for finding in here] == ["ok"]
     assert "rollout.backend = transformers on a CPU by every test" in here[0].text
-    changes = {"execute.device": "cuda", "rollout.backend": "static"}
+    changes = {"execute.device": "cuda", "execute.launcher": "in-process"}
     there = list(where_run.find(make_run(local_table(tmp_path, changes), NOWHERE.parent)))
     texts = [finding.text for finding in there if finding.level == "warning"]
-    assert any("rollout.backend = static on a GPU was never run" in text for text in texts)
+    assert any("execute.launcher = in-process on a GPU was never run" in text for text in texts)
     assert not any("rollout.backend = vllm" in text for text in texts)
-    assert RAN["rollout.backend = static"].on_gpu == NEVER
+    assert RAN["execute.launcher = in-process"].on_gpu == NEVER

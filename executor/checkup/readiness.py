@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from streamrl.executor.backend_limits import check_back_ends
+from streamrl.executor.checkup.executed_memory import executed_memory
 from streamrl.executor.launchers.placement import (
+    device_of,
     find_gpus,
     gpus_needed,
     roles_on_cores,
@@ -15,6 +17,7 @@ from streamrl.executor.launchers.placement import (
 )
 from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.executor.verifier.scorers import make_scorer
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
 
@@ -79,6 +82,7 @@ def find(run: Run) -> Iterator[Finding]:
     else:
         yield from _find_gpus(run)
         yield from _find_cores(run)
+    yield from _find_memory(run)
     yield from _find_sandbox(run)
 
 
@@ -130,6 +134,27 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
     changes: Changes = {"execute.device": "cpu"}
     fix = f"{say(changes)}, or execute it where the GPUs are"
     yield _finding(level, "gpus", text, fix, changes)
+
+
+def _find_memory(run: Run) -> Iterator[Finding]:
+    """Say what our trainer takes of a GPU, which is not what plans count; nothing where it is not counted."""
+    if device_of(run, run.trainer.pool) == "cpu":
+        return
+    trainer = resolve(run).trainer
+    parts = executed_memory(trainer, run.rollout.max_tokens)
+    if parts is None:
+        return
+    gpu, need = trainer.gpu, sum(parts.values())
+    listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in parts.items())
+    text = (
+        f"the trainer takes {need / 1e9:.1f} of {gpu.usable_memory / 1e9:.0f} GB a GPU when executed "
+        f"({listed}), in the largest pass of rollouts of maximum length"
+    )
+    if need <= gpu.usable_memory:
+        yield _finding("ok", "executed-memory", text)
+        return
+    fix = 'trainer.recompute="full", trainer.logits="chunked", or a smaller trainer.max_tokens_per_pass'
+    yield _finding("warning", "executed-memory", text, fix)
 
 
 def _find_cores(run: Run) -> Iterator[Finding]:

@@ -10,7 +10,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Level
 
 NEVER = "never"
-H200 = "by hand, on one H200"
+BY_HAND = "by hand, on one H200"
+CHECKED = "`make gpu`, on one H200"
 
 
 class Ran(NamedTuple):
@@ -25,17 +26,17 @@ class Ran(NamedTuple):
 RAN = {
     ran.choice: ran
     for ran in (
-        Ran("rollout.backend = transformers", "every test and benchmark", H200),
-        Ran("rollout.backend = static", "`make test`", NEVER),
-        Ran("rollout.backend = vllm", "`make test-vllm`, in float32", H200),
+        Ran("rollout.backend = transformers", "every test and benchmark", CHECKED),
+        Ran("rollout.backend = static", "`make test`", CHECKED),
+        Ran("rollout.backend = vllm", "`make test-vllm`, in float32", BY_HAND),
         Ran("rollout.tensor_parallel > 1", "`make test-vllm`, 2 in float32", NEVER),
-        Ran("trainer.backend = torch", "every test and benchmark", H200),
+        Ran("trainer.backend = torch", "every test and benchmark", CHECKED),
         Ran("trainer.backend = deepspeed", "`make test-deepspeed`, in float32", NEVER),
         Ran("trainer.data_parallel > 1", "`make test`, `make test-deepspeed`", NEVER),
-        Ran("execute.launcher = local", "every test and benchmark", H200),
+        Ran("execute.launcher = local", "every test and benchmark", CHECKED),
         Ran("execute.launcher = in-process", "`make test`", NEVER),
         Ran("execute.launcher = ray", "`make test-ray`", NEVER),
-        Ran("sync.mode = full", "every test and benchmark", H200),
+        Ran("sync.mode = full", "every test and benchmark", CHECKED),
         Ran("sync.mode = delta", "`make test`, in bfloat16", NEVER),
         Ran("sync.mode = lora", "`make test`", NEVER),
         Ran("sync.merge_adapters = false", "`make test-vllm`, in float32", NEVER),
