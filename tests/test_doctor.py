@@ -196,7 +196,7 @@ def test_idle_gpus_are_told_in_dollars_an_hour() -> None:
     finding = bad(diagnose(full_run({"rollout.replicas": 1, "cluster.pools.far.price": 2.5})))[
         "pool-far"
     ]
-    assert "1 stand idle for $2.50 an hour" in finding.text
+    assert "1 are idle and cost $2.50 an hour" in finding.text
 
 
 def followed(second: dict[str, Any], **changes: Any) -> Run:

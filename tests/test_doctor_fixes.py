@@ -31,7 +31,10 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         # keys and types
         ({"rollout.replicas": "2"}, ["set rollout.replicas=2"]),
         ({"rollout.replicas": 2.2}, ["set rollout.replicas=2"]),
-        ({"rollout.replicas": float("nan")}, ["set rollout.replicas=1, or what yours needs"]),
+        (
+            {"rollout.replicas": float("nan")},
+            ["set rollout.replicas=1, or the value that you need"],
+        ),
         ({"policies.max_replicas": 2.5}, ["set policies.max_replicas=2"]),
         ({"policies.learns_from_siblings": "no"}, ["set policies.learns_from_siblings=false"]),
         ({"workload.lengths.kind": "histogramm"}, ["set workload.lengths.kind=histogram"]),
@@ -56,7 +59,9 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"trainer.max_staleness": 1}, ["rename trainer.max_staleness to policies.max_staleness"]),
         (
             {"rollout": 3},
-            ['set rollout={pool = "far", replicas = 1, max_tokens = 4096}, or what yours needs'],
+            [
+                'set rollout={pool = "far", replicas = 1, max_tokens = 4096}, or the value that you need'
+            ],
         ),
         # bounds
         ({"workload.lengths.scale": 0}, ["set workload.lengths.scale=1.0"]),

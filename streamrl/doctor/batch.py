@@ -1,4 +1,4 @@
-"""Does the batch come out even? Rollouts of a step over ranks, fills, passes and replicas."""
+"""Check that the rollouts of a step divide evenly over ranks, micro-batches, passes and replicas."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.workload.replica_batch import mean_lengths, rollouts_under_way
 
 MOST_BUBBLE = 0.1
-"""Share of a pass for which a pipeline may stand empty before it is called a loss."""
+"""Share of a pass that a pipeline may be empty before a warning."""
 MOST_UNEVEN = 0.05
-"""Share of a step's work for which ranks may wait as rollouts do not divide, before it is called a loss."""
+"""Share of a step that ranks may wait because rollouts do not divide evenly, before a warning."""
 MOST_CUT_OFF, LEAST_CUT_OFF = 0.1, 0.01
-"""Share of the outputs that may end at `rollout.max_tokens` before that is warned of, and from which on it is told."""
+"""Shares of outputs cut off at `rollout.max_tokens`: above the first a warning, above the second a note."""
 MOST_MICRO_BATCH = 64
 MOST_FACTOR = 2.0
-"""By how much a step, or a micro-batch, may grow or shrink to come out even before anything else is tried."""
+"""Largest factor by which a fix may change the batch or the micro-batch before it tries anything else."""
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find ranks, passes and replicas that a step's rollouts leave with nothing to do."""
+    """Find idle ranks, passes and replicas of a step."""
     yield _finding("ok", "batch", _sum_up(run))
     yield from find_trainer(run)
     yield from _find_replicas(run)
@@ -33,7 +33,7 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def find_trainer(run: Run) -> Iterator[Finding]:
-    """Find ranks and passes of the trainer that a step's rollouts leave with nothing to do."""
+    """Find idle ranks and passes of the trainer in a step."""
     yield from _find_ranks(run)
     yield from _find_fills(run)
     yield from _find_tokens(run)
@@ -74,7 +74,7 @@ def _find_fills(run: Run) -> Iterator[Finding]:
 
 
 def _find_tokens(run: Run) -> Iterator[Finding]:
-    """Say which passes are bounded by their tokens, not by `micro_batch`: full passes lose nothing by it."""
+    """Report passes that `max_tokens_per_pass` bounds before `micro_batch` does: full passes lose nothing."""
     trainer, mean = run.trainer, mean_lengths(run)
     longest = longest_sequence(run.rollout, run.workload)
     room = trainer.max_tokens_per_pass
@@ -94,7 +94,11 @@ def _find_tokens(run: Run) -> Iterator[Finding]:
 
 
 def _find_bubble(run: Run) -> Iterator[Finding]:
-    """Find pipelines with too few micro-batches: (p - 1) / (m + p - 1) of a pass (Huang et al. 2019, GPipe)."""
+    """Find pipelines with too few micro-batches.
+
+    The bubble is (p - 1) / (m + p - 1) of a pass, with p stages and m micro-batches (Huang et al.
+    2019, GPipe).
+    """
     stages, passes = run.trainer.pipeline_parallel, _num_fills(run)
     bubble = (stages - 1) / (passes + stages - 1)
     if bubble > MOST_BUBBLE:
@@ -106,7 +110,7 @@ def _find_bubble(run: Run) -> Iterator[Finding]:
 
 
 def _find_replicas(run: Run) -> Iterator[Finding]:
-    """Find replicas that could never all have a rollout, whatever the dispatch."""
+    """Find replicas that are idle under every dispatch policy, because there are fewer rollouts than replicas."""
     most, replicas = rollouts_under_way(run), run.rollout.num_replicas
     if most < replicas:
         text = (
@@ -117,7 +121,7 @@ def _find_replicas(run: Run) -> Iterator[Finding]:
 
 
 def _find_cut_off(run: Run) -> Iterator[Finding]:
-    """Find outputs that end at the most tokens that a rollout may have."""
+    """Find outputs that are cut off at `rollout.max_tokens`."""
     mean = mean_lengths(run)
     if mean is None or mean.cut_off < LEAST_CUT_OFF:
         return
@@ -129,15 +133,15 @@ def _find_cut_off(run: Run) -> Iterator[Finding]:
 
 
 def _find_left_out(run: Run) -> Finding:
-    """Say what groups that teach nothing cost, or that nobody has said how many there are."""
+    """Report the cost of groups with uniform rewards, or that their share is not set."""
     share, most = run.workload.informative_share, run.algorithm.max_gen_batches
     key = f"workload.informative_share={share:.3g}"
     if share == 1:
-        text = f"algorithm.dynamic_sampling leaves nothing out of a simulation with {key}, so it costs nothing there"
+        text = f"algorithm.dynamic_sampling rejects no group in a simulation with {key}, so it costs nothing there"
         return _finding("warning", "nothing-left-out", text)
     if share * most < 1:
         text = (
-            f"{key} leaves a step of {run.algorithm.prompts_per_step} groups short of them after "
+            f"{key} gives a step of {run.algorithm.prompts_per_step} groups too few of them within "
             f"algorithm.max_gen_batches={most}: it trains on groups of one reward too"
         )
         return _finding("warning", "too-few-batches", text)
@@ -156,11 +160,11 @@ def _finding(level: Level, name: str, text: str) -> Finding:
     return Finding(level=level, topic="batch", name=name, text=text)
 
 
-# What mends it ------------------------------------------------------------------------------------
+# Fixes --------------------------------------------------------------------------------------------
 
 
 def _micro_batches(run: Run, most_factor: float = MOST_MICRO_BATCH) -> Iterator[Changes]:
-    """Yield other micro-batches up to a factor away, the nearest first, of equals the smaller."""
+    """Yield other micro-batches up to a factor away. The nearest comes first, the smaller one on a tie."""
     now = run.trainer.micro_batch
     others = [
         size
@@ -172,7 +176,7 @@ def _micro_batches(run: Run, most_factor: float = MOST_MICRO_BATCH) -> Iterator[
 
 
 def _prompts(run: Run) -> Iterator[Changes]:
-    """Yield the nearest numbers of prompts whose rollouts divide by a fill."""
+    """Yield the nearest numbers of prompts whose rollouts divide evenly by one fill of all ranks."""
     algorithm, fill = run.algorithm, rollouts_that_fill(run)
     unit = lcm(fill, algorithm.group_size) // algorithm.group_size
     below = algorithm.prompts_per_step // unit * unit
@@ -194,7 +198,7 @@ def _even_fills(run: Run) -> Iterator[Changes]:
 
 
 def _nothing(run: Run) -> Iterator[Changes]:
-    """Yield nothing: only who knows the model and its prompts can say."""
+    """Yield nothing: the right value depends on the model and its prompts."""
     yield from ()
 
 
@@ -215,9 +219,9 @@ FIXES = {
         _nothing,
         "set workload.informative_share to the share of groups whose rewards differ: 1 - uniform_groups of metrics.jsonl",
     ),
-    "too-few-batches": Fix(_more_batches, "choose prompts that the model solves now and then"),
+    "too-few-batches": Fix(_more_batches, "choose prompts that the model sometimes solves"),
     "cut-off": Fix(
-        _nothing, "raise rollout.max_tokens, or reckon with rollouts that end without an answer"
+        _nothing, "raise rollout.max_tokens, or accept rollouts that end without an answer"
     ),
     "idle-replicas": Fix(_fewer_replicas, "generate on fewer replicas"),
 }

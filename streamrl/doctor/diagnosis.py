@@ -1,4 +1,4 @@
-"""Everything that a run file says by itself: memory, divisibility, batch arithmetic, staleness."""
+"""Run all checks on a valid run file, and try a fix for each finding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIXES = {
 
 
 def diagnose(run: Run) -> list[Finding]:
-    """Return all findings of a run without fixes; what cannot be examined is an error that says why."""
+    """Return all findings of a run, without fixes. A check that raises becomes an error with its reason."""
     found: list[Finding] = []
     for topic, find in PARTS:
         try:
@@ -53,11 +53,11 @@ def diagnose(run: Run) -> list[Finding]:
 
 
 def examine(run: Run) -> list[Finding]:
-    """Return all findings of a run, with fixes that were tried."""
-    return [_treated(run, finding) for finding in diagnose(run)]
+    """Return all findings of a run, each with a fix that was tried."""
+    return [_with_fix(run, finding) for finding in diagnose(run)]
 
 
-def _treated(run: Run, finding: Finding) -> Finding:
+def _with_fix(run: Run, finding: Finding) -> Finding:
     if finding.level == "ok":
         return finding
     return propose_fix(run, finding, _fix_of(finding), diagnose)
@@ -67,7 +67,7 @@ def _fix_of(finding: Finding) -> Fix:
     if finding.name.startswith("pool-"):
         return idle_gpus.fix_of(finding.name.removeprefix("pool-"))
     if finding.name.endswith("-unexamined"):
-        return Fix(lambda run: iter(()), "mend the other findings first")
+        return Fix(lambda run: iter(()), "fix the other findings first")
     of_one = every_side.fix_of_secondary_trainer(
         finding.name, FIXES
     ) or every_side.fix_of_replica_kind(finding.name, FIXES)

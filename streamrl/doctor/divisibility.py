@@ -1,4 +1,4 @@
-"""Does it divide? Degrees of parallelism against heads, layers and experts."""
+"""Check that degrees of parallelism divide heads, layers and experts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
 
 MOST_UNEVEN = 0.05
-"""Share by which a stage may have more layers than the mean before it is called a loss."""
+"""Share by which a stage may have more layers than the mean before a warning."""
 MOST_DEGREE = 1024
-"""Largest degree of expert parallelism that is proposed."""
+"""Largest proposed degree of expert parallelism."""
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find what cannot be split as the run file says, and what is split unevenly."""
+    """Find dimensions of the model that the run file's degrees cannot split, or split unevenly."""
     model = load_model(run.model)
     before = [
         *find_replica(run),
@@ -28,7 +28,7 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def find_replica(run: Run) -> Iterator[Finding]:
-    """Find what a replica cannot split as the run file says."""
+    """Find dimensions of the model that a replica cannot split."""
     model = load_model(run.model)
     yield from _find_heads(model, "rollout", run.rollout.tensor_parallel)
     yield from _find_kv_heads(run, model)
@@ -36,7 +36,7 @@ def find_replica(run: Run) -> Iterator[Finding]:
 
 
 def find_trainer(run: Run) -> Iterator[Finding]:
-    """Find what the trainer cannot split as the run file says, or splits unevenly."""
+    """Find dimensions of the model that the trainer cannot split, or splits unevenly."""
     model, trainer = load_model(run.model), run.trainer
     yield from _find_heads(model, "trainer", trainer.tensor_parallel)
     yield from _find_layers(model, trainer.pipeline_parallel)
@@ -45,10 +45,10 @@ def find_trainer(run: Run) -> Iterator[Finding]:
 
 
 def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
-    """Find tensor ranks that heads or MLPs cannot be dealt out to.
+    """Find tensor-parallel degrees that do not divide the heads or the MLP.
 
-    vLLM refuses heads or MLPs that do not divide, and holds key-value heads several times where there are
-    fewer of them than ranks (vllm/config/model.py, verify_with_parallel_config; QKVParallelLinear).
+    vLLM rejects heads or MLPs that do not divide. It replicates key-value heads if there are fewer
+    of them than ranks (vllm/config/model.py, verify_with_parallel_config; QKVParallelLinear).
     """
     key = f"{side}.tensor_parallel={degree}"
     for what, count in (
@@ -68,7 +68,7 @@ def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
 
 
 def _find_kv_heads(run: Run, model: ModelShape) -> Iterator[Finding]:
-    """Say where each key-value head is kept on several GPUs: nothing is wrong with that, and memory counts it."""
+    """Report key-value heads that are replicated on several GPUs. This is valid, and memory counts it."""
     heads, degree = _num_kv_heads(model), run.rollout.tensor_parallel
     if degree > heads and degree % heads == 0:
         what = "one latent vector" if model.latent is not None else f"{heads} key-value heads"
@@ -84,7 +84,7 @@ def _num_kv_heads(model: ModelShape) -> int:
 
 
 def _mlp_width(model: ModelShape) -> int:
-    """Return the channels that tensor ranks split: of plain MLPs, else of one expert."""
+    """Return the channels that tensor ranks split: those of a dense MLP, else of one expert."""
     if model.num_dense_layers or model.experts is None:
         return model.intermediate_size
     return model.experts.intermediate_size
@@ -116,7 +116,7 @@ def _find_experts(model: ModelShape, side: str, degree: int) -> Iterator[Finding
 
 
 def _find_slices(model: ModelShape, degree: int) -> Iterator[Finding]:
-    """Find ranks that one expert cannot be dealt out to."""
+    """Find expert tensor-parallel degrees that do not divide the channels of an expert."""
     if degree == 1:
         return
     key = f"trainer.expert_tensor_parallel={degree}"
@@ -146,7 +146,7 @@ def _all_even(run: Run, model: ModelShape) -> str:
     )
 
 
-# What mends it ------------------------------------------------------------------------------------
+# Fixes --------------------------------------------------------------------------------------------
 
 
 def _rollout_degrees(run: Run) -> Iterator[Changes]:
@@ -163,7 +163,7 @@ def _rollout_degrees(run: Run) -> Iterator[Changes]:
 
 
 def _trainer_degrees(run: Run) -> Iterator[Changes]:
-    """Yield other tensor degrees on as many GPUs: data-parallel ranks take up the rest, else stages do."""
+    """Yield other tensor degrees on the same number of GPUs. Data-parallel ranks fill the rest, else stages do."""
     trainer = run.trainer
     for degree in _nearest(trainer.tensor_parallel, run.cluster.pools[trainer.pool].gpus_per_node):
         for key, other in (
@@ -208,7 +208,7 @@ def _trainer_slices(run: Run) -> Iterator[Changes]:
 
 
 def _nearest(degree: int, most: int) -> list[int]:
-    """Return other degrees up to `most`: those by the least factor away first, of equals the smaller."""
+    """Return other degrees up to `most`, sorted by their factor from `degree`, the smaller one on a tie."""
     others = [other for other in range(1, most + 1) if other != degree]
     return sorted(others, key=lambda other: max(other / degree, degree / other))
 
@@ -222,7 +222,7 @@ FIXES = {
     ),
     "trainer-layers": Fix(
         _trainer_stages,
-        "no other number of stages on these GPUs divides the layers and fits: let the back end deal them out "
+        "no other number of stages on these GPUs divides the layers and fits: let the back end distribute them "
         "unevenly, fewest to the first and the last stage",
     ),
     "rollout-experts": Fix(_rollout_experts, "choose an expert_parallel that divides the experts"),

@@ -1,4 +1,7 @@
-"""Run the checks of a trainer for each secondary trainer, and those of a replica for each replica kind, with their own keys."""
+"""Repeat trainer checks for each secondary trainer and replica checks for each replica kind.
+
+Each trainer and kind is checked with its own keys.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from streamrl.runfile.gpu_pools import kind_key, kind_name, own_keys
 from streamrl.runfile.keys import trainer_key
 
 TRAINER_FINDING = re.compile(r"trainer\.(?P<trainer>\d+)-(?P<rest>.+)")
-"""Of findings: `trainer.1-memory` is `trainer-memory` of the second trainer."""
+"""Matches the names of findings of secondary trainers: `trainer.1-memory` is `trainer-memory` of trainer 1."""
 OWN = re.compile(r"\btrainer\.(?=[a-z])")
-"""Where a text names a key of the trainer."""
+"""Matches a key of the trainer in a text."""
 
 
 def find_secondary_trainers(run: Run) -> Iterator[Finding]:
-    """Find what is wrong with each trainer that follows."""
+    """Find errors and warnings of each secondary trainer."""
     for number, follower in enumerate(run.followers, start=1):
         if follower.counts_only:
             continue  # has neither a model nor passes
@@ -31,7 +34,7 @@ def find_secondary_trainers(run: Run) -> Iterator[Finding]:
 
 
 def fix_of_secondary_trainer(name: str, fixes: dict[str, Fix]) -> Fix | None:
-    """Return what may mend a finding of a trainer that follows; None where it is none."""
+    """Return the fix of a secondary trainer's finding; None for other findings."""
     match = TRAINER_FINDING.fullmatch(name)
     if match is None:
         return None
@@ -51,7 +54,7 @@ def _own_text(key: str, text: str) -> str:
 
 
 def _own_key(changed: str, key: str) -> str:
-    """Return the key of a follower's own section that stands for one of the leader's."""
+    """Return a secondary trainer's own key for a key of the primary trainer."""
     section, _, rest = changed.partition(".")
     match section:
         case "trainer":
@@ -63,11 +66,11 @@ def _own_key(changed: str, key: str) -> str:
 
 
 KIND_FINDING = re.compile(r"rollout-(?P<number>\d+)-(?P<rest>.+)")
-"""Of findings: `rollout-2-memory` is `rollout-memory` of the second kind."""
+"""Matches the names of findings of replica kinds: `rollout-2-memory` is `rollout-memory` of the second kind."""
 
 
 def find_replica_kinds(run: Run) -> Iterator[Finding]:
-    """Find what is wrong with each kind of replica beside the one that is named first."""
+    """Find errors and warnings of each replica kind after the first."""
     for kind in range(1, run.rollout.num_kinds):
         seen = run.of_kind(kind)
         for finding in chain([memory.find_replica(seen)], divisibility.find_replica(seen)):
@@ -76,7 +79,7 @@ def find_replica_kinds(run: Run) -> Iterator[Finding]:
 
 
 def fix_of_replica_kind(name: str, fixes: dict[str, Fix]) -> Fix | None:
-    """Return what may mend a finding of another kind of replica; None where it is none."""
+    """Return the fix of a finding of another replica kind; None for other findings."""
     match = KIND_FINDING.fullmatch(name)
     if match is None:
         return None

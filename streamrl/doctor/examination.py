@@ -1,4 +1,4 @@
-"""What the doctor found, for people and for scripts."""
+"""The result of the doctor, for people and for scripts."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ Json: TypeAlias = dict[str, object]
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was found in one run file."""
+    """All findings of one run file."""
 
     run_file: str
     findings: list[Finding]
     memory: list[SideMemory]
     not_examined: list[Topic]
-    """Topics that other findings keep from being looked at."""
+    """Topics that were not checked because of other findings."""
     assumed: str
-    """Changes that were made so that the rest could be looked at, as `--set` takes them; empty where none were."""
+    """Changes that were assumed so that the other checks could go on, as `--set` takes them; empty if none."""
 
     def count(self, level: Level) -> int:
         """Return the number of findings of a level."""
         return sum(finding.level == level for finding in self.findings)
 
     def as_json(self) -> Json:
-        """Return the report as plain data; bytes are bytes."""
+        """Return the report as plain data; sizes are numbers of bytes."""
         found: Json = msgspec.to_builtins(self, enc_hook=lambda value: toml(value).strip('"'))
         return {**found, "errors": self.count("error"), "warnings": self.count("warning")}
 
 
 def render(report: Examination) -> RenderableType:
-    """Lay a report out for a terminal: memory, then findings by topic, each with its fix below."""
+    """Lay out a report for a terminal: memory, then the findings by topic, each followed by its fix."""
     parts: list[RenderableType] = []
     if report.memory:
         parts += [_memory_table(report.memory), Text()]
@@ -95,9 +95,9 @@ def _findings_table(findings: list[Finding]) -> Table:
 
 def _notes(report: Examination) -> Iterator[Text]:
     if report.assumed:
-        yield Text(f"What lies behind an error is looked at as if mended: {report.assumed}\n")
+        yield Text(f"The checks below assume these fixes: {report.assumed}\n")
     if report.not_examined:
-        yield Text(f"Not examined, for the errors below: {', '.join(report.not_examined)}\n")
+        yield Text(f"Not checked because of the errors below: {', '.join(report.not_examined)}\n")
 
 
 def _sum_up(report: Examination) -> Text:

@@ -1,4 +1,4 @@
-"""Are the files there that the run file names? Model directory, prompts, lengths, measured profile."""
+"""Check that the files of a run file exist: model directory, prompts, lengths, measured profile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from streamrl.runfile.findings import Finding, Level
 from streamrl.workload.workload import load_source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""Any of these is a tokenizer's vocabulary, as transformers saves and reads it."""
+"""File names of a tokenizer's vocabulary that transformers reads; one of them is enough."""
 USUAL_PROMPT = 400
-"""Tokens of a prompt where nobody says how many, as `workload.lengths.prompt_tokens` has it."""
+"""Proposed tokens of a prompt if the run file has none, as `workload.lengths.prompt_tokens`."""
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find files that are missing, and say which are there."""
+    """Find missing files, and report those that exist."""
     yield from _find_model(run)
     yield from _find_lengths(run)
     if run.costs.profile is not None:
@@ -38,7 +38,7 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def _find_model(run: Run) -> Iterator[Finding]:
-    """Look into the model's directory; nothing is loaded."""
+    """Check the model's directory without loading anything."""
     if run.model.path is None:
         yield _finding(
             "ok",
@@ -49,10 +49,10 @@ def _find_model(run: Run) -> Iterator[Finding]:
     path = Path(run.model.path)
     config = _read_json(path / "config.json")
     if config is None:
-        return  # without it there is no model at all, which `fix_profile_names` finds
+        return  # without it there is no model at all, which `fix_profile_names` reports
     problems = list(weight_problems(path))
     if not any((path / name).is_file() for name in TOKENIZERS):
-        problems.insert(0, "lacks a tokenizer (tokenizer.json)")
+        problems.insert(0, "has no tokenizer (tokenizer.json)")
     if problems:
         yield _finding(
             "error",
@@ -68,7 +68,7 @@ def _find_model(run: Run) -> Iterator[Finding]:
 
 
 def _find_positions(run: Run, path: Path) -> Iterator[Finding]:
-    """Find sequences longer than what the model was trained on."""
+    """Find sequences longer than the model's trained positions."""
     most, longest = read_positions(path), longest_sequence(run.rollout, run.workload)
     if most is None or longest <= most:
         return
@@ -103,7 +103,7 @@ def _find_lengths(run: Run) -> Iterator[Finding]:
             "error",
             "lengths",
             str(error),
-            "name a file that is there, or a profile of profiles/lengths",
+            "name an existing file, or a profile of profiles/lengths",
         )
     else:
         yield _finding("ok", "lengths", f"workload.lengths: {lengths.kind} {lengths.source}")
@@ -118,11 +118,11 @@ def _find_lengths(run: Run) -> Iterator[Finding]:
 def _there(key: str, path: Path, otherwise: str) -> Finding:
     if path.is_file():
         return _finding("ok", key, f"{key}: {path}")
-    return _finding("error", key, f"{key}: {path} is no file", otherwise)
+    return _finding("error", key, f"{key}: {path} does not exist", otherwise)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None where there is none."""
+    """Return the JSON object of a file; None if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What the framework that a run file names fills in and takes, and what the run file asks for that it has not."""
+"""Report what a named framework fills in, and find settings that it does not support."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from streamrl.runfile.frameworks import (
 
 SECONDS = ("step_time", "switch_time")
 CHOICES = ("system", "sync", "dispatch", "order", "engine")
-"""Kinds of findings of what a framework has several of, each `framework-KIND`."""
+"""Kinds of findings about settings for which a framework has a list of values, each named `framework-KIND`."""
 
 
 class Chosen(NamedTuple):
-    """A key, what it has, and what the framework has for it."""
+    """A key, its value, and the values that the framework supports."""
 
     name: str
     key: str
@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find what a framework makes of a run, and what it cannot do; nothing where none is named."""
+    """Find settings that the framework does not support, and report what it fills in; nothing without a framework."""
     framework = framework_of(run.framework.name)
     if framework is None:
         return
@@ -60,11 +60,11 @@ def _seconds(run: Run, framework: Framework) -> str:
         if stated is not None:
             parts.append(f"{name} {stated:g} s of the run file")
         elif known is None:
-            parts.append(f"{name} unknown, those of profiles/frameworks/usual.toml stand in")
+            parts.append(f"{name} unknown, so those of profiles/frameworks/usual.toml are used")
         else:
             parts.append(f"{name} {_formula(known)}")
     if framework.roofline_sync(run.policies.shares_gpus, run.sync) is not None:
-        parts.append(f"weight sync unknown, {run.sync.backend} stands in, a roofline of the wires")
+        parts.append(f"weight sync unknown, so {run.sync.backend} is used, a roofline of the links")
     return f"seconds of framework {framework.name}: {', '.join(parts)}"
 
 
@@ -74,14 +74,14 @@ def _formula(seconds: Seconds) -> str:
     return f"{seconds.base:g} s and {seconds.per_billion:g} s a billion parameters"
 
 
-# What it cannot do --------------------------------------------------------------------------------
+# Unsupported settings -----------------------------------------------------------------------------
 
 
 def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
     for choice in _choices(run, framework):
         if choice.value not in choice.able:
             text = (
-                f"{choice.key} {choice.value!r} is none of what framework {framework.name} has: "
+                f"{choice.key} {choice.value!r} is not supported by framework {framework.name}: "
                 f"{', '.join(choice.able)}"
             )
             yield _finding("warning", choice.name, text)
@@ -92,10 +92,10 @@ def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
         yield _finding(
             "warning",
             "framework-layout",
-            f"trainer with {degrees} and zero={trainer.zero}: framework {framework.name} splits none so ({known})",
+            f"trainer with {degrees} and zero={trainer.zero}: framework {framework.name} supports no such split ({known})",
         )
     if run.rollout.others and not framework.mixes_replicas:
-        text = f"rollout.others: framework {framework.name} has replicas of one kind"
+        text = f"rollout.others: framework {framework.name} supports replicas of one kind only"
         yield _finding("warning", "framework-kinds", text)
 
 
@@ -113,7 +113,7 @@ def _choices(run: Run, framework: Framework) -> Iterator[Chosen]:
 
 
 def _engines(framework: Framework) -> list[str]:
-    """Return the engines of profiles/engines that a framework generates with, the newest of each first."""
+    """Return the engines of profiles/engines that a framework generates with, the newest version first."""
     known = filter(framework.generates_with, known_engines())
     return sorted(known, key=_version, reverse=True)
 
@@ -127,7 +127,7 @@ def _finding(level: Level, name: str, text: str) -> Finding:
     return Finding(level=level, topic="run file", name=name, text=text)
 
 
-# What mends it ------------------------------------------------------------------------------------
+# Fixes --------------------------------------------------------------------------------------------
 
 
 def _another(name: str) -> Fix:
@@ -141,7 +141,7 @@ def _another(name: str) -> Fix:
 
 
 def _other_layouts(run: Run) -> Iterator[Changes]:
-    """Yield another ZeRO stage, then what turns every degree that is not there into data parallelism."""
+    """Yield another ZeRO stage, then data parallelism in place of each degree that is not supported."""
     framework, trainer = framework_of(run.framework.name), run.trainer
     for layout in () if framework is None else framework.layouts:
         yield from ({"trainer.zero": zero} for zero in layout.zero)

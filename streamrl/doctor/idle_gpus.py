@@ -1,4 +1,4 @@
-"""Check that all GPUs of the pools are used, and what idle ones cost."""
+"""Check that all GPUs of the pools are used, and report the cost of idle ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamrl.runfile.plan_config import PlanConfig
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find pools with GPUs that no side uses, unless `[plan]` says that the pools are an offer."""
+    """Find pools with unused GPUs, unless `[plan]` says that the pools are an offer."""
     for name, pool in run.cluster.pools.items():
         used = gpus_used(run, name)
         price = price_of(pool)
@@ -25,18 +25,20 @@ def find(run: Run) -> Iterator[Finding]:
         if not idle:
             yield _finding("ok", name, text)
         elif pool.owned:
-            yield _finding("ok", name, f"{text}; the others are owned, and charged all the same")
+            yield _finding(
+                "ok", name, f"{text}; the others are owned, so they cost the same when unused"
+            )
         elif replace(run.plan, staleness_cost=0.0) != PlanConfig():
             yield _finding("ok", name, f"{text}; the others are only offered, as [plan] says")
         elif run.policies.resize == "adjust" and run.rollout.pool == name:
-            yield _finding("ok", name, f"{text}; the others are there for policies.resize")
+            yield _finding("ok", name, f"{text}; the others are reserved for policies.resize")
         else:
-            text += f"; {idle} stand idle for ${idle * price:,.2f} an hour"
+            text += f"; {idle} are idle and cost ${idle * price:,.2f} an hour"
             yield _finding("warning", name, text)
 
 
 def fix_of(name: str) -> Fix:
-    """Return what may mend idle GPUs in a pool."""
+    """Return the fix for idle GPUs of a pool."""
 
     def candidates(run: Run) -> Iterator[Changes]:
         pool, used = run.cluster.pools[name], gpus_used(run, name)
@@ -48,7 +50,7 @@ def fix_of(name: str) -> Fix:
 
     def effect(run: Run) -> str:
         if name not in run.cluster.pools:
-            return "nothing there is paid for"
+            return "no GPU of this pool is paid for"
         used, pool = gpus_used(run, name), run.cluster.pools[name]
         return f"{used} of {pool.num_gpus} GPUs used"
 
@@ -56,7 +58,7 @@ def fix_of(name: str) -> Fix:
 
 
 def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:
-    """Yield fewer nodes, or smaller ones where only one is there."""
+    """Yield fewer nodes, or smaller nodes if there is only one."""
     if used % pool.gpus_per_node == 0:
         yield {pool_key(name, "nodes"): used // pool.gpus_per_node}
     if pool.nodes == 1:
@@ -64,7 +66,7 @@ def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:
 
 
 def _more_work(run: Run, name: str) -> Iterator[Changes]:
-    """Yield more replicas, ranks or workers, as many as the idle GPUs hold."""
+    """Yield more replicas, ranks or workers, as many as fit on the idle GPUs."""
     idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
     if run.rollout.pool == name:
         yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.gpus_per_replica}

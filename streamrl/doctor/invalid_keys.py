@@ -1,4 +1,4 @@
-"""Find keys and combinations of keys that `load_run` would refuse, and the nearest values that it would take."""
+"""Find keys and combinations of keys that `load_run` rejects, and the nearest values that it accepts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from streamrl.runfile.keys import split_key
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
 EXAMPLES: dict[type, str] = {Bandwidth: "10 Gbps", Duration: "10 ms", Size: "1 GB"}
-"""Proposed for quantities that cannot be; the bandwidth for a link that is missing too."""
+"""Proposed values for quantities that cannot be read. The bandwidth is also proposed for a missing link."""
 MODEL, GPU = "qwen2.5-7b", "h800"
-"""Stand in where no model or GPU is named."""
+"""Proposed if no model or GPU is named."""
 USUAL = {"name": MODEL, "gpu": GPU}
-"""Proposed first for these keys where a name is like none that there is."""
+"""Proposed first for these keys if a name resembles no known one."""
 SMALL, LARGE = 64, 4096
-"""Whole numbers up to the first are all tried, powers of two up to the second."""
+"""All whole numbers up to the first are tried, and powers of two up to the second."""
 LIKE = 0.7
-"""How like a name must be, by difflib's ratio, to come before the others."""
+"""Similarity (difflib's ratio) above which a name comes before the others."""
 
 
 def candidates_for(run: Run, error: RunError) -> Iterator[Changes]:
-    """Yield changes to try against an error: of its own key, then of the others that it names."""
+    """Yield changes to try against an error: first of its own key, then of the other keys that it names."""
     if error.key == "cluster.links":
         for rollout in run.rollout.kinds:
             ends = (rollout.pool, run.trainer.pool)
@@ -54,7 +54,7 @@ def candidates_for(run: Run, error: RunError) -> Iterator[Changes]:
 
 
 def closest_first(name: object, names: Iterable[object], usual: str = "") -> list[object]:
-    """Return names in their order, but those first that are like another one, or part of it, then a usual one."""
+    """Return names that resemble or contain `name` first, then the usual one, then the others in their order."""
     wanted, by_text = str(name), {str(each): each for each in names}
     close = difflib.get_close_matches(wanted, list(by_text), n=3, cutoff=LIKE)
     parts = [text for text in by_text if wanted and text and (wanted in text or text in wanted)]
@@ -63,7 +63,7 @@ def closest_first(name: object, names: Iterable[object], usual: str = "") -> lis
 
 
 def _other_values(run: Run, key: str, allowed: Allowed | None) -> Iterator[object]:
-    """Yield other values of a key; none where the run has no such key."""
+    """Yield other values of a key; none if the run has no such key."""
     *parents, last = path_of(key)
     try:
         section = place_of(run, parents)
@@ -93,7 +93,7 @@ def _nearest(now: object, allowed: OneOf, usual: str) -> Sequence[object]:
 
 
 def _within(now: float, bounds: Bounds, default: object) -> Iterator[object]:
-    """Yield the bound that is passed, the default, and other numbers within."""
+    """Yield the violated bound, the default, and other numbers within the bounds."""
     if type(now) in EXAMPLES:
         yield EXAMPLES[type(now)]
     if now > bounds.most:
@@ -106,7 +106,7 @@ def _within(now: float, bounds: Bounds, default: object) -> Iterator[object]:
 
 
 def _of_type(now: object, names: Sequence[object], default: object) -> Iterator[object]:
-    """Yield other values of a type."""
+    """Yield other values of the same type."""
     if isinstance(now, bool):
         yield not now
     elif type(now) in EXAMPLES:
@@ -137,7 +137,7 @@ def _lists(entries: list[object], allowed: Allowed | None) -> Iterator[list[obje
 
 
 def _nearest_numbers(now: float) -> list[float]:
-    """Return numbers by how near they are, as factors; whole ones for a key that has a whole one."""
+    """Return numbers by their factor from `now`; only whole numbers for a whole one."""
     found: set[float] = {n / 20 for n in range(21)}
     if isinstance(now, int):
         powers = {1 << bits for bits in range(LARGE.bit_length())}
@@ -146,7 +146,7 @@ def _nearest_numbers(now: float) -> list[float]:
 
 
 def _by_distance(numbers: Iterable[float], now: float) -> list[float]:
-    """Return numbers by how far they are from another, as factors; from what no key may be, the least comes first."""
+    """Return numbers by their factor from `now`; if `now` is not positive, the smallest comes first."""
     now = now if math.isfinite(now) and now > 0 else 0.0
     return sorted(numbers, key=lambda number: (abs(math.log((1 + number) / (1 + now))), number))
 
@@ -156,7 +156,7 @@ def _default(section: msgspec.Struct, name: str) -> object:
 
 
 def _names(kind: Any) -> list[object]:
-    """Return the names that a key of this type may have."""
+    """Return the names that a key of this type allows."""
     options = [kind, *get_args(kind)]
     named = [name for option in options if (found := choices_of(option)) for name in found.names()]
     return named + [
@@ -167,7 +167,7 @@ def _names(kind: Any) -> list[object]:
 TomlTable = dict[str, Any]
 
 MOST_WRONG_KEYS = 50
-"""Wrong keys after which reading gives up."""
+"""Reading stops after this many wrong keys."""
 STAND_INS: TomlTable = {
     "model": {"name": MODEL},
     "rollout.replicas": 1,
@@ -175,29 +175,29 @@ STAND_INS: TomlTable = {
     "algorithm.steps": 100,
     "algorithm.prompts_per_step": 128,
 }
-"""Values for what a run file must say and does not, so that the rest can be looked at."""
+"""Values for required keys that a run file lacks, so that the rest can be checked."""
 SECTIONS = {
     "rollout": ("pool", "replicas", "max_tokens"),
     "trainer": ("pool",),
     "algorithm": ("steps", "prompts_per_step"),
 }
-"""What these sections must say."""
+"""Required content of these sections."""
 UNITS: dict[type, str] = {Bandwidth: "Gbps", Duration: "ms", Size: "GB"}
-"""Of a number that has none, or one that cannot be."""
+"""Units for a quantity without one, or with an unknown one."""
 FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 BY_HAND = "write it as in examples/h20-h800.toml"
 
 
 class Reading(NamedTuple):
-    """What could be read of a run file."""
+    """The part of a run file that could be read."""
 
     run: Run | None
-    """With what was mended or left out; None where nothing can be made of it."""
+    """The run after repairs; None if it cannot be repaired."""
     findings: list[Finding]
 
 
 def read_leniently(table: TomlTable, base: Path) -> Reading:
-    """Read a run file's table key by key, up to what it says of keys and types."""
+    """Read a run file's table key by key, and repair wrong keys and types."""
     findings: list[Finding] = []
     for _ in range(MOST_WRONG_KEYS):
         errors = _errors(table)
@@ -212,12 +212,12 @@ def read_leniently(table: TomlTable, base: Path) -> Reading:
 
 
 def _errors(table: TomlTable) -> list[RunError]:
-    """Return what is wrong with keys and types, or where nothing is, which keys are read by nobody."""
+    """Return the errors of keys and types; if there are none, the keys that no code reads."""
     return list(find_errors(table)) or list(find_unused(table))
 
 
 def _wrongness(table: TomlTable) -> tuple[bool, int]:
-    """Return what sorts tables by what is wrong with them: any key or type is worse than all that is read by nobody."""
+    """Return a sort key for tables: errors of keys and types weigh more than any number of unused keys."""
     wrong = sum(1 for _ in find_errors(table))
     return wrong > 0, wrong or sum(1 for _ in find_unused(table))
 
@@ -228,7 +228,7 @@ class _FixedTable(NamedTuple):
 
 
 def _fix_table(table: TomlTable, error: RunError) -> _FixedTable | None:
-    """Return the first change after which fewer things are wrong with the table."""
+    """Return the first change that reduces the number of errors in the table."""
     for fix, changes in _candidates(table, error):
         after = _changed(table, changes)
         if after is not None and _wrongness(after) < _wrongness(table):
@@ -248,7 +248,7 @@ def _key_finding(error: RunError, fix: str, changes: Changes) -> Finding:
 
 
 def _candidates(table: TomlTable, error: RunError) -> Iterator[tuple[str, Changes]]:
-    """Yield what may mend an error, in words and as changes."""
+    """Yield candidate fixes of an error, in words and as changes."""
     key = error.key
     match error.problem:
         case "unknown key":
@@ -272,7 +272,7 @@ def _candidates(table: TomlTable, error: RunError) -> Iterator[tuple[str, Change
 
 
 def _values(value: object, allowed: Allowed | None) -> Iterator[object]:
-    """Yield values that may have been meant: the nearest name, or the same as another type."""
+    """Yield values that may have been meant: the nearest name, or the same value as another type."""
     text = str(value).strip()
     if isinstance(allowed, OneOf):
         yield from closest_first(value, allowed)
@@ -300,11 +300,11 @@ def _numbers(text: str, kind: type[int | float]) -> Iterator[float]:
 def _stand_ins(table: TomlTable, key: str) -> Iterator[tuple[str, Changes]]:
     value = _stand_in(key, _pools(table))
     if value is not None:
-        yield f"set {key}={toml(value)}, or what yours needs", {key: value}
+        yield f"set {key}={toml(value)}, or the value that you need", {key: value}
 
 
 def _stand_in(key: str, pools: list[str]) -> object:
-    """Return a value for a key that must be there, or None where none can be thought of."""
+    """Return a value for a required key, or None if there is no sensible one."""
     match split_key(key):
         case [*_, "pool"]:
             return pools[0] if pools else None
@@ -326,7 +326,7 @@ def _pools(table: TomlTable) -> list[str]:
 
 
 def _changed(table: TomlTable, changes: Changes) -> TomlTable | None:
-    """Return a copy with keys set, or taken away where their value is None; None where that cannot be."""
+    """Return a copy with keys set, or removed if their value is None; None if that is impossible."""
     after = copy.deepcopy(table)
     for key, value in changes.items():
         *parents, last = split_key(key)
@@ -344,29 +344,29 @@ def _changed(table: TomlTable, changes: Changes) -> TomlTable | None:
 
 
 Check = Callable[[Run], None]
-"""Raises `RunError`."""
+"""A check raises `RunError`."""
 
 MOST_FIXES = 50
-"""Errors after which mending gives up."""
-_BY_HAND = "change one of the keys that it names"
+"""Repair stops after this many errors."""
+_BY_HAND = "change one of the keys named above"
 _NO_MODEL = "save a Hugging Face model there, or name a profile: model.name instead of model.path"
 
 
 class Consistency(NamedTuple):
-    """What the checks found."""
+    """The result of the consistency checks."""
 
     run: Run | None
-    """With what mends it; None where nothing was found that does."""
+    """The repaired run; None if no repair was found."""
     findings: list[Finding]
 
 
 def fix_contradictions(run: Run) -> Consistency:
-    """Find every check that fails, with changes after which all of them pass together."""
+    """Find every check that fails, and changes after which all checks pass together."""
     return _fix_run(run, CHECKS)
 
 
 def fix_profile_names(run: Run) -> Consistency:
-    """Find GPUs, a model or lengths that there is no profile of, with the closest names; files are not made up."""
+    """Find GPUs, models or lengths without a profile, with the closest names; missing files are not replaced."""
     mended, findings = _fix_run(run, (*CHECKS, check_profiles, check_precision))
     error = _error_of(_check_directory, run)
     if error is not None:
@@ -397,33 +397,33 @@ def _fix_run(run: Run, checks: Sequence[Check]) -> Consistency:
 
 
 def _find(
-    run: Run, checks: Sequence[Check], place: int, error: RunError, seen: set[str]
+    run: Run, checks: Sequence[Check], num_passed: int, error: RunError, seen: set[str]
 ) -> Changes | None:
-    """Return the change after which most checks pass; of several the first.
+    """Return the change after which most checks pass, the first one on a tie.
 
-    Where the check fails again, it must be for another key, and not as it failed before.
+    If a check fails again, it must be for another key and with another message.
     """
     best: Changes | None = None
-    furthest = place
+    furthest = num_passed
     for changes in candidates_for(run, error):
         try:
             after = changed(run, changes)
-        except (ValueError, LookupError):  # not of the key's type, or its section is not there
+        except (ValueError, LookupError):  # wrong type for the key, or its section does not exist
             continue
         reached, again = _first_error(after, checks)
         if again is None:
             return changes
         is_new = again.key != error.key and str(again) not in seen
-        if reached > furthest or (best is None and reached == place and is_new):
+        if reached > furthest or (best is None and reached == num_passed and is_new):
             best, furthest = changes, reached
     return best
 
 
 def _first_error(run: Run, checks: Sequence[Check]) -> tuple[int, RunError | None]:
-    """Return the number of checks that pass, and what the next one finds."""
-    for place, check in enumerate(checks):
+    """Return the number of checks that pass, and the error of the next one."""
+    for num_passed, check in enumerate(checks):
         if error := _error_of(check, run):
-            return place, error
+            return num_passed, error
     return len(checks), None
 
 

@@ -23,7 +23,7 @@ GB = 1e9
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find sides that do not fit, and replicas that cannot hold what they should run."""
+    """Find sides that do not fit, and replicas that cannot hold their rollouts."""
     yield find_replica(run)
     yield from _find_room(run)
     yield from find_trainer(run)
@@ -36,11 +36,12 @@ def _listed(side: SideMemory) -> str:
     )
 
 
-# The rollout side ---------------------------------------------------------------------------------
+# Rollout side
+# --------------------------------------------------------------------------------------
 
 
 def find_replica(run: Run) -> Finding:
-    """Say whether a replica holds its weights and one longest rollout."""
+    """Report whether a replica holds its weights and one rollout of the maximum length."""
     side = replica_side(resolve(run).replica)
     if side.need > side.usable:
         text = (
@@ -57,7 +58,7 @@ def find_replica(run: Run) -> Finding:
 
 
 def held(run: Run) -> str:
-    """Say how many rollouts fit the KV cache, which no prompt shares: of the longest, and as they are on average."""
+    """Return how many rollouts fit the KV cache, of maximum and of mean length, without prefix sharing."""
     replica, mean = resolve(run).replica, mean_lengths(run)
     tokens, longest = kv_capacity(replica), replica.longest_sequence
     held = (
@@ -71,7 +72,7 @@ def held(run: Run) -> str:
 
 
 def _find_room(run: Run) -> Iterator[Finding]:
-    """Say that a replica's memory limits its batch; whether that has a price, a rehearsal tells."""
+    """Report that a replica's memory limits its batch. Only a simulation shows the cost."""
     side = replica_side(resolve(run).replica)
     if side.need > side.usable:
         return
@@ -84,11 +85,12 @@ def _find_room(run: Run) -> Iterator[Finding]:
         yield Finding(level="ok", topic="memory", name="batch-limit", text=text)
 
 
-# The training side --------------------------------------------------------------------------------
+# Training side
+# -------------------------------------------------------------------------------------
 
 
 def find_trainer(run: Run) -> Iterator[Finding]:
-    """Find that the trainer does not fit, or hardly."""
+    """Find a trainer that does not fit, or nearly fills its GPUs."""
     side = trainer_side(resolve(run).trainer)
     share = side.need / side.capacity
     text = (
@@ -104,16 +106,17 @@ def find_trainer(run: Run) -> Iterator[Finding]:
         yield Finding(level="ok", topic="memory", name="trainer-fits", text=text)
 
 
-# The verifier's side ------------------------------------------------------------------------------
+# Verifier side
+# -------------------------------------------------------------------------------------
 
 
 def _find_verifier(run: Run) -> Iterator[Finding]:
-    """Find that a GPU does not hold the reward model, or that nobody knows."""
+    """Find a reward model that does not fit its GPU, or whose size is unknown."""
     reward = resolve(run).reward
     if reward is None:
         return
     if reward.shape is None:
-        text = f"verifier: the shape of {reward.name} is not here, so what it takes of a GPU is not known"
+        text = f"verifier: there is no model profile of {reward.name}, so its memory on a GPU is unknown"
         yield Finding(level="ok", topic="memory", name="verifier-unknown", text=text)
     side = reward_side(reward)
     if side is not None:
@@ -133,17 +136,18 @@ def _verifier_finding(side: SideMemory) -> Finding:
 
 
 MOST_GROWTH = 6
-"""Doublings of the trainer's GPUs that are tried where no split of those that are there fits."""
+"""Doublings of the trainer's GPUs that are tried if no split fits the configured ones."""
 
 MOST_CONTEXT_RANKS, LEAST_PART = 16, 16384
-"""Context ranks that are proposed, and tokens of a rollout that each has at least."""
+"""Largest proposed number of context ranks, and fewest tokens of a rollout for each."""
 
 
-# The rollout side ---------------------------------------------------------------------------------
+# Fixes of the rollout side
+# -------------------------------------------------------------------------
 
 
 def _wider_replicas(run: Run) -> Iterator[Changes]:
-    """Yield replicas of more GPUs, as many GPUs in all, then more memory of each, then shorter outputs."""
+    """Yield wider replicas on the same number of GPUs, then more memory share, then shorter outputs."""
     rollout = run.rollout
     domain = run.cluster.pools[rollout.pool].domain
     others = rollout.pipeline_parallel * rollout.data_parallel
@@ -165,7 +169,7 @@ def _wider_replicas(run: Run) -> Iterator[Changes]:
 
 
 def _longer_replicas(run: Run) -> Iterator[Changes]:
-    """Yield replicas of several stages, each all of a domain, where no domain alone holds the model."""
+    """Yield replicas of several stages, one domain each, if no single domain holds the model."""
     rollout, domain = run.rollout, run.cluster.pools[run.rollout.pool].domain
     for stages in powers_of_two(rollout.num_gpus // domain):
         if stages > rollout.pipeline_parallel and rollout.data_parallel == 1:
@@ -177,11 +181,12 @@ def _longer_replicas(run: Run) -> Iterator[Changes]:
             }
 
 
-# The training side --------------------------------------------------------------------------------
+# Fixes of the training side
+# ------------------------------------------------------------------------
 
 
 def _roomier_trainers(run: Run) -> Iterator[Changes]:
-    """Yield what fits: on the fewest GPUs first, and of these what changes least."""
+    """Yield layouts that fit, on the fewest GPUs first; among these, the one that changes least."""
     trainer = resolve(run).trainer
     switches: list[dict[str, object]] = [
         {},
@@ -201,7 +206,7 @@ def _roomier_trainers(run: Run) -> Iterator[Changes]:
 
 
 def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
-    """Yield the ways to share the model out over `num_gpus`, with the nodes that they take."""
+    """Yield the layouts of the model on `num_gpus`, with the nodes that they take."""
     trainer, pool = run.trainer, run.cluster.pools[run.trainer.pool]
     others = (
         run.rollout.num_gpus
@@ -225,7 +230,7 @@ def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
 
 
 def _context_degrees(run: Run) -> list[int]:
-    """Return the run's own degree, and those that leave each rank of a long rollout a part of it."""
+    """Return the run's own degree, and those that leave each rank enough tokens of a long rollout."""
     longest = longest_sequence(run.rollout, run.workload)
     usual = powers_of_two(min(MOST_CONTEXT_RANKS, longest // LEAST_PART))
     return sorted({run.trainer.context_parallel, *usual})
@@ -239,7 +244,8 @@ def _fits(run: Run, changes: Changes) -> bool:
     return side.need <= side.capacity
 
 
-# What may be said of it ---------------------------------------------------------------------------
+# Effects of a fix
+# ----------------------------------------------------------------------------------
 
 
 def _replica_effect(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""What a run file breaks on purpose: does the run survive it, and can it be simulated?"""
+"""Check that the run survives the faults in its run file, and that they can be simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOSES_TRAINER: tuple[FaultKind, ...] = (
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find faults that end a run before its last step, and those that only a real run can have."""
+    """Find faults that end a run before its last step, and those that can only be executed."""
     for what, kinds in (("replicas", LOSES_REPLICA), ("the trainer", LOSES_TRAINER)):
         losses, most = _count(run, kinds), run.policies.max_restarts
         if losses > most:
@@ -29,7 +29,7 @@ def find(run: Run) -> Iterator[Finding]:
             break
     if deaths := _count(run, ("driver-dies",)):
         text = (
-            f"faults: driver-dies can be executed, but not simulated; execute is killed {deaths} "
+            f"faults: driver-dies can be executed but not simulated; execute is killed {deaths} "
             f"time{'s' * (deaths > 1)}, and goes on with --resume each time"
         )
         yield _finding("warning", "faults-of-the-driver", text)
@@ -52,6 +52,6 @@ def _more_restarts(run: Run) -> Iterator[Changes]:
 FIXES = {
     "faults-stop": Fix(_more_restarts, "plan fewer faults"),
     "faults-of-the-driver": Fix(
-        lambda run: iter(()), "leave driver-dies out of what is simulated, or execute it"
+        lambda run: iter(()), "remove driver-dies to simulate, or execute the run"
     ),
 }

@@ -1,4 +1,4 @@
-"""Check which staleness the chosen policies can reach, whether the algorithm corrects for it, and whether a set clip can act."""
+"""Check the staleness bound, its correction by the algorithm, and whether a configured clip can act."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from streamrl.runfile.roles_config import AlgorithmChanges
 
 
 def find_idle_clips(run: Run) -> Iterator[Finding]:
-    """Find clips that are set and cannot act."""
+    """Find configured clips that cannot act."""
     for text in idle_clips(run):
         yield Finding(level="warning", topic="staleness", name="idle-clip", text=text)
 
 
 def idle_clips(run: Run) -> Iterator[str]:
-    """Yield a line for each trainer whose clip is set, other than as it comes, and cannot act."""
+    """Yield a line for each trainer with a configured clip, different from the default, that cannot act."""
     for number in range(run.num_trainers):
         own = run.followers[number - 1].algorithm if number else run.algorithm
         if sets_clip(own) and (why := _idle_for(run.as_seen_by(number), number > 0)):
@@ -32,14 +32,14 @@ def idle_clips(run: Run) -> Iterator[str]:
 
 
 def sets_clip(algorithm: AlgorithmConfig | AlgorithmChanges) -> bool:
-    """Whether a clip is wanted other than it comes."""
+    """Return whether the run file asks for another clip than the default."""
     return algorithm.clip not in (None, CLIP) or algorithm.clip_high is not None
 
 
 def _idle_for(run: Run, follows: bool) -> str | None:
-    """Return what the policy is held against where that is the policy itself; None where it may be another.
+    """Return why the reference policy equals the trained policy; None if they may differ.
 
-    A trainer that follows learns from what another one's weights sampled.
+    A secondary trainer learns from rollouts that the primary trainer's weights sampled.
     """
     if run.framework.optimizer_steps > 1 or run.framework.epochs > 1:
         return None
@@ -61,11 +61,11 @@ CLIP_FIXES = {
 
 
 MIXED = ("load-in-flight", "abort-and-resume")
-"""Weight sync under which one rollout is sampled from several versions."""
+"""Weight-sync modes that sample one rollout from several versions."""
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Say how stale a rollout may be, and find what makes the bound void or leaves it uncorrected."""
+    """Report the maximum staleness, and find settings that make the bound void or leave staleness uncorrected."""
     system = choose_system(run.policies)
     bound = system.staleness_bound
     if not system.keeps_bound and (bound or _keeps(run)):
@@ -74,7 +74,7 @@ def find(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "staleness-bound", _bounded(run, system))
     if bound and run.algorithm.corrected_by == "none":
         text = (
-            f"rollouts are up to {bound} versions stale, and algorithm.correction 'none' weighs them as if "
+            f"rollouts are up to {bound} versions stale, and algorithm.correction 'none' weights them as if "
             f"the newest policy had sampled them"
         )
         yield _finding("warning", "uncorrected", text)
@@ -88,7 +88,7 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def _keeps(run: Run) -> bool:
-    """Whether groups that a step leaves over go on for a later one."""
+    """Return whether surplus groups of a step continue in a later step."""
     return run.policies.oversampling > 1 and run.policies.left_over == "keep"
 
 
@@ -105,10 +105,10 @@ def _unbounded(system: System) -> str:
 
 
 def _left_over(run: Run, system: System) -> Iterator[Finding]:
-    """Find what is said of groups that are left over where there are none, or where none could be used."""
+    """Find settings for surplus groups where there are none, or where none can be used."""
     policies = run.policies
     if policies.left_over == "keep" and policies.oversampling == 1:
-        text = "policies.left_over 'keep' has nothing to keep: policies.oversampling=1.0 draws no group too many"
+        text = "policies.left_over 'keep' keeps nothing: policies.oversampling=1.0 draws no surplus group"
         yield _finding("warning", "nothing-left-over", text)
     if _keeps(run) and policies.over_staleness == "drop" and not system.staleness_bound:
         text = (
@@ -128,7 +128,7 @@ def _left_over(run: Run, system: System) -> Iterator[Finding]:
 
 
 def _bounded(run: Run, system: System) -> str:
-    """Say which bound holds and why: see `streamrl.engine.policies.staleness`."""
+    """Return which bound holds and why: see `streamrl.engine.policies.staleness`."""
     bound = system.staleness_bound
     mixed = (
         f"; {system.weight_sync} samples one rollout from several versions, its first token's counts"
@@ -161,7 +161,11 @@ def _strict(run: Run) -> Iterator[Changes]:
 
 
 def _corrected(run: Run) -> Iterator[Changes]:
-    """A clip stays where one is wanted, or has several optimizer steps to act in; else weights alone do, for less."""
+    """Yield corrections.
+
+    Keep the clip if it is configured or has several optimizer steps to act in. Otherwise,
+    importance weights alone correct staleness at a lower cost.
+    """
     keeps_clip = sets_clip(run.algorithm) or run.framework.optimizer_steps > 1
     yield {"algorithm.correction": "decoupled" if keeps_clip else "token-tis"}
 
