@@ -190,7 +190,7 @@ def test_of_two_pools_the_slower_side_stays_whole_and_the_other_gives_its_surplu
 def test_the_objective_is_that_of_the_runs_system() -> None:
     systems = {"stream-async": "max", "stream-sync": "overlap", "disaggregated": "sum"}
     for system, objective in systems.items():
-        assert objective_of(paper_run(policies__system=system)) == objective
+        assert objective_of(paper_run(policies__system=system).policies) == objective
 
 
 def test_streamed_training_lasts_until_its_last_rollout_or_until_its_backlog_is_done() -> None:

@@ -156,7 +156,7 @@ def searched(changes: dict[str, Any] | None = None, **plan: Any) -> Search:
 
 
 def learned(estimates: Estimates, base: bytes, indices: list[int]) -> None:
-    first, last = counted_steps(open_trial(base)[0])
+    first, last = counted_steps(open_trial(base)[0].simulate.max_steps)
     batches, candidate = tuple(range(first - 1, last)), estimates.space.candidate
     for passes, index in estimates.unchecked(indices).items():
         estimates.learn_passes(passes, training_error_of(Trial(base, candidate(index), batches)))

@@ -59,7 +59,7 @@ def offer(plan: dict[str, Any] | None = None, **changes: Any) -> Run:
 def test_what_comes_beside_fits_the_pools_and_is_of_another_kind() -> None:
     run = offer()
     found = mixed_fleets(run, [LOCAL], [TRAINER])
-    pairs = Pairs(run, found, [TRAINER])
+    pairs = Pairs(run.cluster, found, [TRAINER])
     assert pairs._room.all() and not pairs._unlinked.any()
     assert len(found) == len(set(found))
     for fleet in found:

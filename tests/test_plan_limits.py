@@ -16,7 +16,7 @@ from streamrl.record.charges import dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import write_run
 from streamrl.runfile.units import SECONDS_PER_HOUR
-from streamrl.sim.planner.objective import Spend, excess, keeps_limits, unmet
+from streamrl.sim.planner.objective import Spend, excess, keeps_limits, spend_of, unmet
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Space
@@ -86,21 +86,23 @@ def test_limits_that_none_keeps_together_name_the_cheapest_and_the_fastest() -> 
         replace(SPEED, step_time=seconds, cost_per_step=dollars, counted_steps=(1, 5))
         for seconds, dollars in ((20.0, 3.0), (5.0, 8.0))
     )
-    assert not keeps_limits(run, slow) and not keeps_limits(run, fast)
-    text = str(unmet(run, [slow, fast]))
+    spends = [spend_of(run, speed) for speed in (slow, fast)]
+    assert not any(keeps_limits(run.plan, spend) for spend in spends)
+    text = str(unmet(run.plan, spends))
     assert text.startswith("plan.budget 500 and plan.deadline 15.0 min: no plan")
     assert "the cheapest takes 300 dollars and 33.3 min" in text
     assert "the fastest 800 dollars and 8.33 min" in text
     both = few(STEPS, budget=900.0, deadline="900 s")
-    assert keeps_limits(both, fast) and not keeps_limits(both, slow)
+    assert keeps_limits(both.plan, spend_of(both, fast))
+    assert not keeps_limits(both.plan, spend_of(both, slow))
 
 
 def test_the_limit_that_is_broken_most_counts() -> None:
     run = few(STEPS, budget=100.0, deadline="50 s", budget_per_step=10.0)
     ones = np.ones(2)
     spend = Spend(5 * ones, ones, np.array([150.0, 50.0]), np.array([50.0, 200.0]))
-    assert list(np.asarray(excess(run, spend))) == [1.5, 4.0]
-    assert excess(few(), spend) == 0
+    assert list(np.asarray(excess(run.plan, spend))) == [1.5, 4.0]
+    assert excess(few().plan, spend) == 0
 
 
 def test_a_search_that_nothing_can_satisfy_does_not_simulate_everything() -> None:

@@ -123,12 +123,12 @@ def test_a_plan_says_whose_drafts_it_reckons_with_and_what_it_took_for_accepted(
         "are accepted with probability 0.8 each where all before were, as rollout.speculative.acceptance says: "
         "1 drafted make 1.80 tokens a step, 3 drafted make 2.95 tokens a step"
     )
-    assert drafts_text(run) == f"drafts of {DRAFTER} {said}"
-    own = replace(run.rollout, speculative=SpeculativeConfig(tokens=2, acceptance=0.8))
-    assert drafts_text(replace(run, rollout=own)) == (
+    counts = run.plan.speculative
+    assert drafts_text(run.rollout.speculative, counts) == f"drafts of {DRAFTER} {said}"
+    assert drafts_text(SpeculativeConfig(tokens=2, acceptance=0.8), counts) == (
         f"drafts of the model's own layer for multi-token prediction {said}"
     )
-    assert drafts_text(drafting(speculative=None)) == ""
+    assert drafts_text(run.rollout.speculative, None) == ""
 
 
 @pytest.mark.parametrize(("drafted", "tokens"), [(0, 2), (3, 3)])

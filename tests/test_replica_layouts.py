@@ -259,6 +259,10 @@ def test_attention_ranks_are_planned_where_the_offer_names_them() -> None:
     assert wide.expert_parallel == 64 and wide.num_gpus == 64
 
 
+def check_ranks(run: Run) -> None:
+    check_attention_ranks(run.plan, load_model(run.model))
+
+
 def test_attention_ranks_that_divide_no_experts_are_refused_and_those_that_fit_rarely_counted() -> (
     None
 ):
@@ -267,10 +271,10 @@ def test_attention_ranks_that_divide_no_experts_are_refused_and_those_that_fit_r
         r"plan\.rollout_data_parallel must divide the experts of .*, which has 128 experts, got 3"
     )
     with pytest.raises(RunError, match=told):
-        check_attention_ranks(small_run_with(run, [1, 3]))
+        check_ranks(small_run_with(run, [1, 3]))
     with pytest.raises(RunError, match="which has no experts, got 2"):
-        check_attention_ranks(small_run_with(plan(), [2]))
-    check_attention_ranks(small_run_with(run, [1, 8]))
+        check_ranks(small_run_with(plan(), [2]))
+    check_ranks(small_run_with(run, [1, 8]))
     cut: Counter[str] = Counter()
     list(fitting_replicas(small_run_with(run, [64]), "far", 128, [4], cut))
     assert cut[DIVISIBILITY] == 1

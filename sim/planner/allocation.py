@@ -31,8 +31,10 @@ from typing import Literal, assert_never
 from msgspec.structs import replace
 
 from streamrl.engine.presets import choose_system
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.checks import check_run
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.sim.batch_generation import Finish, StepBatch, step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_latency
@@ -73,8 +75,13 @@ class Generation:
     """When each rollout of the first batch was finished, the first first."""
 
     def apply(self, run: Run) -> Run:
-        """Return the run with these replicas."""
-        return _with_replicas(run, self.replicas, self.tensor_parallel)
+        """Return the run with these replicas, which keep expert parallelism if the run has it."""
+        own, degree = run.rollout, self.tensor_parallel
+        experts = degree * own.data_parallel if own.expert_parallel > 1 else 1
+        rollout = replace(
+            own, replicas=self.replicas, tensor_parallel=degree, expert_parallel=experts
+        )
+        return replace(run, rollout=rollout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +120,7 @@ class Stages:
         Raises:
             ValueError: its costs were measured for one parallelism, or the trainer fits no GPUs of its pool.
         """
-        refuse_profile(run)
+        refuse_profile(run.costs)
         policies, plan = replace(run.policies, resize="keep"), replace(run.plan, speculative=None)
         self._run = replace(run, policies=policies, plan=plan)
         self._smallest = smallest_tensor_parallel
@@ -159,7 +166,7 @@ class Stages:
             choice
             for choice in fitting_replicas(run, pool, num_gpus, None, Counter())
             if (choice.pipeline_parallel, choice.data_parallel) == own
-            and holds_rollouts(choice.apply(run), least)
+            and holds_rollouts(resolve(choice.apply(run)).replica, least)
         ]
         return fitting[:1] if self._smallest else fitting
 
@@ -244,24 +251,11 @@ class Stages:
         return Training(degrees=degrees, time=time)
 
 
-def _with_replicas(run: Run, replicas: int, degree: int) -> Run:
-    """Return the run with other replicas; those of a mixture that deals experts out go on doing so."""
-    rollout = replace(
-        run.rollout,
-        replicas=replicas,
-        tensor_parallel=degree,
-        expert_parallel=degree * run.rollout.data_parallel
-        if run.rollout.expert_parallel > 1
-        else 1,
-    )
-    return replace(run, rollout=rollout)
-
-
-def refuse_profile(run: Run) -> None:
-    """Raise `ValueError` where costs were measured at one parallelism only."""
-    if run.costs.profile is not None:
+def refuse_profile(costs: CostsConfig) -> None:
+    """Raise `ValueError` if costs were measured at one parallelism only."""
+    if costs.profile is not None:
         raise ValueError(
-            f"costs.profile {run.costs.profile!r} was measured at one parallelism, and an allocation "
+            f"costs.profile {costs.profile!r} was measured at one parallelism, and an allocation "
             "compares many: leave it out"
         )
 
@@ -329,7 +323,7 @@ def search(
         raise ValueError(
             "policies.system 'colocated' has nothing to divide: both sides use all GPUs"
         )
-    objective = objective or objective_of(run)
+    objective = objective or objective_of(run.policies)
     pools = run.cluster.pools
     rollout, trainer = pools[run.rollout.pool], pools[run.trainer.pool]
     is_one_pool = run.rollout.pool == run.trainer.pool
@@ -350,9 +344,9 @@ def search(
     return Comparison(chosen=_balance(table), table=table)
 
 
-def objective_of(run: Run) -> Objective:
-    """Return what a step of the run's system takes."""
-    system = choose_system(run.policies)
+def objective_of(policies: PoliciesConfig) -> Objective:
+    """Return how a step of a run's system combines its stage times."""
+    system = choose_system(policies)
     if system.staleness_bound:
         return "max"
     return "overlap" if system.streaming == "stream" else "sum"

@@ -39,7 +39,7 @@ def find_with_fuller_memory(
         return None
     side = trainer_side(resolve(found.candidate.apply(run)).trainer)
     return OverMemoryLimit(
-        choice=describe(run, found.candidate),
+        choice=describe(run.cluster.pools, found.candidate),
         settings=settings_of(found.candidate),
         gain=found.gain,
         memory=side.need / side.capacity,
@@ -60,7 +60,7 @@ def find_on_partial_nodes(
     if found is None:
         return None
     return PartialNodePlan(
-        choice=describe(run, found.candidate),
+        choice=describe(run.cluster.pools, found.candidate),
         settings=settings_of(found.candidate),
         gain=found.gain,
     )

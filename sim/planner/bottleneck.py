@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.estimates import Estimates
-from streamrl.sim.planner.layouts import Replicas, holds_rollouts
+from streamrl.sim.planner.layouts import Replicas
 from streamrl.sim.planner.plan import Binding
 from streamrl.sim.planner.race import FINAL_STEPS, Race
 from streamrl.sim.planner.search import Search
@@ -88,17 +88,13 @@ def _of_caps(search: Search, index: int) -> Iterator[RelaxedRun]:
         yield RelaxedRun("max_staleness", run, candidate._replace(mode=mode))
     batch = replica_batch(candidate.apply(run))
     wider = candidate._replace(replicas=_twice_running(candidate.replicas))
-    if batch is not None and batch.limit == "max_running" and _holds(wider.replicas, run):
+    if batch is not None and batch.limit == "max_running" and wider.replicas.fits(run):
         yield RelaxedRun("max_running", run, wider)
 
 
 def _twice_running(replicas: Replicas) -> Replicas:
     beside = None if replicas.beside is None else _twice_running(replicas.beside)
     return replicas._replace(max_running=2 * replicas.max_running, beside=beside)
-
-
-def _holds(replicas: Replicas, run: Run) -> bool:
-    return all(holds_rollouts(kind.apply(run)) for kind in replicas.kinds)
 
 
 ARITHMETIC = 0.75

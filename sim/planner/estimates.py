@@ -268,12 +268,12 @@ class Estimates:
     def shifted(self, run: Run) -> Estimates:
         """Return estimates for other prices or links, with the same workload and the same plans."""
         other = copy(self)
-        other._take_offer(run)
+        other._take_offer(self.space.priced(run))
         return other
 
-    def _take_offer(self, run: Run) -> None:
-        self.space = self.space.priced(run)
-        self._push, self._load, self._egress = sync_times(self.space)
+    def _take_offer(self, space: Space) -> None:
+        self.space = space
+        self._push, self._load, self._egress = sync_times(space)
 
     # Steps ----------------------------------------------------------------------------------------
 
@@ -450,11 +450,6 @@ def _together(kinds: Sequence[tuple[int, list[LeastTimes]]]) -> LeastTimes:
 
 
 def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
-    run = _with_trainer(run, trainer)
+    """Return the seconds of a trainer. Replicas are placed in its pool, because training costs do not depend on them."""
+    run = trainer.apply(replace(run, rollout=replace(run.rollout, pool=trainer.pool)))
     return train_times(run, TrainingCosts.load(run), batches)
-
-
-def _with_trainer(run: Run, trainer: Degrees) -> Run:
-    """Return a run with a trainer and replicas beside it, to whose rollouts training costs are indifferent."""
-    run = trainer.apply(run)
-    return replace(run, rollout=replace(run.rollout, pool=trainer.pool))

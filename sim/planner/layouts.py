@@ -1,12 +1,9 @@
-"""Layouts of both sides that fit the GPUs: replicas, also of two kinds, and parallelism of a trainer.
+"""Layouts of both sides that fit the GPUs: replicas of one or two kinds, and parallelism of a trainer.
 
-The ways in which a side of a run may use its GPUs: replicas that generate, degrees of a trainer.
+A layout that does not fit is left out, and its reason is counted.
 
-What does not fit is cut, and the reason counted.
-
-Replicas of two kinds: GPUs of a second pool beside good ones, or some of a pool in other degrees.
-
-What mixes is near what it is made of, so they are looked for around the best plans of replicas that are all alike.
+Replicas of the second kind use a second pool, or other degrees in the same pool. Their seconds are near those of the
+kinds that they combine. So they are built only from the best plans whose replicas are all alike.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -26,15 +24,26 @@ from streamrl.hardware.memory import (
     offloaded_bytes,
     trainer_memory,
 )
+from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.parallelism import slices_experts, splits_context
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.resolved import ReplicaHardware, TrainerHardware, resolve
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import has_layout
 from streamrl.runfile.gpu_pools import powers_of_two
-from streamrl.runfile.roles_config import Logits, Recompute, ReplicasConfig, SpeculativeConfig
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import (
+    Logits,
+    Recompute,
+    ReplicasConfig,
+    RolloutConfig,
+    SpeculativeConfig,
+    TrainerConfig,
+)
+from streamrl.runfile.simulation_config import FrameworkName
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
@@ -115,10 +124,14 @@ class Replicas(NamedTuple):
         """Return the run with these replicas."""
         others = tuple(ReplicasConfig(**kind.own) for kind in self.kinds[1:])
         rollout = replace(run.rollout, **self.own, others=others)
-        return replace(run, rollout=replace(rollout, speculative=self._drafting(run)))
+        speculative = self._drafting(run.rollout.speculative)
+        return replace(run, rollout=replace(rollout, speculative=speculative))
 
-    def _drafting(self, run: Run) -> SpeculativeConfig | None:
-        own = run.rollout.speculative
+    def fits(self, run: Run) -> bool:
+        """Return whether one replica of each kind holds a rollout of the longest kind."""
+        return all(holds_rollouts(resolve(kind.apply(run)).replica) for kind in self.kinds)
+
+    def _drafting(self, own: SpeculativeConfig | None) -> SpeculativeConfig | None:
         if own is None or self.drafted is None:
             return own
         return replace(own, tokens=self.drafted or own.tokens, enabled=self.drafted > 0)
@@ -152,10 +165,17 @@ class Degrees(NamedTuple):
         return self._replace(recompute="full", logits=None, offload=False)
 
     def apply(self, run: Run) -> Run:
-        """Return the run with this trainer; one stage has one slice, whatever pipelines have."""
-        slices = run.trainer.virtual_stages if self.pipeline_parallel > 1 else 1
-        trainer = replace(run.trainer, **self._asdict(), virtual_stages=slices)
-        return replace(run, trainer=trainer)
+        """Return the run with this trainer."""
+        return replace(run, trainer=self.change(run.trainer))
+
+    def change(self, trainer: TrainerConfig) -> TrainerConfig:
+        """Return the section of a trainer with these degrees. A single pipeline stage has one slice."""
+        slices = trainer.virtual_stages if self.pipeline_parallel > 1 else 1
+        return replace(trainer, **self._asdict(), virtual_stages=slices)
+
+    def place(self, trainer: TrainerHardware) -> TrainerHardware:
+        """Return a trainer, already in the pool of these degrees, that is split by them."""
+        return replace_fields(trainer, config=self.change(trainer.config))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,66 +198,83 @@ class TrainerRange:
 def fitting_replicas(
     run: Run, pool: str, num_gpus: int, degrees: Iterable[int] | None, cut: Counter[str]
 ) -> Iterator[Replicas]:
-    """Yield the ways to generate on `num_gpus` of a pool, the smallest tensor parallelism first.
+    """Yield the replicas that fit on `num_gpus` of a pool, the smallest tensor parallelism first.
 
-    A mixture whose run deals experts out goes on doing so. Replicas of several pipeline stages, or with attention ranks,
-    are tried where `[plan]` or the run says so, or where a replica holds no rollout otherwise.
+    Replicas keep expert parallelism if the run has it. Several pipeline stages, or attention ranks, are tried only if
+    `[plan]` or the run names them. Pipeline stages are also tried if no other replica holds a rollout.
     """
-    domain = run.cluster.pools[pool].domain
+    domain, model, plan = run.cluster.pools[pool].domain, load_model(run.model), run.plan
     tried = powers_of_two(domain) if degrees is None else list(degrees)
+    drafts: Sequence[int | None] = plan.speculative or [None]
     has_any = False
     for degree in tried:
         if (domain % degree and degree % domain) or num_gpus % degree:
             cut[DIVISIBILITY] += 1
             continue
-        if not load_model(run.model).splits_over(degree):
+        if not model.splits_over(degree):
             cut[HEADS] += 1
             continue
-        ways = _replicas_of(run, pool, num_gpus, degree, cut)
-        for found in _drafting(run, ways):
-            if holds_rollouts(found.apply(run)):
+        ways = _replicas_of(plan, run.rollout, model, pool, num_gpus, degree, cut)
+        for found in _drafting(drafts, ways):
+            if found.fits(run):
                 has_any = True
                 yield found
             else:
                 cut[ROLLOUT_MEMORY] += 1
-    if not has_any and run.plan.rollout_pipeline_parallel is None and domain in tried:
-        yield from _piped(run, pool, num_gpus, domain)
+    if has_any or plan.rollout_pipeline_parallel is not None or domain not in tried:
+        return
+    if not model.splits_over(domain):
+        return
+    for piped in _piped(run.rollout, pool, num_gpus, domain):
+        if fitting := [each for each in _drafting(drafts, [piped]) if each.fits(run)]:
+            yield from fitting
+            return
 
 
-def _drafting(run: Run, ways: Iterable[Replicas]) -> Iterator[Replicas]:
-    """Yield each way to generate with each number of drafted tokens that a plan may choose."""
-    drafts: Sequence[int | None] = run.plan.speculative or [None]
+def _drafting(drafts: Sequence[int | None], ways: Iterable[Replicas]) -> Iterator[Replicas]:
+    """Yield each layout of replicas with each number of drafted tokens that a plan may choose."""
     yield from (each._replace(drafted=tokens) for each in ways for tokens in drafts)
 
 
-def check_attention_ranks(run: Run) -> None:
-    """Raise `RunError` where a plan names attention ranks of a replica that divide no experts, whatever its tensor degree."""
-    key, experts = "plan.rollout_data_parallel", load_model(run.model).experts
+def check_attention_ranks(plan: PlanConfig, model: ModelShape) -> None:
+    """Check that the attention ranks which a plan names divide the experts of the model.
+
+    Raises:
+        RunError: they divide no experts with any tensor degree of the plan.
+    """
+    key, experts = "plan.rollout_data_parallel", model.experts
     num_experts = 0 if experts is None else experts.num_experts
-    for ranks in run.plan.rollout_data_parallel or []:
-        degrees = run.plan.rollout_tensor_parallel or [1]
+    for ranks in plan.rollout_data_parallel or []:
+        degrees = plan.rollout_tensor_parallel or [1]
         if ranks == 1 or any(num_experts and num_experts % (d * ranks) == 0 for d in degrees):
             continue
         has = f"{num_experts} experts" if num_experts else "no experts"
-        beside = f", with tensor degrees of {degrees}" if run.plan.rollout_tensor_parallel else ""
-        text = f"{key} must divide the experts of {load_model(run.model).name}, which has {has}, got {ranks}{beside}"
+        beside = f", with tensor degrees of {degrees}" if plan.rollout_tensor_parallel else ""
+        text = (
+            f"{key} must divide the experts of {model.name}, which has {has}, got {ranks}{beside}"
+        )
         raise RunError(
-            key, run.plan.rollout_data_parallel, list, text, ("plan.rollout_tensor_parallel",)
+            key, plan.rollout_data_parallel, list, text, ("plan.rollout_tensor_parallel",)
         )
 
 
 def _replicas_of(
-    run: Run, pool: str, num_gpus: int, degree: int, cut: Counter[str]
+    plan: PlanConfig,
+    rollout: RolloutConfig,
+    model: ModelShape,
+    pool: str,
+    num_gpus: int,
+    degree: int,
+    cut: Counter[str],
 ) -> Iterator[Replicas]:
     """Yield replicas of a tensor degree, with the stages and the attention ranks that a plan may have."""
-    most, plan, rollout = run.rollout.max_running, run.plan, run.rollout
+    most = rollout.max_running
     experts = degree if rollout.expert_parallel > 1 else 1
     stages = plan.rollout_pipeline_parallel or sorted({1, rollout.pipeline_parallel})
     for each in stages:
         if num_gpus % (degree * each) == 0:
             one = Replicas(pool, num_gpus // degree // each, degree, experts, most)
             yield one._replace(pipeline_parallel=each)
-    model = load_model(run.model)
     for ranks in plan.rollout_data_parallel or [rollout.data_parallel]:
         if ranks == 1 or model.experts is None:
             continue
@@ -251,23 +288,18 @@ def _replicas_of(
         yield Replicas(pool, replicas, degree, shared, most, data_parallel=ranks)
 
 
-def _piped(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:
-    """Yield the replicas of fewest stages, each all of a domain, that hold a rollout; none where none does."""
-    experts = degree if run.rollout.expert_parallel > 1 else 1
+def _piped(rollout: RolloutConfig, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:
+    """Yield replicas with several pipeline stages of one tensor degree, those with fewest stages first."""
+    experts = degree if rollout.expert_parallel > 1 else 1
     for stages in powers_of_two(min(num_gpus // degree, MOST_STAGES))[1:]:
-        if num_gpus % (degree * stages) or not load_model(run.model).splits_over(degree):
-            continue
-        one = Replicas(pool, num_gpus // degree // stages, degree, experts, run.rollout.max_running)
-        ways = _drafting(run, [one._replace(pipeline_parallel=stages)])
-        if found := [each for each in ways if holds_rollouts(each.apply(run))]:
-            yield from found
-            return
+        if num_gpus % (degree * stages) == 0:
+            one = Replicas(pool, num_gpus // degree // stages, degree, experts, rollout.max_running)
+            yield one._replace(pipeline_parallel=stages)
 
 
-def holds_rollouts(run: Run, least: int = 1) -> bool:
-    """Whether a replica holds `least` rollouts of the longest kind at once."""
+def holds_rollouts(replica: ReplicaHardware, least: int = 1) -> bool:
+    """Return whether a replica holds `least` rollouts of the longest kind at once."""
     try:
-        replica = resolve(run).replica
         return kv_capacity(replica) >= least * replica.longest_sequence
     except ValueError:
         return False
@@ -278,11 +310,12 @@ def fitting_trainers(
 ) -> Iterator[Degrees]:
     """Yield every trainer that fits on `num_gpus` of a pool.
 
-    Of trainers that split alike there may be two: one with all on its GPUs, and one that offloads and makes less again.
+    The same split may give two trainers. One keeps everything on its GPUs. The other offloads and recomputes less.
     """
-    per_node = run.cluster.pools[pool].domain
+    trainer = replace_fields(resolve(run).trainer, pool=run.cluster.pools[pool])
+    per_node = trainer.pool.domain
     for tensor in among.tensor_parallel or powers_of_two(per_node):
-        if not load_model(run.model).splits_over(tensor):
+        if not trainer.model.splits_over(tensor):
             cut[HEADS] += 1
             continue
         pipelines = among.pipeline_parallel or powers_of_two(num_gpus // tensor)
@@ -304,20 +337,32 @@ def fitting_trainers(
                     continue
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
                 degrees = Degrees(
-                    *(*split, among.recompute[0], run.trainer.logits, False, context, slices)
+                    *(*split, among.recompute[0], trainer.config.logits, False, context, slices)
                 )
-                yield from _ways_to_fit(run, degrees, among, cut)
+                reason = _reason_against(trainer, degrees, run.framework.name)
+                yield from _ways_to_fit(trainer, degrees, among, reason, cut)
 
 
 def _ways_to_fit(
-    run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]
+    trainer: TrainerHardware,
+    degrees: Degrees,
+    among: TrainerRange,
+    reason: str | None,
+    cut: Counter[str],
 ) -> list[Degrees]:
-    """Return the trainers that make as little again as fits, with all on the GPUs and offloading; none where neither fits.
+    """Return the trainers that recompute least, first without and then with offloading; none if neither fits.
 
-    One that offloads is tried only where less is made again then: it moves bytes for nothing else. Logits are taken in
-    chunks only where they must.
+    Offloading costs transfers, so it is tried only with less recomputation than without it. Logits are computed in
+    chunks only if they do not fit otherwise.
+
+    Args:
+        trainer: the run's trainer in the pool of `degrees`.
+        degrees: how it is split.
+        among: what may be recomputed.
+        reason: why the split is impossible, or None.
+        cut: counts reasons.
     """
-    if (reason := _reason_against(run, degrees)) is not None:
+    if reason is not None:
         cut[reason] += 1
         return []
     found: list[Degrees] = []
@@ -326,7 +371,7 @@ def _ways_to_fit(
         ways = _lightest_first(degrees._replace(offload=offload), among)
         if found:
             ways = ways[: ways.index(found[0]._replace(offload=offload, logits=ways[0].logits))]
-        way, is_close = _first_that_fits(run, ways, among.most_memory)
+        way, is_close = _first_that_fits(trainer, ways, among.most_memory)
         found += [way] if way is not None else []
         is_tight = is_tight or is_close
     if not found:
@@ -335,7 +380,7 @@ def _ways_to_fit(
 
 
 def _lightest_first(degrees: Degrees, among: TrainerRange) -> list[Degrees]:
-    """Return what a trainer may keep and make again, the fastest and largest first."""
+    """Return the choices of what a trainer keeps and recomputes, the fastest and largest first."""
     logits: tuple[Logits | None, ...] = (degrees.logits,)
     if degrees.logits is None:
         logits = (None, "chunked")
@@ -346,35 +391,35 @@ def _lightest_first(degrees: Degrees, among: TrainerRange) -> list[Degrees]:
 
 
 def _first_that_fits(
-    run: Run, ways: Sequence[Degrees], most_memory: float
+    trainer: TrainerHardware, ways: Sequence[Degrees], most_memory: float
 ) -> tuple[Degrees | None, bool]:
-    """Return the first of some ways that takes no more than a share of its GPUs, and whether one would take all but that."""
+    """Return the first way that uses at most a share of GPU memory, and whether only a larger share would do."""
     if not ways:
         return None, False
-    memory = load_gpu(run.cluster.pools[ways[0].pool].gpu).usable_memory
-    leanest = ways[-1].apply(run)
+    memory = load_gpu(trainer.pool.gpu).usable_memory
+    leanest = ways[-1].place(trainer)
     least = _trainer_bytes(leanest) / memory
-    trainer = resolve(leanest).trainer
-    if least > 1 or offloaded_bytes(trainer) > host_memory(trainer.pool):
+    if least > 1 or offloaded_bytes(leanest) > host_memory(leanest.pool):
         return None, False
     if least > most_memory:
         return None, True
-    shares = ((way, _trainer_bytes(way.apply(run)) / memory) for way in ways)
+    shares = ((way, _trainer_bytes(way.place(trainer)) / memory) for way in ways)
     return next(way for way, share in shares if share <= most_memory), False
 
 
-def _reason_against(run: Run, degrees: Degrees) -> str | None:
-    """Return why a model cannot be split so, whatever memory there is; None where it can."""
-    trainer = degrees.apply(run).trainer
-    if not has_layout(run.framework.name, trainer):
-        return OF_FRAMEWORK.format(run.framework.name)
-    if degrees.data_parallel > run.algorithm.rollouts_per_step:
+def _reason_against(
+    hardware: TrainerHardware, degrees: Degrees, framework: FrameworkName | None
+) -> str | None:
+    """Return why a trainer cannot be split so with any amount of memory; None if it can."""
+    trainer, model = degrees.change(hardware.config), hardware.model
+    if not has_layout(framework, trainer):
+        return OF_FRAMEWORK.format(framework)
+    if degrees.data_parallel > hardware.algorithm.rollouts_per_step:
         return RANKS
-    domain = run.cluster.pools[degrees.pool].domain
+    domain = hardware.pool.domain
     is_folded = trainer.copies * trainer.tensor_parallel % trainer.expert_ranks == 0
     if not is_folded or domain % (degrees.expert_tensor_parallel or 1):
         return DIVISIBILITY
-    model = load_model(run.model)
     if not splits_context(model, trainer):
         return HEADS
     if not slices_experts(model, trainer):
@@ -385,18 +430,18 @@ def _reason_against(run: Run, degrees: Degrees) -> str | None:
     return None
 
 
-def _trainer_bytes(run: Run) -> float:
-    """Bytes on the fullest GPU; without end where the model cannot be split that way."""
+def _trainer_bytes(trainer: TrainerHardware) -> float:
+    """Return the bytes on the fullest GPU; infinity if the model cannot be split that way."""
     try:
-        return sum(trainer_memory(resolve(run).trainer).values())
+        return sum(trainer_memory(trainer).values())
     except ValueError:
         return float("inf")
 
 
 def sizes(pool: PoolConfig, unit: int | None) -> list[int]:
-    """Return the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single one.
+    """Return the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single node.
 
-    In a large pool they differ by a sixteenth or so, unless `unit` says otherwise.
+    In a large pool they differ by about a sixteenth, unless `unit` is given.
     """
     step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
     counts = range(1, pool.num_gpus // step + 1)
@@ -417,14 +462,14 @@ MOST_SIZES = 6
 def mixed_fleets(
     run: Run, replicas: Iterable[Replicas], trainers: Sequence[Degrees]
 ) -> list[Replicas]:
-    """Return replicas of two kinds, each of which has one of `replicas`, or most of it, with others beside.
+    """Return replicas of two kinds: all or most of one of `replicas`, with others in the remaining GPUs.
 
     Args:
         run: the offer.
-        replicas: good ones.
-        trainers: of which the smallest leaves room for what comes beside.
+        replicas: good ones, of one kind each.
+        trainers: the smallest of them decides how many GPUs remain.
     """
-    if not can_mix(run):
+    if not can_mix(run.plan, run.policies):
         return []
     found = dict.fromkeys(
         _together(each._replace(replicas=kept), beside)
@@ -443,9 +488,8 @@ def _together(first: Replicas, second: Replicas) -> Replicas:
     return kinds[0]._replace(beside=kinds[1])
 
 
-def can_mix(run: Run) -> bool:
-    """Whether an offer leaves open what replicas there are, and no policy knows one kind alone."""
-    policies, plan = run.policies, run.plan
+def can_mix(plan: PlanConfig, policies: PoliciesConfig) -> bool:
+    """Return whether a plan may have two kinds of replicas, and each policy supports them."""
     knows_one = (
         policies.migration != "none" or policies.learns_from_siblings or policies.follows_pressure
     )
@@ -453,7 +497,7 @@ def can_mix(run: Run) -> bool:
 
 
 def _beside(run: Run, kept: Replicas, trainers: Sequence[Degrees]) -> Iterator[Replicas]:
-    """Yield what may come beside replicas on GPUs that are left."""
+    """Yield the replicas of another kind that fit on the remaining GPUs."""
     plan = run.plan
     for pool in plan.rollout_pools or run.cluster.pools:
         taken = min(trainer.num_gpus if trainer.pool == pool else 0 for trainer in trainers)

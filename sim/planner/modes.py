@@ -9,10 +9,12 @@ from msgspec.structs import replace
 
 from streamrl.engine.presets import SYSTEMS
 from streamrl.hardware.profiles import known_engines
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, DISPATCH, DispatchName
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.frameworks import Framework, framework_of, keep_filled_in
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import (
     OrderName,
     PoliciesConfig,
@@ -20,7 +22,8 @@ from streamrl.runfile.policies_config import (
     SyncMode,
     SystemName,
 )
-from streamrl.runfile.roles_config import NARROW
+from streamrl.runfile.roles_config import NARROW, RolloutConfig
+from streamrl.runfile.workload_config import LengthsConfig
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
     *("colocated", "stream-sync", "one-step-async", "stream-async"),
@@ -34,7 +37,7 @@ USUAL_DISPATCH: tuple[DispatchName, ...] = (DEFAULT_DISPATCH, "skewness-aware")
 
 
 class Mode(NamedTuple):
-    """What does not depend on who has which GPUs."""
+    """Choices of a plan that do not depend on its GPUs."""
 
     system: SystemName
     max_staleness: float | int | None
@@ -43,7 +46,7 @@ class Mode(NamedTuple):
     sync_mode: SyncMode
 
     def apply(self, run: Run) -> Run:
-        """Return the run in this mode; what it replaces of its own system by name stays with that system."""
+        """Return the run in this mode. Policies that the run sets for its own system do not apply to another system."""
         policies = replace(run.policies, system=self.system, latency=None, context_time=None)
         if self.system != run.policies.system:
             policies = replace(
@@ -62,7 +65,7 @@ class Mode(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What modes are made of; None is a system's own."""
+    """Values that modes combine; None means the default of a system."""
 
     systems: Sequence[SystemName]
     dispatch: Sequence[DispatchName | None]
@@ -71,68 +74,69 @@ class Choices(NamedTuple):
 
 
 def find_choices(run: Run) -> Choices:
-    """Return what `[plan]` names, and where it names nothing what is sensible."""
-    plan, own = run.plan, run.policies
+    """Return the values that `[plan]` names, and sensible ones for the keys that it leaves out."""
+    plan, own, lengths = run.plan, run.policies, run.workload.lengths
     return Choices(
         systems=plan.systems or list(dict.fromkeys((own.system, *USUAL_SYSTEMS))),
-        dispatch=plan.dispatch or _usual_dispatch(run),
-        order=plan.order or _usual_order(run),
-        sync_modes=plan.sync_modes or _usual_sync(run),
+        dispatch=plan.dispatch or _usual_dispatch(lengths, own.dispatch),
+        order=plan.order or _usual_order(lengths, own.order),
+        sync_modes=plan.sync_modes or _usual_sync(run.sync, run.model, run.rollout),
     )
 
 
 def find_modes(run: Run) -> list[Mode]:
-    """Return every mode, those of one system beside each other."""
+    """Return every mode, ordered by system."""
     choices = find_choices(run)
     modes = (
         Mode(system, staleness, dispatch, order, sync)
         for system in choices.systems
-        for staleness in _bounds(run, system)
+        for staleness in _bounds(run.plan, run.policies, system)
         for dispatch in choices.dispatch
         for order in choices.order
         for sync in choices.sync_modes
     )
-    return [mode for mode in modes if mode.system != "colocated" or _is_colocatable(run, mode)]
+    return [
+        mode
+        for mode in modes
+        if mode.system != "colocated" or _is_colocatable(mode.apply(run).sync)
+    ]
 
 
-def _bounds(run: Run, system: SystemName) -> list[float | int | None]:
-    """Return the bounds of staleness that a system may have, the run's where it has one; None is the system's own."""
+def _bounds(
+    plan: PlanConfig, policies: PoliciesConfig, system: SystemName
+) -> list[float | int | None]:
+    """Return the staleness bounds to try with a system; None means the default of the system."""
     generates_ahead = SYSTEMS[system].max_staleness > 0
-    is_own = generates_ahead or system == run.policies.system
-    own = run.policies.max_staleness if is_own else None
-    if run.plan.max_staleness is None or not generates_ahead:
+    is_own = generates_ahead or system == policies.system
+    own = policies.max_staleness if is_own else None
+    if plan.max_staleness is None or not generates_ahead:
         return [own]
-    return [bound for bound in run.plan.max_staleness if bound > 0] or [own]
+    return [bound for bound in plan.max_staleness if bound > 0] or [own]
 
 
-def _usual_dispatch(run: Run) -> list[DispatchName | None]:
-    lengths = run.workload.lengths
-    own = run.policies.dispatch
+def _usual_dispatch(
+    lengths: LengthsConfig | None, own: DispatchName | None
+) -> list[DispatchName | None]:
     if lengths is None or lengths.ranker == "none":
         return [own]
     named = (own or DEFAULT_DISPATCH, *USUAL_DISPATCH)
     return list(dict.fromkeys(named))
 
 
-def _usual_order(run: Run) -> list[OrderName | None]:
-    lengths, own = run.workload.lengths, run.policies.order
+def _usual_order(lengths: LengthsConfig | None, own: OrderName | None) -> list[OrderName | None]:
     if lengths is None or lengths.ranker == "none":
         return [own]
     return list(dict.fromkeys((own or "fifo", "longest-first")))
 
 
-def _usual_sync(run: Run) -> list[SyncMode]:
-    own = run.sync.mode
-    is_tight = (
-        run.model.dtype != "float32"
-        and run.rollout.dtype not in NARROW
-        and run.sync.backend != "nccl-reshard"
+def _usual_sync(sync: SyncConfig, model: ModelConfig, rollout: RolloutConfig) -> list[SyncMode]:
+    has_deltas = (
+        model.dtype != "float32" and rollout.dtype not in NARROW and sync.backend != "nccl-reshard"
     )
-    return ["full", "delta"] if own == "full" and is_tight else [own]
+    return ["full", "delta"] if sync.mode == "full" and has_deltas else [sync.mode]
 
 
-def _is_colocatable(run: Run, mode: Mode) -> bool:
-    sync = mode.apply(run).sync
+def _is_colocatable(sync: SyncConfig) -> bool:
     return sync.mode == "full" and sync.backend == SyncConfig().backend
 
 
@@ -140,33 +144,36 @@ _Name = TypeVar("_Name")
 
 
 class Scope(NamedTuple):
-    """An offer that keeps to a framework."""
+    """An offer limited to what a framework supports."""
 
     run: Run
     left_out: list[str]
-    """What the framework has not, by what it is: "systems stream-sync, stream-async"."""
+    """Choices that the framework does not support, by kind: "systems stream-sync, stream-async"."""
 
 
 def keep_to_framework(run: Run) -> Scope:
-    """Return an offer with a section `[plan]` that holds only what its framework can do.
+    """Return an offer whose section `[plan]` has only what its framework supports.
 
     Raises:
-        RunError: of what `[plan]` names for a key the framework has nothing, or it does not generate with
+        RunError: the framework supports no value that `[plan]` names for a key, or does not generate with
             `costs.engine`.
     """
     framework = framework_of(run.framework.name)
     if framework is None:
         return Scope(run, [])
-    _check_engine(run, framework)
-    wanted, able = find_choices(run), _able(run, framework)
-    kept = {key: _kept(run, key, getattr(wanted, key), getattr(able, key)) for key in able._fields}
-    mixes = run.plan.mixes_replicas and framework.mixes_replicas
-    plan = replace(run.plan, mixes_replicas=mixes, **kept)
-    return Scope(replace(run, plan=plan), list(_left_out(run, framework, wanted, able)))
+    plan, engine = run.plan, run.costs.engine
+    _check_engine(engine, framework)
+    wanted, able = find_choices(run), _able(engine, framework)
+    kept = {
+        key: _kept(key, getattr(plan, key), getattr(wanted, key), getattr(able, key), framework)
+        for key in able._fields
+    }
+    left_out = list(_left_out(plan, framework, wanted, able))
+    mixes = plan.mixes_replicas and framework.mixes_replicas
+    return Scope(replace(run, plan=replace(plan, mixes_replicas=mixes, **kept)), left_out)
 
 
-def _check_engine(run: Run, framework: Framework) -> None:
-    engine = run.costs.engine
+def _check_engine(engine: str, framework: Framework) -> None:
     if not framework.generates_with(engine):
         able = [name for name in known_engines() if framework.generates_with(name)]
         text = (
@@ -176,27 +183,29 @@ def _check_engine(run: Run, framework: Framework) -> None:
         raise RunError("costs.engine", engine, OneOf(able), text, ("framework.name",))
 
 
-def _able(run: Run, framework: Framework) -> Choices:
+def _able(engine: str, framework: Framework) -> Choices:
     return Choices(
         systems=[way.name for way in framework.systems],
         dispatch=[*(framework.dispatch or DISPATCH.own)],
         order=[*(framework.order or get_args(OrderName))],
-        sync_modes=framework.sync_modes(run.costs.engine),
+        sync_modes=framework.sync_modes(engine),
     )
 
 
 def _kept(
-    run: Run, key: str, wanted: Sequence[_Name | None], able: Sequence[_Name]
+    key: str,
+    stated: Sequence[_Name] | None,
+    wanted: Sequence[_Name | None],
+    able: Sequence[_Name],
+    framework: Framework,
 ) -> list[_Name] | None:
-    """Return what is chosen among: of what `[plan]` names what is there, else all that is."""
+    """Return the values to choose among: those of `[plan]` that the framework supports, else all that it supports."""
     if wanted == [None]:  # a system's own, which every framework has
         return None
     found = [name for name in able if name in wanted]
-    stated = getattr(run.plan, key)
     if stated is not None and not found:
-        name = run.framework.name
         text = (
-            f"plan.{key} {shown(stated)}: framework {name} has none of these, but "
+            f"plan.{key} {shown(stated)}: framework {framework.name} has none of these, but "
             f"{', '.join(map(str, able))}"
         )
         raise RunError(f"plan.{key}", stated, OneOf(able), text, ("framework.name",))
@@ -205,7 +214,9 @@ def _kept(
     return found or list(able)
 
 
-def _left_out(run: Run, framework: Framework, wanted: Choices, able: Choices) -> Iterator[str]:
+def _left_out(
+    plan: PlanConfig, framework: Framework, wanted: Choices, able: Choices
+) -> Iterator[str]:
     for key in wanted._fields:
         missing = [
             str(name)
@@ -214,7 +225,7 @@ def _left_out(run: Run, framework: Framework, wanted: Choices, able: Choices) ->
         ]
         if missing:
             yield f"{key.replace('_', ' ')} {', '.join(missing)}"
-    if run.plan.mixes_replicas and not framework.mixes_replicas:
+    if plan.mixes_replicas and not framework.mixes_replicas:
         yield "replicas of two kinds beside each other"
     layouts = ", ".join(
         f"{layout.name} (ZeRO {'/'.join(map(str, layout.zero))}{_splits_text(layout.splits)})"

@@ -1,9 +1,9 @@
-"""What plans are judged by: the objective, the budgets and the deadline of `[plan]`."""
+"""The objective, the budgets and the deadline of `[plan]`, by which plans are compared."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar, assert_never
 
 import numpy as np
@@ -26,10 +26,10 @@ UNITS: dict[ObjectiveName, str] = {
 
 
 def value_of(plan: PlanConfig, speed: Speed) -> float:
-    """Read a simulation.
+    """Return the objective of a simulated plan.
 
-    The Pareto set is searched for the least product of seconds and dollars. All are those of as much progress as a step
-    whose rollouts are not behind makes (`plan.staleness_cost`).
+    For the Pareto set it is the product of seconds and dollars. All values are scaled to the progress of a step
+    without staleness (`plan.staleness_cost`).
     """
     steps = steps_for_one(plan, speed.mean_staleness)
     match plan.objective:
@@ -149,10 +149,10 @@ TELL: dict[str, Callable[[float], str]] = {
 
 
 def within_rent(plan: PlanConfig, prices: Floats, cut: Counter[str]) -> Mask:
-    """Say which plans may be rented, of all by their dollars a second; `cut` counts the others.
+    """Return which plans have a rent within the budgets, given dollars a second; `cut` counts the others.
 
     Raises:
-        ValueError: none; the cheapest price is named.
+        ValueError: no plan has. The error has the lowest price.
     """
     kept = np.ones(len(prices), dtype=bool)
     for key, time, seconds in RENTS:
@@ -168,40 +168,39 @@ def within_rent(plan: PlanConfig, prices: Floats, cut: Counter[str]) -> Mask:
     return kept
 
 
-def limits_of(run: Run) -> list[Ceiling]:
-    """Return what bounds plans once they are simulated; `budget_per_hour` bounds the rent before that."""
+def limits_of(plan: PlanConfig) -> list[Ceiling]:
+    """Return the limits on simulated plans. `budget_per_hour` limits the rent before a simulation."""
     return [
         Ceiling(key, float(most), place, tell)
         for place, (key, tell) in enumerate(TELL.items())
-        if (most := getattr(run.plan, key)) is not None
+        if (most := getattr(plan, key)) is not None
     ]
 
 
 def spend_of(run: Run, speed: Speed) -> Spend[float]:
-    """Return what a simulated plan costs and takes."""
+    """Return the dollars and seconds of a simulated plan."""
     time = whole_time(run, speed)
     per_day = speed.cost_per_step / speed.step_time * SECONDS_PER_DAY
     whole = whole_dollars(speed, time, time.seconds)
     return Spend(speed.cost_per_step, per_day, whole, time.seconds)
 
 
-def excess(run: Run, spend: Spend[Figure]) -> Figure | float:
-    """Return how many times as much as it may the figure takes that breaks its limit most; 0 without limits."""
+def excess(plan: PlanConfig, spend: Spend[Figure]) -> Figure | float:
+    """Return the largest ratio of a figure to its limit; 0 without limits."""
     most: Figure | float = 0.0
-    for limit in limits_of(run):
+    for limit in limits_of(plan):
         most = np.maximum(most, spend[limit.place] / limit.most)
     return most
 
 
-def keeps_limits(run: Run, speed: Speed) -> bool:
-    """Whether a simulated plan breaks no limit."""
-    return float(excess(run, spend_of(run, speed))) <= 1
+def keeps_limits(plan: PlanConfig, spend: Spend[float]) -> bool:
+    """Return whether a simulated plan breaks no limit."""
+    return float(excess(plan, spend)) <= 1
 
 
-def unmet(run: Run, speeds: Iterable[Speed]) -> ValueError:
-    """Return the error that no plan keeps the limits: what the cheapest, or the fastest, takes."""
-    spends = [spend_of(run, speed) for speed in speeds]
-    limits = limits_of(run)
+def unmet(plan: PlanConfig, spends: Sequence[Spend[float]]) -> ValueError:
+    """Return the error that no plan keeps the limits, with the figures of the cheapest or the fastest plan."""
+    limits = limits_of(plan)
     broken = [limit for limit in limits if min(s[limit.place] for s in spends) > limit.most]
     if broken:
         return ValueError("; ".join(_tell_least(limit, spends) for limit in broken))
@@ -215,7 +214,7 @@ def unmet(run: Run, speeds: Iterable[Speed]) -> ValueError:
     )
 
 
-def _tell_least(limit: Ceiling, spends: list[Spend[float]]) -> str:
+def _tell_least(limit: Ceiling, spends: Sequence[Spend[float]]) -> str:
     best = "fastest" if limit.key == "deadline" else "cheapest"
     least = min(spend[limit.place] for spend in spends)
     return f"{_name(limit)}: the {best} plan that was simulated {limit.tell(least)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, hypot
 from statistics import median
 
@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
-from streamrl.runfile.config import Run
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
 from streamrl.sim.planner.layouts import Degrees, Replicas
@@ -22,9 +23,13 @@ from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
 
 
-def drafts_text(run: Run) -> str:
-    """Say what a plan takes of the tokens that it may draft, and from where; nothing where it may not."""
-    drafts, counts = run.rollout.speculative, run.plan.speculative
+def drafts_text(drafts: SpeculativeConfig | None, counts: Sequence[int] | None) -> str:
+    """Describe the acceptance that plans assume for speculative decoding; empty if no plan may draft.
+
+    Args:
+        drafts: the section `rollout.speculative`.
+        counts: numbers of drafted tokens that a plan may choose, `plan.speculative`.
+    """
     if drafts is None or counts is None:
         return ""
     assert drafts.acceptance is not None, "check_run wants it"
@@ -151,7 +156,7 @@ class PlanDescription:
         return self._search.space.candidate(index).mode.system
 
     def _text(self, index: int) -> str:
-        return describe(self._search.space.run, self._search.space.candidate(index))
+        return describe(self._search.space.run.cluster.pools, self._search.space.candidate(index))
 
     def _choice(self, index: int, speeds: Sequence[Speed]) -> Choice:
         """Describe a simulated plan."""
@@ -159,8 +164,8 @@ class PlanDescription:
         run, candidate, (speed, *_) = search.space.run, search.space.candidate(index), speeds
         ranges = [_range(value_of(run.plan, each), each) for each in speeds]
         return Choice(
-            rollout=side_of(run, candidate, "rollout"),
-            trainer=side_of(run, candidate, "trainer"),
+            rollout=side_of(run.cluster.pools, candidate, "rollout"),
+            trainer=side_of(run.cluster.pools, candidate, "trainer"),
             settings=settings_of(candidate),
             dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
             step_time=speed.step_time,
@@ -225,7 +230,7 @@ def _range(value: float, speed: Speed) -> tuple[float, float]:
     return value * least, value * most
 
 
-def side_of(run: Run, candidate: Candidate, section: str) -> PlannedSide:
+def side_of(pools: Mapping[str, PoolConfig], candidate: Candidate, section: str) -> PlannedSide:
     """Describe the side of a plan."""
     kinds: Sequence[Replicas | Degrees] = (candidate.trainer,)
     if section == "rollout":
@@ -234,7 +239,7 @@ def side_of(run: Run, candidate: Candidate, section: str) -> PlannedSide:
     for side in reversed(kinds):
         found = PlannedSide(
             pool=side.pool,
-            gpu=run.cluster.pools[side.pool].gpu,
+            gpu=pools[side.pool].gpu,
             num_gpus=side.num_gpus,
             degrees=_degrees(side),
             beside=found,
@@ -276,7 +281,7 @@ def _drafts(drafted: int | None) -> dict[str, int | bool | None]:
     return {f"{key}.enabled": drafted > 0, f"{key}.tokens": drafted or None}
 
 
-def describe(run: Run, candidate: Candidate) -> str:
-    """Return a plan in a line."""
-    rollout, trainer = (side_of(run, candidate, name) for name in ("rollout", "trainer"))
+def describe(pools: Mapping[str, PoolConfig], candidate: Candidate) -> str:
+    """Return one line that describes a plan."""
+    rollout, trainer = (side_of(pools, candidate, name) for name in ("rollout", "trainer"))
     return plan_text(rollout, trainer, settings_of(candidate))

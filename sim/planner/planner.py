@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from statistics import median
 from typing import NamedTuple
@@ -12,10 +12,12 @@ from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
 from streamrl.runfile.checks import check_run
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
+from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
@@ -52,8 +54,8 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
         RuntimeError: no plan comes to the run's last step.
         RunError: the run file has several trainers.
     """
-    _check_trainers(run)
-    _check_prices(run)
+    _check_trainers(run.num_trainers)
+    _check_prices(run.cluster.pools, run.plan.objective)
     started_at = time.perf_counter()
     scope = keep_to_framework(replace(run, faults=()))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
@@ -61,20 +63,20 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
         return _plan(scope, search, pool, _Progress(watch), started_at)
 
 
-def _check_trainers(run: Run) -> None:
-    if run.num_trainers > 1:
-        text = f"plan chooses for one trainer, the run file has {run.num_trainers}"
-        raise RunError(TRAINER, run.num_trainers, text=text)
+def _check_trainers(num_trainers: int) -> None:
+    if num_trainers > 1:
+        text = f"plan chooses for one trainer, the run file has {num_trainers}"
+        raise RunError(TRAINER, num_trainers, text=text)
 
 
-def _check_prices(run: Run) -> None:
-    """Refuse to compare dollars where there may be none."""
-    for name, pool in run.cluster.pools.items():
-        if run.plan.objective != "step-time" and not price_of(pool):
+def _check_prices(pools: Mapping[str, PoolConfig], objective: ObjectiveName) -> None:
+    """Refuse to compare dollars if a pool has no price."""
+    for name, pool in pools.items():
+        if objective != "step-time" and not price_of(pool):
             key = pool_key(name, "price")
             text = (
                 f"{key} is 0, and plans that cost nothing cannot be told apart by "
-                f"plan.objective={run.plan.objective!r}: give a price, or plan for 'step-time'"
+                f"plan.objective={objective!r}: give a price, or plan for 'step-time'"
             )
             raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
@@ -89,7 +91,7 @@ def _plan(
     chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_with_fuller_memory(search, chosen, pool, progress.on("with less room"))
-    whole_nodes = _whole_nodes(run)
+    whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
     on_parts = progress.on("parts of a node")
     parts = find_on_partial_nodes(search, chosen, pool, on_parts) if whole_nodes else None
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
@@ -128,22 +130,23 @@ def _plan(
         sensitivity=[_change(search, chosen, verdict, value) for verdict in verdicts],
         tighter=tighter,
         staleness_cost=run.plan.staleness_cost,
-        staleness_model=_staleness_model(run),
+        staleness_model=_staleness_model(
+            run.plan.staleness_study, run.algorithm.corrected_by or "none"
+        ),
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,
         framework=_of_framework(planned, scope),
-        drafts=drafts_text(run),
+        drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
     return Planned(planned, plan)
 
 
-def _whole_nodes(run: Run) -> list[str]:
-    """Return the pools whose nodes no plan divides, unless the run file says of how many GPUs both sides are."""
-    plan = run.plan
+def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
+    """Return the pools of which plans rent only whole nodes; none if `[plan]` has the GPUs of a side."""
     if plan.unit is not None or plan.rollout_gpus is not None or plan.trainer_gpus is not None:
         return []
-    return [name for name, pool in run.cluster.pools.items() if pool.nodes > 1]
+    return [name for name, pool in pools.items() if pool.nodes > 1]
 
 
 def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:
@@ -155,7 +158,7 @@ def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:
 
 
 def with_restarts(run: Run, step_time: float) -> Run:
-    """Return a run that replaces as much as it may well lose until its last step, for which it is priced."""
+    """Return a run that allows as many restarts as it may need until its last step, which its price includes."""
     most = max(run.policies.max_restarts, expected_losses(run, step_time).most)
     return replace(run, policies=replace(run.policies, max_restarts=most))
 
@@ -218,7 +221,7 @@ class _Progress:
 
 def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Change:
     other = verdict.other
-    text = describe(search.space.run, other or search.space.candidate(chosen))
+    text = describe(search.space.run.cluster.pools, other or search.space.candidate(chosen))
     gain = 1 - verdict.other_value / verdict.value
     return Change(
         what=verdict.what,
@@ -231,9 +234,6 @@ def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Chan
     )
 
 
-def _staleness_model(run: Run) -> str:
-    """Return the line that a study of staleness came to; nothing where the run file names none."""
-    path = run.plan.staleness_study
-    if path is None:
-        return ""
-    return str(read_staleness_model(path, run.algorithm.corrected_by or "none"))
+def _staleness_model(study: str | None, correction: str) -> str:
+    """Return the line that a study of staleness fitted for a correction; empty without a study."""
+    return "" if study is None else str(read_staleness_model(study, correction))

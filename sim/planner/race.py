@@ -103,8 +103,8 @@ class Race:
         """Yield plans that are no finalists, those that leave most of the budgets first."""
         search, run = self.search, self.search.space.run
         others = [index for index in search.ranking() if index not in self.finals]
-        others.sort(key=lambda index: excess(run, spend_of(run, search.speeds[index])))
-        yield from others[:count] if limits_of(run) else []
+        others.sort(key=lambda index: excess(run.plan, spend_of(run, search.speeds[index])))
+        yield from others[:count] if limits_of(run.plan) else []
 
     def _compare(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         search = self.search

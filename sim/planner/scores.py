@@ -23,6 +23,7 @@ from streamrl.sim.planner.objective import (
     excess,
     keeps_limits,
     limits_of,
+    spend_of,
     value_of,
 )
 from streamrl.sim.planner.space import Space
@@ -174,15 +175,15 @@ class Scores:
         return steps * self.space.prices + self.estimates.egress(steps)
 
     def _over_limits(self, steps: Floats) -> Floats:
-        """Return how many times as much as it may every plan takes whose steps take so long; up to 1 it keeps all limits."""
+        """Return the largest ratio of a figure to its limit of every plan, given its step time; up to 1 it keeps all limits."""
         run = self.space.run
-        if not limits_of(run):
+        if not limits_of(run.plan):
             return np.zeros(len(self.space))
         dollars = self._dollars(steps)
         num_steps = run.algorithm.steps * steps_for_one(run.plan, self._lags)
         per_day = dollars / steps * SECONDS_PER_DAY
         spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
-        found: Floats = np.asarray(excess(run, spend))
+        found: Floats = np.asarray(excess(run.plan, spend))
         return found
 
     def _least_over(self) -> Floats:
@@ -201,4 +202,5 @@ class Scores:
 
     def is_affordable(self, speed: Speed) -> bool:
         """Whether a simulated plan keeps to the budgets and the deadline of `[plan]`."""
-        return keeps_limits(self.space.run, speed)
+        run = self.space.run
+        return keeps_limits(run.plan, spend_of(run, speed))

@@ -22,8 +22,8 @@ from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.planner.estimates import Estimates
-from streamrl.sim.planner.layouts import Replicas, holds_rollouts, mixed_fleets
-from streamrl.sim.planner.objective import unmet
+from streamrl.sim.planner.layouts import Replicas, mixed_fleets
+from streamrl.sim.planner.objective import spend_of, unmet
 from streamrl.sim.planner.scores import Scores, best_of, within
 from streamrl.sim.planner.space import Candidate, Space
 from streamrl.sim.planner.stage_times import DealtBatch, FallingLengths
@@ -149,9 +149,10 @@ class Search(Scores):
             self.simulate(pool, chosen, watch)
 
     def nothing_left(self, speeds: Iterable[Speed]) -> Exception:
-        """Return the error that no plan is left to choose, of those with these speeds and those that do not finish."""
-        if speeds := list(speeds):
-            return unmet(self.space.run, speeds)
+        """Return the error that no plan keeps the limits, or that none finishes if there are no speeds."""
+        run = self.space.run
+        if spends := [spend_of(run, speed) for speed in speeds]:
+            return unmet(run.plan, spends)
         some = next(iter(self.unfinished.values()))
         return RuntimeError(f"no plan that was simulated comes to its end: {some.reason}")
 
@@ -172,7 +173,7 @@ class Search(Scores):
         """Open a plan with two kinds of replicas, and those that are like it but for what the trainer does to fit."""
         replicas, trainer, mode = candidate
         alike = [p for p, each in enumerate(self.space.trainers) if each.split == trainer.split]
-        fits = all(holds_rollouts(kind.apply(self.space.run)) for kind in replicas.kinds)
+        fits = replicas.fits(self.space.run)
         if replicas.beside is not None and fits and alike and mode in self.space.modes:
             self.widen([replicas], alike, [self.space.modes.index(mode)])
 
@@ -250,7 +251,7 @@ class Search(Scores):
 
         It ends too at `until`, an instant of `time.perf_counter`, and when the search has no time left.
         """
-        first, last = counted_steps(open_trial(self.base)[0])
+        first, last = counted_steps(open_trial(self.base)[0].simulate.max_steps)
         measured = range(first - 1, last)[:num_batches]
         while True:
             scores = self.scores()

@@ -1,7 +1,7 @@
-"""How the choice changes when lengths, prices, bandwidth or the trainer's speed are other than the run file says.
+"""Find how the chosen plan changes with other lengths, prices, bandwidth or training speed.
 
-Each change is planned again by estimate, among plans that can be the best after it; where another is clearly
-ahead, both are simulated.
+Each change is planned again by estimate, among the plans that may become the best. If another plan is clearly better,
+both are simulated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.runfile.config import Run
+from streamrl.runfile.cluster_config import ClusterConfig
+from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
 from streamrl.sim.planner.estimates import Estimates, Floats
 from streamrl.sim.planner.objective import value_of
@@ -69,15 +71,19 @@ class _Look(NamedTuple):
 
 
 def shifts(run: Run) -> Iterator[Shift]:
-    """Yield the worlds to plan for: each of lengths, training speed, bandwidth and prices 20 % less and more."""
+    """Yield the changes to plan for: lengths, training speed, bandwidth and prices, each 20 % lower and higher."""
+    cluster = run.cluster
     for factor, name in ((1 - SHARE, f"-{SHARE:.0%}"), (1 + SHARE, f"+{SHARE:.0%}")):
         if run.workload.lengths is not None:
             yield Shift(f"lengths {name}", _with_lengths(run, factor))
-        yield Shift(f"speed of training (MFU) {name}", _with_speed(run, factor))
-        if run.cluster.links:
-            yield Shift(f"bandwidth of links {name}", _with_bandwidth(run, factor), _crosses_a_link)
-        for pool in run.cluster.pools:
-            yield Shift(f"price of {pool} {name}", _with_price(run, pool, factor), _rents(pool))
+        faster = replace(run, costs=_with_speed(run.costs, factor))
+        yield Shift(f"speed of training (MFU) {name}", faster)
+        if cluster.links:
+            wider = replace(run, cluster=_with_bandwidth(cluster, factor))
+            yield Shift(f"bandwidth of links {name}", wider, _crosses_a_link)
+        for pool in cluster.pools:
+            repriced = replace(run, cluster=_with_price(cluster, pool, factor))
+            yield Shift(f"price of {pool} {name}", repriced, _rents(pool))
 
 
 def _crosses_a_link(candidate: Candidate) -> bool:
@@ -89,7 +95,7 @@ def _rents(pool: str) -> Callable[[Candidate], bool]:
 
 
 def _with_lengths(run: Run, factor: float) -> Run:
-    """Scale lengths and their cap alike, so that the distribution keeps its shape."""
+    """Scale lengths and their cap by the same factor, which keeps the shape of the distribution."""
     lengths = run.workload.lengths
     assert lengths is not None
     scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
@@ -98,22 +104,19 @@ def _with_lengths(run: Run, factor: float) -> Run:
     return replace(run, rollout=rollout, workload=replace(run.workload, lengths=lengths))
 
 
-def _with_speed(run: Run, factor: float) -> Run:
-    costs = replace(run.costs, training_factor=run.costs.training_factor * factor)
-    return replace(run, costs=costs)
+def _with_speed(costs: CostsConfig, factor: float) -> CostsConfig:
+    return replace(costs, training_factor=costs.training_factor * factor)
 
 
-def _with_bandwidth(run: Run, factor: float) -> Run:
-    links = [
-        replace(link, bandwidth=Bandwidth(link.bandwidth * factor)) for link in run.cluster.links
-    ]
-    return replace(run, cluster=replace(run.cluster, links=links))
+def _with_bandwidth(cluster: ClusterConfig, factor: float) -> ClusterConfig:
+    links = [replace(link, bandwidth=Bandwidth(link.bandwidth * factor)) for link in cluster.links]
+    return replace(cluster, links=links)
 
 
-def _with_price(run: Run, pool: str, factor: float) -> Run:
-    price = price_per_second(run, pool) * SECONDS_PER_HOUR * factor
-    pools = {**run.cluster.pools, pool: replace(run.cluster.pools[pool], price=price)}
-    return replace(run, cluster=replace(run.cluster, pools=pools))
+def _with_price(cluster: ClusterConfig, name: str, factor: float) -> ClusterConfig:
+    pool = cluster.pools[name]
+    price = price_per_second(pool) * SECONDS_PER_HOUR * factor
+    return replace(cluster, pools={**cluster.pools, name: replace(pool, price=price)})
 
 
 def judge(
@@ -188,7 +191,8 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
 def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     """Estimate plans with other stage times, the replicas of the best simulated; what fits may be another set."""
     try:
-        after = Search.open(_narrowed(shift.run, search), search.deadline)
+        narrowed = replace(shift.run, plan=_narrowed(shift.run.plan, search))
+        after = Search.open(narrowed, search.deadline)
     except ValueError:  # nothing like the best plans fits any more, as the verdict then says
         return _Look(shift, 1.0, None, None)
     after.estimates.take_paces(search.estimates)
@@ -204,16 +208,16 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
     return _Look(shift, ratio, candidate(place), candidate(best) if has_other else None)
 
 
-def _narrowed(run: Run, search: Search) -> Run:
-    """Leave out of a run's section `[plan]` what no plan near the best has."""
+def _narrowed(plan: PlanConfig, search: Search) -> PlanConfig:
+    """Limit the section `[plan]` to the pools, sizes and systems of the plans near the best."""
     space, values = search.space, _values(search.estimates)
     near = np.nonzero(values <= CONTENDS * values.min())[0]
     trainers = [space.trainers[i] for i in np.unique(space.of_trainer[near])]
     fleets = [space.replicas[i] for i in np.unique(space.of_replicas[near])]
     replicas = [kind for fleet in fleets for kind in fleet.kinds]
     modes = [space.modes[i] for i in np.unique(space.of_mode[near])]
-    plan = replace(
-        run.plan,
+    return replace(
+        plan,
         rollout_pools=sorted({side.pool for side in replicas}),
         trainer_pools=sorted({side.pool for side in trainers}),
         rollout_gpus=sorted({side.num_gpus for side in replicas}),
@@ -221,7 +225,6 @@ def _narrowed(run: Run, search: Search) -> Run:
         micro_batch=sorted({side.micro_batch for side in trainers}),
         systems=list(dict.fromkeys(mode.system for mode in modes)),
     )
-    return replace(run, plan=plan)
 
 
 def _values(estimates: Estimates) -> Floats:

@@ -1,8 +1,7 @@
 """The search space: every combination of replicas, trainer and mode that an offer allows, with its rent.
 
-Every plan that an offer allows: replicas x trainer x mode, as indices into three lists.
-
-What cannot be is cut where it shows, a side by itself or the pair of both, and the reason counted.
+A plan is three indices, into lists of replicas, trainers and modes. A side or a pair that is impossible is left out,
+and its reason is counted.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from numpy.typing import NDArray
 
 from streamrl.engine.presets import System, choose_system
 from streamrl.hardware.memory import ROOMY, kv_capacity
+from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.hardware.resolved import check_precision, longest_sequence, resolve
+from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import find_link, powers_of_two
 from streamrl.runfile.plan_config import PlanConfig
@@ -54,7 +55,7 @@ SHARED = "colocated: sides in different pools, or of different size"
 
 
 class Plans(NamedTuple):
-    """What each plan is made of, as places in lists, and what it costs."""
+    """The parts of each plan, as places in lists, and its price."""
 
     of_replicas: Indices
     of_trainer: Indices
@@ -63,18 +64,19 @@ class Plans(NamedTuple):
 
 
 def plans_of(
-    run: Run,
+    cluster: ClusterConfig,
+    plan: PlanConfig,
     replicas: Sequence[Replicas],
     trainers: Sequence[Degrees],
     modes: Sequence[Mode],
     cut: Counter[str],
 ) -> Plans:
-    """Return the plans that both sides make in every mode, and that keep to the budgets of an hour.
+    """Return every combination of both sides and a mode whose rent is within the budgets of an hour and a day.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: there are too many, or all exceed a budget.
     """
-    pairs = Pairs(run, replicas, trainers)
+    pairs = Pairs(cluster, replicas, trainers)
     parts = []
     for index, mode in enumerate(modes):
         first, second = np.nonzero(pairs.open_to(mode, cut))
@@ -88,33 +90,35 @@ def plans_of(
         )
     is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
     prices = pairs.prices(is_shared, of_replicas, of_trainer)
-    kept = within_rent(run.plan, prices, cut) if len(prices) else np.zeros(0, dtype=bool)
+    kept = within_rent(plan, prices, cut) if len(prices) else np.zeros(0, dtype=bool)
     return Plans(of_replicas[kept], of_trainer[kept], of_mode[kept], prices[kept])
 
 
 class Pairs:
-    """Which replicas go with which trainers."""
+    """Pairs of replicas and trainers: which fit the pools and links together, and their prices."""
 
-    def __init__(self, run: Run, replicas: Sequence[Replicas], trainers: Sequence[Degrees]) -> None:
-        offer, names = run.cluster.pools, list(run.cluster.pools)
+    def __init__(
+        self, cluster: ClusterConfig, replicas: Sequence[Replicas], trainers: Sequence[Degrees]
+    ) -> None:
+        offer, links, names = cluster.pools, cluster.links, list(cluster.pools)
         self._generate = np.array([_gpus_by_pool(each.kinds, names) for each in replicas])
         self._train = np.array([_gpus_by_pool([each], names) for each in trainers])
         """GPUs of each side in each pool."""
-        rent = [0.0 if p.owned else price_per_second(run, name) for name, p in offer.items()]
+        rent = [0.0 if pool.owned else price_per_second(pool) for pool in offer.values()]
         self._prices = self._generate @ np.array(rent), self._train @ np.array(rent)
         self._owned = sum(
-            p.num_gpus * price_per_second(run, name) for name, p in offer.items() if p.owned
+            pool.num_gpus * price_per_second(pool) for pool in offer.values() if pool.owned
         )
-        """Dollars a second of pools that are owned, whatever a plan takes of them."""
+        """Dollars a second of all pools that are owned. Every plan includes them."""
         together = self._generate[:, None, :] + self._train[None, :, :]
         self._room = (together <= [pool.num_gpus for pool in offer.values()]).all(axis=2)
-        apart = np.array([[a != b and not _has_link(run, a, b) for b in names] for a in names])
+        apart = np.array([[a != b and not _has_link(links, a, b) for b in names] for a in names])
         self._unlinked = (self._generate > 0).astype(int) @ apart @ (self._train > 0).T > 0
         is_same = (self._generate[:, None, :] == self._train[None, :, :]).all(axis=2)
         self._shared: Mask = is_same & np.array([[each.beside is None] for each in replicas])
 
     def open_to(self, mode: Mode, cut: Counter[str]) -> Mask:
-        """Say which pairs can run in a mode."""
+        """Return which pairs can run in a mode."""
         if mode.system == "colocated":
             cut[SHARED] += int((~self._shared).sum())
             return self._shared
@@ -139,19 +143,19 @@ def _gpus_by_pool(parts: Sequence[Replicas | Degrees], names: list[str]) -> list
     return list(counts.values())
 
 
-def _has_link(run: Run, first: str, second: str) -> bool:
-    return find_link(run.cluster.links, first, second) is not None
+def _has_link(links: list[LinkConfig], first: str, second: str) -> bool:
+    return find_link(links, first, second) is not None
 
 
-def price_per_second(run: Run, pool: str) -> float:
-    """Return the dollars of a pool's GPU for a second."""
-    return price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
+def price_per_second(pool: PoolConfig) -> float:
+    """Return the price of one GPU of a pool in dollars a second."""
+    return price_of(pool) / SECONDS_PER_HOUR
 
 
 def with_rent(run: Run) -> Run:
-    """Return the run with as many nodes as both sides use of pools that are rented, and all of those that are owned.
+    """Return the run with the nodes that both sides use of rented pools, and all nodes of owned pools.
 
-    Nothing is open any more; where not all GPUs of these nodes are rented, `[plan]` says how many are.
+    Section `[plan]` keeps no open choice. It has the GPUs of both sides if they use only a part of the rented nodes.
     """
     needs: Counter[str] = Counter()
     sides: list[RolloutConfig | TrainerConfig] = [*run.rollout.kinds, run.trainer]
@@ -204,7 +208,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All plans that fit; `of_*` say of which replicas, trainer and mode each is."""
+    """All plans that fit; `of_*` are the places of each plan's replicas, trainer and mode."""
 
     run: Run
     replicas: list[Replicas]
@@ -216,7 +220,7 @@ class Space:
     prices: Floats
     """Dollars a second."""
     cut: Counter[str]
-    """Reasons, each with the sides or pairs of sides that it ruled out."""
+    """Reasons, each with the number of sides or pairs that it ruled out."""
 
     def __len__(self) -> int:
         return len(self.of_mode)
@@ -239,7 +243,7 @@ class Space:
         return self.systems[int(self.of_mode[index])]
 
     def find(self, candidate: Candidate) -> int | None:
-        """Return the index of a plan, whatever its trainer has to do here to fit; None where it does not."""
+        """Return the index of a plan with the same split, or None. Recomputation and offloading may differ."""
         replicas, trainer, mode = candidate
         if replicas not in self.replicas or mode not in self.modes:
             return None
@@ -253,13 +257,13 @@ class Space:
         return None
 
     def _alike(self, trainer: Degrees) -> list[int]:
-        """Return the places of trainers that split as one does: first those that offload, or do not, as it does."""
+        """Return the places of trainers with the same split, those with the same offloading first."""
         alike = [place for place, each in enumerate(self.trainers) if each.split == trainer.split]
         return sorted(alike, key=lambda place: self.trainers[place].offload != trainer.offload)
 
     def priced(self, run: Run) -> Space:
         """Return the same plans with the prices of another offer."""
-        pairs = Pairs(run, self.replicas, self.trainers)
+        pairs = Pairs(run.cluster, self.replicas, self.trainers)
         is_shared = np.array([mode.system == "colocated" for mode in self.modes])[self.of_mode]
         prices = pairs.prices(is_shared, self.of_replicas, self.of_trainer)
         return replace_fields(self, run=run, prices=prices)
@@ -268,20 +272,20 @@ class Space:
     def open(
         cls, run: Run, batches: Sequence[FallingLengths] = (), *, tight: bool = False
     ) -> Space:
-        """Find the plans that a run's offer and its section `[plan]` leave open.
+        """Find the plans that a run's offer and its section `[plan]` allow.
 
         Args:
             run: the run file.
-            batches: what is trained on. Where given, trainers that others on the same GPUs leave behind are cut.
-            tight: only with trainers that plans have not, as they leave too little room.
+            batches: batches to train on. If given, trainers much slower than others on the same GPUs are left out.
+            tight: use only the trainers that plans leave out because too little GPU memory remains.
 
         Raises:
-            ValueError: there are none; the constraint that rules out the last is named.
+            ValueError: there are none. The error has the constraints that rule plans out.
         """
         check_profiles(run)
         check_precision(run)
-        check_attention_ranks(run)
-        refuse_profile(run)
+        check_attention_ranks(run.plan, load_model(run.model))
+        refuse_profile(run.costs)
         if run.policies.resize != "keep":
             raise ValueError(
                 f"policies.resize {run.policies.resize!r} changes what a plan decides: leave it out"
@@ -304,7 +308,7 @@ class Space:
         modes: list[Mode],
         cut: Counter[str],
     ) -> Space:
-        plans = plans_of(run, replicas, trainers, modes, cut)
+        plans = plans_of(run.cluster, run.plan, replicas, trainers, modes, cut)
         if not len(plans.of_mode):
             raise ValueError(f"no plan is left: {_why(cut)}")
         replicas, of_replicas = _used(replicas, plans.of_replicas)
@@ -325,12 +329,13 @@ class Space:
     def widened(
         self, more: Sequence[Replicas], trainers: Sequence[int], modes: Sequence[int]
     ) -> Space:
-        """Return the space with further replicas, each with some of the trainers in some of the modes.
+        """Return the space with more replicas, each with some of the trainers in some of the modes.
 
-        Plans that were there keep their indices.
+        Existing plans keep their indices.
         """
         plans = plans_of(
-            self.run,
+            self.run.cluster,
+            self.run.plan,
             more,
             [self.trainers[each] for each in trainers],
             [self.modes[each] for each in modes],
@@ -358,16 +363,16 @@ class Space:
 
 
 def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
-    """Return every way to generate.
+    """Return every layout of replicas that fits.
 
     Raises:
         ValueError: there is none.
     """
-    plan = run.plan
+    plan, pools = run.plan, run.cluster.pools
     found = [
         choice
-        for pool in plan.rollout_pools or run.cluster.pools
-        for num_gpus in _sizes(run, pool, plan.rollout_gpus)
+        for pool in plan.rollout_pools or pools
+        for num_gpus in _sizes(pools[pool], plan.unit, plan.rollout_gpus)
         for choice in fitting_replicas(run, pool, num_gpus, plan.rollout_tensor_parallel, cut)
     ]
     if load_model(run.model).experts is not None:
@@ -383,24 +388,24 @@ def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
 
 
 def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[Degrees]:
-    """Return every way to train, with room on its GPUs where there is one.
+    """Return every trainer that fits and leaves free GPU memory; if there is none, every trainer that fits.
 
     Args:
         run: the run file.
-        cut: reasons are counted there.
-        tight: return the others instead, which fit but leave less room.
+        cut: counts reasons.
+        tight: return the others instead, which fit but leave less free memory.
 
     Raises:
         ValueError: there is none.
     """
-    plan = run.plan
+    plan, model = run.plan, load_model(run.model)
     among = TrainerRange(
         tensor_parallel=plan.trainer_tensor_parallel,
         pipeline_parallel=plan.pipeline_parallel,
-        expert_parallel=_expert_degrees(run),
-        expert_tensor_parallel=run.plan.expert_tensor_parallel
-        or [run.trainer.expert_tensor_parallel],
-        context_parallel=_context_degrees(run),
+        expert_parallel=plan.expert_parallel or _expert_degrees(run.trainer, model),
+        expert_tensor_parallel=plan.expert_tensor_parallel or [run.trainer.expert_tensor_parallel],
+        context_parallel=plan.context_parallel
+        or _context_degrees(run.trainer, longest_sequence(run.rollout, run.workload)),
         micro_batch=plan.micro_batch or MICRO_BATCHES,
         zero=plan.zero or sorted({1, 3, run.trainer.zero}),
         recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
@@ -418,11 +423,11 @@ def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[D
 
 
 def _fitting(run: Run, among: TrainerRange, cut: Counter[str]) -> list[Degrees]:
-    plan = run.plan
+    plan, pools = run.plan, run.cluster.pools
     return [
         choice
-        for pool in plan.trainer_pools or run.cluster.pools
-        for num_gpus in _sizes(run, pool, plan.trainer_gpus)
+        for pool in plan.trainer_pools or pools
+        for num_gpus in _sizes(pools[pool], plan.unit, plan.trainer_gpus)
         for choice in fitting_trainers(run, pool, num_gpus, among, cut)
     ]
 
@@ -430,7 +435,7 @@ def _fitting(run: Run, among: TrainerRange, cut: Counter[str]) -> list[Degrees]:
 def _near_best(
     run: Run, trainers: list[Degrees], batches: Sequence[FallingLengths], cut: Counter[str]
 ) -> list[Degrees]:
-    """Leave out the trainers that are slower than others on the same GPUs, whether batches are whole or stream."""
+    """Leave out the trainers that are slower than others on the same GPUs, both with whole batches and streaming."""
     by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
     for trainer in trainers:
         split = trainer.apply(run)
@@ -447,7 +452,7 @@ def _near_best(
 
 
 def _with_more_running(run: Run, replicas: list[Replicas], mean_tokens: float) -> list[Replicas]:
-    """Return replicas that decode more at once, where more wait for them and their memory holds more."""
+    """Return replicas that decode more rollouts at once, if more are waiting and memory holds them."""
     wanted = run.plan.max_running
     found = []
     for each in replicas:
@@ -459,31 +464,29 @@ def _with_more_running(run: Run, replicas: list[Replicas], mean_tokens: float) -
     return found
 
 
-def _sizes(run: Run, pool: str, wanted: Sequence[int] | None) -> Sequence[int]:
-    config = run.cluster.pools[pool]
+def _sizes(pool: PoolConfig, unit: int | None, wanted: Sequence[int] | None) -> Sequence[int]:
     if wanted is None:
-        return sizes(config, run.plan.unit)
-    return [num_gpus for num_gpus in wanted if num_gpus <= config.num_gpus]
+        return sizes(pool, unit)
+    return [num_gpus for num_gpus in wanted if num_gpus <= pool.num_gpus]
 
 
-def _expert_degrees(run: Run) -> Sequence[int]:
-    own, experts = run.trainer.expert_parallel, load_model(run.model).experts
-    usual = [1] if experts is None else [1, 2, 4, 8, 16, 32, MOST_EXPERT_RANKS]
-    return run.plan.expert_parallel or sorted({own, *usual})
+def _expert_degrees(trainer: TrainerConfig, model: ModelShape) -> Sequence[int]:
+    usual = [1] if model.experts is None else [1, 2, 4, 8, 16, 32, MOST_EXPERT_RANKS]
+    return sorted({trainer.expert_parallel, *usual})
 
 
-def _context_degrees(run: Run) -> Sequence[int]:
-    """Return the degrees that leave each rank of the longest rollout a part worth having; 1 and the run's own else."""
-    parts = longest_sequence(run.rollout, run.workload) // LEAST_PART
+def _context_degrees(trainer: TrainerConfig, longest: int) -> Sequence[int]:
+    """Return 1, the trainer's own degree, and those that give each rank at least `LEAST_PART` tokens."""
+    parts = longest // LEAST_PART
     usual = powers_of_two(min(parts, MOST_CONTEXT_RANKS)) if parts >= LONG_IN_PARTS else [1]
-    return run.plan.context_parallel or sorted({1, run.trainer.context_parallel, *usual})
+    return sorted({1, trainer.context_parallel, *usual})
 
 
 # What several ask ---------------------------------------------------------------------------------
 
 
 def _used(parts: list[Part], places: Indices) -> tuple[list[Part], Indices]:
-    """Leave out the parts that no plan has."""
+    """Return the parts that plans use, and each plan's place among them."""
     kept, renumbered = np.unique(places, return_inverse=True)
     return [parts[place] for place in kept], renumbered.astype(np.int32)
 

@@ -1,10 +1,8 @@
 """Simulate candidate plans in worker processes, all on the same workload; a huge plan by one portion of it.
 
-A portion of a huge plan: one of every so many replicas, data-parallel ranks and prompts, at the costs of the whole plan.
-
-What a search has to know of thousands of GPUs, a part of them tells in a part of the time: each replica and each rank has
-as much to do as in the whole plan, and sends and receives what it does there. Only chance is larger, and the longest
-of fewer rollouts shorter; so finalists are simulated whole.
+A portion has one of every N replicas, data-parallel ranks and prompts, with the costs of the whole plan. Each replica
+and rank has the same work and the same transfers as in the whole plan, so a portion is enough for the search.
+Sampling error is larger, and the longest of fewer rollouts is shorter. So finalists are simulated whole.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from streamrl.engine.trace import Trace
 from streamrl.record.charges import dollars_per_second
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.steady_state import START, Speed, read_steps
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import can_fail
@@ -49,9 +48,9 @@ PORTION_ROLLOUTS, PORTION_REPLICAS = 2048, 8
 
 
 def portions_of(run: Run) -> int:
-    """Return how many portions a plan has: a power of two, 1 where nothing but all of it will do.
+    """Return how many portions a plan has: a power of two, or 1 if only the whole plan can be simulated.
 
-    Failures are too rare in a portion for what they cost to be seen in a few steps.
+    A plan with failures is simulated whole, because they are too rare in a few steps of a portion.
     """
     is_plain = run.num_trainers == 1 and run.policies.resize == "keep" and not can_fail(run)
     if not is_plain or run.costs.profile is not None:
@@ -78,19 +77,20 @@ def portion_of(run: Run, portions: int) -> Run:
         ),
     )
     trainer = replace(run.trainer, data_parallel=run.trainer.data_parallel // portions)
-    return replace(with_fewer_prompts(run, portions), rollout=rollout, trainer=trainer)
+    algorithm = with_fewer_prompts(run.algorithm, portions)
+    return replace(run, algorithm=algorithm, rollout=rollout, trainer=trainer)
 
 
-def with_fewer_prompts(run: Run, portions: int) -> Run:
-    """Return a run file, or an offer, with one of `portions` of its prompts."""
-    algorithm = run.algorithm
-    fewer = replace(algorithm, prompts_per_step=algorithm.prompts_per_step // portions)
-    found: Run = replace(run, algorithm=fewer)
-    return found
+def with_fewer_prompts(algorithm: AlgorithmConfig, portions: int) -> AlgorithmConfig:
+    """Return an algorithm with one of `portions` of the prompts of a step."""
+    fewer: AlgorithmConfig = replace(
+        algorithm, prompts_per_step=algorithm.prompts_per_step // portions
+    )
+    return fewer
 
 
 def costs_of_portion(costs: Costs, portions: int) -> Costs:
-    """Return the costs of a plan for one of its portions: a pass is shared out among fewer ranks."""
+    """Return the costs of a plan for one of its portions, in which fewer ranks share a pass."""
     training = costs.training
     assert isinstance(training, TrainingCosts), "portions are of composed costs"
     trainer = replace(training.trainer, data_parallel=training.trainer.data_parallel // portions)
@@ -98,10 +98,16 @@ def costs_of_portion(costs: Costs, portions: int) -> Costs:
     return replace_fields(costs, training=fewer)
 
 
-def speed_of_all(speed: Speed, run: Run, portions: int) -> Speed:
-    """Return what all portions of a plan make beside each other, for the dollars of its GPUs, of what one makes."""
+def speed_of_all(speed: Speed, price: float, portions: int) -> Speed:
+    """Return the speed of a whole plan from that of one portion.
+
+    Args:
+        speed: of one portion.
+        price: dollars a second of all GPUs of the plan.
+        portions: how many portions the plan has.
+    """
     goodput = speed.goodput * portions
-    dollars = dollars_per_second(run) * speed.step_time + speed.egress_per_step
+    dollars = price * speed.step_time + speed.egress_per_step
     tokens = goodput * speed.step_time
     return replace(
         speed,
@@ -146,14 +152,14 @@ class Trial(NamedTuple):
 
 
 def whole(run: Run, seed: int) -> bytes:
-    """Return a run file as the chosen plan takes it: until its mean step time is known."""
+    """Encode a run file with a seed, to simulate it until its mean step time is known."""
     return encode_run(replace(run, seed=seed))
 
 
 def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
-    """Return a run file as a search takes it: a few steps of it, which drift as far as the whole run.
+    """Encode a run file with a seed and few steps, for the search.
 
-    Of steps of very many rollouts fewer tell as much.
+    Steps with very many rollouts have less sampling error, so fewer of them are simulated.
     """
     enough = START + max(LEAST_COUNTED, ROLLOUTS // run.algorithm.rollouts_per_step)
     most = min(run.simulate.max_steps, steps, enough)
@@ -190,11 +196,11 @@ def _measure_short(trial: Trial) -> Speed:
     costs = costs_of_portion(Costs.load(run), trial.portions)
     portion = portion_of(run, trial.portions)
     trace = simulate_steady(portion, workload=open_portion(trial.run, trial.portions), costs=costs)
-    return speed_of_all(_speed_of(trace), run, trial.portions)
+    return speed_of_all(_speed_of(trace), dollars_per_second(run), trial.portions)
 
 
 def _speed_of(trace: Trace) -> Speed:
-    first, last = counted_steps(trace.run)
+    first, last = counted_steps(trace.run.simulate.max_steps)
     num_whole = max(1, len(read_steps(trace)) - 1)  # those that a lost trainer took back left out
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
 
@@ -215,16 +221,15 @@ def _measure_steady_speed(trial: Trial) -> Speed:
     return measure_speed(simulate_steady(run, workload=workload))
 
 
-def counted_steps(run: Run) -> tuple[int, int]:
-    """Return the first and last step by which a search compares plans of a shortened run."""
-    most = run.simulate.max_steps
-    return min(START, most - 1) + 1, most
+def counted_steps(max_steps: int) -> tuple[int, int]:
+    """Return the first and last step by which a search compares plans of `max_steps` simulated steps."""
+    return min(START, max_steps - 1) + 1, max_steps
 
 
 def counted_batches(base: bytes) -> list[StepBatch]:
     """Return what the steps of a trial that count generate and train on."""
     run, _ = open_trial(base)
-    first, last = counted_steps(run)
+    first, last = counted_steps(run.simulate.max_steps)
     return _batches_of(base, range(first - 1, last))
 
 
@@ -282,7 +287,9 @@ def open_trial(run: bytes) -> tuple[Run, SimulatedWorkload]:
 @lru_cache(maxsize=8)
 def open_portion(run: bytes, portions: int) -> SimulatedWorkload:
     """Return the workload of one portion of every plan of a run file that has so many."""
-    return SimulatedWorkload(sampled(with_fewer_prompts(decode_run(run), portions)))
+    decoded = decode_run(run)
+    fewer = with_fewer_prompts(decoded.algorithm, portions)
+    return SimulatedWorkload(sampled(replace(decoded, algorithm=fewer)))
 
 
 def run_all(
