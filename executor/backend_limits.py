@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trainer_side import check_reach
@@ -13,10 +13,11 @@ from streamrl.executor.launchers.placement import device_of
 from streamrl.hardware.hugging_face import read_positions
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
+from streamrl.runfile.backend_choice import engine_named, training_backend_named
+from streamrl.runfile.choices import import_object
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import kind_key
 from streamrl.runfile.keys import trainer_key
-from streamrl.runfile.roles_config import RolloutBackend
 
 
 class Limit(NamedTuple):
@@ -28,17 +29,6 @@ class Limit(NamedTuple):
     must: str
     """Such as "1 for backend torch"."""
     way_out: str = ""
-
-
-ADMITS: dict[RolloutBackend, str] = {
-    "transformers": "reserves the longest output of max_running rollouts",
-    "static": "holds the outputs of max_running rollouts as they grow",
-    "vllm": "lets in what fits now, and preempts what outgrows its memory",
-}
-"""What each engine does about KV memory."""
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that vLLM's kernels for CPUs compute (0.32.0, v1/attention/backends/cpu_attn.py); with
-others its core dies of the first request."""
 
 
 VLLM_TEMPERATURES = (0.01, 2.0)
@@ -97,7 +87,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         yield Limit(
             f"{kind_key(kind)}.tensor_parallel",
             own.tensor_parallel,
-            own.tensor_parallel == 1 or own.backend == "vllm",
+            own.tensor_parallel == 1 or engine_named(own.backend).splits_model,
             f"1 for backend {rollout.backend}",
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
@@ -117,13 +107,14 @@ def _limits(run: Run) -> Iterator[Limit]:
             degree = getattr(own, name)
             yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
     for own in rollout.kinds:
-        if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
+        computed = engine_named(own.backend).head_dims_on_cpu
+        if computed and device_of(run, own.pool) == "cpu":
             heads = load_model(run.model).head_dim
             yield Limit(
                 "model.path",
                 f"{run.model.path}, whose heads have {heads}",
-                heads in CPU_HEADS,
-                f"a model whose attention heads have {', '.join(map(str, CPU_HEADS))} values for backend vllm on CPUs",
+                heads in computed,
+                f"a model whose attention heads have {', '.join(map(str, computed))} values for backend {own.backend} on CPUs",
                 "--set rollout.backend=transformers executes it",
             )
     yield Limit(
@@ -132,20 +123,22 @@ def _limits(run: Run) -> Iterator[Limit]:
         rollout.chunked_prefill,
         "true to be executed: engines decode on beside new prompts",
     )
-    if rollout.backend == "vllm":
-        yield from _limits_of_vllm(run)
+    engine = engine_named(rollout.backend)
+    if engine.limits:
+        further: Any = import_object(engine.limits)
+        yield from further(run)
     yield Limit(
         "policies.concurrency",
         run.policies.concurrency,
-        run.policies.concurrency == "fixed" or rollout.backend != "static",
-        "'fixed' for backend static, whose batch is full or at its end",
+        run.policies.concurrency == "fixed" or engine.follows_pressure,
+        f"'fixed' for backend {rollout.backend}, whose batch is full or at its end",
     )
     yield from _limits_of_attention(run)
     yield Limit(
         "rollout.admission",
         rollout.admission,
         rollout.admission == "on-demand",
-        f"'on-demand' for backend {rollout.backend}, which {ADMITS[rollout.backend]}",
+        f"'on-demand' for backend {rollout.backend}, which {engine.admits}",
         "--set rollout.admission=on-demand executes the run with rollout.max_running at once",
     )
     yield Limit(
@@ -174,7 +167,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.sync.mode != "lora" or load_model(run.model).experts is None,
         "'full' or 'delta' to be executed with a mixture of experts, beside which no adapters are put",
     )
-    others = [own.backend for own in rollout.kinds if own.backend != "vllm"]
+    others = [own.backend for own in rollout.kinds if not engine_named(own.backend).serves_adapters]
     yield Limit(
         "sync.merge_adapters",
         run.sync.merge_adapters,
@@ -206,14 +199,17 @@ def _limits_of_attention(run: Run) -> Iterator[Limit]:
     latent = "'vllm' or 'static' for latent attention, whose keys have no room in the paged cache of transformers"
     for kind, own in enumerate(run.rollout.kinds):
         key, backend = f"{kind_key(kind)}.backend", own.backend
-        yield Limit(key, backend, shape.latent is None or backend != "transformers", latent)
-        yield Limit(key, backend, not shape.has_sinks or backend == "vllm", f"'vllm' {sinks}")
+        engine = engine_named(backend)
+        is_met = shape.latent is None or engine.computes_latent_attention
+        yield Limit(key, backend, is_met, latent)
+        is_met = not shape.has_sinks or engine.computes_sinks
+        yield Limit(key, backend, is_met, f"'vllm' {sinks}")
     for number, trainer in enumerate(run.trainers):
         key, is_met = f"{trainer_key(number)}.packing", trainer.packing == "padded"
         yield Limit(key, trainer.packing, not shape.has_sinks or is_met, f"'padded' {sinks}")
 
 
-def _limits_of_vllm(run: Run) -> Iterator[Limit]:
+def limits_of_vllm(run: Run) -> Iterator[Limit]:
     """Yield what vLLM would sample otherwise than the run file says, or not start with."""
     temperature, (least, most) = run.rollout.temperature, VLLM_TEMPERATURES
     yield Limit(
@@ -250,6 +246,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     trainer, launcher, algorithm = run.trainer, run.execute.launcher, run.algorithm
     key, of_backend = trainer_key(number), f"for backend {trainer.backend}"
     its = f"{key}.algorithm" if number else "algorithm"
+    backend = training_backend_named(trainer.backend)
     yield Limit(
         f"{its}.old_log_probs",
         algorithm.old_log_probs,
@@ -278,7 +275,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         "framework.optimizer_steps",
         steps,
-        steps == 1 or (trainer.backend == "torch" and not algorithm.chosen.compares_pairs),
+        steps == 1 or (backend.makes_several_steps and not algorithm.chosen.compares_pairs),
         f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
         "the weights that they were scored at",
     )
@@ -286,7 +283,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     for name in (*splits, "expert_tensor_parallel"):
         degree = getattr(trainer, name) or 1
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
-    has_group = trainer.data_parallel > 1 or trainer.backend == "deepspeed"
+    has_group = trainer.data_parallel > 1 or backend.always_has_ranks
     yield Limit(
         "execute.launcher",
         launcher,
@@ -311,12 +308,12 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         trainer.data_parallel == 1 or ":" not in run.execute.device,
         f"'auto', 'cpu' or 'cuda' where {key}.data_parallel is {trainer.data_parallel}: each rank has a GPU of its own",
     )
-    if trainer.backend == "torch":
+    if not backend.has_zero:
         yield Limit(
             f"{key}.zero",
             trainer.zero,
             trainer.zero == 0 or trainer.data_parallel == 1,
-            "0 for backend torch, of which every rank has all weights and all of the optimizer",
+            f"0 {of_backend}, of which every rank has all weights and all of the optimizer",
             f"--set {key}.zero=0 does so, --set {key}.backend=deepspeed splits them",
         )
         return
@@ -337,8 +334,8 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         f"{key}.backend",
         trainer.backend,
-        on_cpu or not run.policies.shares_gpus,
-        "'torch' where replicas and trainer share GPUs: deepspeed does not give its memory back",
+        on_cpu or backend.frees_memory or not run.policies.shares_gpus,
+        f"'torch' where replicas and trainer share GPUs: {trainer.backend} does not give its memory back",
     )
 
 
@@ -382,7 +379,7 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         yield Limit(
             f"{name}.backend",
             own.backend,
-            own.backend == "static",
+            engine_named(own.backend).is_deterministic,
             f"'static' {where}, which samples each rollout from a seed of its own",
         )
         yield Limit(

@@ -29,7 +29,6 @@ from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.backend_limits import check_back_ends, uses_relays
 from streamrl.executor.launchers.placement import claim_gpus, device_of
 from streamrl.executor.monitoring import MODULES, LiveTrace
-from streamrl.executor.rollout.engines import extra_of, modules_of
 from streamrl.executor.subscribers.attach_requests import with_attached
 from streamrl.executor.verifier.reward_checks import check_prompts, check_reward_model
 from streamrl.hardware.hugging_face import weight_problems
@@ -37,6 +36,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.record.decode_efficiency import measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_directory import TRACE, read_rollouts
+from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.config import Run
 
 if TYPE_CHECKING:
@@ -132,14 +132,16 @@ Take = Callable[[Mapping[str, object]], None]
 def check_executable(run: Run) -> None:
     """Raise `ValueError` where a run file can be simulated but not executed here."""
     check_installed(BACKENDS, "executor")
-    if any(trainer.backend == "deepspeed" for trainer in run.trainers):
-        check_installed(("deepspeed",), "deepspeed")
+    for trainer in run.trainers:
+        backend = training_backend_named(trainer.backend)
+        check_installed(backend.modules, backend.extra)
     if run.execute.launcher == "ray":
         check_installed(("ray",), "ray")
     if run.sync.mode == "lora":
         check_installed(("peft",), "lora")
     for own in run.rollout.kinds:
-        check_installed(modules_of(own.backend), extra_of(own.backend, device_of(run, own.pool)))
+        engine = engine_named(own.backend)
+        check_installed(engine.modules, engine.extra_of(device_of(run, own.pool)))
     for name in run.execute.trackers:
         check_installed(MODULES[name], name)
     if run.model.path is None:
@@ -292,7 +294,7 @@ async def _execute_in(
             Trace(
                 run,
                 "real",
-                facts(modules_of(run.rollout.backend)),
+                facts(engine_named(run.rollout.backend).modules),
                 directory.trace_file,
                 keeps_entries=False,
                 decode=decode,

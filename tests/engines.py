@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from streamrl.runfile.roles_config import RolloutBackend
+from streamrl.runfile.backend_choice import ENGINES
 
-NAMES: tuple[str, ...] = get_args(RolloutBackend)
+NAMES: tuple[str, ...] = tuple(ENGINES.own)
 HANG = 300.0
 """Seconds after which a scenario hangs: on a busy machine an engine takes more than one minute to come up."""
 APART = {"vllm": pytest.mark.vllm, "ray": pytest.mark.ray}

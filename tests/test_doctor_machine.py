@@ -14,14 +14,19 @@ from packaging.requirements import Requirement
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.executor.checkup import installed, readiness, run_paths
-from streamrl.executor.rollout.engines import extra_of
 from streamrl.executor.verifier import landlock, seccomp
 from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.hugging_face import INDEX
+from streamrl.runfile.backend_choice import (
+    ENGINES,
+    TRAINING_BACKENDS,
+    engine_named,
+    training_backend_named,
+)
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.files import make_run
 from streamrl.runfile.findings import changed
-from streamrl.runfile.roles_config import RewardConfig, RolloutBackend, TrainerConfig
+from streamrl.runfile.roles_config import RewardConfig
 from streamrl.runfile.scorer_choice import SCORERS
 from tests.patients import NOWHERE, bad, full_run, local_table
 from tests.verifying import score
@@ -51,11 +56,11 @@ def test_ranges_are_those_of_pyproject() -> None:
 
 
 def test_every_back_end_and_launcher_has_its_packages() -> None:
-    for section, key in ((TrainerConfig, "backend"), (ExecuteConfig, "launcher")):
-        assert set(get_args(get_type_hints(section)[key])) <= set(installed.EXTRA_OF)
+    assert set(get_args(get_type_hints(ExecuteConfig)["launcher"])) <= set(installed.EXTRA_OF)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     devices = ("cpu", "cuda")
-    extras = {extra_of(backend, on) for backend in get_args(RolloutBackend) for on in devices}
+    extras = {engine_named(name).extra_of(on) for name in ENGINES.own for on in devices}
+    extras |= {training_backend_named(name).extra for name in TRAINING_BACKENDS.own}
     assert extras <= set(project["optional-dependencies"])
 
 

@@ -21,6 +21,7 @@ from streamrl.executor.launchers import processes, worker
 from streamrl.executor.launchers.handles import LocalProcess, WorkerLostError
 from streamrl.executor.launchers.launcher import worker_environment
 from streamrl.executor.launchers.processes import Forked, begin_for, fork, spawn
+from streamrl.runfile.backend_choice import Vllm
 from tests.verifying import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
@@ -139,7 +140,7 @@ def test_workers_share_a_nursery_where_libraries_read_the_same(tmp_path: Path) -
 def test_workers_of_a_back_end_are_forked_from_a_nursery_that_imports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(processes.IMPORTS, "vllm", (RARER,))
+    monkeypatch.setattr(Vllm, "preload", (RARER,))
     seen: dict[str, Seen] = {}
     for backend in ("vllm", "transformers", "vllm"):
 

@@ -7,9 +7,9 @@ from typing import get_args, get_type_hints
 
 from streamrl.executor.checkup import tested_backends as where_run
 from streamrl.executor.checkup.tested_backends import NEVER, RAN
+from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.files import make_run
-from streamrl.runfile.roles_config import RolloutBackend, TrainerConfig
 from tests.patients import NOWHERE, local_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "running.md"
@@ -23,10 +23,9 @@ def test_the_page_has_what_doctor_says() -> None:
 
 
 def test_every_choice_of_a_run_file_has_its_row() -> None:
-    choices = {f"rollout.backend = {name}" for name in get_args(RolloutBackend)}
-    for section, key in ((TrainerConfig, "trainer.backend"), (ExecuteConfig, "execute.launcher")):
-        names = get_args(get_type_hints(section)[key.rpartition(".")[2]])
-        choices |= {f"{key} = {name}" for name in names}
+    choices = {f"{each.key} = {name}" for each in (ENGINES, TRAINING_BACKENDS) for name in each.own}
+    launchers = get_args(get_type_hints(ExecuteConfig)["launcher"])
+    choices |= {f"execute.launcher = {name}" for name in launchers}
     assert choices <= set(RAN)
 
 

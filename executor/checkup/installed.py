@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 
 from streamrl.executor.launchers.placement import device_of
-from streamrl.executor.rollout.engines import extra_of
+from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Level
 
 PACKAGE = "streamrl"
 EXTRA_OF = {
-    "torch": "executor",
-    "deepspeed": "deepspeed",
     "local": "",
     "in-process": "",
     "ray": "ray",
@@ -23,7 +21,7 @@ EXTRA_OF = {
     "delta": "",
     "lora": "lora",
 }
-"""The extra of this package that a trainer, a launcher or a way of weights comes with; "" where the core is enough. Ranges stand
+"""The extra of this package that a launcher or a mode of the weight sync comes with; "" where the core is enough. Ranges stand
 in pyproject.toml alone, and are read from the installed package's metadata."""
 SHOWN = {"torch", "transformers", "safetensors"}
 """Packages whose versions are told where nothing is wrong."""
@@ -35,10 +33,10 @@ def requirements(run: Run) -> list[Requirement]:
     Raises:
         PackageNotFoundError: this package is not installed.
     """
-    trainers = [trainer.backend for trainer in run.trainers]
-    asked = (*trainers, run.execute.launcher, run.sync.mode)
-    engines = {extra_of(own.backend, device_of(run, own.pool)) for own in run.rollout.kinds}
-    extras = engines | {EXTRA_OF[name] for name in asked}
+    kinds = run.rollout.kinds
+    extras = {training_backend_named(trainer.backend).extra for trainer in run.trainers}
+    extras |= {engine_named(own.backend).extra_of(device_of(run, own.pool)) for own in kinds}
+    extras |= {EXTRA_OF[name] for name in (run.execute.launcher, run.sync.mode)}
     found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
     return [each for each in found if _applies(each, extras)]
 

@@ -9,6 +9,7 @@ from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config, Handle
 from streamrl.executor.launchers.placement import device_of
 from streamrl.executor.record import RunDirectory
+from streamrl.runfile.backend_choice import training_backend_named
 from streamrl.runfile.config import Run
 
 REPLICA = "streamrl.executor.rollout.replica_worker:ReplicaWorker"
@@ -109,7 +110,7 @@ class Launcher(ABC):
             **common,
         }
         num_ranks = run.trainer.num_gpus
-        if num_ranks == 1 and run.trainer.backend == "torch":
+        if num_ranks == 1 and not training_backend_named(run.trainer.backend).always_has_ranks:
             return await self._start_trainer(number, config)
         config |= {"zero": run.trainer.zero, "num_ranks": num_ranks}
         ranks = [{**config, "rank": rank} for rank in range(num_ranks)]

@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol
 
 from streamrl.executor.launchers import prefork_server as prefork_server
 from streamrl.executor.launchers import worker
+from streamrl.runfile.backend_choice import ENGINES, engine_named
 
 Environment = dict[str, str]
 READ_AT_IMPORT = (
@@ -27,8 +28,6 @@ READ_AT_IMPORT = (
 """Beginnings of variables that libraries look at once: who has others needs another prefork_server."""
 COMMON = ("streamrl.executor.rollout.replica_worker", "streamrl.executor.trainer.trainer_worker")
 """Whose imports, torch and transformers among them, most workers need: a prefork_server has them."""
-IMPORTS = {"vllm": ("streamrl.executor.rollout.vllm_preload",)}
-"""What one for workers of a back end has besides, where that takes them seconds."""
 PADDING = " " * 100
 """Of a prefork_server's command line: its workers show their own in its place."""
 CLOSED = -1
@@ -62,7 +61,8 @@ def begin_for(device: str, backend: object = None) -> Begin:
     """Return how a worker of a device begins: CUDA has threads that no fork takes along."""
     if sys.platform != "linux" or device != "cpu":
         return spawn
-    imports = IMPORTS.get(str(backend), ())
+    is_engine = ENGINES.find_error(backend, ENGINES.key) is None
+    imports = engine_named(str(backend)).preload if is_engine else ()
     return partial(fork_from, (*COMMON, *imports)) if imports else fork
 
 

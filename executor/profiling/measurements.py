@@ -12,7 +12,7 @@ import msgspec
 from streamrl.executor.rollout.inference_engine import TimedPass
 from streamrl.executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.executor.rollout.vllm_settings import GPU_PASS_TOKENS
-from streamrl.hardware.measured_profile import ProfiledBackend
+from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.roles_config import Packing, Recompute
 
@@ -94,7 +94,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Hugging Face directory."""
     dtype: str
     device: str
-    backend: ProfiledBackend = "transformers"
+    backend: str = "transformers"
     threads: int
     limits: Limits
     plan: Measurements
@@ -112,7 +112,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def serves_adapters(self) -> bool:
         """Whether the replica computes with adapters beside its weights, as runs of its engine do that say nothing of it."""
-        return self.lora_rank is not None and serves_adapters(self.backend)
+        return self.lora_rank is not None and engine_named(self.backend).serves_adapters
 
     @property
     def training(self) -> dict[str, object]:
@@ -131,14 +131,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return points + bool(plan.companies) + (self.ray is not None)
 
 
-def serves_adapters(backend: ProfiledBackend) -> bool:
-    """Return whether an engine computes with adapters beside its weights."""
-    return backend == "vllm"
-
-
-def longest_prefix(backend: ProfiledBackend, gpu: str) -> int:
+def longest_prefix(backend: str, gpu: str) -> int:
     """Return the new tokens of a rollout that one pass of an engine takes; longer prefixes are not measured."""
-    return GPU_PASS_TOKENS if backend == "vllm" and gpu != "cpu" else PREFILL_TOKENS
+    return (
+        GPU_PASS_TOKENS
+        if engine_named(backend).has_long_passes and gpu != "cpu"
+        else PREFILL_TOKENS
+    )
 
 
 def full_plan(limits: Limits) -> Measurements:

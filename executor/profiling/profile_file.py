@@ -21,7 +21,6 @@ from streamrl.executor.profiling.measurements import (
     Setup,
     full_plan,
     quick_plan,
-    serves_adapters,
 )
 from streamrl.executor.profiling.profiler import Watch, measure
 from streamrl.hardware.measured_profile import (
@@ -35,7 +34,6 @@ from streamrl.hardware.measured_profile import (
     ModelOperation,
     PassRow,
     PrefillRow,
-    ProfiledBackend,
     RelayRow,
     Seconds,
     SharingRow,
@@ -46,6 +44,7 @@ from streamrl.hardware.measured_profile import (
 from streamrl.hardware.parallelism import threads_per_role
 from streamrl.hardware.profile_fit import fit_decode, fit_padded_share, fit_prefill
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.roles_config import Packing, Recompute
 
@@ -64,7 +63,7 @@ def make_setup(
     threads: int | None,
     limits: Limits,
     is_quick: bool,
-    backend: ProfiledBackend = "transformers",
+    backend: str = "transformers",
     packing: Packing = "packed",
     recompute: Recompute | None = None,
     lora_rank: int | None = None,
@@ -87,7 +86,7 @@ def make_setup(
         )
     if (
         lora_rank is not None
-        and not serves_adapters(backend)
+        and not engine_named(backend).serves_adapters
         and not any(model.glob("model*.safetensors"))
     ):
         raise ValueError(

@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from streamrl.executor.roles import CacheState, Manifest
-from streamrl.runfile.roles_config import RolloutBackend
+from streamrl.runfile.backend_choice import RolloutBackend
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ import torch
 from streamrl.executor.trainer import losses
 from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
 from streamrl.runfile.algorithms import AlgorithmName, algorithm_named
-from streamrl.runfile.roles_config import Packing, Recompute, TrainerBackend
+from streamrl.runfile.backend_choice import TrainerBackend, training_backend_named
+from streamrl.runfile.roles_config import Packing, Recompute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
@@ -21,7 +22,6 @@ CHOICES = {
     "packing": get_args(Packing),
     "recompute": get_args(Recompute),
     "dtype": tuple(DTYPES),
-    "backend": get_args(TrainerBackend),
     "zero": (0, 1, 2, 3),
 }
 
@@ -107,7 +107,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def splits_weights(self) -> bool:
         """Return whether each rank has only a share of the weights."""
-        return self.backend == "deepspeed" and self.zero == 3
+        return bool(training_backend_named(self.backend).split) and self.zero == 3
 
     @property
     def has_reference(self) -> bool:
@@ -126,6 +126,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         algorithm_named(self.algorithm)
+        training_backend_named(self.backend)
         for field, names in CHOICES.items():
             if getattr(self, field) not in names:
                 raise ValueError(f"{field} must be one of {names}, got {getattr(self, field)!r}")

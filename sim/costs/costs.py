@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import assert_never
 
 import msgspec
 
@@ -24,10 +23,11 @@ from streamrl.hardware.precision import Precision
 from streamrl.hardware.profiles import check_profiles
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, check_precision, resolve
 from streamrl.hardware.tiers import Provenance
+from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.gpu_pools import of_kind
-from streamrl.runfile.roles_config import AdmissionName, RolloutBackend
+from streamrl.runfile.roles_config import AdmissionName
 from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.colocation import sync_costs
 from streamrl.sim.costs.corrections import Corrections, framework_sources, own_step_time
@@ -309,17 +309,15 @@ def _check(resolved: ResolvedRun) -> None:
 
 def _check_backend(backend: RolloutBackend) -> None:
     """Raise `RunError` where replicas generate in a way that `streamrl.sim.replica` does not: a batch at a time."""
-    match backend:
-        case "transformers" | "vllm":
-            return
-        case "static":
-            text = (
-                "rollout.backend 'static' can be executed only, as static batching is not simulated: "
-                "rollout.backend must be 'transformers' or 'vllm' for seconds of generation"
-            )
-            raise RunError("rollout.backend", backend, OneOf(["transformers", "vllm"]), text)
-        case _:
-            assert_never(backend)
+    why = engine_named(backend).not_simulated
+    if not why:
+        return
+    simulated = simulated_engines()
+    text = (
+        f"rollout.backend {backend!r} can be executed only, as {why}: "
+        f"rollout.backend must be {' or '.join(map(repr, simulated))} for seconds of generation"
+    )
+    raise RunError("rollout.backend", backend, OneOf(simulated), text)
 
 
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:

@@ -13,10 +13,22 @@ from rich.table import Table
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
-from streamrl.hardware.measured_profile import MeasuredProfile, ProfiledBackend, write_measured
+from streamrl.hardware.measured_profile import MeasuredProfile, write_measured
+from streamrl.runfile.backend_choice import ENGINES, engine_named, simulated_engines
 from streamrl.runfile.roles_config import Packing, Recompute
 
 DIRECTORY = Path("runs/profiles")
+
+
+def _measured_engine(name: str) -> str:
+    """Return the name of an engine whose seconds can be measured; refuse any other."""
+    names = simulated_engines()
+    if (name in ENGINES.own and name not in names) or not ENGINES.knows(name):
+        listed = ", ".join(map(repr, names))
+        raise typer.BadParameter(f"{name!r} is not one of {listed}.")
+    if error := ENGINES.find_error(name, "--backend"):
+        raise typer.BadParameter(str(error))
+    return name
 
 
 def measure(
@@ -27,7 +39,12 @@ def measure(
         str, typer.Option(help="The GPU of this machine, or cpu: a name in profiles/gpus.")
     ] = "cpu",
     backend: Annotated[
-        ProfiledBackend, typer.Option(help="Inference engine to measure (rollout.backend).")
+        str,
+        typer.Option(
+            metavar=f"<{'|'.join(simulated_engines())}>",
+            callback=_measured_engine,
+            help="Inference engine to measure (rollout.backend).",
+        ),
     ] = "transformers",
     dtype: Annotated[
         str | None,
@@ -146,13 +163,14 @@ def measure(
         stdout_console().print(f"profile: {path}", soft_wrap=True)
 
 
-def _need_executor(backend: ProfiledBackend, *, has_adapters: bool) -> None:
-    needed = {
-        "executor": ("torch", "transformers"),
-        "vllm": ("vllm",) if backend == "vllm" else (),
-        "lora": ("peft",) if has_adapters else (),
-    }
-    for extra, names in needed.items():
+def _need_executor(backend: str, *, has_adapters: bool) -> None:
+    engine = engine_named(backend)
+    needed = (
+        ("executor", ("torch", "transformers")),
+        (engine.extra, engine.modules),
+        ("lora", ("peft",) if has_adapters else ()),
+    )
+    for extra, names in needed:
         missing = [name for name in names if importlib.util.find_spec(name) is None]
         if missing:
             raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[{extra}]'")

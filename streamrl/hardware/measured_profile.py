@@ -35,7 +35,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -43,14 +43,13 @@ from msgspec.structs import asdict, replace
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import load_model
+from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.roles_config import Packing, Recompute
 
-ProfiledBackend = Literal["transformers", "vllm"]
-"""Engines whose seconds are measured: those whose runs are simulated."""
 DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
 
 Seconds = tuple[float, float, float]
@@ -407,7 +406,11 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
     model_key = "model.name" if run.model.path is None else "model.path"
     pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
     # vLLM's prefixes were measured one by one, and one for a whole group is one of those
-    shares = run.shares_prefixes if profile.backend == "vllm" else profile.shares_prefixes
+    shares = (
+        run.shares_prefixes
+        if engine_named(profile.backend).shares_prefixes
+        else profile.shares_prefixes
+    )
     ours = (
         (pool_key(rollout.pool, "gpu"), pools[rollout.pool].gpu, profile.gpu),
         (pool_key(trainer.pool, "gpu"), pools[trainer.pool].gpu, profile.gpu),

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
@@ -220,7 +221,7 @@ class Run(Section, frozen=True, kw_only=True):
         """Whether the prompt of a group is prefilled and kept once for all of it."""
         given = self.rollout.shares_prefixes
         if given is None:
-            return self.costs.profile is None or self.rollout.backend == "vllm"
+            return self.costs.profile is None or engine_named(self.rollout.backend).shares_prefixes
         return given
 
     @property
@@ -228,7 +229,9 @@ class Run(Section, frozen=True, kw_only=True):
         """Whether replicas compute with adapters beside the weights that the run began with, and load nothing else."""
         merges = self.sync.merge_adapters
         if merges is None:  # one that cannot is enough: a version lies in one form at each place
-            merges = any(kind.backend != "vllm" for kind in self.rollout.kinds)
+            merges = any(
+                not engine_named(kind.backend).serves_adapters for kind in self.rollout.kinds
+            )
         return self.sync.adapter_rank is not None and not merges
 
     @property

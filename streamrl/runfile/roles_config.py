@@ -8,6 +8,10 @@ import msgspec
 
 from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
 from streamrl.runfile.algorithms import AlgorithmName
+from streamrl.runfile.backend_choice import (
+    RolloutBackend,
+    TrainerBackend,
+)
 from streamrl.runfile.scorer_choice import SCORERS, function_of
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
@@ -82,8 +86,6 @@ class RewardConfig(Section, frozen=True, kw_only=True):
         return self.name or (self.scorer if function is None else function.name)
 
 
-RolloutBackend = Literal["transformers", "static", "vllm"]
-TrainerBackend = Literal["torch", "deepspeed"]
 AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]

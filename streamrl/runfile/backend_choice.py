@@ -1,0 +1,169 @@
+"""The inference engines and training backends that `rollout.backend` and `trainer.backend` choose among.
+
+Each is a class of properties. It names the class that computes as "module:Class", which only the process of a
+replica or a trainer imports. A class outside this package subclasses `EngineChoice` or `TrainingChoice` and is chosen
+as `rollout.backend = "module:Class"`, or the same of `trainer.backend`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from streamrl.runfile.choices import ChoiceList
+
+ENGINES = ChoiceList(
+    key="rollout.backend",
+    group="streamrl.engines",
+    base="streamrl.runfile.backend_choice:EngineChoice",
+    own={
+        "transformers": "streamrl.runfile.backend_choice:Transformers",
+        "static": "streamrl.runfile.backend_choice:Static",
+        "vllm": "streamrl.runfile.backend_choice:Vllm",
+    },
+)
+TRAINING_BACKENDS = ChoiceList(
+    key="trainer.backend",
+    group="streamrl.training_backends",
+    base="streamrl.runfile.backend_choice:TrainingChoice",
+    own={
+        "torch": "streamrl.runfile.backend_choice:Torch",
+        "deepspeed": "streamrl.runfile.backend_choice:DeepSpeed",
+    },
+)
+RolloutBackend = Annotated[str, ENGINES]
+TrainerBackend = Annotated[str, TRAINING_BACKENDS]
+
+
+class EngineChoice:
+    """An inference engine: which class generates, what it needs installed, and what it can do."""
+
+    engine: str
+    """An `InferenceEngine` of `streamrl.executor.rollout.inference_engine`, as "module:Class"."""
+    extra = "executor"
+    """The extra of this package that it comes with."""
+    extra_on_cpu: str | None = None
+    """The same where it computes on CPUs, if that is another one."""
+    modules: tuple[str, ...] = ()
+    """Modules that it needs beside those that every execution needs."""
+    preload: tuple[str, ...] = ()
+    """Modules that take seconds to import, so that workers on CPUs are forked from a process that has them."""
+    not_simulated = ""
+    """Why `simulate` and `profile` refuse it; empty where they do not: continuous batching is simulated."""
+    admits = "admits rollouts by a rule of its own"
+    """What it does about KV memory, as an error says it."""
+    shares_prefixes = False
+    """Whether it keeps the keys and values of prompts for later rollouts, also where costs were measured."""
+    has_long_passes = False
+    """Whether one pass on a GPU takes thousands of new tokens of a rollout."""
+    serves_adapters = False
+    """Whether it computes with LoRA adapters beside the weights."""
+    splits_model = False
+    """Whether a replica may have several GPUs."""
+    follows_pressure = True
+    """Whether the number of running rollouts may change at any time, as `policies.concurrency` does."""
+    is_deterministic = False
+    """Whether each rollout is sampled from a seed of its own."""
+    computes_latent_attention = True
+    computes_sinks = False
+    """Whether its attention computes a learned sink of each head."""
+    head_dims_on_cpu: tuple[int, ...] = ()
+    """Sizes of attention heads that it computes on CPUs; any where empty."""
+    limits = ""
+    """A function that yields each further `streamrl.executor.backend_limits.Limit` of a run, as "module:NAME"."""
+
+    def extra_of(self, device: str) -> str:
+        """Return the extra that it comes with on a device, as torch names it."""
+        on_cpu = self.extra_on_cpu if device == "cpu" else None
+        return on_cpu or self.extra
+
+
+class Transformers(EngineChoice):
+    """Continuous batching with the paged cache of transformers."""
+
+    engine = "streamrl.executor.rollout.transformers_engine:TransformersEngine"
+    admits = "reserves the longest output of max_running rollouts"
+    computes_latent_attention = False
+
+
+class Static(EngineChoice):
+    """Static batching: a batch begins once the one before has ended."""
+
+    engine = "streamrl.executor.rollout.static_engine:StaticEngine"
+    not_simulated = "static batching is not simulated"
+    admits = "holds the outputs of max_running rollouts as they grow"
+    follows_pressure = False
+    is_deterministic = True
+
+
+class Vllm(EngineChoice):
+    """The engine of vLLM."""
+
+    engine = "streamrl.executor.rollout.vllm_engine:VllmEngine"
+    extra = "vllm"
+    extra_on_cpu = "vllm-cpu"
+    modules = ("vllm",)
+    preload = ("streamrl.executor.rollout.vllm_preload",)
+    admits = "lets in what fits now, and preempts what outgrows its memory"
+    shares_prefixes = True
+    has_long_passes = True
+    serves_adapters = True
+    splits_model = True
+    computes_sinks = True
+    head_dims_on_cpu = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+    """Of vLLM's kernels (0.32.0, v1/attention/backends/cpu_attn.py): with others its core dies of the first request."""
+    limits = "streamrl.executor.backend_limits:limits_of_vllm"
+
+
+class TrainingChoice:
+    """A training backend: which class holds the weights, what it needs installed, and what it can do."""
+
+    backend: str
+    """A `TrainingBackend` of `streamrl.executor.trainer.training_backend`, as "module:Class"."""
+    extra = "executor"
+    """The extra of this package that it comes with."""
+    modules: tuple[str, ...] = ()
+    """Modules that it needs beside those that every execution needs."""
+    has_zero = False
+    """Whether ZeRO stages split its optimizer, gradients and weights over data-parallel ranks."""
+    split = ""
+    """A function that splits the weights of a model that is not trained over ranks, as "module:NAME"; for ZeRO 3."""
+    always_has_ranks = False
+    """Whether a single rank, too, is a process that meets others."""
+    makes_several_steps = False
+    """Whether a batch may have several optimizer steps."""
+    frees_memory = False
+    """Whether it gives GPU memory back while replicas generate on the same GPUs."""
+
+
+class Torch(TrainingChoice):
+    """All weights and all of the optimizer on every rank."""
+
+    backend = "streamrl.executor.trainer.torch_backend:TorchBackend"
+    makes_several_steps = True
+    frees_memory = True
+
+
+class DeepSpeed(TrainingChoice):
+    """DeepSpeed's ZeRO."""
+
+    backend = "streamrl.executor.trainer.deepspeed_backend:DeepSpeedBackend"
+    extra = "deepspeed"
+    modules = ("deepspeed",)
+    has_zero = True
+    split = "streamrl.executor.trainer.deepspeed_backend:make_split"
+    always_has_ranks = True
+
+
+def engine_named(name: str) -> EngineChoice:
+    """Return the engine that a value of `rollout.backend` chooses; `RunError` where there is none."""
+    return ENGINES.class_of(name, EngineChoice)()
+
+
+def training_backend_named(name: str) -> TrainingChoice:
+    """Return the backend that a value of `trainer.backend` chooses; `RunError` where there is none."""
+    return TRAINING_BACKENDS.class_of(name, TrainingChoice)()
+
+
+def simulated_engines() -> list[str]:
+    """Return the engines of this package whose seconds are simulated and measured."""
+    return [name for name in ENGINES.own if not engine_named(name).not_simulated]
