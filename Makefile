@@ -1,44 +1,48 @@
-# make demo   sets up and runs the main job: plan, simulate, report, profile, execute, replay, compare
-# make test   sets up and runs the tests
-# make test-oldest   the same with the oldest versions of packages that pyproject.toml allows
-# make test-vllm  sets up vLLM for CPUs in an environment of its own, and runs the tests that generate with it
-# make test-deepspeed  the same environment, which has DeepSpeed too: runs the tests that train with it
-# make test-ray     the same environment, which has Ray too: roles on clusters of several nodes on this machine
-# make test-engines   both of vLLM and DeepSpeed, side by side
-# make test-wheel   the wheel in an empty environment beside PyPI's `executor`: both work
-# make test-trl     losses and gradients against TRL's on the same tensors, in an environment of its own
-# make lock   the newest versions of packages, which the others then install: requirements.lock
-# make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
-# make mutants   do the tests catch what they are there for? mutations of the code, one at a time
-# make lint   style and types
-# make gpu    check the executor on this machine's GPU, and measure it, in under ten minutes: results in build/gpu.
-#             GPU_PYTHON=python3 takes another interpreter, which must find this directory and its packages: PYTHONPATH
-# make bench  the simulator's speed, one JSON object a figure
-# make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
-# make bench-workers  tokens of a CPU second that replica and trainer make; AGAINST=DIR beside another checkout
-# make bench-trl      execute beside TRL's GRPOTrainer, in an environment of its own; quarter of an hour on a quiet machine
-# make bench-calibration  published RL steps predicted from a neighbour that was calibrated on, and executed runs here; quarter of an hour on a quiet machine
-# make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
-# make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
-# make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
-# make bench-learners PPO, DAPO and a reward model executed and predicted from a profile of this machine; a quarter of an hour on a quiet machine
-# make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
-# make bench-reality  how near simulations come to executed runs, 12 run files, and what asynchrony gains; an hour on a quiet machine
-# make bench-ranker   what a ranker that learns is worth here, executed and simulated; quarter of an hour on a quiet machine
-# make bench-drift    how soon a ranker's drift is noticed, how often imagined, and how often to fit one anew; five minutes
-# make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; twenty minutes
-# make kills          forty processes killed one after the other at random moments, in every system; ten minutes
-# make soak           does a long run grow? 10,000 simulated steps, half an hour executed under random faults
-# make bench-subscribers  what trainers that follow cost, and whether they learn; half an hour on a quiet machine
-# make bench-offers   is a chosen plan the best of its offer? other searches of seventeen offers; hours
-# make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
+# Set up and run:
+#   make demo            plan, simulate, report, profile, execute, replay and compare
+#   make gpu             check and measure the executor on a GPU (on a CPU: all but the kernels); GPU_PYTHON=python3
+# Tests:
+#   make test            the test suite
+#   make test-oldest     the test suite with the oldest package versions that pyproject.toml allows
+#   make test-engines    vLLM and DeepSpeed, in an environment of their own
+#   make test-vllm       vLLM alone, in the same environment
+#   make test-deepspeed  DeepSpeed alone, in the same environment
+#   make test-ray        Ray clusters of several nodes on this machine, in the same environment
+#   make test-trl        losses and gradients against TRL's, in an environment of its own
+#   make test-wheel      the wheel, installed beside PyPI's `executor`
+#   make fuzz            damaged and random inputs, new ones each time; FUZZ_EXAMPLES=N a test (default 1,000)
+#   make mutants         small faults in the code, one at a time: does a test catch each?
+#   make lint            style, types and plain English
+#   make lock            write requirements.lock from the newest versions
+# Reliability:
+#   make faults          planned faults in every system; writes docs/reliability.md; twenty minutes
+#   make kills           forty processes killed at random moments; ten minutes
+#   make soak            memory growth: 10,000 simulated steps, and half an hour of executed steps under faults
+# Speed:
+#   make bench           speed of the simulator, one JSON object a figure
+#   make bench-start     CPU seconds of a command; AGAINST=DIR compares another checkout
+#   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout
+#   make bench-handover  CPU seconds that a rollout costs the controller
+#   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; a quarter of an hour
+#   make bench-plan      speed of the planner, and its choice against the best of all plans; half an hour
+# Accuracy:
+#   make bench-costs        operator tables, decode curve, training and weight sync against measurements
+#   make bench-calibration  published and executed steps, predicted after calibration on others; a quarter of an hour
+#   make bench-fidelity     the paper's figures under other readings, dispatch and adjustment; ten minutes
+#   make bench-profile      runs on this machine, predicted from its profile; a quarter of an hour
+#   make bench-reality      twelve executed runs against their simulations, and the gain of asynchrony; an hour
+#   make bench-learners     PPO, DAPO and a reward model, executed and predicted; a quarter of an hour
+#   make bench-offers       the planner's choice against longer searches of seventeen offers; hours
+#   make bench-ranker       the gain of a ranker that learns, executed and simulated; a quarter of an hour
+#   make bench-drift        how soon drift of a ranker is detected, and false alarms; five minutes
+#   make bench-subscribers  the cost of secondary trainers, and whether they learn; half an hour
+# The times of benchmarks are for a quiet machine with two cores.
 
 PYTHON ?= python3
-# A CPU or a CUDA build, whichever the package index in use gives for this version.
+# The package index decides whether this is a CPU or a CUDA build.
 TORCH ?= torch==2.13.0
 VENV := .venv
-# What is imported is compiled then, and not all that there is, which takes a minute; processes of runs read what the
-# first has compiled.
+# Python compiles a module when it is first imported. Compiling every installed module here would take a minute.
 PIP_INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
@@ -46,15 +50,15 @@ READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
 DEMO := build/demo
-# Whoever is done first takes half of what another has left. Many tests wait for somebody: three keep two cores busy.
+# An idle worker steals half of another's tests. Many tests wait, so three workers keep two cores busy.
 SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 COMPUTING := --numprocesses 2 --dist worksteal
 MARKS_OF_test-vllm := vllm
 MARKS_OF_test-deepspeed := deepspeed
 MARKS_OF_test-engines := vllm or deepspeed
-# A cluster is set up once for all tests of a file.
+# All tests of a file share one cluster.
 BY_FILE := --numprocesses 2 --dist loadfile
-# Which tests of clusters: CI leaves out those with vLLM.
+# CI leaves out the cluster tests with vLLM.
 RAY_MARKS ?= ray
 # Nothing is installed for an interpreter of your own.
 GPU_PYTHON ?= $(BIN)/python
@@ -203,7 +207,7 @@ $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m $(PIP_INSTALL) $(TORCH)
 	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint requirements.lock
-	$(BIN)/python -W ignore -c "import reasoning_gym"  # whose own packages warn of themselves when they are compiled
+	$(BIN)/python -W ignore -c "import reasoning_gym"  # compile it once: its packages print warnings then
 	touch $@
 
 $(TRL)/.ready: pyproject.toml
@@ -212,8 +216,8 @@ $(TRL)/.ready: pyproject.toml
 	$(TRL)/bin/python -m $(PIP_INSTALL) --editable '.[executor,notebooks]' hypothesis pytest trl
 	touch $@
 
-# Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.
-# DeepSpeed looks for torch while it is built, so it is built where torch is.
+# vLLM also asks for torchvision, torchaudio and torchcodec. Their builds need CUDA, and text needs none of them.
+# DeepSpeed's build imports torch, so it is built without isolation.
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(ENGINES)
 	$(ENGINES)/bin/python -m $(PIP_INSTALL) $(TORCH) editables hatchling setuptools wheel
