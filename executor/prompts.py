@@ -43,7 +43,9 @@ class PromptWorkload:
         self._tokenizer = tokenizer
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
-        self._order = make_order(run, [len(source.records) for source in sources])
+        self._order = make_order(
+            run.workload, run.seed, [len(source.records) for source in sources]
+        )
         self._told = Expectations(run)
         self._tells_families = False
         self.join(run)
@@ -66,7 +68,7 @@ class PromptWorkload:
         """
         if run.filters_by_family:
             known = {prompt_family(record) for record in self.records}
-            check_families(run, {family for family in known if family is not None})
+            check_families(run.followers, {family for family in known if family is not None})
             self._tells_families = True
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:

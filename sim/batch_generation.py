@@ -30,6 +30,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trainer_side import LEADER
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.cpu_contention import Cores
@@ -78,9 +79,12 @@ def generate_batch(
     finishes: list[Finish] = []
     kinds, weights = run.rollout.kind_of_each, dict[int, float]()
     for kind in range(run.rollout.num_kinds):
-        seen, its = run.of_kind(kind), costs.of_kind(kind)
+        most_running, its = run.rollout.kinds[kind].max_running, costs.of_kind(kind)
         own = {r: share for r, share in shares.items() if kinds[r] == kind}
-        steps = {r: _most_steps(seen, its, rollouts, share) for r, share in own.items()}
+        steps = {
+            r: _most_steps(most_running, its.kv_capacity, rollouts, share)
+            for r, share in own.items()
+        }
         weights |= _sampled(steps, ceil((most or len(shares)) * len(own) / len(shares)))
     for replica_id, weight in weights.items():
         alone, commands = _Alone(run, costs, rollouts), shares[replica_id]
@@ -113,7 +117,10 @@ def _like_those(
 
 
 def _most_steps(
-    run: Run, costs: Costs, rollouts: Mapping[int, SimRollout], share: Sequence[Generate]
+    max_running: int,
+    kv_capacity: float,
+    rollouts: Mapping[int, SimRollout],
+    share: Sequence[Generate],
 ) -> float:
     """Bound the decode steps of a replica's share: all its work at what memory or places hold, and the longest rollout.
 
@@ -123,7 +130,7 @@ def _most_steps(
     drawn = [rollouts[command.rollout] for command in share]
     held = sum(each.length * (each.prompt_tokens + each.length / 2) for each in drawn)
     tokens = sum(each.length for each in drawn)
-    work = max(held / costs.kv_capacity, tokens / run.rollout.max_running)
+    work = max(held / kv_capacity, tokens / max_running)
     return work + max(each.length for each in drawn)
 
 
@@ -259,15 +266,17 @@ def step_batches(run: Run, workload: Workload) -> Iterator[StepBatch]:
     while True:
         batch = StepBatch(workload.draw(first, algorithm.prompts_per_step))
         if algorithm.leaves_out_uniform:
-            batch = _filled(run, workload, batch.drawn)
+            batch = _filled(SimRewards(run), algorithm, workload, batch.drawn)
         yield batch
         first += len(batch.drawn)
 
 
-def _filled(run: Run, workload: Workload, drawn: list[Draw]) -> StepBatch:
+def _filled(
+    rewards: SimRewards, algorithm: AlgorithmConfig, workload: Workload, drawn: list[Draw]
+) -> StepBatch:
     """Draw a group for each that is passed over, until a step has cost as many as it may."""
-    rewards, drawn = SimRewards(run), [*drawn]
-    most = (run.algorithm.max_gen_batches - 1) * run.algorithm.prompts_per_step
+    drawn = [*drawn]
+    most = (algorithm.max_gen_batches - 1) * algorithm.prompts_per_step
     passed_over: set[int] = set()
     for draw in drawn:  # which grows meanwhile
         if len(passed_over) == most:

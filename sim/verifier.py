@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from streamrl.engine.messages import Failed, Verified, Verify
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import trainer_key
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards
 from streamrl.sim.world_interface import WorldInterface
 
@@ -44,7 +45,7 @@ class SimRewards:
         self._share = run.workload.informative_share if run.leaves_out_uniform else 0.0
         pairs = run.workload.group_rewards if run.filters_by_reward else ()
         if run.filters_by_reward and not pairs:
-            raise _unknown(run)
+            raise _unknown(run.followers)
         self._means = [mean for mean, _ in pairs]
         self._edges = list(accumulate(share for _, share in pairs))
 
@@ -70,8 +71,8 @@ class SimRewards:
         return number
 
 
-def _unknown(run: Run) -> RunError:
-    number = next(n for n, each in enumerate(run.followers, start=1) if each.filters_by_reward)
+def _unknown(followers: Sequence[SecondaryTrainerConfig]) -> RunError:
+    number = next(n for n, each in enumerate(followers, start=1) if each.filters_by_reward)
     key = "workload.group_rewards"
     text = (
         f"{key} is missing: {trainer_key(number)} takes groups by their rewards, and nobody knows but you what share "

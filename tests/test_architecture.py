@@ -500,3 +500,34 @@ def test_the_search_for_changes_to_the_state_finds_them() -> None:
     )
     source += "state.groups.pop(1)\ndel state.groups[1]\nstate.commit(c)\nself.most = 1\n"
     assert len(foreign_changes(ast.parse(source))) == 7
+
+
+# What functions depend on -------------------------------------------------------------------------
+
+MOST_WHOLE_RUNS = 481
+"""Functions that may take the whole run file. It only ever falls: a signature tells what a function depends on."""
+
+
+def takes_whole_run(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    given = function.args
+    parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    return any(
+        each.arg == "run" and each.annotation is not None and ast.unparse(each.annotation) == "Run"
+        for each in parameters
+    )
+
+
+def whole_runs(tree: ast.Module) -> int:
+    """Return how many functions have a parameter `run: Run`."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return sum(isinstance(node, kinds) and takes_whole_run(node) for node in ast.walk(tree))
+
+
+def test_few_functions_take_the_whole_run_file() -> None:
+    assert sum(whole_runs(parse(path)) for path in EVERYWHERE) <= MOST_WHOLE_RUNS
+
+
+def test_the_count_of_whole_run_files_finds_them() -> None:
+    source = "def a(run: Run): ...\nasync def b(x: int, *, run: Run): ...\ndef c(run: str): ...\n"
+    source += "class D:\n    def e(self, run: Run, y: int): ...\n    def f(self, other: Run): ...\n"
+    assert whole_runs(ast.parse(source)) == 3

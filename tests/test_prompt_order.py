@@ -110,7 +110,7 @@ def test_a_mixture_has_the_records_of_all_with_their_families(tmp_path: Path) ->
     workload = PromptWorkload(run, ScriptedTokenizer())
     assert [record["family"] for record in workload.records] == ["sums", "sums", "code"]
     assert workload.records[2]["gold"] == "assert True"
-    order = make_order(run, [2, 1])
+    order = make_order(run.workload, run.seed, [2, 1])
     assert [workload.line(group) for group in range(9)] == [order.prompt(n) for n in range(9)]
 
 

@@ -27,7 +27,10 @@ def fill_policies(run: Run, costs: Costs) -> Run:
     run = fill_latency(run, costs)
     if run.policies.migration == "none" or run.policies.context_time is not None:
         return run
-    return replace(run, policies=replace(run.policies, context_time=_context_time(run, costs)))
+    longest = longest_sequence(run.rollout, run.workload)
+    moved = costs.cache_transfer.token_time
+    context_time = moved if moves_caches(run) else _prefill_time(costs, longest)
+    return replace(run, policies=replace(run.policies, context_time=context_time))
 
 
 def empty_policies(run: Run, costs: Costs) -> Run:
@@ -41,11 +44,8 @@ def empty_policies(run: Run, costs: Costs) -> Run:
     return empty if fill_policies(empty, costs) == run else run
 
 
-def _context_time(run: Run, costs: Costs) -> float:
-    """Return the seconds of each token of context that moves: its transfer, or prefill at the longest context."""
-    if moves_caches(run):
-        return costs.cache_transfer.token_time
-    context = longest_sequence(run.rollout, run.workload)
+def _prefill_time(costs: Costs, context: int) -> float:
+    """Return the seconds that prefill takes for each token of a context."""
     return costs.prefill_time(context, context**2 / 2, 0) / context
 
 

@@ -19,6 +19,7 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.keys import pool_key
+from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 FORMATS_COMPUTED = (*BYTES, "mxfp8", "int8", "nvfp4")
@@ -167,23 +168,23 @@ def check_profiles(run: Run) -> None:
     check_engine(run.costs.engine)
     if run.model.name is not None:
         _check_name("model.name", "models", run.model.name, ".toml")
-    _check_draft(run)
+    _check_draft(run.rollout.speculative, run.model)
     lengths = run.workload.lengths
     if lengths is not None and lengths.kind != "trace" and not lengths.names_a_file:
         _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")
 
 
-def _check_draft(run: Run) -> None:
+def _check_draft(speculative: SpeculativeConfig | None, model: ModelConfig) -> None:
     """Refuse to draft with a model that is unknown, or with layers that the model does not come with."""
-    speculative, key = run.rollout.speculative, "rollout.speculative.model"
+    key = "rollout.speculative.model"
     if speculative is None:
         return
     if speculative.model is not None:
         _check_name(key, "models", speculative.model, ".toml")
-    elif not (shape := load_model(run.model)).num_draft_layers:
+    elif not (shape := load_model(model)).num_draft_layers:
         text = (
             f"{key} is missing: {shape.name} comes with no layer for multi-token prediction (num_draft_layers = 0 in "
-            f"{Path(shape.source).name if run.model.path else f'profiles/models/{run.model.name}.toml'}), so a smaller model "
+            f"{Path(shape.source).name if model.path else f'profiles/models/{model.name}.toml'}), so a smaller model "
             "has to draft"
         )
         raise RunError(key, None, None, text, ("rollout.speculative",))

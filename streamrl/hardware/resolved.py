@@ -59,7 +59,7 @@ class ReplicaHardware:
     """Rank of the adapters that it serves beside its weights; None where it serves none."""
     adapter_dtype: str
 
-    @cached_property
+    @property
     def gpu(self) -> Gpu:
         """The GPU of its pool, with its share of the network of a node."""
         return gpu_of(self.pool)
@@ -90,7 +90,7 @@ class TrainerHardware:
     adapter_rank: int | None
     """Rank of the adapters that it learns; None where it learns all weights."""
 
-    @cached_property
+    @property
     def gpu(self) -> Gpu:
         """The GPU of its pool, with its share of the network of a node."""
         return gpu_of(self.pool)

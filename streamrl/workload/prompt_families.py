@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.keys import join_key, trainer_key
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 FAMILY = "family"
 """Of a prompt's record, where it has no task."""
@@ -18,13 +18,13 @@ def prompt_family(record: Mapping[str, object]) -> str | None:
     return None if family is None else str(family)
 
 
-def check_families(run: Run, known: Collection[str]) -> None:
+def check_families(followers: Sequence[SecondaryTrainerConfig], known: Collection[str]) -> None:
     """Refuse families that no prompt is of, so that a trainer does not wait for what never comes.
 
     Raises:
         RunError: naming the trainer's key and the family.
     """
-    for number, follower in enumerate(run.followers, start=1):
+    for number, follower in enumerate(followers, start=1):
         for family in follower.families:
             if family not in known:
                 raise _no_such(join_key(trainer_key(number), "families"), family, known)

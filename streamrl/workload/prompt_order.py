@@ -25,7 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from streamrl.runfile.config import Run
+from streamrl.runfile.workload_config import WorkloadConfig
 
 KEPT_EPOCHS = 4
 """Orders of prompts in memory: those of the epoch, of the next, and of prompts that tail batching puts off. Others are
@@ -40,12 +40,12 @@ class PromptOrder(Protocol):
         ...
 
 
-def make_order(run: Run, sizes: Sequence[int]) -> PromptOrder:
+def make_order(workload: WorkloadConfig, seed: int, sizes: Sequence[int]) -> PromptOrder:
     """Return the order of the prompts of data sets that have `sizes` prompts, one after the other."""
-    is_shuffled = run.workload.order == "shuffled"
+    is_shuffled = workload.order == "shuffled"
     if len(sizes) == 1:
-        return EpochOrder(run.seed, sizes[0]) if is_shuffled else FileOrder(sizes[0])
-    return MixedOrder(run.seed, sizes, run.workload.source_weights, is_shuffled)
+        return EpochOrder(seed, sizes[0]) if is_shuffled else FileOrder(sizes[0])
+    return MixedOrder(seed, sizes, workload.source_weights, is_shuffled)
 
 
 class FileOrder:

@@ -12,6 +12,7 @@ from streamrl.engine.messages import DrawnGroup, Drop, ExpectationsChanged, Gene
 from streamrl.engine.trace import read_trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import find_profile
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.workload_config import LengthsConfig
@@ -25,13 +26,10 @@ from streamrl.workload.simulated_ranker import load_ranker
 class Drift:
     """The line on which lengths grow, and with them whatever else depends on how old a figure is."""
 
-    def __init__(self, run: Run) -> None:
-        lengths = run.workload.lengths
-        steps = run.algorithm.steps
-        if lengths is not None and lengths.drift_steps is not None:
-            steps = lengths.drift_steps
+    def __init__(self, lengths: LengthsConfig, algorithm: AlgorithmConfig) -> None:
+        steps = algorithm.steps if lengths.drift_steps is None else lengths.drift_steps
         self._last = max(1, steps - 1)
-        self._prompts_per_step = run.algorithm.prompts_per_step
+        self._prompts_per_step = algorithm.prompts_per_step
 
     def at(self, groups: Floats, first: float, last: float | None) -> Floats:
         """Return a figure for each of `groups`: `first` in the first step, `last` from the end of the drift on.
@@ -186,11 +184,11 @@ class SimulatedWorkload:
         self._source = load_source(config)
         self._tells_families = run.filters_by_family
         if run.filters_by_family:
-            check_families(run, self._known_families())
-        self._drift = Drift(run)
+            check_families(run.followers, self._known_families())
+        self._drift = Drift(config, run.algorithm)
         self._order: PromptOrder | None = None
         if config.epochs and isinstance(self._source, Groups):
-            self._order = make_order(run, [self._source.num_prompts])
+            self._order = make_order(run.workload, run.seed, [self._source.num_prompts])
         past = self._past if config.kind == "groups" else None
         self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}
