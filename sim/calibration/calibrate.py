@@ -36,6 +36,7 @@ from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, read_run_s
 from streamrl.record.recorded_workload import recorded_workload
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
+from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.sim.calibration.disagreement import (
     LENGTHS,
     Disagreement,
@@ -74,11 +75,20 @@ class Target(NamedTuple):
     """Whether they hold the seconds of a step that are of no stage too, which count on neither side."""
 
 
-def find_targets(run: Run, measured: MeasuredSteps, notes: list[str]) -> list[Target]:
-    """Return what factors can be fitted to; what cannot be known is told in `notes`."""
-    columns = _own_columns(run, measured)
+def find_targets(
+    policies: PoliciesConfig, needs_score: bool, measured: MeasuredSteps, notes: list[str]
+) -> list[Target]:
+    """Return the seconds that factors can be fitted to.
+
+    Args:
+        policies: the section of the run file.
+        needs_score: whether rollouts are scored before training.
+        measured: the steps.
+        notes: gets a line for each stage whose seconds are unknown.
+    """
+    columns = _own_columns(needs_score, measured)
     found = [Target((stage,), _column(name), no_seconds) for stage, name in columns.items()]
-    passes: tuple[StageName, ...] = ("score",) if run.algorithm.needs_score else ()
+    passes: tuple[StageName, ...] = ("score",) if needs_score else ()
     wanted: tuple[StageName, ...] = ("generation", *passes, "train")
     missing = tuple(stage for stage in wanted if stage not in columns)
     if not missing:
@@ -88,40 +98,40 @@ def find_targets(run: Run, measured: MeasuredSteps, notes: list[str]) -> list[Ta
             f"{listing(list(missing))}: not known, as neither these seconds nor whole steps were measured"
         )
         return found
-    return found + _of_whole_steps(run, measured, missing, columns, notes)
+    return found + _of_whole_steps(policies, measured, missing, columns, notes)
 
 
-def _own_columns(run: Run, measured: MeasuredSteps) -> dict[StageName, str]:
-    """Return by stage the column of its own seconds, where they were measured."""
+def _own_columns(needs_score: bool, measured: MeasuredSteps) -> dict[StageName, str]:
+    """Return the column with the seconds of each stage that was measured alone."""
     columns: dict[StageName, str] = {"sync": "sync", "score": "score", "train": "train"}
     known = (name for name in OF_GENERATION if measured.has(name))
     columns["generation"] = next(known, OF_GENERATION[-1])
-    if not run.algorithm.needs_score:
+    if not needs_score:
         del columns["score"]
     return {stage: column for stage, column in columns.items() if measured.has(column)}
 
 
 def _of_whole_steps(
-    run: Run,
+    policies: PoliciesConfig,
     measured: MeasuredSteps,
     missing: tuple[StageName, ...],
     columns: dict[StageName, str],
     notes: list[str],
 ) -> list[Target]:
-    """Return what whole steps tell of the stages that were not measured by themselves."""
+    """Return whole steps as the target of the stages that were not measured alone, if they can be."""
     what = listing(list(missing))
     is_all = set(missing) >= {"generation", "train"}
     if is_all or missing == ("generation",):
-        if not is_all and not takes_turns(run) and not _waits(measured):
+        if not is_all and not takes_turns(policies) and not _waits(measured):
             notes.append(
                 f"generation: not known, as the trainer waits for it under {BOUND_BY_GENERATION:.0%} of a step"
             )
             return []
-    elif overlaps(run) or columns.get("generation", "generation") != "generation":
+    elif overlaps(policies) or columns.get("generation", "generation") != "generation":
         notes.append(f"{what}: not known, as it is not told apart from generation")
         return []
     one = "one factor for all, " if len(missing) > 1 else ""
-    if overlaps(run):
+    if overlaps(policies):
         notes.append(
             f"{what}: {one}by whole steps, which wait for it; waiting itself is not decoding"
         )
@@ -130,9 +140,9 @@ def _of_whole_steps(
     return [Target(missing, step_seconds, _sum_of(*columns.values()), has_overhead=True)]
 
 
-def overlaps(run: Run) -> bool:
-    """Return whether training goes on while anything is generated."""
-    return not takes_turns(run) or choose_system(run.policies).streaming == "stream"
+def overlaps(policies: PoliciesConfig) -> bool:
+    """Return whether training runs at the same time as generation."""
+    return not takes_turns(policies) or choose_system(policies).streaming == "stream"
 
 
 def _waits(measured: MeasuredSteps) -> bool:
@@ -301,18 +311,18 @@ def calibrate_checked(
     simulated: Simulator,
     watch: Callable[[str], None],
 ) -> Calibrated:
-    """Fit a calibration to steps whose work the run file agrees with; see `calibrate_steps`."""
+    """Fit a calibration to steps whose work agrees with the run file; see `calibrate_steps`."""
     run = replace(run, costs=replace(run.costs, calibration=None))
     used = _choose(measured, held_out)
     notes = list(measured.notes)
-    targets = find_targets(run, measured, notes)
+    targets = find_targets(run.policies, run.algorithm.needs_score, measured, notes)
     if not targets:
         raise ValueError(f"{measured.source}: nothing in it tells how long a stage takes")
-    overhead = _overhead(run, used)
+    overhead, stated = _overhead(run.policies, used), run.framework.step_time
     if overhead is not None:
-        wrong = check_overhead(run, overhead.seconds, _mean_step(used))
+        wrong = check_overhead(stated, overhead.seconds, _mean_step(used))
         refuse([] if wrong is None else [wrong], measured.source)
-        overhead = None if run.framework.step_time is not None else overhead
+        overhead = None if stated is not None else overhead
     fit = _Fit(run, used, overhead, simulated, watch)
     made = fit.fit(targets, _empty(run, measured, used))
     return Calibrated(made, [*notes, *fit.notes, *_doubts(made)])
@@ -340,10 +350,11 @@ def _mean_step(used: _Used) -> float:
     return fmean(times) if times else 0.0
 
 
-def _overhead(run: Run, used: _Used) -> StepOverhead | None:
-    """Return the seconds of a step that are of no stage, where stages do not overlap and all were measured."""
-    waits = [step.wait if not takes_turns(run) else step.generation for step in used.steps]
-    if takes_turns(run) and overlaps(run):
+def _overhead(policies: PoliciesConfig, used: _Used) -> StepOverhead | None:
+    """Return the seconds of a step outside its stages; None if stages overlap or some were not measured."""
+    turns = takes_turns(policies)
+    waits = [step.generation if turns else step.wait for step in used.steps]
+    if turns and overlaps(policies):
         return None
     rest = [
         step.step_time - first - (step.score or 0.0) - step.train - (step.sync or 0.0)
@@ -533,7 +544,7 @@ def measured_steps(trace: Trace, name: str) -> MeasuredSteps:
         ValueError: it made none.
     """
     beside = 0.0 if trace.world == "real" else Costs.load(trace.run).training.overhead_time
-    steps = read_run_steps(trace, beside, takes_turns=takes_turns(trace.run))
+    steps = read_run_steps(trace, beside, takes_turns=takes_turns(trace.run.policies))
     if not steps:
         raise ValueError(f"{name}: records no finished step")
     return MeasuredSteps(
@@ -573,7 +584,7 @@ def calibrate_recorded(
         filled = fill_policies(seen, costs)
         made = SimWorld(filled, costs, SimulatedWorkload(seen)).run()
         overhead = costs.training.overhead_time
-        found = read_run_steps(made, overhead, takes_turns=takes_turns(seen))
+        found = read_run_steps(made, overhead, takes_turns=takes_turns(seen.policies))
         by_number = {step.step: step for step in found}
         if missing := [step.step for step in steps if step.step not in by_number]:
             raise UnfinishedError(f"stopped before step {missing[0]} of {num_steps}")

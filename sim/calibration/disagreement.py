@@ -1,20 +1,22 @@
-"""What a run file says of the work of a step, beside what was measured: where they differ, no factor is fitted.
+"""Compare the work of a step in a run file with the measured work. No factor is fitted if they differ.
 
-A factor would hide a wrong run file, and be wrong for every other one.
+A factor would hide an error in the run file, and would be wrong for other run files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from streamrl.engine.presets import choose_system
 from streamrl.logs.measured_steps import MeasuredSteps
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.runfile.files import run_table
+from streamrl.runfile.policies_config import PoliciesConfig, SystemName
 from streamrl.workload.workload import SimulatedWorkload
 
 LENGTHS, COUNTS = 0.10, 0.02
@@ -36,26 +38,32 @@ PRICES = (".price", ".price_per_gb")
 
 
 class Disagreement(NamedTuple):
-    """One key of a run file that says something else than what was measured."""
+    """One key of a run file whose value differs from the measured one."""
 
     key: str
     text: str
-    """What it says, what was measured, and by how much they differ."""
+    """Its value, the measured value, and the difference."""
 
 
-def takes_turns(run: Run) -> bool:
-    """Return whether a run generates a batch and trains on it, in turns."""
-    return choose_system(run.policies).staleness_bound == 0
+def takes_turns(policies: PoliciesConfig) -> bool:
+    """Return whether a run generates a batch and then trains on it, in turns."""
+    return choose_system(policies).staleness_bound == 0
 
 
 def find_disagreements(run: Run, measured: MeasuredSteps) -> list[Disagreement]:
-    """Return where a run file disagrees with the work of the steps that were measured."""
-    finders = (_of_mode, _of_rollouts, _of_lengths, _of_prompts, _of_longest, _of_gpus, _of_passes)
-    return [found for find in finders for found in find(run, measured)]
+    """Return the keys whose values disagree with the work of the measured steps."""
+    return [
+        *_of_mode(run.policies, measured),
+        *_of_rollouts(run.algorithm, measured),
+        *_of_tokens(run, measured),
+        *_of_longest(run.rollout.max_tokens, measured),
+        *_of_gpus(run.num_gpus, measured),
+        *_of_passes(run.algorithm, measured),
+    ]
 
 
 def find_differences(run: Run, recorded: Run) -> list[Disagreement]:
-    """Return where a run file differs from that of a recorded run in what its seconds depend on."""
+    """Return the keys that affect seconds and differ between a run file and that of a recorded run."""
     ours, theirs = _flat(run_table(run)), _flat(run_table(recorded))
     found = []
     for key in sorted({*ours, *theirs}):
@@ -84,20 +92,20 @@ def _flat(table: dict[str, Any], parent: str = "") -> dict[str, Any]:
     return found
 
 
-def _of_mode(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    turns = takes_turns(run)
-    if turns and choose_system(run.policies).streaming == "whole-batch":
-        yield from _of_turns(run, measured)
+def _of_mode(policies: PoliciesConfig, measured: MeasuredSteps) -> Iterator[Disagreement]:
+    turns = takes_turns(policies)
+    if turns and choose_system(policies).streaming == "whole-batch":
+        yield from _of_turns(policies.system, measured)
     if measured.is_asynchronous is None or measured.is_asynchronous is not turns:
         return
     theirs = "beside training" if measured.is_asynchronous else "in turns with training"
     ours = "takes turns" if turns else "is asynchronous"
-    text = f"{run.policies.system!r} {ours}, but {measured.framework} generated {theirs}"
+    text = f"{policies.system!r} {ours}, but {measured.framework} generated {theirs}"
     yield Disagreement("policies.system", text)
 
 
-def _of_turns(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    """Find stages that take longer together than the steps in which they would follow each other."""
+def _of_turns(system: SystemName, measured: MeasuredSteps) -> Iterator[Disagreement]:
+    """Find that stages which should follow each other take longer together than their step."""
     step, generation = measured.mean("step_time"), measured.mean("generation")
     first, train = (
         measured.mean("busy") if generation is None else generation,
@@ -108,23 +116,23 @@ def _of_turns(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
     together = first + train + sum(measured.mean(name) or 0.0 for name in ("score", "sync"))
     if together > (1 + LENGTHS) * step:
         text = (
-            f"{run.policies.system!r} takes turns, but generation, passes and sync of {together:.4g} s are in steps of "
+            f"{system!r} takes turns, but generation, passes and sync of {together:.4g} s are in steps of "
             f"{step:.4g} s: some went on at once"
         )
         yield Disagreement("policies.system", text)
 
 
-def _of_rollouts(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    ours, theirs = run.algorithm.rollouts_per_step, measured.mean("rollouts")
+def _of_rollouts(algorithm: AlgorithmConfig, measured: MeasuredSteps) -> Iterator[Disagreement]:
+    ours, theirs = algorithm.rollouts_per_step, measured.mean("rollouts")
     if theirs is None:
         theirs, within = _counted_by_tokens(measured), LENGTHS
     else:
         within = COUNTS
     if theirs is None or abs(theirs / ours - 1) <= within:
         return
-    size = run.algorithm.group_size
+    size = algorithm.group_size
     text = (
-        f"{run.algorithm.prompts_per_step} prompts x group_size {size} are {ours} rollouts a step, but {theirs:.5g} were "
+        f"{algorithm.prompts_per_step} prompts x group_size {size} are {ours} rollouts a step, but {theirs:.5g} were "
         f"measured, {theirs / ours:.3g} times as many"
     )
     if size > 1 and abs(theirs * size / ours - 1) <= COUNTS:
@@ -140,41 +148,47 @@ def _counted_by_tokens(measured: MeasuredSteps) -> float | None:
     return total / (output + prompt)
 
 
-def _of_lengths(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    values = measured.values("output_tokens")
-    if not values:
+def _of_tokens(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
+    """Find that the mean tokens of an output or of a prompt differ."""
+    outputs, prompt = measured.values("output_tokens"), measured.mean("prompt_tokens")
+    if not outputs and prompt is None:
         return
-    ours, _ = mean_tokens(run)
+    mean_output, mean_prompt = mean_tokens(run)
+    if outputs:
+        assert run.workload.lengths is not None, "mean_tokens has drawn some"
+        yield from _of_outputs(run.workload.lengths.scale, mean_output, outputs)
+    if prompt is not None:
+        yield from _of_prompts(mean_prompt, mean_output, prompt)
+
+
+def _of_outputs(scale: float, ours: float, values: Sequence[float]) -> Iterator[Disagreement]:
     theirs = fmean(values)
     scatter = 2 * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
     if abs(theirs - ours) <= LENGTHS * ours + scatter:
         return
     text = f"a mean of {ours:.5g} output tokens a rollout, but {theirs:.5g} were measured, {theirs / ours:.3g} times as many"
-    lengths = run.workload.lengths
-    assert lengths is not None, "mean_tokens has drawn some"
-    text += f"; scale = {lengths.scale * theirs / ours:.4g} has about those"
+    text += f"; scale = {scale * theirs / ours:.4g} has about those"
     yield Disagreement("workload.lengths", text)
 
 
-def _of_prompts(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    theirs = measured.mean("prompt_tokens")
-    if theirs is None:
-        return
-    output, ours = mean_tokens(run)
+def _of_prompts(ours: float, output: float, theirs: float) -> Iterator[Disagreement]:
     away = abs(theirs - ours)
     if away > LENGTHS * ours and away > LENGTHS / 2 * (ours + output):
         text = f"{ours:.5g} tokens of a prompt, but {theirs:.5g} were measured, {theirs / ours:.3g} times as many"
         yield Disagreement("workload.lengths.prompt_tokens", text)
 
 
-def _of_longest(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
+def _of_longest(max_tokens: int, measured: MeasuredSteps) -> Iterator[Disagreement]:
     theirs = max(measured.values("longest_output"), default=0.0)
-    if theirs > run.rollout.max_tokens:
-        text = f"at most {run.rollout.max_tokens} output tokens, but {theirs:.0f} were measured, {theirs / run.rollout.max_tokens:.3g} times as many"
+    if theirs > max_tokens:
+        text = (
+            f"at most {max_tokens} output tokens, but {theirs:.0f} were measured, "
+            f"{theirs / max_tokens:.3g} times as many"
+        )
         yield Disagreement("rollout.max_tokens", text)
 
 
-def _of_gpus(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
+def _of_gpus(ours: int, measured: MeasuredSteps) -> Iterator[Disagreement]:
     theirs = measured.mean("gpus")
     if theirs is None:
         tokens, seconds, rate = (
@@ -183,27 +197,32 @@ def _of_gpus(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
         if not (tokens and seconds and rate):
             return
         theirs = tokens / seconds / rate
-    if abs(theirs / run.num_gpus - 1) > LENGTHS / 2:
+    if abs(theirs / ours - 1) > LENGTHS / 2:
         text = (
-            f"replicas and trainer have {run.num_gpus} GPUs by their degrees, but {theirs:.4g} were measured, "
-            f"{theirs / run.num_gpus:.3g} times as many"
+            f"replicas and trainer have {ours} GPUs by their degrees, but {theirs:.4g} were measured, "
+            f"{theirs / ours:.3g} times as many"
         )
         yield Disagreement("rollout.replicas, trainer.data_parallel", text)
 
 
-def _of_passes(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
+def _of_passes(algorithm: AlgorithmConfig, measured: MeasuredSteps) -> Iterator[Disagreement]:
     scored, reference = measured.mean("score"), measured.mean("reference")
-    if reference and not run.algorithm.has_reference:
-        text = f"{run.algorithm.kl_coefficient:g}, so that no reference runs, but its passes took {reference:.4g} s of a step"
+    if reference and not algorithm.has_reference:
+        text = f"{algorithm.kl_coefficient:g}, so that no reference runs, but its passes took {reference:.4g} s of a step"
         yield Disagreement("algorithm.kl_coefficient", text)
-    elif scored and not run.algorithm.needs_score:
-        text = f"{run.algorithm.old_log_probs!r}, and no pass before training, but such passes took {scored:.4g} s of a step"
+    elif scored and not algorithm.needs_score:
+        text = f"{algorithm.old_log_probs!r}, and no pass before training, but such passes took {scored:.4g} s of a step"
         yield Disagreement("algorithm.old_log_probs", text)
 
 
-def check_overhead(run: Run, seconds: float, step_time: float) -> Disagreement | None:
-    """Return how the seconds beside the stages differ from those that a run file states; None where they do not."""
-    stated = run.framework.step_time
+def check_overhead(stated: float | None, seconds: float, step_time: float) -> Disagreement | None:
+    """Return the disagreement between stated and measured seconds outside the stages; None if they agree.
+
+    Args:
+        stated: `framework.step_time`.
+        seconds: measured seconds of a step outside its stages.
+        step_time: measured seconds of a step.
+    """
     if stated is None or abs(seconds - stated) <= LENGTHS * stated + OVERHEAD * step_time:
         return None
     text = f"{stated:.4g} s of a step beside its stages, but {seconds:.4g} s were measured; left out, it is fitted"
@@ -211,7 +230,7 @@ def check_overhead(run: Run, seconds: float, step_time: float) -> Disagreement |
 
 
 def mean_tokens(run: Run) -> tuple[float, float]:
-    """Return the mean output and prompt tokens of a rollout, as a run file has them."""
+    """Return the mean output and prompt tokens of a rollout of a run file."""
     draws = SimulatedWorkload(run).draw(0, PROMPTS)
     output = fmean(length for draw in draws for length in draw.lengths)
     return output, fmean(draw.drawn.prompt_tokens for draw in draws)

@@ -122,12 +122,12 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
     workload = StepwiseWorkload(run, wanted)
     world = SimWorld(filled, costs, workload, is_endless=True)
     trace = world.run(is_enough=lambda: len(world.steps) >= len(wanted))
-    overhead = costs.training.overhead_time
-    made = read_run_steps(trace, overhead, takes_turns=takes_turns(run))[WARM_UP : len(wanted)]
+    overhead, turns = costs.training.overhead_time, takes_turns(run.policies)
+    made = read_run_steps(trace, overhead, takes_turns=turns)[WARM_UP : len(wanted)]
     if len(made) < len(wanted) - WARM_UP:
         reason = world.engine.stop_reason or "it stops"
         raise RuntimeError(f"the run stopped after step {len(made) + WARM_UP}: {reason}")
-    if not takes_turns(run):
+    if not turns:
         made = _with_generation(filled, costs, made)
     return SimulatedSteps(
         [_mean(made[place :: len(measured)]) for place in range(len(measured))], overhead
@@ -135,7 +135,7 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
 
 
 def _with_generation(run: Run, costs: Costs, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Add what each step's batch takes replicas that have nothing else: a run that trains meanwhile does not tell."""
+    """Add the seconds of generating each step's batch alone, which a run that trains meanwhile does not show."""
     batches = islice(step_batches(run, StepwiseWorkload(run, steps)), len(steps))
     seconds = [batch.generate(run, costs).in_turn[-1].time for batch in batches]
     return [replace(step, generation=s) for step, s in zip(steps, seconds, strict=True)]

@@ -10,17 +10,19 @@ from msgspec.structs import replace
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.presets import choose_system
 from streamrl.record.metrics import Metrics, measure
+from streamrl.runfile.cluster_config import LinkConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, is_error, propose_fix, toml, value_of
 from streamrl.runfile.formatting import format_count, format_duration, format_share
 from streamrl.runfile.gpu_pools import find_link
+from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import NARROW
 from streamrl.runfile.units import Bandwidth
 from streamrl.sim.checkup import progress
 from streamrl.sim.checkup.rehearsal import Rehearsal, rehearse, shortened
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.weight_sync import link_hop
-from streamrl.workload.replica_batch import mean_lengths, replica_batch
+from streamrl.workload.replica_batch import MeanLengths, mean_lengths, replica_batch
 
 OTHER_FORMATS: tuple[Changes, ...] = (
     {"rollout.weight_only": True},
@@ -30,10 +32,10 @@ OTHER_FORMATS: tuple[Changes, ...] = (
 
 
 def find_slow_format(run: Run) -> Iterator[Finding]:
-    """Find that a decode step takes longer with the narrow weights that a replica has than with those of `model.dtype`.
+    """Find that a decode step takes longer with a replica's narrow weights than with weights in `model.dtype`.
 
     Raises:
-        ValueError: the model fits its replica in one of both alone.
+        ValueError: the model fits its replica in only one of both formats.
     """
     dtype, lengths = run.rollout.dtype, mean_lengths(run)
     if dtype not in NARROW or lengths is None:
@@ -72,70 +74,69 @@ MOST_DOUBLINGS = 10
 
 
 def find_link_use(run: Run, costs: Costs, metrics: Metrics | None) -> Iterator[Finding]:
-    """Say what weights and rollouts take of the link, and find who waits too long for it."""
-    sync = costs.sync
+    """Report how much of the link weights and rollouts use, and find a weight sync that takes too long."""
+    sync, exposed = costs.sync, is_exposed(run.policies)
+    pools = run.rollout.pool, run.trainer.pool
+    index = find_link(run.cluster.links, *pools)
+    link = None if index is None else run.cluster.links[index]
+    route = _route_text(link, *pools, shares_gpus=run.policies.shares_gpus)
+    rollouts = _rollouts(mean_lengths(run), run.algorithm.rollouts_per_step, link)
     seconds = sync.push_time + sync.load_time
     text = (
-        f"weights: {format_count(sync.wire_bytes)}B a step {_route_text(run)}, {format_duration(sync.push_time)} and "
+        f"weights: {format_count(sync.wire_bytes)}B a step {route}, {format_duration(sync.push_time)} and "
         f"{format_duration(sync.load_time)} to load"
     )
     if metrics is None:
-        yield Finding(level="ok", topic="link", name="link", text=f"{text}; {_rollouts(run)}")
+        yield Finding(level="ok", topic="link", name="link", text=f"{text}; {rollouts}")
         return
     share = seconds / metrics.step_time
     text += f": {format_share(share)} of a rehearsed step"
-    if is_exposed(run) and share > MOST_EXPOSED:
+    if exposed and share > MOST_EXPOSED:
         text += ", for which generation waits"
         yield Finding(level="warning", topic="link", name="sync-exposed", text=text)
-    elif not is_exposed(run) and sync.push_time > metrics.step_time:
+    elif not exposed and sync.push_time > metrics.step_time:
         text += ": replicas fall behind, as the next version is there before this one has arrived"
         yield Finding(level="warning", topic="link", name="link-saturated", text=text)
     else:
-        text += ", for which generation waits" if is_exposed(run) else ", beside generation"
+        text += ", for which generation waits" if exposed else ", beside generation"
         yield Finding(level="ok", topic="link", name="link", text=text)
-    yield Finding(level="ok", topic="link", name="rollouts", text=_rollouts(run))
+    yield Finding(level="ok", topic="link", name="rollouts", text=rollouts)
 
 
-def is_exposed(run: Run) -> bool:
-    """Whether nothing is generated while weights are on their way: a barrier, or no step ahead to work on."""
-    system = choose_system(run.policies)
+def is_exposed(policies: PoliciesConfig) -> bool:
+    """Return whether generation waits for the weight sync: at a barrier, or without a step ahead."""
+    system = choose_system(policies)
     return system.halts_for_sync or system.max_staleness == 0
 
 
-def _route_text(run: Run) -> str:
-    if run.policies.shares_gpus:
+def _route_text(link: LinkConfig | None, generate: str, train: str, *, shares_gpus: bool) -> str:
+    if shares_gpus:
         return "between GPUs that change phase"
-    index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
-    if index is None:
-        return f"within pool {run.rollout.pool!r}"
-    link = run.cluster.links[index]
-    return f"over {toml(link.bandwidth).strip(chr(34))} between {run.trainer.pool!r} and {run.rollout.pool!r}"
+    if link is None:
+        return f"within pool {generate!r}"
+    return f"over {toml(link.bandwidth).strip(chr(34))} between {train!r} and {generate!r}"
 
 
-def _rollouts(run: Run) -> str:
-    """Say what the rollouts of a step take of the link; nothing of it is waited for."""
-    mean, index = (
-        mean_lengths(run),
-        find_link(run.cluster.links, run.rollout.pool, run.trainer.pool),
-    )
+def _rollouts(mean: MeanLengths | None, rollouts_per_step: int, link: LinkConfig | None) -> str:
+    """Describe how much of the link the rollouts of a step use. No role waits for this transfer."""
     if mean is None:
         return "rollouts: as many bytes as outputs have tokens, 8 a token"
-    tokens = mean.total * run.algorithm.rollouts_per_step
+    tokens = mean.total * rollouts_per_step
     text = (
         f"rollouts: {format_count(tokens)} tokens a step are {format_count(tokens * TOKEN_BYTES)}B"
     )
-    if index is None:
+    if link is None:
         return text
-    seconds = tokens * TOKEN_BYTES / link_hop(run.cluster.links[index]).bandwidth
+    seconds = tokens * TOKEN_BYTES / link_hop(link).bandwidth
     return f"{text}, {format_duration(seconds)} of the link"
 
 
 def _less_waiting(run: Run) -> Iterator[Changes]:
-    """Yield less to send, then generation that goes on meanwhile, then a wider link."""
+    """Yield changes that send fewer bytes, then those that generate during the sync, then wider links."""
     if run.sync.mode == "full":
         yield {"sync.mode": "delta"}
         yield {"sync.mode": "delta", "sync.backend": "broadcast-tree"}
-    if is_exposed(run):
+    if is_exposed(run.policies):
         yield {"policies.system": "stream-async"}
         yield {"policies.system": "stream-async", "sync.mode": "delta"}
     index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)

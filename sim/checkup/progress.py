@@ -1,4 +1,4 @@
-"""Does the run come to an end? Found by rehearsing it, and mended by what a further rehearsal survives."""
+"""Find in a rehearsal that a run does not reach its last step, and propose changes that another rehearsal confirms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_TRIALS = 6
 
 
 def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Finding]:
-    """Find that a run is refused, is stuck, goes in circles or stops, or will lose more than it replaces."""
+    """Find that a run is refused, makes no progress or stops early, or will need more restarts than it may have."""
     if rehearsal.refusal and _should_be_simulated(run):
         text = f"simulate refuses it: {rehearsal.refusal}"
         yield Finding(level="error", topic="run file", name="refused", text=text)
@@ -50,13 +50,15 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
         reached += _underfilled(metrics)
     yield _finding("ok", "progress", f"{what} comes to its end{reached}")
     if metrics is not None and not rehearsal.is_stand_in:
-        yield from _find_preempted(run, rehearsal)
+        yield from _find_preempted(
+            rehearsal, run.rollout.max_running, run.algorithm.rollouts_per_step
+        )
         yield from _find_losses(run, metrics)
-        yield from _find_stale(run, metrics)
+        yield from _find_stale(run.policies, metrics)
 
 
 def _underfilled(metrics: Metrics) -> str:
-    """Say that much of what replicas decode is in batches far from full."""
+    """Report that replicas decode mostly batches that are far from full."""
     lost, decode = metrics.busy.get(UNDERFILLED, 0.0), metrics.busy["decode"]
     if lost < MUCH_UNDERFILLED * (lost + decode):
         return ""
@@ -64,20 +66,22 @@ def _underfilled(metrics: Metrics) -> str:
 
 
 def _should_be_simulated(run: Run) -> bool:
-    """Whether nothing else is found that keeps a run from being simulated: memory, lengths or files."""
+    """Return whether no other finding, on memory, lengths or files, explains why a simulation is refused."""
     lengths = run.workload.lengths
     files = (run.costs.profile, lengths and lengths.ranker_scores)
     has_files = all(Path(file).is_file() for file in files if file)
     return has_files and mean_lengths(run) is not None and not any(map(is_error, diagnose(run)))
 
 
-def _find_preempted(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Find that replicas take in far more than they hold in the end."""
+def _find_preempted(
+    rehearsal: Rehearsal, max_running: int, rollouts_per_step: int
+) -> Iterator[Finding]:
+    """Find that replicas start far more rollouts than their memory holds."""
     if rehearsal.recomputing > MOST_RECOMPUTING:
-        times = rehearsal.num_preempted / (rehearsal.version * run.algorithm.rollouts_per_step)
+        times = rehearsal.num_preempted / (rehearsal.version * rollouts_per_step)
         text = (
             f"replicas run out of KV memory: a rollout is put off {times:.1f} times on average, and computing it again takes "
-            f"{rehearsal.recomputing:.0%} of their time (rollout.max_running={run.rollout.max_running})"
+            f"{rehearsal.recomputing:.0%} of their time (rollout.max_running={max_running})"
         )
         yield Finding(level="warning", topic="memory", name="preempted", text=text)
 
@@ -99,8 +103,8 @@ def _rate(run: Run) -> float:
     return max(failures_per_gpu_day(run, LEADER), *kinds)
 
 
-def _find_stale(run: Run, metrics: Metrics) -> Iterator[Finding]:
-    system, reached = choose_system(run.policies), max(metrics.staleness, default=0)
+def _find_stale(policies: PoliciesConfig, metrics: Metrics) -> Iterator[Finding]:
+    system, reached = choose_system(policies), max(metrics.staleness, default=0)
     if reached > system.staleness_bound and system.keeps_bound:
         text = f"rollouts were {reached} versions stale, and {system.staleness_bound} are allowed (policies.max_staleness)"
         yield _finding("error", "bound-broken", text)

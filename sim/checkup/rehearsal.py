@@ -1,8 +1,8 @@
-"""A few steps of a run with its own policies, to see that it comes to an end: every rehearsal does, under a limit."""
+"""Simulate a few steps of a run with its own policies, with a limit on events, to see whether it reaches its end."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
-from streamrl.runfile.roles_config import AlgorithmChanges, VerifierConfig
+from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, RankerName
 from streamrl.sim.costs.costs import Costs
@@ -38,8 +38,6 @@ SPLITS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
 """What no side of a stand-in has."""
 STAND_IN_MODEL = "qwen2.5-0.5b"
 STAND_IN_GPU = "h200"
-
-AnyAlgorithm = TypeVar("AnyAlgorithm", AlgorithmConfig, AlgorithmChanges)
 
 
 class Rehearsal(NamedTuple):
@@ -74,7 +72,7 @@ ALL_GROUPS: dict[str, Any] = {
 
 
 class CountingWorld(SimWorld):
-    """A simulated world that ends after a number of events."""
+    """A simulated world that stops with an error after too many events."""
 
     def __init__(self, run: Run, costs: Costs, workload: Workload, most_events: int) -> None:
         super().__init__(run, costs, workload)
@@ -82,7 +80,7 @@ class CountingWorld(SimWorld):
         self._num_events = 0
 
     def emit(self, event: Event) -> None:
-        """Count, and go on.
+        """Count an event and pass it to the engine.
 
         Raises:
             RuntimeError: there were too many.
@@ -97,7 +95,7 @@ class CountingWorld(SimWorld):
 
 
 def rehearse(run: Run) -> Rehearsal:
-    """Simulate the first steps of a run, or of its stand-in where it is huge, has no lengths, or does not fit."""
+    """Simulate the first steps of a run. A stand-in replaces a run that is huge, has no lengths, or does not fit."""
     refusal = ""
     try:
         if run.algorithm.rollouts_per_step <= MOST_ROLLOUTS:
@@ -112,7 +110,7 @@ def make_world(run: Run) -> CountingWorld:
     """Make the world that a run is rehearsed in.
 
     Raises:
-        ValueError: the run has no lengths, does not fit its memory, or is of a back end that nobody models.
+        ValueError: the run has no lengths, does not fit its memory, or uses a back end without a model.
     """
     costs = Costs.load(run)
     num_rollouts = run.algorithm.rollouts_per_step * run.algorithm.steps
@@ -121,7 +119,7 @@ def make_world(run: Run) -> CountingWorld:
 
 
 def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
-    """Let a world go to its end, or to what keeps it from it."""
+    """Run a world until its end, or until a problem stops it."""
     state, problem = world.engine.state, ""
     try:
         world.run()
@@ -147,7 +145,7 @@ def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
 
 
 def shortened(run: Run) -> Run:
-    """Return the run with as few steps as show a whole turn of its policies, and nothing that breaks on purpose."""
+    """Return the run without planned faults, and with only as many steps as its policies need to repeat."""
     ahead = min(choose_system(run.policies).staleness_bound, MOST_AHEAD)
     steps = max(LEAST_STEPS, ahead + 2)
     if steps * run.algorithm.rollouts_per_step > MANY_ROLLOUTS:
@@ -187,18 +185,22 @@ def stand_in(run: Run) -> Run:
     )
     if run.workload.lengths is not None:
         lengths = replace(lengths, ranker=_stand_in_ranker(run.workload.lengths))
+    ranks = [each.data_parallel for each in run.trainers]
     return replace(
         run,
         model=ModelConfig(name=STAND_IN_MODEL, dtype=run.model.dtype),
-        algorithm=_with_few_prompts(run, 0, run.algorithm),
-        cluster=_stand_in_cluster(run),
+        algorithm=replace(run.algorithm, prompts_per_step=_few_prompts(run.algorithm, ranks[0])),
+        cluster=_stand_in_cluster(max(most_replicas(run), run.rollout.num_replicas, sum(ranks))),
         rollout=rollout,
         trainer=trainer,
         followers=tuple(
             replace(
                 own,
                 pool="trainer",
-                algorithm=_with_few_prompts(run, n, own.algorithm),
+                algorithm=replace(
+                    own.algorithm,
+                    prompts_per_step=_few_prompts(run.as_seen_by(n).algorithm, ranks[n]),
+                ),
                 **apart,
                 **ALL_GROUPS,
             )
@@ -212,28 +214,23 @@ def stand_in(run: Run) -> Run:
 
 
 def _without_gpus(verifier: VerifierConfig) -> VerifierConfig:
-    """Return a verifier without a reward model, whose GPUs nobody says to hold it."""
+    """Return a verifier without a reward model, which needs GPUs that the stand-in has not."""
     rewards = tuple(each for each in verifier.reward if not each.has_model)
     return replace(verifier, pool=None, gpus_per_worker=0, reward=rewards)
 
 
-def _with_few_prompts(run: Run, trainer: int, algorithm: AnyAlgorithm) -> AnyAlgorithm:
-    """Return a trainer's algorithm with as many prompts as make a quick rehearsal: one rollout for every rank at least."""
-    seen = run.as_seen_by(trainer)
-    size = seen.algorithm.group_size
-    least = -(-seen.trainer.data_parallel // size)
-    few = min(seen.algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))
-    found: AnyAlgorithm = replace(algorithm, prompts_per_step=few)
-    return found
+def _few_prompts(algorithm: AlgorithmConfig, data_parallel: int) -> int:
+    """Return the prompts of a step for a quick rehearsal, with at least one rollout for each rank."""
+    size = algorithm.group_size
+    least = -(-data_parallel // size)
+    return min(algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))
 
 
 def _stand_in_ranker(lengths: LengthsConfig) -> RankerName:
     return "none" if lengths.ranker == "none" else "recall"
 
 
-def _stand_in_cluster(run: Run) -> ClusterConfig:
-    ranks = sum(trainer.data_parallel for trainer in run.trainers)
-    most = max(most_replicas(run), run.rollout.num_replicas, ranks)
-    pool = PoolConfig(gpu=STAND_IN_GPU, gpus_per_node=1, nodes=most)
+def _stand_in_cluster(num_gpus: int) -> ClusterConfig:
+    pool = PoolConfig(gpu=STAND_IN_GPU, gpus_per_node=1, nodes=num_gpus)
     link = LinkConfig(between=("rollout", "trainer"), bandwidth=Bandwidth.parse("80 Gbps"))
     return ClusterConfig(pools={"rollout": pool, "trainer": pool}, links=[link])

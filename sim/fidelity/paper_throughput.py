@@ -11,7 +11,6 @@ from statistics import median
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.resolved import resolve
 from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
-from streamrl.runfile.config import Run
 from streamrl.sim.fidelity.paper import (
     ACROSS,
     BATCH,
@@ -293,23 +292,23 @@ def _wider_note(ours: dict[Case, Times]) -> str:
 
     narrow, wide = (make_case(cases[1], changes=each) for each in ({}, changes[1]))
     return (
-        f"32B at 20K: a replica on {narrow.rollout.tensor_parallel} GPUs gets {_share(narrow)} rollouts and has memory for "
+        f"32B at 20K: a replica on {narrow.rollout.tensor_parallel} GPUs gets {_share(narrow.rollout.replicas)} rollouts and has memory for "
         f"{most_running(resolve(narrow).replica)} of the longest. This share is the smallest of all cells. On {wide.rollout.tensor_parallel} GPUs it "
-        f"gets {_share(wide)} and has memory for {most_running(resolve(wide).replica)}. Its three errors are then {errors(wider)} instead of "
+        f"gets {_share(wide.rollout.replicas)} and has memory for {most_running(resolve(wide).replica)}. Its three errors are then {errors(wider)} instead of "
         f"{errors(ours[case] for case in cases)}. The paper does not say how many GPUs it used. `benchmarks/bench_readings.py` has "
         "all models on twice the GPUs."
     )
 
 
-def _share(run: Run) -> int:
-    return BATCH // run.rollout.replicas
+def _share(num_replicas: int) -> int:
+    return BATCH // num_replicas
 
 
 def _held_at_once() -> str:
     """Return how many of the 64 rollouts an H800 replica of 7B runs at once, by length."""
     runs = {length: make_case(Case("7B", length, "async")) for length in LENGTHS}
     return ", ".join(
-        f"{min(_share(run), most_running(resolve(run).replica))} ({length})"
+        f"{min(_share(run.rollout.replicas), most_running(resolve(run).replica))} ({length})"
         for length, run in runs.items()
     )
 

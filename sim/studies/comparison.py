@@ -224,7 +224,7 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
     if not min(map(len, made)):
         raise RuntimeError("a run was over before a step of it stayed: there is nothing to compare")
     steps = find_paired_steps(runs, made, 1, drifts=drifts)
-    return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a, steps, drifts))
+    return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a.simulate, steps, drifts))
 
 
 def _check_finished(world: SimWorld, letter: str) -> None:
@@ -237,9 +237,9 @@ def _check_finished(world: SimWorld, letter: str) -> None:
         )
 
 
-def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:
-    """Say what keeps the difference from being as exactly known as was asked for."""
-    if drifts or steps.is_within(run.simulate.interval):
+def _doubts(simulate: SimulateConfig, steps: PairedSteps, drifts: bool) -> str:
+    """Return the reason why the difference is less exact than asked for; empty if there is none."""
+    if drifts or steps.is_within(simulate.interval):
         return ""
     if steps.half_width is None:
         num = steps.last - steps.first + 1
@@ -248,6 +248,6 @@ def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:
     if not steps.has_settled:
         return f"no steady state of both was found in {steps.last} steps"
     return (
-        f"the difference is known to {steps.half_width:.2g}, not to the {run.simulate.interval:.2g} that is wanted "
-        f"(simulate.interval), within simulate.max_steps={run.simulate.max_steps}"
+        f"the difference is known to {steps.half_width:.2g}, not to the {simulate.interval:.2g} that is wanted "
+        f"(simulate.interval), within simulate.max_steps={simulate.max_steps}"
     )

@@ -17,6 +17,8 @@ from streamrl.record.steady_state import read_steps
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.files import change_run
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import empty_policies
 from streamrl.sim.steady_state import UnfinishedError, open_world
@@ -71,7 +73,7 @@ def _as_recorded(trace: Trace, file: Path) -> Run:
 
 def _check_order(base: Run, changed: Run) -> None:
     """Refuse what lets other prompts make up a step than those whose lengths are recorded for it."""
-    ours, theirs = _order_of(base), _order_of(changed)
+    ours, theirs = (_order_of(run.policies, run.workload.lengths) for run in (base, changed))
     for key, was in ours.items():
         value = theirs.get(key, was)
         if value != was:
@@ -79,9 +81,8 @@ def _check_order(base: Run, changed: Run) -> None:
             raise RunError(key, value, None, text)
 
 
-def _order_of(run: Run) -> dict[str, object]:
-    """Return by dotted key what decides which prompts a step gets."""
-    policies, lengths = run.policies, run.workload.lengths
+def _order_of(policies: PoliciesConfig, lengths: LengthsConfig | None) -> dict[str, object]:
+    """Return the keys and values that decide which prompts a step gets."""
     found: dict[str, object] = {"policies.tail_batching": policies.tail_batching}
     if policies.tail_batching != "none" and lengths is not None:
         found["policies.tail_every"] = policies.tail_every

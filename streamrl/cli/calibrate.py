@@ -114,7 +114,7 @@ def _fit(run: Run, measured: Path, log_format: str | None, held_out: float) -> C
             trace.run = with_kept_inputs(trace.run, file.parent)
             return calibrate_recorded(run, trace, file, held_out, watch)
         steps = read_measured_file(measured, log_format)
-        if steps.is_asynchronous is None and not takes_turns(run):
+        if steps.is_asynchronous is None and not takes_turns(run.policies):
             steps = _read_as_asynchronous(run, measured, log_format)
         return calibrate_steps(run, steps, held_out, watch)
 
