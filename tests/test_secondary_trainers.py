@@ -122,7 +122,7 @@ def test_a_follower_is_told_to_work_in_portions_of_its_own_however_the_leader_tr
         for named in ({"policies.system": system},)
     }
     fill = small_run(changes).as_seen_by(1)
-    assert set(most.values()) == {PASSES_PER_COMMAND * rollouts_that_fill(fill)}
+    assert set(most.values()) == {PASSES_PER_COMMAND * rollouts_that_fill(fill.trainer)}
 
 
 def test_every_trainer_makes_its_steps_of_its_own_batches() -> None:

@@ -286,7 +286,7 @@ def closed_form_error(
     Where ranks go in step, as with ZeRO 3 or expert ranks, the closed form is up to a third low. Of a large batch a part
     tells.
     """
-    part = batch[: max(PART, PART_FILLS * rollouts_that_fill(run))]
+    part = batch[: max(PART, PART_FILLS * rollouts_that_fill(run.trainer))]
     closed = _stream if streaming == "stream" else _whole
     seconds = closed(run, costs, FallingLengths(part))
     return passes_time(run, costs, part, streaming) / seconds if seconds else 1.0
@@ -299,7 +299,7 @@ def _whole(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
 
 def _stream(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
     """Seconds of a batch whose commands keep the pipeline full; with scores before each it runs dry in between."""
-    most = PASSES_PER_COMMAND * rollouts_that_fill(run)
+    most = PASSES_PER_COMMAND * rollouts_that_fill(run.trainer)
     commands = max(1, ceil(batch.all.num_rollouts / most))
     fills = run.framework.optimizer_steps * run.framework.epochs
     if costs.num_scored:
@@ -308,7 +308,7 @@ def _stream(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
 
 
 def _last(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    longest = batch.longest(rollouts_that_fill(run))
+    longest = batch.longest(rollouts_that_fill(run.trainer))
     return _commands(run, costs, longest, commands=1, fills=1)
 
 

@@ -7,9 +7,11 @@ from math import ceil, lcm
 
 from streamrl.engine.systems import rollouts_that_fill
 from streamrl.hardware.resolved import longest_sequence
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
-from streamrl.workload.replica_batch import mean_lengths, rollouts_under_way
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.workload.replica_batch import MeanLengths, mean_lengths, rollouts_under_way
 
 MOST_BUBBLE = 0.1
 """Share of a pass that a pipeline may be empty before a warning."""
@@ -24,36 +26,37 @@ MOST_FACTOR = 2.0
 
 def find(run: Run) -> Iterator[Finding]:
     """Find idle ranks, passes and replicas of a step."""
-    yield _finding("ok", "batch", _sum_up(run))
+    yield _finding("ok", "batch", _sum_up(run.algorithm, run.rollout, run.trainer))
     yield from find_trainer(run)
-    yield from _find_replicas(run)
-    yield from _find_cut_off(run)
+    yield from _find_replicas(run.rollout.num_replicas, rollouts_under_way(run))
+    yield from _find_cut_off(mean_lengths(run), run.rollout.max_tokens)
     if run.algorithm.leaves_out_uniform:
-        yield _find_left_out(run)
+        yield _find_left_out(run.algorithm, run.workload.informative_share)
 
 
 def find_trainer(run: Run) -> Iterator[Finding]:
     """Find idle ranks and passes of the trainer in a step."""
-    yield from _find_ranks(run)
-    yield from _find_fills(run)
-    yield from _find_tokens(run)
-    yield from _find_bubble(run)
+    total, trainer = run.algorithm.rollouts_per_step, run.trainer
+    longest = longest_sequence(run.rollout, run.workload)
+    yield from _find_ranks(total, trainer.data_parallel)
+    yield from _find_fills(total, trainer)
+    yield from _find_tokens(trainer, mean_lengths(run), longest)
+    yield from _find_bubble(total, trainer)
 
 
-def _sum_up(run: Run) -> str:
-    trainer, total = run.trainer, run.algorithm.rollouts_per_step
-    per_replica = total / run.rollout.num_replicas
+def _sum_up(algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> str:
+    total = algorithm.rollouts_per_step
+    per_replica = total / rollout.num_replicas
     return (
-        f"{run.algorithm.prompts_per_step} prompts x {run.algorithm.group_size} = {total:,} rollouts a step: "
-        f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(run):,} fills of "
-        f"{rollouts_that_fill(run)} "
+        f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} = {total:,} rollouts a step: "
+        f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(total, trainer):,} fills of "
+        f"{rollouts_that_fill(trainer)} "
         f"({trainer.data_parallel} x {trainer.micro_batch}); {per_replica:,.6g} a replica, "
-        f"{max(1, ceil(per_replica / run.rollout.max_running))} x max_running {run.rollout.max_running}"
+        f"{max(1, ceil(per_replica / rollout.max_running))} x max_running {rollout.max_running}"
     )
 
 
-def _find_ranks(run: Run) -> Iterator[Finding]:
-    total, ranks = run.algorithm.rollouts_per_step, run.trainer.data_parallel
+def _find_ranks(total: int, ranks: int) -> Iterator[Finding]:
     if (rest := total % ranks) and (ranks - rest) / total > MOST_UNEVEN:
         text = (
             f"{total:,} rollouts a step do not divide by trainer.data_parallel={ranks}: {ranks - rest} of them "
@@ -62,21 +65,21 @@ def _find_ranks(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "uneven-ranks", text)
 
 
-def _find_fills(run: Run) -> Iterator[Finding]:
-    total, fill = run.algorithm.rollouts_per_step, rollouts_that_fill(run)
+def _find_fills(total: int, trainer: TrainerConfig) -> Iterator[Finding]:
+    fill = rollouts_that_fill(trainer)
     is_loss = (fill - total % fill) / total > MOST_UNEVEN
-    if (rest := total % fill) and is_loss and total % run.trainer.data_parallel == 0:
+    if (rest := total % fill) and is_loss and total % trainer.data_parallel == 0:
         text = (
             f"the last fill of a step has {rest} of {fill} rollouts (trainer.data_parallel="
-            f"{run.trainer.data_parallel} x micro_batch={run.trainer.micro_batch})"
+            f"{trainer.data_parallel} x micro_batch={trainer.micro_batch})"
         )
         yield _finding("warning", "partial-fill", text)
 
 
-def _find_tokens(run: Run) -> Iterator[Finding]:
+def _find_tokens(
+    trainer: TrainerConfig, mean: MeanLengths | None, longest: int
+) -> Iterator[Finding]:
     """Report passes that `max_tokens_per_pass` bounds before `micro_batch` does: full passes lose nothing."""
-    trainer, mean = run.trainer, mean_lengths(run)
-    longest = longest_sequence(run.rollout, run.workload)
     room = trainer.max_tokens_per_pass
     held = trainer.micro_batch if mean is None else max(1, int(room // mean.total))
     if mean is not None and held <= trainer.micro_batch / 2:
@@ -93,13 +96,13 @@ def _find_tokens(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "tokens-per-pass", text)
 
 
-def _find_bubble(run: Run) -> Iterator[Finding]:
+def _find_bubble(total: int, trainer: TrainerConfig) -> Iterator[Finding]:
     """Find pipelines with too few micro-batches.
 
     The bubble is (p - 1) / (m + p - 1) of a pass, with p stages and m micro-batches (Huang et al.
     2019, GPipe).
     """
-    stages, passes = run.trainer.pipeline_parallel, _num_fills(run)
+    stages, passes = trainer.pipeline_parallel, _num_fills(total, trainer)
     bubble = (stages - 1) / (passes + stages - 1)
     if bubble > MOST_BUBBLE:
         text = (
@@ -109,9 +112,8 @@ def _find_bubble(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "pipeline-bubble", text)
 
 
-def _find_replicas(run: Run) -> Iterator[Finding]:
+def _find_replicas(replicas: int, most: int) -> Iterator[Finding]:
     """Find replicas that are idle under every dispatch policy, because there are fewer rollouts than replicas."""
-    most, replicas = rollouts_under_way(run), run.rollout.num_replicas
     if most < replicas:
         text = (
             f"rollout.replicas={replicas}, but at most {most} rollouts are under way: {replicas - most} "
@@ -120,28 +122,27 @@ def _find_replicas(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "idle-replicas", text)
 
 
-def _find_cut_off(run: Run) -> Iterator[Finding]:
+def _find_cut_off(mean: MeanLengths | None, max_tokens: int) -> Iterator[Finding]:
     """Find outputs that are cut off at `rollout.max_tokens`."""
-    mean = mean_lengths(run)
     if mean is None or mean.cut_off < LEAST_CUT_OFF:
         return
     text = (
         f"{mean.cut_off:.0%} of the outputs of workload.lengths would be longer than "
-        f"rollout.max_tokens={run.rollout.max_tokens:,}, and end there"
+        f"rollout.max_tokens={max_tokens:,}, and end there"
     )
     yield _finding("warning" if mean.cut_off > MOST_CUT_OFF else "ok", "cut-off", text)
 
 
-def _find_left_out(run: Run) -> Finding:
+def _find_left_out(algorithm: AlgorithmConfig, share: float) -> Finding:
     """Report the cost of groups with uniform rewards, or that their share is not set."""
-    share, most = run.workload.informative_share, run.algorithm.max_gen_batches
+    most = algorithm.max_gen_batches
     key = f"workload.informative_share={share:.3g}"
     if share == 1:
         text = f"algorithm.dynamic_sampling rejects no group in a simulation with {key}, so it costs nothing there"
         return _finding("warning", "nothing-left-out", text)
     if share * most < 1:
         text = (
-            f"{key} gives a step of {run.algorithm.prompts_per_step} groups too few of them within "
+            f"{key} gives a step of {algorithm.prompts_per_step} groups too few of them within "
             f"algorithm.max_gen_batches={most}: it trains on groups of one reward too"
         )
         return _finding("warning", "too-few-batches", text)
@@ -152,8 +153,8 @@ def _find_left_out(run: Run) -> Finding:
     )
 
 
-def _num_fills(run: Run) -> int:
-    return -(-run.algorithm.rollouts_per_step // rollouts_that_fill(run))
+def _num_fills(total: int, trainer: TrainerConfig) -> int:
+    return -(-total // rollouts_that_fill(trainer))
 
 
 def _finding(level: Level, name: str, text: str) -> Finding:
@@ -163,9 +164,8 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 # Fixes --------------------------------------------------------------------------------------------
 
 
-def _micro_batches(run: Run, most_factor: float = MOST_MICRO_BATCH) -> Iterator[Changes]:
+def _micro_batches(now: int, most_factor: float = MOST_MICRO_BATCH) -> Iterator[Changes]:
     """Yield other micro-batches up to a factor away. The nearest comes first, the smaller one on a tie."""
-    now = run.trainer.micro_batch
     others = [
         size
         for size in range(1, MOST_MICRO_BATCH + 1)
@@ -175,53 +175,59 @@ def _micro_batches(run: Run, most_factor: float = MOST_MICRO_BATCH) -> Iterator[
         yield {"trainer.micro_batch": size}
 
 
-def _prompts(run: Run) -> Iterator[Changes]:
+def _prompts(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[Changes]:
     """Yield the nearest numbers of prompts whose rollouts divide evenly by one fill of all ranks."""
-    algorithm, fill = run.algorithm, rollouts_that_fill(run)
-    unit = lcm(fill, algorithm.group_size) // algorithm.group_size
+    unit = lcm(rollouts_that_fill(trainer), algorithm.group_size) // algorithm.group_size
     below = algorithm.prompts_per_step // unit * unit
     for prompts in sorted((below, below + unit), key=lambda n: abs(n - algorithm.prompts_per_step)):
         if 1 / MOST_FACTOR <= prompts / algorithm.prompts_per_step <= MOST_FACTOR:
             yield {"algorithm.prompts_per_step": prompts}
 
 
-def _even_ranks(run: Run) -> Iterator[Changes]:
-    yield from _prompts(run)
-    for ranks in range(run.trainer.data_parallel - 1, 0, -1):
+def _even_ranks(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[Changes]:
+    yield from _prompts(algorithm, trainer)
+    for ranks in range(trainer.data_parallel - 1, 0, -1):
         yield {"trainer.data_parallel": ranks}
 
 
-def _even_fills(run: Run) -> Iterator[Changes]:
-    yield from _micro_batches(run, MOST_FACTOR)
-    yield from _prompts(run)
-    yield from _micro_batches(run)
+def _even_fills(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[Changes]:
+    yield from _micro_batches(trainer.micro_batch, MOST_FACTOR)
+    yield from _prompts(algorithm, trainer)
+    yield from _micro_batches(trainer.micro_batch)
 
 
-def _nothing(run: Run) -> Iterator[Changes]:
-    """Yield nothing: the right value depends on the model and its prompts."""
-    yield from ()
-
-
-def _more_batches(run: Run) -> Iterator[Changes]:
-    if run.workload.informative_share:
-        yield {"algorithm.max_gen_batches": ceil(2 / run.workload.informative_share)}
-
-
-def _fewer_replicas(run: Run) -> Iterator[Changes]:
-    yield {"rollout.replicas": rollouts_under_way(run)}
+def _more_batches(informative_share: float) -> Iterator[Changes]:
+    if informative_share:
+        yield {"algorithm.max_gen_batches": ceil(2 / informative_share)}
 
 
 FIXES = {
-    "uneven-ranks": Fix(_even_ranks, "choose rollouts a step that divide by trainer.data_parallel"),
-    "partial-fill": Fix(_even_fills, "choose rollouts a step that divide by a fill"),
-    "pipeline-bubble": Fix(_micro_batches, "train on more rollouts a step, or in fewer stages"),
+    "uneven-ranks": Fix(
+        lambda run: _even_ranks(run.algorithm, run.trainer),
+        "choose rollouts a step that divide by trainer.data_parallel",
+    ),
+    "partial-fill": Fix(
+        lambda run: _even_fills(run.algorithm, run.trainer),
+        "choose rollouts a step that divide by a fill",
+    ),
+    "pipeline-bubble": Fix(
+        lambda run: _micro_batches(run.trainer.micro_batch),
+        "train on more rollouts a step, or in fewer stages",
+    ),
     "nothing-left-out": Fix(
-        _nothing,
+        lambda run: iter(()),
         "set workload.informative_share to the share of groups whose rewards differ: 1 - uniform_groups of metrics.jsonl",
     ),
-    "too-few-batches": Fix(_more_batches, "choose prompts that the model sometimes solves"),
-    "cut-off": Fix(
-        _nothing, "raise rollout.max_tokens, or accept rollouts that end without an answer"
+    "too-few-batches": Fix(
+        lambda run: _more_batches(run.workload.informative_share),
+        "choose prompts that the model sometimes solves",
     ),
-    "idle-replicas": Fix(_fewer_replicas, "generate on fewer replicas"),
+    "cut-off": Fix(
+        lambda run: iter(()),
+        "raise rollout.max_tokens, or accept rollouts that end without an answer",
+    ),
+    "idle-replicas": Fix(
+        lambda run: iter([{"rollout.replicas": rollouts_under_way(run)}]),
+        "generate on fewer replicas",
+    ),
 }

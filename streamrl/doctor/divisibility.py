@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
+from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 MOST_UNEVEN = 0.05
 """Share by which a stage may have more layers than the mean before a warning."""
@@ -24,14 +26,14 @@ def find(run: Run) -> Iterator[Finding]:
     ]
     yield from before
     if not before:
-        yield _finding("ok", "divides", _all_even(run, model))
+        yield _finding("ok", "divides", _all_even(model, run.rollout.tensor_parallel, run.trainer))
 
 
 def find_replica(run: Run) -> Iterator[Finding]:
     """Find dimensions of the model that a replica cannot split."""
     model = load_model(run.model)
     yield from _find_heads(model, "rollout", run.rollout.tensor_parallel)
-    yield from _find_kv_heads(run, model)
+    yield from _find_kv_heads(model, run.rollout.tensor_parallel)
     yield from _find_experts(model, "rollout", run.rollout.expert_parallel)
 
 
@@ -67,9 +69,9 @@ def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
         yield _finding("error", f"{side}-heads", text)
 
 
-def _find_kv_heads(run: Run, model: ModelShape) -> Iterator[Finding]:
+def _find_kv_heads(model: ModelShape, degree: int) -> Iterator[Finding]:
     """Report key-value heads that are replicated on several GPUs. This is valid, and memory counts it."""
-    heads, degree = _num_kv_heads(model), run.rollout.tensor_parallel
+    heads = _num_kv_heads(model)
     if degree > heads and degree % heads == 0:
         what = "one latent vector" if model.latent is not None else f"{heads} key-value heads"
         text = (
@@ -132,16 +134,16 @@ def _finding(level: Level, name: str, text: str) -> Finding:
     return Finding(level=level, topic="divisibility", name=name, text=text)
 
 
-def _all_even(run: Run, model: ModelShape) -> str:
+def _all_even(model: ModelShape, rollout_degree: int, trainer: TrainerConfig) -> str:
     experts = f", {model.experts.num_experts} experts" if model.experts is not None else ""
-    stages = run.trainer.pipeline_parallel
-    own = run.trainer.expert_tensor_parallel
+    stages = trainer.pipeline_parallel
+    own = trainer.expert_tensor_parallel
     slices = "" if own is None else f" ETP{own}"
     fullest = f", the fullest stage with {-(-model.num_layers // stages)} layers"
     return (
         f"{model.name}: {model.num_heads} heads, {model.num_kv_heads} key-value heads, "
-        f"{model.num_layers} layers{experts} divide over rollout TP{run.rollout.tensor_parallel} and trainer "
-        f"TP{run.trainer.tensor_parallel} PP{stages} EP{run.trainer.expert_parallel}{slices}"
+        f"{model.num_layers} layers{experts} divide over rollout TP{rollout_degree} and trainer "
+        f"TP{trainer.tensor_parallel} PP{stages} EP{trainer.expert_parallel}{slices}"
         f"{fullest if model.num_layers % stages else ''}"
     )
 
@@ -149,10 +151,9 @@ def _all_even(run: Run, model: ModelShape) -> str:
 # Fixes --------------------------------------------------------------------------------------------
 
 
-def _rollout_degrees(run: Run) -> Iterator[Changes]:
+def _rollout_degrees(rollout: RolloutConfig, most: int) -> Iterator[Changes]:
     """Yield other degrees, the nearest first, with as many replicas as the same GPUs make."""
-    rollout = run.rollout
-    for degree in _nearest(rollout.tensor_parallel, run.cluster.pools[rollout.pool].gpus_per_node):
+    for degree in _nearest(rollout.tensor_parallel, most):
         changes: dict[str, object] = {"rollout.tensor_parallel": degree}
         others = rollout.pipeline_parallel * rollout.data_parallel
         if (replicas := max(1, rollout.num_gpus // degree // others)) != rollout.replicas:
@@ -162,10 +163,9 @@ def _rollout_degrees(run: Run) -> Iterator[Changes]:
         yield changes
 
 
-def _trainer_degrees(run: Run) -> Iterator[Changes]:
+def _trainer_degrees(trainer: TrainerConfig, most: int) -> Iterator[Changes]:
     """Yield other tensor degrees on the same number of GPUs. Data-parallel ranks fill the rest, else stages do."""
-    trainer = run.trainer
-    for degree in _nearest(trainer.tensor_parallel, run.cluster.pools[trainer.pool].gpus_per_node):
+    for degree in _nearest(trainer.tensor_parallel, most):
         for key, other in (
             ("data_parallel", trainer.pipeline_parallel),
             ("pipeline_parallel", trainer.data_parallel),
@@ -177,9 +177,8 @@ def _trainer_degrees(run: Run) -> Iterator[Changes]:
         yield {"trainer.tensor_parallel": degree}
 
 
-def _trainer_stages(run: Run) -> Iterator[Changes]:
-    trainer = run.trainer
-    for stages in _nearest(trainer.pipeline_parallel, load_model(run.model).num_layers):
+def _trainer_stages(trainer: TrainerConfig, num_layers: int) -> Iterator[Changes]:
+    for stages in _nearest(trainer.pipeline_parallel, num_layers):
         for key, other in (
             ("data_parallel", trainer.tensor_parallel),
             ("tensor_parallel", trainer.data_parallel),
@@ -191,20 +190,24 @@ def _trainer_stages(run: Run) -> Iterator[Changes]:
         yield {"trainer.pipeline_parallel": stages}
 
 
-def _rollout_experts(run: Run) -> Iterator[Changes]:
+def _rollout_experts(rollout: RolloutConfig, most: int) -> Iterator[Changes]:
     yield {"rollout.expert_parallel": 1}
-    yield from _rollout_degrees(run)
+    yield from _rollout_degrees(rollout, most)
 
 
-def _trainer_experts(run: Run) -> Iterator[Changes]:
-    for degree in _nearest(run.trainer.expert_parallel, MOST_DEGREE):
+def _trainer_experts(now: int) -> Iterator[Changes]:
+    for degree in _nearest(now, MOST_DEGREE):
         yield {"trainer.expert_parallel": degree}
 
 
-def _trainer_slices(run: Run) -> Iterator[Changes]:
-    for degree in _nearest(run.trainer.expert_tensor_parallel or 1, MOST_DEGREE):
+def _trainer_slices(now: int) -> Iterator[Changes]:
+    for degree in _nearest(now, MOST_DEGREE):
         yield {"trainer.expert_tensor_parallel": degree}
     yield {"trainer.expert_tensor_parallel": None}
+
+
+def _gpus_per_node(cluster: ClusterConfig, pool: str) -> int:
+    return cluster.pools[pool].gpus_per_node
 
 
 def _nearest(degree: int, most: int) -> list[int]:
@@ -215,19 +218,28 @@ def _nearest(degree: int, most: int) -> list[int]:
 
 FIXES = {
     "rollout-heads": Fix(
-        _rollout_degrees, "choose a tensor_parallel that divides both heads and a node"
+        lambda run: _rollout_degrees(run.rollout, _gpus_per_node(run.cluster, run.rollout.pool)),
+        "choose a tensor_parallel that divides both heads and a node",
     ),
     "trainer-heads": Fix(
-        _trainer_degrees, "choose a tensor_parallel that divides both heads and a node"
+        lambda run: _trainer_degrees(run.trainer, _gpus_per_node(run.cluster, run.trainer.pool)),
+        "choose a tensor_parallel that divides both heads and a node",
     ),
     "trainer-layers": Fix(
-        _trainer_stages,
+        lambda run: _trainer_stages(run.trainer, load_model(run.model).num_layers),
         "no other number of stages on these GPUs divides the layers and fits: let the back end distribute them "
         "unevenly, fewest to the first and the last stage",
     ),
-    "rollout-experts": Fix(_rollout_experts, "choose an expert_parallel that divides the experts"),
-    "trainer-experts": Fix(_trainer_experts, "choose an expert_parallel that divides the experts"),
+    "rollout-experts": Fix(
+        lambda run: _rollout_experts(run.rollout, _gpus_per_node(run.cluster, run.rollout.pool)),
+        "choose an expert_parallel that divides the experts",
+    ),
+    "trainer-experts": Fix(
+        lambda run: _trainer_experts(run.trainer.expert_parallel),
+        "choose an expert_parallel that divides the experts",
+    ),
     "trainer-slices": Fix(
-        _trainer_slices, "choose an expert_tensor_parallel that divides the channels of an expert"
+        lambda run: _trainer_slices(run.trainer.expert_tensor_parallel or 1),
+        "choose an expert_tensor_parallel that divides the channels of an expert",
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
-from streamrl.runfile.simulation_config import FaultKind
+from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
 LOSES_REPLICA: tuple[FaultKind, ...] = ("replica-dies", "replica-hangs")
 LOSES_TRAINER: tuple[FaultKind, ...] = (
@@ -19,7 +19,7 @@ LOSES_TRAINER: tuple[FaultKind, ...] = (
 def find(run: Run) -> Iterator[Finding]:
     """Find faults that end a run before its last step, and those that can only be executed."""
     for what, kinds in (("replicas", LOSES_REPLICA), ("the trainer", LOSES_TRAINER)):
-        losses, most = _count(run, kinds), run.policies.max_restarts
+        losses, most = _count(run.faults, kinds), run.policies.max_restarts
         if losses > most:
             text = (
                 f"faults: {what} will be lost {losses} times, and policies.max_restarts={most}: "
@@ -27,7 +27,7 @@ def find(run: Run) -> Iterator[Finding]:
             )
             yield _finding("error", "faults-stop", text)
             break
-    if deaths := _count(run, ("driver-dies",)):
+    if deaths := _count(run.faults, ("driver-dies",)):
         text = (
             f"faults: driver-dies can be executed but not simulated; execute is killed {deaths} "
             f"time{'s' * (deaths > 1)}, and goes on with --resume each time"
@@ -35,22 +35,24 @@ def find(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "faults-of-the-driver", text)
 
 
-def _count(run: Run, kinds: tuple[FaultKind, ...]) -> int:
-    return sum(fault.count or 1 for fault in run.faults if fault.kind in kinds)
+def _count(faults: tuple[FaultConfig, ...], kinds: tuple[FaultKind, ...]) -> int:
+    return sum(fault.count or 1 for fault in faults if fault.kind in kinds)
 
 
 def _finding(level: Level, name: str, text: str) -> Finding:
     return Finding(level=level, topic="run file", name=name, text=text)
 
 
-def _more_restarts(run: Run) -> Iterator[Changes]:
+def _more_restarts(faults: tuple[FaultConfig, ...]) -> Iterator[Changes]:
     yield {
-        "policies.max_restarts": max(_count(run, kinds) for kinds in (LOSES_REPLICA, LOSES_TRAINER))
+        "policies.max_restarts": max(
+            _count(faults, kinds) for kinds in (LOSES_REPLICA, LOSES_TRAINER)
+        )
     }
 
 
 FIXES = {
-    "faults-stop": Fix(_more_restarts, "plan fewer faults"),
+    "faults-stop": Fix(lambda run: _more_restarts(run.faults), "plan fewer faults"),
     "faults-of-the-driver": Fix(
         lambda run: iter(()), "remove driver-dies to simulate, or execute the run"
     ),

@@ -60,6 +60,7 @@ from streamrl.runfile.policies_config import (
     StreamingName,
     WeightSyncName,
 )
+from streamrl.runfile.roles_config import TrainerConfig
 
 PASSES_PER_COMMAND = (
     4  # a streamed command is at most this many fills: work that arrives waits no longer
@@ -171,7 +172,7 @@ def _order(name: OrderName) -> Order:
 def _streaming(run: Run, trainer: int, name: StreamingName) -> Policy:
     match name:
         case "stream":
-            return Stream(trainer, rollouts_that_fill(run), most_per_command(run, name))
+            return Stream(trainer, rollouts_that_fill(run.trainer), most_per_command(run, name))
         case "whole-batch":
             shares_gpus = trainer == LEADER and run.policies.shares_gpus
             return WholeBatch(trainer, most_per_command(run, name), shares_gpus)
@@ -253,16 +254,16 @@ def most_per_command(run: Run, streaming: StreamingName) -> int:
     """Return the rollouts that the trainer is at most told to work on at once."""
     match streaming:
         case "stream":
-            return PASSES_PER_COMMAND * rollouts_that_fill(run)
+            return PASSES_PER_COMMAND * rollouts_that_fill(run.trainer)
         case "whole-batch":
             return run.algorithm.rollouts_per_step
         case _:
             assert_never(streaming)
 
 
-def rollouts_that_fill(run: Run) -> int:
+def rollouts_that_fill(trainer: TrainerConfig) -> int:
     """Return the rollouts that keep every data-parallel rank busy for one micro-batch."""
-    return run.trainer.data_parallel * run.trainer.micro_batch
+    return trainer.data_parallel * trainer.micro_batch
 
 
 def build_engine(run: Run, *, is_endless: bool = False) -> Engine:
