@@ -27,6 +27,7 @@ from streamrl.executor.launchers.launcher import LOGITS_CHUNK
 from streamrl.hardware.activations import tokens_in_pass
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.resolved import TrainerHardware
+from streamrl.runfile.backend_choice import training_backend_named
 from streamrl.runfile.roles_config import Recompute
 
 WIDE = 4
@@ -68,7 +69,11 @@ def executed_memory(trainer: TrainerHardware, max_tokens: int) -> dict[str, floa
     """
     model, config = trainer.model, trainer.config
     is_plain = model.latent is None and model.linear is None
-    if config.backend != "torch" or trainer.adapter_rank is not None or not is_plain:
+    if (
+        not training_backend_named(config.backend).counts_memory
+        or trainer.adapter_rank is not None
+        or not is_plain
+    ):
         return None
     trained, parameters = trainer.num_trained_models, float(model.num_parameters)
     longest = trainer.longest_sequence

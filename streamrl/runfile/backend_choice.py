@@ -133,6 +133,8 @@ class TrainingChoice:
     """Whether a batch may have several optimizer steps."""
     frees_memory = False
     """Whether it gives GPU memory back while replicas generate on the same GPUs."""
+    counts_memory = False
+    """Whether `streamrl.executor.checkup.executed_memory` describes its GPU memory."""
 
 
 class Torch(TrainingChoice):
@@ -141,6 +143,7 @@ class Torch(TrainingChoice):
     backend = "streamrl.executor.trainer.torch_backend:TorchBackend"
     makes_several_steps = True
     frees_memory = True
+    counts_memory = True
 
 
 class DeepSpeed(TrainingChoice):

@@ -1,0 +1,271 @@
+"""A package outside the tree adds an algorithm, a dispatch policy, an engine, a training backend and a scorer."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from streamrl.engine.messages import Generate
+from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.record.samples import read_completions
+from streamrl.runfile.algorithms import ALGORITHMS
+from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS
+from streamrl.runfile.dispatch_choice import DISPATCH
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.scorer_choice import SCORERS
+from streamrl.sim.world import simulate
+from tests.command_line import streamrl
+from tests.runs import small_run
+from tests.test_architecture import EVERYWHERE, ROOT, name_of
+from tests.test_end_to_end import RUN_FILE, SYMBOLS
+from tests.tiny_model import save_tiny_model
+
+PACKAGE = '''
+from streamrl.engine.policies.dispatch import Dispatch
+from streamrl.runfile.algorithms import Algorithm
+from streamrl.runfile.backend_choice import EngineChoice, Torch
+
+
+class Halves(Algorithm):
+    """1/2 for each reward above the worst of its group, else -1/2."""
+
+    def advantages(self, rewards, baseline=0.0):
+        return [0.5 if reward > min(rewards) else -0.5 for reward in rewards]
+
+
+class LastReplica(Dispatch):
+    """Send all rollouts to the replica with the highest number."""
+
+    def choose(self, state, rollout):
+        fresh = state.fleet.fresh(rollout.group.oldest_version)
+        return fresh[-1] if fresh else None
+
+
+class MarkedEngine(EngineChoice):
+    engine = "brought.compute:MarkedEngine"
+
+
+class Untimed(EngineChoice):
+    engine = "brought.compute:MarkedEngine"
+    not_simulated = "nobody timed it"
+
+
+class MarkedTrainer(Torch):
+    backend = "brought.compute:MarkedBackend"
+
+
+def digits(completion, record):
+    return sum(letter.isdigit() for letter in completion) / 100
+'''
+COMPUTE = """
+from pathlib import Path
+
+from streamrl.executor.rollout.transformers_engine import TransformersEngine
+from streamrl.executor.trainer.torch_backend import TorchBackend
+
+
+class MarkedEngine(TransformersEngine):
+    def __init__(self, settings):
+        (Path(settings.model) / "generated").touch()
+        super().__init__(settings)
+
+
+class MarkedBackend(TorchBackend):
+    def __init__(self, settings, model, ranks):
+        (Path(settings.model) / "trained").touch()
+        super().__init__(settings, model, ranks)
+"""
+ENTRY_POINTS = """
+[streamrl.algorithms]
+halves = brought:Halves
+[streamrl.dispatch]
+last-replica = brought:LastReplica
+[streamrl.engines]
+marked = brought:MarkedEngine
+[streamrl.training_backends]
+marked = brought:MarkedTrainer
+[streamrl.scorers]
+digits = brought:digits
+"""
+KEYS = (
+    *("algorithm.name", "policies.dispatch", "rollout.backend", "trainer.backend"),
+    "verifier.scorer",
+)
+BY_PATH = (
+    *("brought:Halves", "brought:LastReplica", "brought:MarkedEngine", "brought:MarkedTrainer"),
+    "brought:digits",
+)
+BY_NAME = ("halves", "last-replica", "marked", "marked", "digits")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a directory with an installed package, which this process and its workers import from."""
+    path = tmp_path_factory.mktemp("site")
+    package, info = path / "brought", path / "brought-1.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").write_text(PACKAGE)
+    (package / "compute.py").write_text(COMPUTE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(path), os.environ.get("PYTHONPATH", ""))))
+        yield path
+    for name in [name for name in sys.modules if name.split(".")[0] == "brought"]:
+        del sys.modules[name]
+
+
+def replicas_of(trace: Trace) -> set[int]:
+    """Return the replicas that rollouts were sent to."""
+    commands = [command for entry in trace.entries for command in entry.commands]
+    return {command.replica for command in commands if isinstance(command, Generate)}
+
+
+# Both worlds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize("values", [BY_PATH, BY_NAME], ids=["module:Class", "entry point"])
+def test_what_a_package_brings_is_simulated_and_replays(values: tuple[str, ...]) -> None:
+    run = small_run(dict(zip(KEYS[:4], values[:4], strict=True)))
+    assert run.algorithm.trains_whole_groups and not run.algorithm.has_critic
+    trace = simulate(run)
+    assert trace.run == run and len(replicas_of(trace)) == 1
+    assert len(replicas_of(simulate(small_run()))) == 2
+    assert replay(trace) is None
+
+
+@pytest.mark.parametrize("values", [BY_PATH, BY_NAME], ids=["module:Class", "entry point"])
+def test_what_a_package_brings_is_executed_and_replays(
+    site: Path, tmp_path: Path, values: tuple[str, ...]
+) -> None:
+    save_tiny_model(tmp_path / "model", SYMBOLS)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    chosen = [f"{key}={value}" for key, value in zip(KEYS, values, strict=True)]
+    settings = [*chosen, "algorithm.steps=2", "execute.samples_per_step=16"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = streamrl("execute", tmp_path / "run.toml", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model" / "generated").exists(), "the engine made it"
+    assert (tmp_path / "model" / "trained").exists(), "the training backend made it"
+    trace = read_trace(tmp_path / "run" / "trace.jsonl")
+    assert len(replicas_of(trace)) == 1
+    assert replay(trace) is None
+    groups = read_completions(tmp_path / "run")
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert rollouts and {rollout.advantage for rollout in rollouts} <= {0.5, -0.5}
+    assert [rollout.reward for rollout in rollouts] == pytest.approx(
+        [sum(letter.isdigit() for letter in rollout.text) / 100 for rollout in rollouts]
+    )
+
+
+def test_each_list_knows_what_installed_packages_declare(site: Path) -> None:
+    for choices, name in zip(
+        (ALGORITHMS, DISPATCH, ENGINES, TRAINING_BACKENDS), BY_NAME, strict=False
+    ):
+        assert choices.names() == (*choices.own, name)
+        with pytest.raises(
+            RunError, match=rf"{choices.key} must be one of .*, {name}.*, got 'nobody'"
+        ):
+            small_run({choices.key: "nobody"})
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize("key", KEYS[:4])
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("no_such_package:Thing", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("brought:Nothing", "ImportError: module brought has no Nothing"),
+        ("brought:digits", "TypeError: brought:digits is not a subclass of "),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_before_anything_is_written(
+    tmp_path: Path, key: str, value: str, why: str
+) -> None:
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    done = streamrl("execute", tmp_path / "run.toml", "--set", f"{key}={value}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"streamrl: {key} '{value}' cannot be used: {why}")
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"]
+
+
+@pytest.mark.usefixtures("site")
+def test_an_engine_says_why_it_is_not_simulated() -> None:
+    with pytest.raises(
+        RunError, match=r"'brought:Untimed' can be executed only, as nobody timed it"
+    ):
+        simulate(small_run({"rollout.backend": "brought:Untimed"}))
+
+
+def test_names_of_this_package_import_nothing_to_be_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.runfile.choices.import_module", None)
+    monkeypatch.setattr("streamrl.runfile.choices.entry_points", None)
+    assert not any(
+        choices.find_error(name, choices.key)
+        for choices in (ALGORITHMS, DISPATCH, ENGINES, TRAINING_BACKENDS)
+        for name in choices.own
+    )
+
+
+# One list -----------------------------------------------------------------------------------------
+
+LISTS: dict[str, dict[str, str]] = {
+    "an algorithm": dict(ALGORITHMS.own),
+    "a dispatch policy": dict(DISPATCH.own),
+    "an inference engine": dict(ENGINES.own),
+    "a training backend": dict(TRAINING_BACKENDS.own),
+    "a scorer": {name: choice.make for name, choice in SCORERS.items()},
+}
+NAMES = {name for own in LISTS.values() for name in own}
+
+
+def compared(path: Path) -> list[str]:
+    """Return the names of choices that a file compares something with."""
+    found: list[ast.expr] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            found += [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            found.append(node.value)
+    found += [each for tuples in found if isinstance(tuples, ast.Tuple) for each in tuples.elts]
+    return [
+        str(each.value) for each in found if isinstance(each, ast.Constant) and each.value in NAMES
+    ]
+
+
+def test_nobody_compares_the_name_of_a_choice() -> None:
+    assert {name_of(path): names for path in EVERYWHERE if (names := compared(path))} == {}
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_the_guide_names_the_files_that_a_choice_is_in(what: str) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| {what} |"))
+    paths = set(LISTS[what].values())
+    holders = [path for path in EVERYWHERE if paths & constants(path)]
+    assert [name_of(path) for path in holders if f"`{name_of(path)}`" not in row] == []
+    assert len(holders) == 1, "there is one list"
+
+
+@cache
+def constants(path: Path) -> frozenset[str]:
+    """Return the texts that a file has as whole literals."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    values = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return frozenset(value for value in values if isinstance(value, str))
