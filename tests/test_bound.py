@@ -78,7 +78,8 @@ def test_a_batch_trains_in_about_the_seconds_of_its_commands(
         }
     )
     costs, lengths = TrainingCosts.load(run), lengths_of(run)
-    found = train_times(run, costs, [FallingLengths(lengths)])
+    factor = run.costs.training_factor
+    found = train_times(costs, run.framework, factor, [FallingLengths(lengths)])
     together = commands_time(costs, [lengths])
     most = 4 * data * run.trainer.micro_batch
     finished = sorted(lengths)

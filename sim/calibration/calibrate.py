@@ -324,7 +324,7 @@ def calibrate_checked(
         refuse([] if wrong is None else [wrong], measured.source)
         overhead = None if stated is not None else overhead
     fit = _Fit(run, used, overhead, simulated, watch)
-    made = fit.fit(targets, _empty(run, measured, used))
+    made = fit.fit(targets, _empty(run, measured.source, used))
     return Calibrated(made, [*notes, *fit.notes, *_doubts(made)])
 
 
@@ -502,11 +502,12 @@ def gpu_of(run: Run, stage: StageName) -> str:
     return run.cluster.pools[side.pool].gpu
 
 
-def _empty(run: Run, measured: MeasuredSteps, used: _Used) -> Calibration:
+def _empty(run: Run, source: str, used: _Used) -> Calibration:
+    """Return a calibration of a run without factors."""
     numbers = [step.step for step in used.steps]
     rest = numbers[used.fitted :]
     return Calibration(
-        source=measured.source,
+        source=source,
         date=datetime.datetime.now(datetime.UTC).date(),
         model=load_model(run.model).name,
         system=run.policies.system,

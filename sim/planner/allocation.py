@@ -234,7 +234,8 @@ class Stages:
 
     def _estimate(self, degrees: Degrees) -> float:
         run = degrees.apply(self._run)
-        times = train_times(run, TrainingCosts.load(run), self._falling)
+        factor = run.costs.training_factor
+        times = train_times(TrainingCosts.load(run), run.framework, factor, self._falling)
         is_streamed = choose_system(run.policies).streaming == "stream"
         return (times.stream if is_streamed else times.whole) + times.optimizer
 
@@ -245,7 +246,9 @@ class Stages:
     def _train(self, degrees: Degrees) -> Training:
         run = degrees.apply(self._run)
         costs, streaming = TrainingCosts.load(run), choose_system(run.policies).streaming
-        passes = fmean(passes_time(run, costs, batch, streaming) for batch in self._lengths)
+        passes = fmean(
+            passes_time(costs, run.algorithm, batch, streaming) for batch in self._lengths
+        )
         seconds = passes + costs.optimizer_time
         time = seconds / run.costs.training_factor + costs.overhead_time
         return Training(degrees=degrees, time=time)

@@ -452,4 +452,5 @@ def _together(kinds: Sequence[tuple[int, list[LeastTimes]]]) -> LeastTimes:
 def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
     """Return the seconds of a trainer. Replicas are placed in its pool, because training costs do not depend on them."""
     run = trainer.apply(replace(run, rollout=replace(run.rollout, pool=trainer.pool)))
-    return train_times(run, TrainingCosts.load(run), batches)
+    factor = run.costs.training_factor
+    return train_times(TrainingCosts.load(run), run.framework, factor, batches)

@@ -439,7 +439,8 @@ def _near_best(
     by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
     for trainer in trainers:
         split = trainer.apply(run)
-        times = train_times(split, TrainingCosts.load(split), batches[:1])
+        costs, factor = TrainingCosts.load(split), run.costs.training_factor
+        times = train_times(costs, run.framework, factor, batches[:1])
         by_gpus[trainer.pool, trainer.num_gpus].append((trainer, times))
     kept: dict[Degrees, None] = {}
     for alike in by_gpus.values():

@@ -1,9 +1,7 @@
 """Closed forms and bounds of the seconds in which replicas generate and a trainer trains whole batches.
 
-Seconds in which a trainer works off whole batches, in closed form: what screens thousands of trainers.
-
-The same costs as `streamrl.sim.costs.training` has, with the rollouts of a batch put together into four sums, and all
-micro-batches alike.
+The planner compares thousands of trainers by the closed form. It has the costs of `streamrl.sim.costs.training`, with
+the rollouts of a batch reduced to four sums and with equal micro-batches.
 """
 
 from __future__ import annotations
@@ -16,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.engine.systems import PASSES_PER_COMMAND, most_per_command, rollouts_that_fill
-from streamrl.runfile.config import Run
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.policies_config import StreamingName
+from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.runfile.simulation_config import FrameworkConfig
 from streamrl.sim.batch_generation import Finish, StepEnds
 from streamrl.sim.costs.curves import DecodeCurve
 from streamrl.sim.costs.training.layer import Pass
@@ -70,12 +70,12 @@ class GenerationTime(NamedTuple):
 def summarize(
     batches: Sequence[StepEnds], num_replicas: int, *, waits_for_groups: bool
 ) -> GenerationTime:
-    """Keep what later questions need of the ends of each batch's rollouts.
+    """Return the generation time of several batches.
 
     Args:
-        batches: when they are finished, by batch.
-        num_replicas: replicas among which each batch was dealt.
-        waits_for_groups: whether a rollout can be trained on only once all of its group are finished.
+        batches: when the rollouts of each batch finish.
+        num_replicas: replicas among which each batch was distributed.
+        waits_for_groups: whether training on a rollout waits until its whole group has finished.
     """
     arrivals = [_by_group(ends.in_turn) if waits_for_groups else ends.in_turn for ends in batches]
     return GenerationTime(
@@ -239,15 +239,26 @@ class TrainTimes(NamedTuple):
     """Of gradient reduction and optimizer step."""
 
 
-def train_times(run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths]) -> TrainTimes:
-    """Return what a trainer takes for a batch, the mean over several; `least` is the least of them."""
-    factor = run.costs.training_factor
-    whole, stream, last, least = (
-        np.array([one(run, costs, batch) for batch in batches]) / factor
-        for one in (_whole, _stream, _last, _least)
-    )
-    framework = run.framework
-    between = (framework.optimizer_steps * framework.epochs - 1) * costs.optimizer_time / factor
+def train_times(
+    costs: TrainingCosts,
+    framework: FrameworkConfig,
+    factor: float,
+    batches: Sequence[FallingLengths],
+) -> TrainTimes:
+    """Return the seconds in which a trainer works on a batch, the mean over several; `least` is their minimum.
+
+    Args:
+        costs: the trainer's, without `factor`.
+        framework: the section of the run file.
+        factor: `costs.training_factor`, by which training is faster than its costs.
+        batches: the rollouts of each step.
+    """
+    updates = framework.optimizer_steps * framework.epochs
+    whole = np.array([_whole(costs, batch, updates) for batch in batches]) / factor
+    stream = np.array([_stream(costs, batch, updates) for batch in batches]) / factor
+    last = np.array([_last(costs, batch) for batch in batches]) / factor
+    least = np.array([_least(costs, batch) for batch in batches]) / factor
+    between = (updates - 1) * costs.optimizer_time / factor
     return TrainTimes(
         float(whole.mean()) + between,
         float(stream.mean()) + between,
@@ -258,74 +269,81 @@ def train_times(run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths
 
 
 def passes_time(
-    run: Run, costs: TrainingCosts, batch: Sequence[int], streaming: StreamingName
+    costs: TrainingCosts,
+    algorithm: AlgorithmConfig,
+    batch: Sequence[int],
+    streaming: StreamingName,
 ) -> float:
-    """Return the seconds of the passes that a trainer is told to make for a batch that waits for it, one by one.
+    """Return the seconds of a trainer's passes over a batch that is complete, computed one by one.
 
     Args:
-        run: the run file, with the trainer's degrees.
         costs: the trainer's.
-        batch: prompt and output tokens of each rollout, in the order in which they come.
-        streaming: how many rollouts a command has.
+        algorithm: the section of the run file.
+        batch: prompt and output tokens of each rollout, in order of arrival.
+        streaming: decides how many rollouts a command has.
     """
     line, now = costs.line(), 0.0
-    most = most_per_command(run, streaming)
+    most = most_per_command(costs.trainer, algorithm.rollouts_per_step, streaming)
     for start in range(0, len(batch), most):
         lengths = list(batch[start : start + most])
-        if run.algorithm.needs_score:
+        if algorithm.needs_score:
             now = line.score(lengths, now)
         now = line.train(lengths, now)
     return line.finish(now)
 
 
 def closed_form_error(
-    run: Run, costs: TrainingCosts, batch: Sequence[int], streaming: StreamingName
+    costs: TrainingCosts,
+    framework: FrameworkConfig,
+    algorithm: AlgorithmConfig,
+    batch: Sequence[int],
+    streaming: StreamingName,
 ) -> float:
-    """Return the seconds of a batch's passes, one by one, over what the closed form has.
+    """Return the ratio of a batch's passes, computed one by one, to their closed form.
 
-    Where ranks go in step, as with ZeRO 3 or expert ranks, the closed form is up to a third low. Of a large batch a part
-    tells.
+    The closed form is up to a third too low where ranks wait for each other at each pass, as with ZeRO 3 or expert
+    ranks. Only a part of a large batch is computed.
     """
-    part = batch[: max(PART, PART_FILLS * rollouts_that_fill(run.trainer))]
+    part = batch[: max(PART, PART_FILLS * rollouts_that_fill(costs.trainer))]
     closed = _stream if streaming == "stream" else _whole
-    seconds = closed(run, costs, FallingLengths(part))
-    return passes_time(run, costs, part, streaming) / seconds if seconds else 1.0
+    updates = framework.optimizer_steps * framework.epochs
+    seconds = closed(costs, FallingLengths(part), updates)
+    return passes_time(costs, algorithm, part, streaming) / seconds if seconds else 1.0
 
 
-def _whole(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    fills = run.framework.optimizer_steps * run.framework.epochs
-    return _commands(run, costs, batch.all, commands=1, fills=fills)
+def _whole(costs: TrainingCosts, batch: FallingLengths, updates: int) -> float:
+    """Return the seconds of a batch in one command, with a number of optimizer updates."""
+    return _commands(costs, batch.all, commands=1, fills=updates)
 
 
-def _stream(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    """Seconds of a batch whose commands keep the pipeline full; with scores before each it runs dry in between."""
-    most = PASSES_PER_COMMAND * rollouts_that_fill(run.trainer)
+def _stream(costs: TrainingCosts, batch: FallingLengths, updates: int) -> float:
+    """Return the seconds of a batch whose commands keep the pipeline full. Scores before a command empty it."""
+    most = PASSES_PER_COMMAND * rollouts_that_fill(costs.trainer)
     commands = max(1, ceil(batch.all.num_rollouts / most))
-    fills = run.framework.optimizer_steps * run.framework.epochs
-    if costs.num_scored:
-        fills = max(fills, commands)
-    return _commands(run, costs, batch.all, commands=commands, fills=fills)
+    fills = max(updates, commands) if costs.num_scored else updates
+    return _commands(costs, batch.all, commands=commands, fills=fills)
 
 
-def _last(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    longest = batch.longest(rollouts_that_fill(run.trainer))
-    return _commands(run, costs, longest, commands=1, fills=1)
+def _last(costs: TrainingCosts, batch: FallingLengths) -> float:
+    longest = batch.longest(rollouts_that_fill(costs.trainer))
+    return _commands(costs, longest, commands=1, fills=1)
 
 
-def _least(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    """Seconds of arithmetic on the stage that has most."""
+def _least(costs: TrainingCosts, batch: FallingLengths) -> float:
+    """Return the seconds of arithmetic on the slowest pipeline stage."""
     tokens, pairs = batch.all.tokens, batch.all.squares / 2
+    num_stages = costs.trainer.pipeline_parallel
     work = [
-        run.framework.epochs * costs.num_trained * costs.informative_share * seconds
-        for seconds in _of_stages(run, _bare(costs.stages.forward, tokens, pairs))
-        + _of_stages(run, _bare(costs.stages.backward, tokens, pairs))
+        costs.epochs * costs.num_trained * costs.informative_share * seconds
+        for seconds in _of_stages(_bare(costs.stages.forward, tokens, pairs), num_stages)
+        + _of_stages(_bare(costs.stages.backward, tokens, pairs), num_stages)
     ]
     scored = (
         costs.num_scored
         * costs.informative_share
-        * _of_stages(run, _bare(costs.stages.scored, tokens, pairs))
+        * _of_stages(_bare(costs.stages.scored, tokens, pairs), num_stages)
     )
-    return float(np.max(np.array(work) + scored)) / run.trainer.data_parallel
+    return float(np.max(np.array(work) + scored)) / costs.trainer.data_parallel
 
 
 class Turns(NamedTuple):
@@ -337,9 +355,9 @@ class Turns(NamedTuple):
     """Seconds until a pipeline is full, and until it is empty again."""
 
 
-def _turns(run: Run, costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
+def _turns(costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
     """Return the score turns and train passes of a batch, spread evenly over ranks and micro-batches."""
-    trainer, stages = run.trainer, costs.stages
+    trainer, stages = costs.trainer, costs.stages
     ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
     room = max(trainer.max_tokens_per_pass, batch.longest)
     num_micro = max(
@@ -350,26 +368,27 @@ def _turns(run: Run, costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
     micro = [mean, longest]
     scored = stages.scored_times(micro)
     trained = stages.forward_times(micro) + stages.backward_times(micro)
-    return _turn(run, scored, num_micro).turns, _turn(run, trained, num_micro)
+    return _turn(trainer, scored, num_micro).turns, _turn(trainer, trained, num_micro)
 
 
-def _turn(run: Run, times: Floats, num_micro: int) -> Turns:
-    """Add the slices of a stage up; the longest rollout takes a rank no less than it takes alone."""
-    mean, longest = (_of_stages(run, row) for row in times)
+def _turn(trainer: TrainerConfig, times: Floats, num_micro: int) -> Turns:
+    """Return the turns of a rank from the seconds of a mean and of the longest micro-batch in each slice.
+
+    A rank needs at least the seconds of the longest rollout alone.
+    """
+    mean, longest = (_of_stages(row, trainer.pipeline_parallel) for row in times)
     slowest = float(mean.max())
-    fill = (float(mean.sum()) - slowest) / run.trainer.virtual_stages
+    fill = (float(mean.sum()) - slowest) / trainer.virtual_stages
     return Turns(max(num_micro * slowest, float(longest.max())), fill)
 
 
-def _commands(
-    run: Run, costs: TrainingCosts, rollouts: Sums, *, commands: int, fills: int
-) -> float:
-    """Seconds of scoring and training rollouts in so many commands, in which pipelines fill so often.
+def _commands(costs: TrainingCosts, rollouts: Sums, *, commands: int, fills: int) -> float:
+    """Return the seconds of scoring and training rollouts in a number of commands and of pipeline fills.
 
-    Training fills a pipeline while scores leave it; models that take turns fill it one by one.
+    Training fills a pipeline while scores leave it. Models that take turns fill it one after the other.
     """
-    switches, trained = costs.switches, costs.num_trained * run.framework.epochs
-    score_turns, train = _turns(run, costs, rollouts)
+    switches, trained = costs.switches, costs.num_trained * costs.epochs
+    score_turns, train = _turns(costs, rollouts)
     if switches.train_time:
         fills *= costs.num_trained
     switched = costs.num_scored * switches.score_time + trained * switches.train_time
@@ -381,7 +400,7 @@ def _bare(passes: Sequence[Pass], tokens: float, pairs: float) -> Floats:
     return np.array([one.per_token * tokens + one.per_pair * pairs for one in passes])
 
 
-def _of_stages(run: Run, slices: Floats) -> Floats:
-    """Add the slices of each stage up."""
-    summed: Floats = slices.reshape(-1, run.trainer.pipeline_parallel).sum(axis=0)
+def _of_stages(slices: Floats, num_stages: int) -> Floats:
+    """Return the seconds of each pipeline stage: the sum over its slices."""
+    summed: Floats = slices.reshape(-1, num_stages).sum(axis=0)
     return summed

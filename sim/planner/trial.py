@@ -274,7 +274,8 @@ def training_error_of(trial: Trial) -> float:
     run, (batch,) = trial.candidate.apply(base), _batches_of(trial.run, trial.batches[:1])
     lengths = DealtBatch.of(batch.trained).lengths
     streaming = choose_system(run.policies).streaming
-    return closed_form_error(run, TrainingCosts.load(run), lengths, streaming)
+    costs = TrainingCosts.load(run)
+    return closed_form_error(costs, run.framework, run.algorithm, lengths, streaming)
 
 
 @lru_cache(maxsize=8)

@@ -180,18 +180,18 @@ def _check_price(run: Run) -> None:
 
 
 def _alike(a: Run, b: Run) -> tuple[Run, Run]:
-    """Return both with the same `[simulate]`, and the same loss of what lags behind: that is one of the task."""
+    """Return both runs with the same `[simulate]` and the same `plan.staleness_cost`, which depends on the task."""
     simulate = replace(
         a.simulate,
         interval=min(a.simulate.interval, b.simulate.interval),
         max_steps=max(a.simulate.max_steps, b.simulate.max_steps),
     )
     lag = max(a.plan.staleness_cost, b.plan.staleness_cost)
-    return _with(a, simulate, lag), _with(b, simulate, lag)
-
-
-def _with(run: Run, simulate: SimulateConfig, lag: float) -> Run:
-    return replace(run, simulate=simulate, plan=replace(run.plan, staleness_cost=lag))
+    alike_a, alike_b = (
+        replace(run, simulate=simulate, plan=replace(run.plan, staleness_cost=lag))
+        for run in (a, b)
+    )
+    return alike_a, alike_b
 
 
 def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Pair:
