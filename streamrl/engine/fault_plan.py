@@ -126,5 +126,6 @@ def _num_commands(run: Run, kind: type[Struck]) -> int:
     """Return the commands of a kind that every step has at least."""
     rollouts = run.algorithm.rollouts_per_step
     if kind is Train:
-        return ceil(rollouts / most_per_command(run, choose_system(run.policies).streaming))
+        streaming = choose_system(run.policies).streaming
+        return ceil(rollouts / most_per_command(run.trainer, rollouts, streaming))
     return rollouts if kind in (Generate, Verify) else 1

@@ -170,12 +170,13 @@ def _order(name: OrderName) -> Order:
 
 
 def _streaming(run: Run, trainer: int, name: StreamingName) -> Policy:
+    most = most_per_command(run.trainer, run.algorithm.rollouts_per_step, name)
     match name:
         case "stream":
-            return Stream(trainer, rollouts_that_fill(run.trainer), most_per_command(run, name))
+            return Stream(trainer, rollouts_that_fill(run.trainer), most)
         case "whole-batch":
             shares_gpus = trainer == LEADER and run.policies.shares_gpus
-            return WholeBatch(trainer, most_per_command(run, name), shares_gpus)
+            return WholeBatch(trainer, most, shares_gpus)
         case _:
             assert_never(name)
 
@@ -250,13 +251,15 @@ def moves_caches(run: Run) -> bool:
     return run.policies.migration != "none" and run.rollout.migration_transfer == "kv"
 
 
-def most_per_command(run: Run, streaming: StreamingName) -> int:
+def most_per_command(
+    trainer: TrainerConfig, rollouts_per_step: int, streaming: StreamingName
+) -> int:
     """Return the rollouts that the trainer is at most told to work on at once."""
     match streaming:
         case "stream":
-            return PASSES_PER_COMMAND * rollouts_that_fill(run.trainer)
+            return PASSES_PER_COMMAND * rollouts_that_fill(trainer)
         case "whole-batch":
-            return run.algorithm.rollouts_per_step
+            return rollouts_per_step
         case _:
             assert_never(streaming)
 
