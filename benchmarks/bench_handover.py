@@ -311,7 +311,7 @@ def measure_handover(num_tokens: int) -> list[float]:
         run = make_handover_run(Path(folder), num_tokens)
         directory = RunDirectory(Path(run.execute.output))
         directory.open(run, resume=False)
-        with token_directory(run) as tokens:
+        with token_directory(run.execute) as tokens:
             handover = Handover(run, directory, tokens)
             handover.run(num_tokens)
         directory.close()
@@ -360,7 +360,7 @@ async def measure_all(num_tokens: int) -> list[float]:
         run = make_handover_run(Path(folder), num_tokens)
         directory = RunDirectory(Path(run.execute.output))
         directory.open(run, resume=False)
-        with token_directory(run) as tokens:
+        with token_directory(run.execute) as tokens:
             world = RealWorld(
                 Trace(run, "real", {}, directory.trace_file),
                 build_engine(run),

@@ -133,7 +133,12 @@ def main() -> None:
 
     from streamrl.executor.execute import execute
 
-    execute(fill_policies(run, Costs.load(run)) if needs_costs(run) else run, watch=see)
+    execute(
+        fill_policies(run, Costs.load(run))
+        if needs_costs(run.policies, run.rollout.others)
+        else run,
+        watch=see,
+    )
 
 
 if __name__ == "__main__":

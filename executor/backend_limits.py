@@ -15,9 +15,12 @@ from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.choices import import_object
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import kind_key
 from streamrl.runfile.keys import trainer_key
+from streamrl.runfile.policies_config import SyncMode
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 
 class Limit(NamedTuple):
@@ -38,13 +41,13 @@ no higher ones."""
 
 def check_back_ends(run: Run) -> None:
     """Raise `ValueError` where a run asks for what its back ends cannot do, or nobody, or would do less of than it says."""
-    check_reach(run)
+    check_reach(run.policies, run.followers)
     _refuse(_limits(run))
 
 
 def check_back_end_of(run: Run, trainer: int) -> None:
     """Raise `ValueError` where one trainer of a run asks for what its back end cannot do, or nobody."""
-    check_reach(run)
+    check_reach(run.policies, run.followers)
     _refuse(_limits_of_trainer(run.as_seen_by(trainer), trainer))
 
 
@@ -108,7 +111,7 @@ def _limits(run: Run) -> Iterator[Limit]:
             yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
     for own in rollout.kinds:
         computed = engine_named(own.backend).head_dims_on_cpu
-        if computed and device_of(run, own.pool) == "cpu":
+        if computed and device_of(run.execute.device, run.cluster.pools, own.pool) == "cpu":
             heads = load_model(run.model).head_dim
             yield Limit(
                 "model.path",
@@ -133,7 +136,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.policies.concurrency == "fixed" or engine.follows_pressure,
         f"'fixed' for backend {rollout.backend}, whose batch is full or at its end",
     )
-    yield from _limits_of_attention(run)
+    yield from _limits_of_attention(run.model, run.rollout.kinds, run.trainers)
     yield Limit(
         "rollout.admission",
         rollout.admission,
@@ -150,7 +153,7 @@ def _limits(run: Run) -> Iterator[Limit]:
     yield Limit(
         "policies.promote",
         run.policies.promote,
-        run.policies.promote is None or not uses_relays(run),
+        run.policies.promote is None or not uses_relays(run.execute.launcher, run.sync.mode),
         "left out where weights go over relays (launcher ray, sync.mode lora or delta): these are where the leader began",
     )
     for number in range(run.num_trainers):
@@ -158,7 +161,7 @@ def _limits(run: Run) -> Iterator[Limit]:
     yield Limit(
         "sync.wire",
         run.sync.wire,
-        run.sync.wire == "chunks" or uses_relays(run),
+        run.sync.wire == "chunks" or uses_relays(run.execute.launcher, run.sync.mode),
         "'chunks' where weights lie in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
     )
     yield Limit(
@@ -177,7 +180,7 @@ def _limits(run: Run) -> Iterator[Limit]:
     times = run.framework.epochs
     yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
     for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):
-        yield _one_format(run, f"rollout.{key}", dtype, rollout.backend)
+        yield _one_format(run.model.dtype, f"rollout.{key}", dtype, rollout.backend)
     yield Limit(
         "model.dtype",
         run.model.dtype,
@@ -188,23 +191,25 @@ def _limits(run: Run) -> Iterator[Limit]:
         yield from _limits_of_determinism(run)
 
 
-def _limits_of_attention(run: Run) -> Iterator[Limit]:
+def _limits_of_attention(
+    model: ModelConfig, kinds: tuple[RolloutConfig, ...], trainers: tuple[TrainerConfig, ...]
+) -> Iterator[Limit]:
     """Yield what engines have no attention for: keys that latent attention makes, and a learned sink of each head.
 
     transformers says of sinks (gpt_oss) only as it loads the model that torch's attention (`sdpa`) computes none (5.23,
     models/gpt_oss: `_supports_sdpa = False`), and of keys as it writes the first to its paged cache.
     """
-    shape = load_model(run.model)
-    sinks = f"for {run.model.path}, whose attention has sinks (gpt_oss), which torch's (sdpa) does not compute"
+    shape = load_model(model)
+    sinks = f"for {model.path}, whose attention has sinks (gpt_oss), which torch's (sdpa) does not compute"
     latent = "'vllm' or 'static' for latent attention, whose keys have no room in the paged cache of transformers"
-    for kind, own in enumerate(run.rollout.kinds):
+    for kind, own in enumerate(kinds):
         key, backend = f"{kind_key(kind)}.backend", own.backend
         engine = engine_named(backend)
         is_met = shape.latent is None or engine.computes_latent_attention
         yield Limit(key, backend, is_met, latent)
         is_met = not shape.has_sinks or engine.computes_sinks
         yield Limit(key, backend, is_met, f"'vllm' {sinks}")
-    for number, trainer in enumerate(run.trainers):
+    for number, trainer in enumerate(trainers):
         key, is_met = f"{trainer_key(number)}.packing", trainer.packing == "padded"
         yield Limit(key, trainer.packing, not shape.has_sinks or is_met, f"'padded' {sinks}")
 
@@ -236,9 +241,9 @@ def limits_of_vllm(run: Run) -> Iterator[Limit]:
     )
 
 
-def uses_relays(run: Run) -> bool:
+def uses_relays(launcher: str, mode: SyncMode) -> bool:
     """Return whether weights lie where not all who read them see them, or in another form than they read."""
-    return run.sync.mode != "full" or run.execute.launcher == "ray"
+    return mode != "full" or launcher == "ray"
 
 
 def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
@@ -253,7 +258,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         algorithm.old_log_probs == "engine",
         "'engine' to be executed: log-probabilities come with the tokens",
     )
-    yield _one_format(run, f"{key}.dtype", trainer.dtype, trainer.backend)
+    yield _one_format(run.model.dtype, f"{key}.dtype", trainer.dtype, trainer.backend)
     for name, value, done in (
         ("kernels", trainer.kernels, "eager"),
         ("order", trainer.order, "sorted"),
@@ -330,7 +335,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         f"'eager' {of_backend} with zero 3 on several ranks: each chunk would gather the output layer, and ranks have other "
         "numbers of them",
     )
-    on_cpu = device_of(run, trainer.pool) == "cpu"
+    on_cpu = device_of(run.execute.device, run.cluster.pools, trainer.pool) == "cpu"
     yield Limit(
         f"{key}.backend",
         trainer.backend,
@@ -339,13 +344,13 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     )
 
 
-def _one_format(run: Run, key: str, dtype: str | None, backend: str) -> Limit:
+def _one_format(model_dtype: str, key: str, dtype: str | None, backend: str) -> Limit:
     """Return that a side has the format of `model.dtype`."""
     return Limit(
         key,
         dtype,
-        dtype in (None, run.model.dtype),
-        f"left out or model.dtype {run.model.dtype!r} for backend {backend}, which has one format",
+        dtype in (None, model_dtype),
+        f"left out or model.dtype {model_dtype!r} for backend {backend}, which has one format",
         f"simulate and plan know what {key} would do",
     )
 
@@ -375,7 +380,7 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         f"'none' {where}: what a moved rollout computes again has another shape",
     )
     for kind, own in enumerate(run.rollout.kinds):
-        name, device = kind_key(kind), device_of(run, own.pool)
+        name, device = kind_key(kind), device_of(run.execute.device, run.cluster.pools, own.pool)
         yield Limit(
             f"{name}.backend",
             own.backend,
@@ -390,7 +395,7 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         )
         yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
     for trainer in run.trainers:
-        device = device_of(run, trainer.pool)
+        device = device_of(run.execute.device, run.cluster.pools, trainer.pool)
         yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
     yield Limit(
         "execute.threads", run.execute.threads, run.execute.threads in (None, 1), f"1 {where}"

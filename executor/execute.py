@@ -37,7 +37,8 @@ from streamrl.record.decode_efficiency import measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_directory import TRACE, read_rollouts
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.policies_config import SyncConfig
 
 if TYPE_CHECKING:
     from streamrl.executor.checkpoints import Checkpoint
@@ -141,7 +142,10 @@ def check_executable(run: Run) -> None:
         check_installed(("peft",), "lora")
     for own in run.rollout.kinds:
         engine = engine_named(own.backend)
-        check_installed(engine.modules, engine.extra_of(device_of(run, own.pool)))
+        check_installed(
+            engine.modules,
+            engine.extra_of(device_of(run.execute.device, run.cluster.pools, own.pool)),
+        )
     for name in run.execute.trackers:
         check_installed(MODULES[name], name)
     if run.model.path is None:
@@ -160,7 +164,7 @@ def check_executable(run: Run) -> None:
         raise ValueError(
             "workload.prompts and verifier.scorer are missing: nothing to generate from"
         )
-    check_prompts(run)
+    check_prompts(run.verifier, run.workload)
     check_reward_model(run)
     check_back_ends(run)
     if run.execute.launcher != "ray":
@@ -277,7 +281,7 @@ async def _execute_in(
     write_prompt_tokens(directory.path, prompts)
     decode = measured_yield(run)
     with (
-        token_directory(run, is_resumed=resume) as tokens,
+        token_directory(run.execute, is_resumed=resume) as tokens,
         contextlib.ExitStack() as open_files,
     ):
         listen = None
@@ -286,7 +290,11 @@ async def _execute_in(
             listen = open_files.enter_context(contextlib.closing(live)).take
         if tokens is not None:
             forget_other_samples(directory, tokens)
-        kept = None if tokens is None else find_kept(run, tokens, checkpoint)
+        kept = (
+            None
+            if tokens is None
+            else find_kept(run.algorithm.group_size, run.rollout.max_tokens, tokens, checkpoint)
+        )
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
             logger.info(f"{what} of earlier legs are gone on with")
@@ -305,7 +313,7 @@ async def _execute_in(
             launcher,
             RolloutBuffer(run, workload, tokens, kept),
             verifier,
-            partial(make_transfer, run, launcher),
+            partial(make_transfer, run.sync, run.execute.launcher, launcher),
             directory,
             records,
             checkpoint,
@@ -333,30 +341,32 @@ def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
     return LocalLauncher(run, directory, claim_gpus(run))
 
 
-def make_transfer(run: Run, launcher: Launcher, write: Write) -> TransferRole:
+def make_transfer(
+    sync: SyncConfig, launcher_name: str, launcher: Launcher, write: Write
+) -> TransferRole:
     """Return the way of weights to the replicas: a directory that all read, or relays where they lie apart."""
     from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
     from streamrl.executor.transfer.transfer import Transfer
 
-    if not uses_relays(run):
+    if not uses_relays(launcher_name, sync.mode):
         return Transfer(write)
-    return RelayedTransfer(write, run.sync, launcher.relay, launcher.trainer_place)
+    return RelayedTransfer(write, sync, launcher.relay, launcher.trainer_place)
 
 
 @contextlib.contextmanager
-def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | None]:
+def token_directory(execute: ExecuteConfig, *, is_resumed: bool = False) -> Iterator[Path | None]:
     """Yield you a directory for the tokens of workers that live beside this process; once all is done, it is gone.
 
     What you leave there by an error a resumed run finds. None where workers live in this process, which needs none, or
     on machines that need not see its disk.
     """
-    if run.execute.launcher != "local":
+    if execute.launcher != "local":
         yield None
         return
     from streamrl.executor.record import TOKENS
     from streamrl.executor.token_files import remove_all
 
-    path = Path(run.execute.output) / TOKENS
+    path = Path(execute.output) / TOKENS
     if not is_resumed:
         remove_all(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -377,19 +387,21 @@ def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
         )
 
 
-def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptTokens:
+def find_kept(
+    group_size: int, max_tokens: int, tokens: Path, checkpoint: Checkpoint | None
+) -> KeptTokens:
     """Return what earlier legs of a run left of rollouts that no checkpoint has in it."""
     from streamrl.executor.checkpoints import Position
     from streamrl.executor.token_files import KeptTokens
 
     at = Position(version=0, groups_done=0) if checkpoint is None else checkpoint.position
-    done, size = frozenset(at.done_ahead), run.algorithm.group_size
+    done = frozenset(at.done_ahead)
 
     def is_open(rollout: int) -> bool:
-        group = rollout // size
+        group = rollout // group_size
         return group >= at.groups_done and group not in done
 
-    return KeptTokens(tokens, at.version, run.rollout.max_tokens, is_open)
+    return KeptTokens(tokens, at.version, max_tokens, is_open)
 
 
 def facts(engines: Sequence[str] = ()) -> dict[str, str | float]:

@@ -16,6 +16,8 @@ from streamrl.executor.prompt_probe import read_probe
 from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import dispatch_named
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.workload_config import RankerConfig
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families, prompt_family
 from streamrl.workload.prompt_order import TailBatches, make_order
@@ -49,10 +51,10 @@ class PromptWorkload:
         self._told = Expectations(run)
         self._tells_families = False
         self.join(run)
-        self._expected = self._priors(run)
+        self._expected = self._priors(run.workload.ranker)
         """Output tokens that are expected of each line before anything is learnt."""
         self._tails: TailBatches | None = None
-        if (policy := expecting_policy(run)) is not None:
+        if (policy := expecting_policy(run.policies, run.workload.ranker)) is not None:
             _check_expected(sources, policy)
         if run.policies.tail_batching == "defer":
             every = run.policies.tail_every
@@ -113,9 +115,8 @@ class PromptWorkload:
         drawn = DrawnGroup(group, rollouts, num_tokens, expected, line, family=family)
         return Draw(self._told.draw(drawn, line), ())
 
-    def _priors(self, run: Run) -> list[int]:
+    def _priors(self, ranker: RankerConfig | None) -> list[int]:
         """Return what a ranker's file says of each line, or the line itself; the most there may be where neither does."""
-        ranker = run.workload.ranker
         if ranker is None or ranker.path is None:
             return [int(record.get(EXPECTED, self._max_tokens)) for record in self.records]
         from streamrl.ranker.score_files import text_of
@@ -160,13 +161,12 @@ class PromptWorkload:
                 )
 
 
-def expecting_policy(run: Run) -> str | None:
+def expecting_policy(policies: PoliciesConfig, ranker: RankerConfig | None) -> str | None:
     """Return the key and value of a policy that works by `EXPECTED` alone; None where there is none, or a ranker knows.
 
     Where all rollouts are expected to be alike such a policy does nothing, and the run is not what was planned.
     """
-    policies, system = run.policies, choose_system(run.policies)
-    ranker = run.workload.ranker
+    system = choose_system(policies)
     if ranker is not None and ranker.path is not None:
         return None
     if policies.tail_batching == "defer":

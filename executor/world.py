@@ -110,7 +110,9 @@ class RealWorld(World[Trace]):
             lambda: self.now,
         )
         self._transfer = make_transfer(self._trainers.leader.push)
-        self._stream = GroupStream(directory.path, trace.run, buffer)
+        self._stream = GroupStream(
+            directory.path, trace.run.algorithm.group_size, trace.run.execute, buffer
+        )
         self.members = Membership(trace, records, self._trainers, launcher, buffer, self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0

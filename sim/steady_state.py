@@ -105,7 +105,7 @@ def _simulate(
     world.run(watch, Enough(run, trace.steps).is_there)
     if not trace.steps:
         raise UnfinishedError(
-            describe_unfinished(run, 0, world.engine.stop_reason or "no step stays")
+            describe_unfinished(run.algorithm.steps, 0, world.engine.stop_reason or "no step stays")
         )
     return trace
 
@@ -184,7 +184,7 @@ class Enough:
         if self._is_whole or self._num_found == LOOKS or len(steps) < self._next_look:
             return self._num_found == LOOKS
         self._next_look = ceil(GROWTH * len(steps))
-        found = find_steady_so_far(self._run, steps, 0)
+        found = find_steady_so_far(self._run.policies, self._run.faults, steps, 0)
         share = self._run.simulate.interval
         if not self._is_known(found, share) or self._lacks_failures(found.step_time):
             self._num_found = 0

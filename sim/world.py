@@ -158,7 +158,7 @@ class SimWorld(World[Trace]):
         Raises:
             RunError: a trainer wants groups that are never as stale.
         """
-        check_reach(run)
+        check_reach(run.policies, run.followers)
         trace = trace or StepTrace(run, costs, is_endless=is_endless)
         super().__init__(build_engine(run, is_endless=is_endless), trace, workload.learn)
         self.run_file = run

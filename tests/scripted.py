@@ -168,7 +168,11 @@ def make_world(
     checkpoint = directory.open(run, resume)
     records = SecondaryRecords(run, directory.path)
     records.open(directory.leg, is_resumed=resume)
-    kept = find_kept(run, tokens, checkpoint) if resume and tokens is not None else None
+    kept = (
+        find_kept(run.algorithm.group_size, run.rollout.max_tokens, tokens, checkpoint)
+        if resume and tokens is not None
+        else None
+    )
     launcher = launcher_class(run, directory, **launcher_options)
     return RealWorld(
         Trace(run, "real", {}, directory.trace_file, leg=directory.leg),

@@ -247,12 +247,12 @@ def test_a_templated_prompt_goes_through_the_models_chat_template_where_it_has_o
 def test_doctor_and_execute_read_what_the_run_file_names(tmp_path: Path) -> None:
     table = local_table(tmp_path, {"workload.prompts": str(as_parquet(tmp_path, ROWS))})
     table["workload"]["fields"] = FIELDS
-    check_prompts(make_run(table))
+    check_prompts(make_run(table).verifier, make_run(table).workload)
     (sound,) = [f for f in examine(table, NOWHERE).findings if f.name == "prompts"]
     assert sound.level == "ok" and "5 prompts" in sound.text
     del table["workload"]["fields"]["answer"]
     with pytest.raises(ValueError, match=r"^workload\.prompts: 5 lines .* no 'answer'"):
-        check_prompts(make_run(table))
+        check_prompts(make_run(table).verifier, make_run(table).workload)
     (wrong,) = [f for f in examine(table, NOWHERE).findings if f.name == "prompts"]
     assert wrong.level == "error" and "workload.fields" in wrong.fix
 

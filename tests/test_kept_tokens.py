@@ -199,16 +199,16 @@ def test_a_directory_of_tokens_loses_nothing_that_is_somebody_elses(tmp_path: Pa
     tokens.mkdir(parents=True)
     (tokens / "notes.txt").write_text("mine")
     write(tokens / "0.0", record(0, [1, 2]))
-    with token_directory(run) as path:
+    with token_directory(run.execute) as path:
         assert path == tokens and [each.name for each in tokens.iterdir()] == ["notes.txt"]
         write(tokens / "1.0", record(0, [1, 2]))
     assert [each.name for each in tokens.iterdir()] == ["notes.txt"]
     (tokens / "notes.txt").unlink()
-    with pytest.raises(DeathError), token_directory(run):
+    with pytest.raises(DeathError), token_directory(run.execute):
         write(tokens / "1.0", record(0, [1, 2]))
         raise DeathError
     assert [each.name for each in tokens.iterdir()] == ["1.0"]
-    with token_directory(run, is_resumed=True):
+    with token_directory(run.execute, is_resumed=True):
         assert [each.name for each in tokens.iterdir()] == ["1.0"]
     assert not tokens.exists()
 

@@ -123,13 +123,13 @@ def test_rewards_are_chosen_by_family_and_what_they_read_is_looked_for_there_alo
     ]
     table = local_table(tmp_path, {"verifier": {"reward": rewards}})
     table["workload"] = {"source": mixture(tmp_path), "lengths": table["workload"]["lengths"]}
-    check_prompts(make_run(table))
+    check_prompts(make_run(table).verifier, make_run(table).workload)
     rewards[1]["families"] = ["sums", "code"]
     with pytest.raises(
         ValueError,
         match=r"workload\.source\.0\.prompts: 2 lines of .*easy.* no 'tests' \(lines 1, 2\): verifier\.reward\.1",
     ):
-        check_prompts(make_run(table))
+        check_prompts(make_run(table).verifier, make_run(table).workload)
 
 
 @pytest.mark.parametrize(

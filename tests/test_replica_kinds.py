@@ -201,7 +201,9 @@ def test_weights_go_to_every_pool_once_and_each_link_has_its_price() -> None:
     pushed = of(WeightsPushed, [entry.event for entry in traced(run).entries])
     alone = Costs.load(run.of_kind(0)).sync.wire_bytes
     assert {push.num_bytes for push in pushed} == {2 * alone}
-    assert egress_dollars(run, 2 * alone) == pytest.approx(alone / 1e9 * 0.1)
+    assert egress_dollars(
+        run.cluster.links, run.rollout.kinds, run.trainer.pool, 2 * alone
+    ) == pytest.approx(alone / 1e9 * 0.1)
 
 
 def test_every_kind_is_paid_for_in_its_own_pool() -> None:

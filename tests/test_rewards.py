@@ -336,7 +336,7 @@ def test_a_function_is_tried_where_it_will_be_called_before_a_run(
     with pytest.raises(
         ValueError, match=rf"(?s)verifier\.reward\.0\.scorer: .*jsonl:1: .*({says})"
     ):
-        check_prompts(run)
+        check_prompts(run.verifier, run.workload)
     texts = [f.text for f in examine(table, NOWHERE).findings if f.name == "prompts"]
     assert len(texts) == 1 and "verifier.reward.0.scorer" in texts[0]
 
@@ -346,7 +346,7 @@ def test_a_prompt_that_no_reward_scores_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"prompts\.jsonl:1: no verifier\.reward applies to its family None"
     ):
-        check_prompts(run)
+        check_prompts(run.verifier, run.workload)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,21 @@ def test_a_figure_shows_training_on_the_replicas_whose_gpus_train(
 ) -> None:
     trace = simulate(shared_run(trainer__data_parallel=trainer_ranks))
     timeline = read_timeline(trace)
-    trained = trained_on_replicas(trace.run, timeline)
+    trained = trained_on_replicas(
+        trace.run.rollout, trace.run.trainer, trace.run.policies.shares_gpus, timeline
+    )
     assert list(trained) == list(range(rows))
     assert {span.activity for span in trained[0]} == {"train"}
     apart = simulate(small_run())
-    assert trained_on_replicas(apart.run, read_timeline(apart)) == {}
+    assert (
+        trained_on_replicas(
+            apart.run.rollout,
+            apart.run.trainer,
+            apart.run.policies.shares_gpus,
+            read_timeline(apart),
+        )
+        == {}
+    )
 
 
 def gpus_of(run: Run) -> dict[str, int]:

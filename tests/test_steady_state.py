@@ -116,7 +116,7 @@ def test_a_simulation_that_ends_once_its_interval_is_narrow_holds_the_mean_as_of
             steps.num_made += 1
             if enough.is_there():
                 break
-        interval = find_steady_so_far(run, steps, 1).interval
+        interval = find_steady_so_far(run.policies, run.faults, steps, 1).interval
         assert interval is not None
         found.append(interval[0] <= 1 <= interval[1])
     assert 0.90 <= sum(found) / len(found) <= 0.99

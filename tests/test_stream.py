@@ -75,7 +75,12 @@ def stream_in(directory: Path, port: int | None) -> GroupStream:
     """Return the stream of a run with groups of two, of which nothing is drawn."""
     given = {} if port is None else {"execute__stream_port": port}
     run = real_run(directory, algorithm__group_size=2, **given)
-    return GroupStream(directory, run, RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())))
+    return GroupStream(
+        directory,
+        run.algorithm.group_size,
+        run.execute,
+        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())),
+    )
 
 
 async def answer(port: int, request: bytes) -> bytes:

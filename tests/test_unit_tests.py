@@ -166,4 +166,4 @@ def test_records_without_tests_that_could_run_are_refused_before_the_run(
     lines = [RECORD, {"prompt": "p", **line}]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     with pytest.raises(ValueError, match=rf"^workload\.prompts: .*{says}"):
-        check_prompts(run)
+        check_prompts(run.verifier, run.workload)

@@ -102,7 +102,7 @@ def test_prompts_that_no_completion_could_answer_are_refused_before_the_run(
     file.write_text(f"{json.dumps(good)}\n{json.dumps({'prompt': 'p', **line})}\n")
     run = small_run({"workload.prompts": str(file), "verifier.scorer": scorer})
     with pytest.raises(ValueError, match=rf"^workload\.prompts: .*prompts\.jsonl:2: .*{says}"):
-        check_prompts(run)
+        check_prompts(run.verifier, run.workload)
 
 
 def test_an_answer_too_long_for_any_pipe_is_wrong_and_holds_up_nobody() -> None:

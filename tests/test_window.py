@@ -74,4 +74,7 @@ def test_a_run_file_says_how_far_ahead_groups_may_start() -> None:
         "policies.oversampling": 1.5,
         "algorithm.prompts_per_step": 5,
     }
-    assert window_of(small_run(changes)) == AdmissionWindow(5, 2, 3, num_extra=2)
+    run = small_run(changes)
+    assert window_of(run.policies, run.algorithm.prompts_per_step) == AdmissionWindow(
+        5, 2, 3, num_extra=2
+    )

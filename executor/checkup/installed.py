@@ -35,7 +35,12 @@ def requirements(run: Run) -> list[Requirement]:
     """
     kinds = run.rollout.kinds
     extras = {training_backend_named(trainer.backend).extra for trainer in run.trainers}
-    extras |= {engine_named(own.backend).extra_of(device_of(run, own.pool)) for own in kinds}
+    extras |= {
+        engine_named(own.backend).extra_of(
+            device_of(run.execute.device, run.cluster.pools, own.pool)
+        )
+        for own in kinds
+    }
     extras |= {EXTRA_OF[name] for name in (run.execute.launcher, run.sync.mode)}
     found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
     return [each for each in found if _applies(each, extras)]

@@ -20,6 +20,7 @@ from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
+from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
 
 LIMITS: tuple[Changes, ...] = (
     {
@@ -83,7 +84,7 @@ def find(run: Run) -> Iterator[Finding]:
         yield from _find_gpus(run)
         yield from _find_cores(run)
     yield from _find_memory(run)
-    yield from _find_sandbox(run)
+    yield from _find_sandbox(run.verifier)
 
 
 def _find_limits(run: Run) -> Iterator[Finding]:
@@ -138,7 +139,7 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
 
 def _find_memory(run: Run) -> Iterator[Finding]:
     """Say what our trainer takes of a GPU, which is not what plans count; nothing where it is not counted."""
-    if device_of(run, run.trainer.pool) == "cpu":
+    if device_of(run.execute.device, run.cluster.pools, run.trainer.pool) == "cpu":
         return
     trainer = resolve(run).trainer
     parts = executed_memory(trainer, run.rollout.max_tokens)
@@ -168,24 +169,24 @@ def _find_cores(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "cores", text)
         return
     text += ": each is slower while the others compute"
-    changes = _fewer_roles(run, roles, cores)
+    changes = _fewer_roles(run.rollout, roles, cores)
     fix = say(changes) if changes else f"execute it where there are {wanted} cores"
     yield _finding("warning", "cores", text, fix, changes)
 
 
-def _fewer_roles(run: Run, roles: int, cores: int) -> Changes:
+def _fewer_roles(rollout: RolloutConfig, roles: int, cores: int) -> Changes:
     """Return a change with which every role has a core for each of its threads, or nothing."""
-    left = run.rollout.replicas - (roles - cores)
+    left = rollout.replicas - (roles - cores)
     if roles <= cores:
         return {"execute.threads": cores // roles}
-    if run.rollout.others or left < 1:
+    if rollout.others or left < 1:
         return {}
     return {"rollout.replicas": left}
 
 
-def _find_sandbox(run: Run) -> Iterator[Finding]:
+def _find_sandbox(verifier: VerifierConfig) -> Iterator[Finding]:
     """Find that a scorer evaluates what the model writes, and that this machine keeps too little from it."""
-    evaluating = [each.scorer for each in run.verifier.rewards if make_scorer(each).evaluates]
+    evaluating = [each.scorer for each in verifier.rewards if make_scorer(each).evaluates]
     if not evaluating:
         return
     what = f"verifier.scorer {evaluating[0]} may evaluate what the model writes"

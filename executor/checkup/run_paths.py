@@ -26,7 +26,7 @@ def find(run: Run) -> Iterator[Finding]:
     if run.model.path is not None:
         yield from _find_prompts(run)
         yield from _find_reward_model(run)
-        yield from _find_output(run)
+        yield from _find_output(run.execute.output, run.algorithm.steps)
 
 
 def _find_prompts(run: Run) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         yield _finding("error", "prompts", str(error), fix)
         return
     lacks = []
-    if (policy := expecting_policy(run)) is not None:
+    if (policy := expecting_policy(run.policies, run.workload.ranker)) is not None:
         lacks = [
             lack.say(source)
             for source in sources
@@ -54,7 +54,7 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         fix = f"add it, or choose another policy ({policy} goes by it)"
         yield _finding("error", "prompts", text, fix)
     try:
-        check_prompts(run)
+        check_prompts(run.verifier, run.workload)
     except ValueError as error:
         fix = "add it, or name the column that has it in workload.fields, or choose another verifier.scorer"
         yield _finding("error", "prompts", str(error), fix)
@@ -95,11 +95,11 @@ def _find_reward_model(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "reward-model", text)
 
 
-def _find_output(run: Run) -> Iterator[Finding]:
+def _find_output(output: str, steps: int) -> Iterator[Finding]:
     """Find a run directory that is taken, with the step that it could go on from, or that cannot be made."""
-    path = Path(run.execute.output)
+    path = Path(output)
     if RunDirectory(path).has_run:
-        yield _taken(run, path)
+        yield _taken(steps, path)
     elif (parent := _nearest_there(path)) and not _is_writable(parent):
         text = f"execute.output: {path} cannot be made, as {parent} is no directory to write to"
         yield _finding("error", "output", text, "set execute.output=runs/run")
@@ -107,13 +107,13 @@ def _find_output(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "output", f"execute.output: {path} is free")
 
 
-def _taken(run: Run, path: Path) -> Finding:
+def _taken(steps: int, path: Path) -> Finding:
     """Say how far the run in the directory is, and how to go on with it."""
     saved = RunDirectory(path).checkpoints.newest()
     where = "no checkpoint yet" if saved is None else f"a checkpoint of step {saved.version}"
     goes_on = "streamrl execute --resume goes on with it"
-    if saved is not None and saved.version >= run.algorithm.steps:
-        where += f", so algorithm.steps={run.algorithm.steps} leaves nothing to do"
+    if saved is not None and saved.version >= steps:
+        where += f", so algorithm.steps={steps} leaves nothing to do"
         goes_on += f" where --set algorithm.steps is above {saved.version}"
     changes: Changes = {"execute.output": str(_free_beside(path))}
     text = f"execute.output: {path} holds a run with {where}"

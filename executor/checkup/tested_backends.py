@@ -46,21 +46,24 @@ RAN = {
 
 def choices_of(run: Run) -> Iterator[tuple[str, str]]:
     """Yield what a run file chooses, as `RAN` names it, each with the device that it is run on."""
-    trains_on = device_of(run, run.trainer.pool)
+    trains_on = device_of(run.execute.device, run.cluster.pools, run.trainer.pool)
     for own in run.rollout.kinds:
-        device = device_of(run, own.pool)
+        device = device_of(run.execute.device, run.cluster.pools, own.pool)
         yield f"rollout.backend = {own.backend}", device
         if own.tensor_parallel > 1:
             yield "rollout.tensor_parallel > 1", device
     for trainer in run.trainers:
-        device = device_of(run, trainer.pool)
+        device = device_of(run.execute.device, run.cluster.pools, trainer.pool)
         yield f"trainer.backend = {trainer.backend}", device
         if trainer.data_parallel > 1:
             yield "trainer.data_parallel > 1", device
     yield f"execute.launcher = {run.execute.launcher}", trains_on
     yield f"sync.mode = {run.sync.mode}", trains_on
     if run.serves_adapters:
-        yield "sync.merge_adapters = false", device_of(run, run.rollout.pool)
+        yield (
+            "sync.merge_adapters = false",
+            device_of(run.execute.device, run.cluster.pools, run.rollout.pool),
+        )
 
 
 def find(run: Run) -> Iterator[Finding]:

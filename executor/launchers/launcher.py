@@ -174,7 +174,7 @@ class Launcher(ABC):
 
     def device(self, pool: str) -> str:
         """Return the device, as a role's own process names it, of roles in a pool."""
-        return device_of(self._run, pool)
+        return device_of(self._run.execute.device, self._run.cluster.pools, pool)
 
     def _common(self, pool: str) -> Config:
         return {

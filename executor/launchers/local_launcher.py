@@ -54,7 +54,7 @@ class LocalLauncher(Launcher):
         Raises:
             RuntimeError: its pool has too few that are free, or the run claimed none for it.
         """
-        if device_of(run, run.trainers[-1].pool) == "cuda":
+        if device_of(run.execute.device, run.cluster.pools, run.trainers[-1].pool) == "cuda":
             raise RuntimeError("a run on this machine's GPUs claims them all as it begins")
         self._placement.join(run)
         super().join(run)
@@ -108,7 +108,9 @@ class LocalLauncher(Launcher):
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
         run, log = self._run, self._directory.logs / f"{name}.log"
-        begin = begin_for(device_of(run, place.pool), config.get("backend"))
+        begin = begin_for(
+            device_of(run.execute.device, run.cluster.pools, place.pool), config.get("backend")
+        )
         return await LocalProcess.start(
             role, config, log, self.environment(place), run.execute.patience, begin
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamrl.hardware.parallelism import threads_per_role
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.gpu_pools import most_replicas, trainer_names
 
@@ -124,11 +125,11 @@ NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
 section CUDA Environment Variables)."""
 
 
-def device_of(run: Run, pool: str) -> str:
+def device_of(device: str, pools: dict[str, PoolConfig], pool: str) -> str:
     """Return the device, as torch names it, of the roles in `pool`."""
-    if run.execute.device != "auto":
-        return run.execute.device
-    return "cpu" if run.cluster.pools[pool].gpu == "cpu" else "cuda"
+    if device != "auto":
+        return device
+    return "cpu" if pools[pool].gpu == "cpu" else "cuda"
 
 
 def index_of(device: str) -> int | None:
@@ -140,11 +141,20 @@ def index_of(device: str) -> int | None:
 def gpus_needed(run: Run) -> int:
     """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
     kinds = run.rollout.kinds
-    on_gpus = [own for own in kinds if device_of(run, own.pool) != "cpu"]
-    trainers = [
-        0 if device_of(run, trainer.pool) == "cpu" else trainer.num_gpus for trainer in run.trainers
+    on_gpus = [
+        own for own in kinds if device_of(run.execute.device, run.cluster.pools, own.pool) != "cpu"
     ]
-    rewards = 0 if on_cpus(run) else run.verifier.num_gpus
+    trainers = [
+        0
+        if device_of(run.execute.device, run.cluster.pools, trainer.pool) == "cpu"
+        else trainer.num_gpus
+        for trainer in run.trainers
+    ]
+    rewards = (
+        0
+        if on_cpus(run.execute.device, run.cluster.pools, run.verifier.pool)
+        else run.verifier.num_gpus
+    )
     if not on_gpus and not any(trainers) and not rewards:
         return 0
     named = index_of(run.execute.device)
@@ -159,10 +169,9 @@ def gpus_needed(run: Run) -> int:
     return for_both + sum(followers) + rewards
 
 
-def on_cpus(run: Run) -> bool:
+def on_cpus(device: str, pools: dict[str, PoolConfig], pool: str | None) -> bool:
     """Whether what scores needs no GPU of its own."""
-    pool = run.verifier.pool
-    return pool is None or device_of(run, pool) == "cpu"
+    return pool is None or device_of(device, pools, pool) == "cpu"
 
 
 class LocalGpus:
@@ -179,7 +188,7 @@ class LocalGpus:
         self._names = names
         self._numbers: dict[tuple[str, int, int], int] = {}
         for place in _places_in_order(run):
-            if device_of(run, place.pool) == "cuda":
+            if device_of(run.execute.device, run.cluster.pools, place.pool) == "cuda":
                 for gpu in place.gpus:
                     self._numbers.setdefault((place.pool, place.node, gpu), len(self._numbers))
 
@@ -188,7 +197,7 @@ class LocalGpus:
 
         Nothing where it works on the CPU; the one that `execute.device` names, where it names any.
         """
-        device = device_of(self._run, place.pool)
+        device = device_of(self._run.execute.device, self._run.cluster.pools, place.pool)
         if device == "cpu":
             return {}
         if (named := index_of(device)) is not None:
@@ -276,7 +285,11 @@ def usable_cores() -> int:
 
 def roles_on_cores(run: Run) -> int:
     """Return how many processes of a run compute on the CPU: replicas at the start, ranks of trainers that learn, reward models."""
-    return sum(number for number, pool in _roles(run) if device_of(run, pool) == "cpu")
+    return sum(
+        number
+        for number, pool in _roles(run)
+        if device_of(run.execute.device, run.cluster.pools, pool) == "cpu"
+    )
 
 
 def _roles(run: Run) -> Iterator[tuple[int, str]]:

@@ -96,7 +96,7 @@ def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:
                 f"cluster.pools.{pool}: no node of the Ray cluster is of it; "
                 f"ray start --resources='{{\"{resource}\": 1}}' says so of a node"
             )
-        kind = "CPU" if device_of(run, pool) == "cpu" else "GPU"
+        kind = "CPU" if device_of(run.execute.device, run.cluster.pools, pool) == "cpu" else "GPU"
         each = (run.execute.threads or 1) if kind == "CPU" else 1
         there = sum(node.get(kind, 0) for node in members)
         if there < count * each:

@@ -121,7 +121,7 @@ class RayLauncher(Launcher):
     def _bundle(self, pool: str, num_gpus: int) -> Bundle:
         """Return what a process takes of a node of its pool."""
         bundle: Bundle = {"CPU": self.num_threads, pool_resource(pool): LEAST}
-        if device_of(self._run, pool) != "cpu":
+        if device_of(self._run.execute.device, self._run.cluster.pools, pool) != "cpu":
             bundle["GPU"] = num_gpus
         return bundle
 

@@ -66,7 +66,7 @@ class SecondaryRecords:
     def __init__(self, run: Run, path: Path) -> None:
         """Name the records of the trainers that the run file has; `path` is the run's directory."""
         self.path = path
-        self.all = _records_of(run, path)
+        self.all = _records_of(run.secondary_trainer_names, path)
         self._leg = 1
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class SecondaryRecords:
 
     def join(self, run: Run) -> SecondaryTrainerRecord:
         """Open the record of the last trainer of a run, which joins the others."""
-        record = _records_of(run, self.path)[-1]
+        record = _records_of(run.secondary_trainer_names, self.path)[-1]
         record.open(self._leg, is_resumed=False)
         self.all.append(record)
         replace_file(self.path / RUN, encode_run(run))
@@ -105,8 +105,8 @@ class SecondaryRecords:
             record.close()
 
 
-def _records_of(run: Run, path: Path) -> list[SecondaryTrainerRecord]:
+def _records_of(names: tuple[str, ...], path: Path) -> list[SecondaryTrainerRecord]:
     return [
         SecondaryTrainerRecord(secondary_trainer_directory(path, number, name))
-        for number, name in enumerate(run.secondary_trainer_names, start=1)
+        for number, name in enumerate(names, start=1)
     ]

@@ -30,7 +30,7 @@ from streamrl.engine.messages import Event
 from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
 from streamrl.executor.subscribers.stream_client import HOST, STREAM, StreamAddress
 from streamrl.executor.subscribers.token_stream import TokenStream
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import ExecuteConfig
 
 logger = logging.getLogger(__name__)
 
@@ -133,11 +133,13 @@ class Reader:
 class GroupStream:
     """Serves a run's rollouts and groups; does nothing where no port is asked for."""
 
-    def __init__(self, directory: Path, run: Run, buffer: RolloutBuffer) -> None:
+    def __init__(
+        self, directory: Path, group_size: int, execute: ExecuteConfig, buffer: RolloutBuffer
+    ) -> None:
         self._path = directory / STREAM
-        self._port = run.execute.stream_port
-        self._group_size = run.algorithm.group_size
-        every = run.execute.save_tokens_every
+        self._port = execute.stream_port
+        self._group_size = group_size
+        every = execute.save_tokens_every
         self._token_stream = TokenStream(
             buffer, self._group_size, every, self._tell_tokens, self._drop_readers_of_tokens
         )

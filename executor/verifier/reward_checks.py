@@ -17,8 +17,8 @@ from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.resolved import reward_model_key
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
-from streamrl.runfile.roles_config import RewardConfig
-from streamrl.runfile.workload_config import HUB
+from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
+from streamrl.runfile.workload_config import HUB, WorkloadConfig
 from streamrl.workload.prompt_families import FAMILY
 from streamrl.workload.prompt_records import PromptSource, Record, read_sources
 
@@ -80,20 +80,20 @@ def find_missing_fields(
             yield MissingFields(fields, lines)
 
 
-def check_prompts(run: Run) -> None:
+def check_prompts(verifier: VerifierConfig, workload: WorkloadConfig) -> None:
     """Raise `ValueError` if the run's scorers cannot score every rollout of every prompt."""
-    sources = read_sources(run.workload)
+    sources = read_sources(workload)
     for source in sources:
-        _check_all_are_scored(source, run.verifier.rewards)
-    for number, reward in enumerate(run.verifier.rewards):
-        scorer, key = make_scorer(reward), run.verifier.key(number)
+        _check_all_are_scored(source, verifier.rewards)
+    for number, reward in enumerate(verifier.rewards):
+        scorer, key = make_scorer(reward), verifier.key(number)
         for source in sources:
             for lack in find_missing_fields(
                 source, scorer.fields, partial(is_scored, reward=reward)
             ):
                 raise ValueError(f"{lack.say(source)}: {key} {reward.scorer!r} needs it")
         _check_records(sources, reward, scorer)
-    _try_functions(run, sources)
+    _try_functions(verifier, sources)
 
 
 def _check_all_are_scored(source: PromptSource, rewards: Sequence[RewardConfig]) -> None:
@@ -115,18 +115,20 @@ def _check_records(sources: Iterable[PromptSource], reward: RewardConfig, scorer
             raise ValueError(f"{source.key}: {source.line(at)}: {complaint}")
 
 
-def _try_functions(run: Run, sources: Iterable[PromptSource]) -> None:
+def _try_functions(verifier: VerifierConfig, sources: Iterable[PromptSource]) -> None:
     """Call each function of the user once in a worker: its import may fail, or the sandbox may block it."""
-    rewards = run.verifier.rewards
+    rewards = verifier.rewards
     functions = [number for number, each in enumerate(rewards) if not make_scorer(each).is_own]
     if functions:
-        asyncio.run(_try_out(run, functions, list(sources)))
+        asyncio.run(_try_out(verifier, functions, list(sources)))
 
 
-async def _try_out(run: Run, functions: Iterable[int], sources: Sequence[PromptSource]) -> None:
-    with closing(Verifier(run.verifier)) as verifier:
+async def _try_out(
+    config: VerifierConfig, functions: Iterable[int], sources: Sequence[PromptSource]
+) -> None:
+    with closing(Verifier(config)) as verifier:
         for place in functions:
-            reward, key = run.verifier.rewards[place], run.verifier.key(place)
+            reward, key = config.rewards[place], config.key(place)
             for source in sources:
                 scored = (at for at, each in enumerate(source.records) if is_scored(each, reward))
                 if (at := next(scored, None)) is None:

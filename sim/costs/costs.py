@@ -217,7 +217,11 @@ class Costs(TrainerCosts):
                 "score": training.provenance,
                 "train": training.provenance,
                 "sync": Provenance.of(sync.tier, sync.sources),
-                **({"cache_transfer": moved.provenance} if moves_caches(run) else {}),
+                **(
+                    {"cache_transfer": moved.provenance}
+                    if moves_caches(run.policies.migration, run.rollout.migration_transfer)
+                    else {}
+                ),
             },
         )
         if run.costs.profile is not None:

@@ -22,14 +22,18 @@ HALVINGS = 60
 def fill_policies(run: Run, costs: Costs) -> Run:
     """Return the run with the seconds that its policies ask for; those that it states stay."""
     run = fill_kinds(run, costs)
-    if not needs_latency(run):
+    if not needs_latency(run.policies):
         return run
     run = fill_latency(run, costs)
     if run.policies.migration == "none" or run.policies.context_time is not None:
         return run
     longest = longest_sequence(run.rollout, run.workload)
     moved = costs.cache_transfer.token_time
-    context_time = moved if moves_caches(run) else _prefill_time(costs, longest)
+    context_time = (
+        moved
+        if moves_caches(run.policies.migration, run.rollout.migration_transfer)
+        else _prefill_time(costs, longest)
+    )
     return replace(run, policies=replace(run.policies, context_time=context_time))
 
 

@@ -95,7 +95,11 @@ def _classes(trainers: list[Degrees], key: Callable[[Degrees], Hashable]) -> Pla
 def _sync(run: Run, candidate: Candidate) -> tuple[float, float, float]:
     run = candidate.apply(run)
     costs = sync_costs(run)
-    return costs.push_time, costs.load_time, egress_dollars(run, costs.wire_bytes)
+    return (
+        costs.push_time,
+        costs.load_time,
+        egress_dollars(run.cluster.links, run.rollout.kinds, run.trainer.pool, costs.wire_bytes),
+    )
 
 
 Indices = NDArray[np.signedinteger]

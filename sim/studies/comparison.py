@@ -230,7 +230,9 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
 def _check_finished(world: SimWorld, letter: str) -> None:
     """Refuse to set a run that never comes to its last step against one that may."""
     engine, run = world.engine, world.run_file
-    unfinished = describe_unfinished(run, world.steps.version, engine.stop_reason or "")
+    unfinished = describe_unfinished(
+        run.algorithm.steps, world.steps.version, engine.stop_reason or ""
+    )
     if unfinished:
         raise RuntimeError(
             f"{letter} is not finished, so there is nothing to compare: it {unfinished}"

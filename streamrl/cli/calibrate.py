@@ -28,6 +28,7 @@ from streamrl.record.run_directory import with_kept_inputs
 from streamrl.report.calibration_table import calibration_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
+from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.calibration.calibrate import (
     HELD_OUT,
     Calibrated,
@@ -115,13 +116,14 @@ def _fit(run: Run, measured: Path, log_format: str | None, held_out: float) -> C
             return calibrate_recorded(run, trace, file, held_out, watch)
         steps = read_measured_file(measured, log_format)
         if steps.is_asynchronous is None and not takes_turns(run.policies):
-            steps = _read_as_asynchronous(run, measured, log_format)
+            steps = _read_as_asynchronous(run.policies.system, measured, log_format)
         return calibrate_steps(run, steps, held_out, watch)
 
 
-def _read_as_asynchronous(run: Run, measured: Path, log_format: str | None) -> MeasuredSteps:
+def _read_as_asynchronous(
+    system: SystemName, measured: Path, log_format: str | None
+) -> MeasuredSteps:
     """Read a log that does not tell its mode as one of the run file's, which is asynchronous."""
     steps = read_measured_file(measured, log_format, is_asynchronous=True)
-    system = run.policies.system
     told = f"{measured.name}: read as of an asynchronous mode, as policies.system {system!r} is one"
     return replace(steps, is_asynchronous=None, notes=() if steps.framework == CSV else (told,))

@@ -10,8 +10,8 @@ import typer
 from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_json
 from streamrl.report.export.launch_file import export as launch_script
 from streamrl.report.export.option_table import export_name
-from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
+from streamrl.runfile.simulation_config import FrameworkName
 
 
 def export(
@@ -40,7 +40,7 @@ def export(
     Example: streamrl export plans/7b/plan.toml --framework verl
     """
     run = load_run(run_file, overrides or ())
-    name = _name(run, framework)
+    name = _name(run.framework.name, framework)
     if output is not None:
         claim_script(output, force=force)
     script = launch_script(run, export_name(*name))
@@ -62,10 +62,10 @@ def claim_script(path: Path, *, force: bool) -> None:
     claim_file(path)
 
 
-def _name(run: Run, framework: str | None) -> tuple[str, str]:
+def _name(name: FrameworkName | None, framework: str | None) -> tuple[str, str]:
     """Return whose launch arguments are written, and the key or option that says so."""
     if framework is not None:
         return framework, "--framework"
-    if run.framework.name is None:
+    if name is None:
         raise ValueError("--framework is missing, and the run file has no framework.name")
-    return run.framework.name, "framework.name"
+    return name, "framework.name"

@@ -20,6 +20,8 @@ from streamrl.engine.presets import choose_system
 from streamrl.engine.systems import most_per_command
 from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
 Struck = Generate | Train | PushWeights | SaveCheckpoint | Verify
@@ -117,15 +119,21 @@ def _draw(run: Run) -> Iterator[tuple[FaultConfig, int, int]]:
             yield fault, fault.step or 1, 0
             continue
         source = Random(f"{run.seed if fault.seed is None else fault.seed} {place}")
+        num_commands = _num_commands(
+            run.policies, run.trainer, run.algorithm.rollouts_per_step, STRUCK[fault.kind]
+        )
         for _ in range(fault.count):
             step = source.randint(1, fault.last_step(run.algorithm.steps))
-            yield fault, step, source.randrange(_num_commands(run, STRUCK[fault.kind]))
+            yield fault, step, source.randrange(num_commands)
 
 
-def _num_commands(run: Run, kind: type[Struck]) -> int:
+def _num_commands(
+    policies: PoliciesConfig, trainer: TrainerConfig, rollouts_per_step: int, kind: type[Struck]
+) -> int:
     """Return the commands of a kind that every step has at least."""
-    rollouts = run.algorithm.rollouts_per_step
     if kind is Train:
-        streaming = choose_system(run.policies).streaming
-        return ceil(rollouts / most_per_command(run.trainer, rollouts, streaming))
-    return rollouts if kind in (Generate, Verify) else 1
+        return ceil(
+            rollouts_per_step
+            / most_per_command(trainer, rollouts_per_step, choose_system(policies).streaming)
+        )
+    return rollouts_per_step if kind in (Generate, Verify) else 1

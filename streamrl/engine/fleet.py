@@ -10,7 +10,10 @@ from heapq import heapify, heappop, heappush
 from streamrl.engine.concurrency import ConcurrencyLimit, FinalLengths
 from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.messages import Generated, ReplicaStarted, Resize, StartReplica, StopReplica
-from streamrl.runfile.config import Run
+from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.workload_config import WorkloadConfig
 
 LOADS_PER_REPLICA = (
     8  # entries that a load heap may hold per replica before outdated ones are swept
@@ -317,28 +320,33 @@ def _by_id(replica: Replica) -> int:
     return replica.id
 
 
-def make_fleet(run: Run) -> Fleet:
+def make_fleet(
+    policies: PoliciesConfig,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    workload: WorkloadConfig,
+) -> Fleet:
     """Make it.
 
     Raises:
         ValueError: nobody has filled in what share of rollouts replicas of another kind get.
     """
-    kinds = list(_kinds(run))
-    if not run.policies.follows_pressure:
+    kinds = list(_kinds(rollout))
+    if not policies.follows_pressure:
         return Fleet(kinds=kinds)
-    longest = run.workload.max_prompt_tokens + run.rollout.max_tokens
-    final = FinalLengths(run.algorithm.rollouts_per_step, longest)
-    return Fleet(kinds=kinds, final=final, most_places=run.rollout.max_running)
+    longest = workload.max_prompt_tokens + rollout.max_tokens
+    final = FinalLengths(algorithm.rollouts_per_step, longest)
+    return Fleet(kinds=kinds, final=final, most_places=rollout.max_running)
 
 
-def _kinds(run: Run) -> Iterator[Kind]:
+def _kinds(rollout: RolloutConfig) -> Iterator[Kind]:
     """Yield what replicas there should be.
 
     Raises:
         ValueError: nobody has filled in what share of rollouts those of another kind get.
     """
-    yield Kind(run.rollout.replicas)
-    for other in run.rollout.others:
+    yield Kind(rollout.replicas)
+    for other in rollout.others:
         if other.share is None:
             raise ValueError("rollout.others: share is missing, by which each kind gets rollouts")
         yield Kind(other.replicas, other.share)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import assert_never
 
-from streamrl.runfile.config import Run, num_extra, whole_groups
+from streamrl.runfile.config import num_extra, whole_groups
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, DispatchName
 from streamrl.runfile.policies_config import (
     ConsumptionName,
@@ -152,12 +152,12 @@ def choose_system(policies: PoliciesConfig) -> System:
     return replace(SYSTEMS[policies.system], **changes)
 
 
-def window_of(run: Run) -> AdmissionWindow:
+def window_of(policies: PoliciesConfig, prompts_per_step: int) -> AdmissionWindow:
     """Return what the run lets start ahead of training."""
-    system, prompts = choose_system(run.policies), run.algorithm.prompts_per_step
+    system = choose_system(policies)
     return AdmissionWindow(
-        prompts,
-        whole_groups(system.max_staleness, prompts),
+        prompts_per_step,
+        whole_groups(system.max_staleness, prompts_per_step),
         system.sync_every,
-        num_extra(run.policies.oversampling, run.algorithm.prompts_per_step),
+        num_extra(policies.oversampling, prompts_per_step),
     )

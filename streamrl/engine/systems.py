@@ -56,11 +56,14 @@ from streamrl.runfile.dispatch_choice import DISPATCH, dispatch_named
 from streamrl.runfile.files import with_secondary_trainer
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
 from streamrl.runfile.policies_config import (
+    LeftOverName,
+    MigrationName,
     OrderName,
+    PoliciesConfig,
     StreamingName,
     WeightSyncName,
 )
-from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.runfile.roles_config import ReplicasConfig, TrainerConfig
 
 PASSES_PER_COMMAND = (
     4  # a streamed command is at most this many fills: work that arrives waits no longer
@@ -72,11 +75,16 @@ ENDLESS = sys.maxsize  # steps of a run that is ended from outside
 
 def build_policies(run: Run) -> list[Policy]:
     """Make the policies of a run, in order of precedence."""
-    system, window = choose_system(run.policies), window_of(run)
+    system, window = (
+        choose_system(run.policies),
+        window_of(run.policies, run.algorithm.prompts_per_step),
+    )
     return [
         VerifyOnArrival(),
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
-        KeepReplicas(run.policies.max_restarts, Promotion.of(run)),
+        KeepReplicas(
+            run.policies.max_restarts, Promotion.of(run.policies, run.secondary_trainer_names)
+        ),
         RetryThenDrop(run.policies.max_attempts),
         StopWithoutProgress(run.policies.max_dropped_groups, run.policies.max_step_time),
         StartOver(),
@@ -85,7 +93,7 @@ def build_policies(run: Run) -> list[Policy]:
         *_leave_out(run, LEADER),
         *([DropStale(system.staleness_bound)] if system.over_staleness == "drop" else []),
         TakeInLine(LEADER),
-        *_leave_over(run, window),
+        *_leave_over(run.policies.left_over, window),
         BoundedAdmission(window, system.waits_for_whole_batches),
         _streaming(run, LEADER, system.streaming),
         _weight_sync(system.weight_sync),
@@ -121,23 +129,25 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
 
 def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
     """Yield what passes over groups that teach a trainer nothing, where it, or who may take its place, asks for that."""
-    promotion = Promotion.of(run) if trainer == LEADER else None
+    promotion = (
+        Promotion.of(run.policies, run.secondary_trainer_names) if trainer == LEADER else None
+    )
     heirs = () if promotion is None else (promotion.trainer,)
     if any(run.as_seen_by(each).algorithm.leaves_out_uniform for each in (trainer, *heirs)):
         yield SkipUniform(trainer)
 
 
-def _leave_over(run: Run, window: AdmissionWindow) -> Iterator[Policy]:
+def _leave_over(left_over: LeftOverName, window: AdmissionWindow) -> Iterator[Policy]:
     """Yield what becomes of groups that a step has no place for, where more are drawn than it takes."""
     if not window.num_extra:
         return
-    match run.policies.left_over:
+    match left_over:
         case "drop":
             yield DropSurplus(window)
         case "keep":
             yield KeepSurplus(window)
         case _:
-            assert_never(run.policies.left_over)
+            assert_never(left_over)
 
 
 def build_dispatch(run: Run) -> list[Policy]:
@@ -147,7 +157,7 @@ def build_dispatch(run: Run) -> list[Policy]:
         ValueError: one of them reckons with seconds that nobody has filled in.
     """
     dispatch = _choose_dispatch(run)
-    migration = _migration(run, dispatch)
+    migration = _migration(run.policies, run.rollout.migration_transfer, dispatch)
     if choose_system(run.policies).weight_sync == "between-batches":
         dispatch = BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
     return [dispatch] if migration is None else [migration, dispatch]
@@ -197,9 +207,10 @@ def _weight_sync(name: WeightSyncName) -> Policy:
             assert_never(name)
 
 
-def _migration(run: Run, dispatch: Dispatch) -> MoveRollouts | None:
+def _migration(
+    policies: PoliciesConfig, migration_transfer: str, dispatch: Dispatch
+) -> MoveRollouts | None:
     """Make what moves rollouts that others outlasted, or None where none move."""
-    policies = run.policies
     if policies.migration == "none":
         return None
     latency = latency_of(policies, f"policies.migration {policies.migration!r}")
@@ -210,9 +221,9 @@ def _migration(run: Run, dispatch: Dispatch) -> MoveRollouts | None:
     order = _order(choose_system(policies).order)
     seconds = (order, latency, policies.context_time)
     if policies.migration == "consolidate":
-        return MoveStragglers(*seconds, moves_caches(run))
+        return MoveStragglers(*seconds, moves_caches(policies.migration, migration_transfer))
     assert isinstance(dispatch, SkewnessAware), "policy checks want it"
-    return MoveOverrun(*seconds, dispatch, moves_caches(run))
+    return MoveOverrun(*seconds, dispatch, moves_caches(policies.migration, migration_transfer))
 
 
 def build_resize(run: Run) -> AdjustReplicas:
@@ -231,9 +242,8 @@ def build_resize(run: Run) -> AdjustReplicas:
     )
 
 
-def needs_latency(run: Run) -> bool:
+def needs_latency(policies: PoliciesConfig) -> bool:
     """Whether a policy of the run reckons with `policies.latency`."""
-    policies = run.policies
     return (
         dispatch_named(choose_system(policies).dispatch).needs_latency
         or policies.resize == "adjust"
@@ -241,14 +251,14 @@ def needs_latency(run: Run) -> bool:
     )
 
 
-def needs_costs(run: Run) -> bool:
+def needs_costs(policies: PoliciesConfig, others: tuple[ReplicasConfig, ...]) -> bool:
     """Whether something is left to be filled in from costs before the engine of the run can be built."""
-    return needs_latency(run) or any(other.share is None for other in run.rollout.others)
+    return needs_latency(policies) or any(other.share is None for other in others)
 
 
-def moves_caches(run: Run) -> bool:
+def moves_caches(migration: MigrationName, migration_transfer: str) -> bool:
     """Whether a rollout that moves takes its KV cache along."""
-    return run.policies.migration != "none" and run.rollout.migration_transfer == "kv"
+    return migration != "none" and migration_transfer == "kv"
 
 
 def most_per_command(
@@ -281,7 +291,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         num_steps=ENDLESS if is_endless else run.algorithm.steps,
         trainers=trainers,
         leader=trainers[LEADER],
-        fleet=make_fleet(run),
+        fleet=make_fleet(run.policies, run.rollout, run.algorithm, run.workload),
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
         failure_counts=FailureCounts(deque(maxlen=run.policies.max_failures_per_minute)),

@@ -38,6 +38,7 @@ from streamrl.engine.presets import choose_system
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.keys import join_key, trainer_key
+from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 
@@ -185,16 +186,16 @@ class StreamShare:
         return None if (self.num_passed - 1) % self.every == 0 else OF_COUNT
 
 
-def check_reach(run: Run) -> None:
+def check_reach(policies: PoliciesConfig, followers: tuple[SecondaryTrainerConfig, ...]) -> None:
     """Raise `RunError` where no group is ever as stale as a trainer wants it: the leader's bound holds for all."""
-    system = choose_system(run.policies)
+    system = choose_system(policies)
     if not system.keeps_bound:
         return
     most = system.staleness_bound
-    for number, follower in enumerate(run.followers, start=1):
+    for number, follower in enumerate(followers, start=1):
         if (least := follower.min_staleness) is not None and least > most:
             key = join_key(trainer_key(number), "min_staleness")
-            why = f"as policies.system {run.policies.system!r} lets no rollout be further behind"
+            why = f"as policies.system {policies.system!r} lets no rollout be further behind"
             text = f"{key} must be at most {most}, {why}, got {least}"
             raise RunError(key, least, Bounds(0, most), text, ("policies.max_staleness",))
 

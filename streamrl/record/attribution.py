@@ -48,6 +48,7 @@ from streamrl.record.state_counts import ChangeReader, Counts
 from streamrl.record.timeline import Timeline, TimelineReader
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import kind_name
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
 
 UNDERFILLED = "underfilled"
 BUSY = ("prefill", "decode", UNDERFILLED, "score", "train", "verify")
@@ -114,7 +115,7 @@ class AttributionReader:
         """GPU-seconds of each side by activity or cause."""
         self._here: dict[tuple[str, str], float] = defaultdict(float)
         """Those of the slot that the sweep is in."""
-        self._counts = Counts(run)
+        self._counts = Counts(run.rollout.num_kinds, run.num_trainers)
         self._swept_until = 0.0
         self._slot = 0
         self._is_on_policy = choose_system(run.policies).staleness_bound == 0
@@ -239,7 +240,7 @@ def _all_shares(
 ) -> Shares:
     """Yield what the GPUs of every side do."""
     if run.policies.shares_gpus:
-        yield from _shared_shares(counts, run, is_on_policy)
+        yield from _shared_shares(counts, run.rollout, run.trainer, run.num_gpus, is_on_policy)
     else:
         for kind, (name, degree) in enumerate(degrees):
             for activity, replicas in _replica_shares(counts, kind, is_on_policy):
@@ -249,23 +250,29 @@ def _all_shares(
         num_gpus = 0 if counts.trainers[number]["away"] else follower.num_gpus
         yield follower.name, _secondary_trainer_activity(counts, number), num_gpus
     if run.verifier.num_gpus:
-        yield from _verifier_shares(counts, run, is_on_policy)
+        yield from _verifier_shares(counts, run.verifier, is_on_policy)
 
 
-def _shared_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
+def _shared_shares(
+    counts: Counts,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    num_gpus: int,
+    is_on_policy: bool,
+) -> Shares:
     """Yield what the GPUs do that are both the replicas' and the leading trainer's."""
-    generating = counts.run["replica generate"] * run.rollout.gpus_per_replica
+    generating = counts.run["replica generate"] * rollout.gpus_per_replica
     work = _work(counts, LEADER)
     if work in ("score", "train"):
-        training = min(run.trainer.num_gpus, run.num_gpus - generating)
+        training = min(trainer.num_gpus, num_gpus - generating)
         yield SHARED, "generate", generating
         yield SHARED, work, training
-        yield SHARED, "pipeline", run.num_gpus - generating - training
+        yield SHARED, "pipeline", num_gpus - generating - training
         return
     for activity, replicas in _replica_shares(counts, 0, is_on_policy):
         cause = work if work and activity == "pipeline" else activity
-        yield SHARED, cause, replicas * run.rollout.gpus_per_replica
-    yield SHARED, _leader_activity(counts), run.num_gpus - run.rollout.num_gpus
+        yield SHARED, cause, replicas * rollout.gpus_per_replica
+    yield SHARED, _leader_activity(counts), num_gpus - rollout.num_gpus
 
 
 # Replicas -----------------------------------------------------------------------------------------
@@ -345,12 +352,12 @@ def _work(counts: Counts, trainer: int) -> str | None:
 # Verifiers ----------------------------------------------------------------------------------------
 
 
-def _verifier_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
+def _verifier_shares(counts: Counts, verifier: VerifierConfig, is_on_policy: bool) -> Shares:
     """Yield what the GPUs of the verifiers do: each worker has one reward at a time."""
-    busy = min(counts.run["verifying"], run.verifier.workers)
-    yield VERIFIER, "verify", busy * run.verifier.gpus_per_worker
-    idle = run.verifier.workers - busy
-    yield VERIFIER, _verifier_cause(counts, is_on_policy), idle * run.verifier.gpus_per_worker
+    busy = min(counts.run["verifying"], verifier.workers)
+    yield VERIFIER, "verify", busy * verifier.gpus_per_worker
+    idle = verifier.workers - busy
+    yield VERIFIER, _verifier_cause(counts, is_on_policy), idle * verifier.gpus_per_worker
 
 
 def _verifier_cause(counts: Counts, is_on_policy: bool) -> str:

@@ -21,8 +21,10 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Entry, Trace
 from streamrl.hardware.profiles import price_of
+from streamrl.runfile.cluster_config import LinkConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import Side, find_link, sides_of
+from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
 
@@ -101,15 +103,12 @@ def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
     return sum(count * price_of(pools[name]) for name, count in paid) / SECONDS_PER_HOUR
 
 
-def egress_dollars(run: Run, num_bytes: float) -> float:
+def egress_dollars(
+    links: list[LinkConfig], kinds: tuple[RolloutConfig, ...], trainer_pool: str, num_bytes: float
+) -> float:
     """Return what it costs to send bytes from the trainer to the replicas, to each pool as many: nothing within one."""
-    ways = {
-        own.pool: find_link(run.cluster.links, own.pool, run.trainer.pool)
-        for own in run.rollout.kinds
-    }
-    prices = [
-        0.0 if index is None else run.cluster.links[index].price_per_gb for index in ways.values()
-    ]
+    ways = {own.pool: find_link(links, own.pool, trainer_pool) for own in kinds}
+    prices = [0.0 if index is None else links[index].price_per_gb for index in ways.values()]
     return num_bytes / BYTES_PER_GB * sum(prices) / len(prices)
 
 

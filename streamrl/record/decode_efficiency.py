@@ -41,6 +41,7 @@ from streamrl.hardware.profile_fit import fit_decode
 from streamrl.record.interval_sums import IntervalSums
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import RolloutConfig
 
 
 def measured_yield(run: Run) -> list[DecodeYield]:
@@ -261,11 +262,13 @@ def lost_of(
     """
     if curves:
         shares = {
-            replica: _share_by(curves[kinds.get(replica, 0)], each, run)
+            replica: _share_by(
+                curves[kinds.get(replica, 0)], each, run.algorithm.group_size, run.shares_prefixes
+            )
             for replica, each in decoding.items()
         }
         return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
-    full = observed_rates(decoding, run, kinds) if rates is None else rates
+    full = observed_rates(decoding, run.rollout.kinds, kinds) if rates is None else rates
     found = {}
     for replica, each in decoding.items():
         rate = full[kinds.get(replica, 0)]
@@ -276,14 +279,14 @@ def lost_of(
 
 
 def observed_rates(
-    decoding: Mapping[int, Decoding], run: Run, kinds: Mapping[int, int]
+    decoding: Mapping[int, Decoding], rollouts: tuple[RolloutConfig, ...], kinds: Mapping[int, int]
 ) -> list[float | None]:
     """Return the tokens/s of a full batch of each kind of replica, as `lost_of` shows some; None of one without."""
     return [
         _observed(
             [each for replica, each in decoding.items() if kinds.get(replica, 0) == kind], most
         )
-        for kind, most in enumerate(own.max_running for own in run.rollout.kinds)
+        for kind, most in enumerate(own.max_running for own in rollouts)
     ]
 
 
@@ -291,9 +294,11 @@ def _lost(decoding: Decoding, share: Floats) -> Lost:
     return Lost(decoding.start, decoding.end, share)
 
 
-def _share_by(curve: DecodeYield, decoding: Decoding, run: Run) -> Floats:
+def _share_by(
+    curve: DecodeYield, decoding: Decoding, group_size: int, shares_prefixes: bool
+) -> Floats:
     """Return the share lost by a decode curve; a prompt that a group shares is held once."""
-    siblings = run.algorithm.group_size if run.shares_prefixes else 1
+    siblings = group_size if shares_prefixes else 1
     own = decoding.context - decoding.prompt * (1 - 1 / siblings)
     running = np.minimum(decoding.num_running, curve.most_running)
     return share_lost(curve, running, decoding.context, own)
@@ -404,7 +409,7 @@ class PartsReader:
             if sum(len(each.start) for part in self._kept for each in part.values()) < ENOUGH:
                 return
             decoding, self._kept = _joined(self._kept), []
-            self._rates = observed_rates(decoding, self._run, self._kinds)
+            self._rates = observed_rates(decoding, self._run.rollout.kinds, self._kinds)
         self._enter(decoding)
         for replica, spans in self._paused.items():
             began = self._decoding.began_at(replica)

@@ -45,8 +45,8 @@ from streamrl.record.uncertainty import (
     unmeasured_warning,
 )
 from streamrl.record.whole_run import WholeRun, make_whole_run
-from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import sides_of, trainer_names
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 RATIOS = (
     "step_time",
@@ -239,7 +239,7 @@ def measure_read(
     first, last = speed.counted_steps
     window = leader.window(first, last)
     shares = reader.attribution.between(*window)
-    worked = _tiers(trace, _weights(trace.run, shares, trace.facts))
+    worked = _tiers(trace, _weights(trace.run.followers, shares, trace.facts))
     notes = [note for note in (speed.note, unmeasured_warning(worked)) if note]
     speed = msgspec.structs.replace(speed, note="; ".join(notes))
     return Metrics(
@@ -258,8 +258,10 @@ def measure_read(
         rewards=leader.made.rewards.tolist(),
         dropped=dict(leader.lost),
         wasted=_wasted(reader.flow, leader.made.num_tokens[first - 1 : last], window),
-        trainers=list(_trainers(trace.run, reader.flow, window)),
-        tiers=_tiers(trace, [*_weights(trace.run, shares, trace.facts), *_waits(trace, shares)]),
+        trainers=list(_trainers(trace.run.followers, reader.flow, window)),
+        tiers=_tiers(
+            trace, [*_weights(trace.run.followers, shares, trace.facts), *_waits(trace, shares)]
+        ),
         ledger=reader.books.balance(),
         selection=reader.flow.selection.metrics(),
         uncertainty=read_uncertainty(trace, shares),
@@ -279,9 +281,14 @@ def _measure_speed(
     num_tokens = sum(leader.made.num_tokens[first:last])
     num_rollouts = sum(leader.made.num_rollouts[first:last])
     dollars = dollars_per_second(trace.run, reader.replicas.mean(began, ended))
-    egress = egress_dollars(trace.run, reader.pushes.num_bytes(began, ended))
+    egress = egress_dollars(
+        trace.run.cluster.links,
+        trace.run.rollout.kinds,
+        trace.run.trainer.pool,
+        reader.pushes.num_bytes(began, ended),
+    )
     step_times = leader.step_times()
-    unfinished = describe_unfinished(trace.run, steps.version, reader.stopped_for)
+    unfinished = describe_unfinished(trace.run.algorithm.steps, steps.version, reader.stopped_for)
     return Speed(
         step_time=steady.step_time,
         step_time_interval=steady.interval,
@@ -323,10 +330,12 @@ def _choose(trace: Trace, steps: LeaderSteps, counted_steps: tuple[int, int] | N
     return count_steps(steps.durations(), first - 1, last)
 
 
-def _trainers(run: Run, flow: Flow, window: tuple[float, float]) -> Iterator[TrainerMetrics]:
+def _trainers(
+    followers: tuple[SecondaryTrainerConfig, ...], flow: Flow, window: tuple[float, float]
+) -> Iterator[TrainerMetrics]:
     """Yield the figures of every trainer, all over the same time."""
     began, ended = window
-    for name, trainer in zip(trainer_names(run.followers), flow.trainers, strict=True):
+    for name, trainer in zip(trainer_names(followers), flow.trainers, strict=True):
         made = trainer.made
         first, last = (bisect_right(made.ended_at, time) for time in window)
         mean_step_time, goodput = None, 0.0
@@ -370,14 +379,14 @@ def _tiers(trace: Trace, operations: Iterable[tuple[str, float]]) -> dict[str, f
 
 
 def _weights(
-    run: Run, shares: SidesAttribution, known: Container[str]
+    followers: tuple[SecondaryTrainerConfig, ...], shares: SidesAttribution, known: Container[str]
 ) -> Iterator[tuple[str, float]]:
     """Yield each operation with its share of all GPU-seconds; trainers that follow have costs of their own.
 
     That of verifiers only where it is among those whose tier is known.
     """
     others = dict.fromkeys(TRAINING, 0.0)
-    for follower in run.followers:
+    for follower in followers:
         if follower.counts_only:  # takes no time, from nowhere
             continue
         of_side = shares.sides[follower.name]

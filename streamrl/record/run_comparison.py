@@ -219,7 +219,7 @@ def find_paired_steps(
 ) -> PairedSteps:
     """Find the steps that count in both of two runs, where either alone has settled; see `find_steady`."""
     found = [
-        find_steady_so_far(run, steps, left_out, drifts=drifts)
+        find_steady_so_far(run.policies, run.faults, steps, left_out, drifts=drifts)
         for run, steps in zip(runs, made, strict=True)
     ]
     first, last = max(each.first for each in found), min(each.last for each in found)

@@ -59,11 +59,11 @@ class CountChange(NamedTuple):
 class Counts:
     """Every count at one instant."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, num_kinds: int, num_trainers: int) -> None:
         self.run: dict[str, int] = defaultdict(int)
-        self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(run.rollout.num_kinds)]
+        self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(num_kinds)]
         """Of each kind of replica alone; those of `run` are of all together."""
-        self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(run.num_trainers)]
+        self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(num_trainers)]
 
     def enter(self, change: CountChange) -> None:
         """Go on to what holds after a change."""
@@ -80,7 +80,7 @@ class ChangeReader:
         """Take a run file, and which of its trainers join later."""
         trainers = range(run.num_trainers)
         self._sources: list[_Source] = [
-            _RunChanges(run, is_endless=is_endless),
+            _RunChanges(run.rollout.replicas, run.algorithm.steps, is_endless=is_endless),
             *(_RolloutChanges(run, trainer, trainer not in joined) for trainer in trainers),
         ]
         if run.verifier.pool is not None:
@@ -132,11 +132,11 @@ def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
 class _RunChanges:
     """Which replicas there are, and whether there is anything to generate yet, or ever again."""
 
-    def __init__(self, run: Run, *, is_endless: bool) -> None:
-        self._wanted = run.rollout.replicas
+    def __init__(self, replicas: int, steps: int, *, is_endless: bool) -> None:
+        self._wanted = replicas
         self._kinds: dict[int, int] = {}
         """Of which kind each replica is."""
-        self._prompts = _LastPrompts(None if is_endless else run.algorithm.steps)
+        self._prompts = _LastPrompts(None if is_endless else steps)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
         for time, event, commands in entries:

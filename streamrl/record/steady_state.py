@@ -47,6 +47,8 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.operator_tables import Floats
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import can_fail, expected_losses
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.simulation_config import FaultConfig
 
 BATCHES = 20
 """Batch means: fewer make Student's t wide, and 10 to 30 are what is gained by (Schmeiser 1982)."""
@@ -366,17 +368,21 @@ def find_steady_of(trace: Trace, steps: LeaderSteps) -> Steady:
     elif num_steps >= run.algorithm.steps:
         ahead = choose_system(run.policies).staleness_bound
         left_out = ahead if num_steps - ahead >= LEAST_STEPS else 0
-    return find_steady_so_far(run, steps, left_out, drifts=_drifts(trace))
+    return find_steady_so_far(run.policies, run.faults, steps, left_out, drifts=_drifts(trace))
 
 
 def find_steady_so_far(
-    run: Run, steps: LeaderSteps, left_out: int, *, drifts: bool = False
+    policies: PoliciesConfig,
+    faults: tuple[FaultConfig, ...],
+    steps: LeaderSteps,
+    left_out: int,
+    *,
+    drifts: bool = False,
 ) -> Steady:
     """Find which of the steps that were made count, `left_out` at the end aside.
 
     Of the steps of a run with planned faults none stands for others, so that their mean has no interval.
     """
-    policies = run.policies
     found = find_steady(
         steps.durations(),
         steps.num_generated,
@@ -386,20 +392,20 @@ def find_steady_so_far(
         left_out=left_out,
         drifts=drifts,
     )
-    return replace(found, half_width=None) if run.faults else found
+    return replace(found, half_width=None) if faults else found
 
 
-def describe_unfinished(run: Run, version: int, stopped_for: str) -> str:
+def describe_unfinished(steps: int, version: int, stopped_for: str) -> str:
     """Say after which step a run stopped before its last one, and why; nothing where it did not.
 
     Args:
-        run: the run file.
+        steps: steps of the whole run.
         version: the newest one that it made.
         stopped_for: why it stopped; empty where it did not. A simulation may go on past the last step.
     """
-    if not stopped_for or version >= run.algorithm.steps:
+    if not stopped_for or version >= steps:
         return ""
-    return f"stopped after step {version} of {run.algorithm.steps}: {stopped_for}"
+    return f"stopped after step {version} of {steps}: {stopped_for}"
 
 
 def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: str) -> str:
@@ -420,7 +426,13 @@ def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfin
             "the whole run is reckoned at its pace"
         )
     if _drifts(trace):
-        return "; ".join([*doubts, _tell_drift(trace.run, steady), *_tell_late(trace.run, steps)])
+        return "; ".join(
+            [
+                *doubts,
+                _tell_drift(trace.run.algorithm.steps, trace.run.faults, steady),
+                *_tell_late(trace.run.faults, steps),
+            ]
+        )
     if not steady.has_settled:
         doubts.append(f"no steady state was found in {steady.last} steps")
     if steady.half_width is None:
@@ -443,17 +455,17 @@ def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfin
     return "; ".join(doubts)
 
 
-def _tell_drift(run: Run, steady: Steady) -> str:
-    counted, steps = steady.last - steady.first, run.algorithm.steps
-    why = "faults are planned" if run.faults else "lengths drift"
+def _tell_drift(steps: int, faults: tuple[FaultConfig, ...], steady: Steady) -> str:
+    counted = steady.last - steady.first
+    why = "faults are planned" if faults else "lengths drift"
     told = f"{why}: figures are the mean over {counted} steps"
     if steady.last < steps:
         return f"{told}, which drift as far as the {steps} of the training"
     return told
 
 
-def _tell_late(run: Run, steps: LeaderSteps) -> Iterator[str]:
-    for number, fault in enumerate(run.faults):
+def _tell_late(faults: tuple[FaultConfig, ...], steps: LeaderSteps) -> Iterator[str]:
+    for number, fault in enumerate(faults):
         if fault.time is not None and fault.time > steps.ended_at[-1]:
             yield f"faults.{number} never struck: the run was over before its time"
 

@@ -168,7 +168,7 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
         speed: its steps, and what is known of a steady one.
         is_recorded: whether its steps are those of a real run, each of which took what it took.
     """
-    steps = _num_steps(run, speed.mean_staleness)
+    steps = _num_steps(run.algorithm.steps, run.plan, speed.mean_staleness)
     as_they_were = len(speed.step_times) if is_recorded else speed.counted_steps[0] - 1
     num_before = min(as_they_were, steps)
     before, rest = sum(speed.step_times[:num_before]), steps - num_before
@@ -264,7 +264,7 @@ def steps_for_one(plan: PlanConfig, lag: Lag) -> Lag:
     return 1 + plan.staleness_cost / 100 * lag
 
 
-def _num_steps(run: Run, mean_staleness: float) -> int:
+def _num_steps(steps: int, plan: PlanConfig, mean_staleness: float) -> int:
     """Return the steps of the training, with those that its staleness adds."""
-    longer = steps_for_one(run.plan, mean_staleness)
-    return ceil(round(run.algorithm.steps * longer, NEGLIGIBLE))
+    longer = steps_for_one(plan, mean_staleness)
+    return ceil(round(steps * longer, NEGLIGIBLE))

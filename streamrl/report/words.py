@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import format_dollars, format_step_time, listing
 from streamrl.runfile.gpu_pools import kind_name
@@ -126,37 +127,39 @@ class PlannedSides(NamedTuple):
 
 def planned_sides_of(run: Run) -> PlannedSides:
     """Return all sides of a run file: a plan has the first two."""
-    rollout, *more = (_rollout_side(run, own) for own in run.rollout.kinds)
+    rollout, *more = (_rollout_side(run.cluster.pools, own) for own in run.rollout.kinds)
     others = {f"generate as {kind_name(kind)}": own for kind, own in enumerate(more, start=1)}
-    others |= {f"train {each.name}": _trainer_side(run, each) for each in run.followers}
+    others |= {
+        f"train {each.name}": _trainer_side(run.cluster.pools, each) for each in run.followers
+    }
     if run.verifier.pool is not None and run.verifier.num_gpus:
-        others["verify"] = _side(run, run.verifier.pool, run.verifier.num_gpus, {})
+        others["verify"] = _side(run.cluster.pools, run.verifier.pool, run.verifier.num_gpus, {})
     return PlannedSides(
         rollout,
-        _trainer_side(run, run.trainer),
+        _trainer_side(run.cluster.pools, run.trainer),
         others,
     )
 
 
-def _rollout_side(run: Run, rollout: RolloutConfig) -> PlannedSide:
+def _rollout_side(pools: dict[str, PoolConfig], rollout: RolloutConfig) -> PlannedSide:
     keys = (
         *("replicas", "tensor_parallel", "expert_parallel"),
         *("pipeline_parallel", "data_parallel"),
     )
     degrees = {key: int(getattr(rollout, key)) for key in keys}
-    return _side(run, rollout.pool, rollout.num_gpus, degrees)
+    return _side(pools, rollout.pool, rollout.num_gpus, degrees)
 
 
-def _trainer_side(run: Run, trainer: TrainerConfig) -> PlannedSide:
+def _trainer_side(pools: dict[str, PoolConfig], trainer: TrainerConfig) -> PlannedSide:
     keys = (*SHORT, "micro_batch", "offload")
     degrees = {key: int(own) for key in keys if (own := getattr(trainer, key)) is not None}
-    return _side(run, trainer.pool, trainer.num_gpus, degrees)
+    return _side(pools, trainer.pool, trainer.num_gpus, degrees)
 
 
-def _side(run: Run, pool: str, num_gpus: int, degrees: dict[str, int]) -> PlannedSide:
-    return PlannedSide(
-        pool=pool, gpu=run.cluster.pools[pool].gpu, num_gpus=num_gpus, degrees=degrees
-    )
+def _side(
+    pools: dict[str, PoolConfig], pool: str, num_gpus: int, degrees: dict[str, int]
+) -> PlannedSide:
+    return PlannedSide(pool=pool, gpu=pools[pool].gpu, num_gpus=num_gpus, degrees=degrees)
 
 
 def gpus_text(side: PlannedSide) -> str:

@@ -101,7 +101,7 @@ def replica_batch(run: Run) -> ReplicaBatch | None:
 
 def rollouts_under_way(run: Run) -> int:
     """Return the most rollouts that admission lets be generated at once: of whole batches one after the other one."""
-    window, algorithm = window_of(run), run.algorithm
+    window, algorithm = window_of(run.policies, run.algorithm.prompts_per_step), run.algorithm
     if choose_system(run.policies).waits_for_whole_batches:
         groups = min(window.sync_every, algorithm.steps) * algorithm.prompts_per_step
     else:

@@ -18,7 +18,7 @@ from streamrl.engine.messages import (
     StopReplica,
 )
 from streamrl.engine.state import State
-from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import PoliciesConfig
 
 
 class Promotion(NamedTuple):
@@ -29,13 +29,14 @@ class Promotion(NamedTuple):
     """Losses of the leader's after which it does."""
 
     @classmethod
-    def of(cls, run: Run) -> Promotion | None:
+    def of(
+        cls, policies: PoliciesConfig, secondary_trainer_names: tuple[str, ...]
+    ) -> Promotion | None:
         """Return what a run file says; None where nobody does."""
-        policies = run.policies
         if policies.promote is None:
             return None
         after = 0 if policies.on_leader_loss == "promote" else policies.max_restarts
-        return cls(1 + run.secondary_trainer_names.index(policies.promote), after)
+        return cls(1 + secondary_trainer_names.index(policies.promote), after)
 
 
 class KeepReplicas:

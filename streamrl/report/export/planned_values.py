@@ -12,8 +12,14 @@ from typing import NamedTuple
 from streamrl.engine.presets import choose_system
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
+from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run, num_extra
 from streamrl.runfile.frameworks import Framework, Value
+from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
+from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.simulation_config import FrameworkConfig
+from streamrl.runfile.workload_config import WorkloadConfig
 
 MEGABYTE = 1e6
 IN_FLIGHT = ("load-in-flight", "abort-and-resume")
@@ -35,9 +41,18 @@ class PlannedValue(NamedTuple):
 
 def planned_values(run: Run) -> dict[str, PlannedValue]:
     """Return all values of a plan by name."""
-    parts = (_batch(run), _generation(run), _training(run), _machines(run))
+    parts = (
+        _batch(run.algorithm, run.framework, run.model, run.rollout, run.workload),
+        _generation(run),
+        _training(run),
+        _machines(run),
+    )
     found = [value for part in parts for value in part]
-    found += [*_algorithm(run), *_policies(run), *_sync(run)]
+    found += [
+        *_algorithm(run.algorithm),
+        *_policies(run.policies, run.algorithm, run.framework.optimizer_steps),
+        *_sync(run.sync),
+    ]
     return {value.name: value for value in found}
 
 
@@ -91,25 +106,31 @@ def conditions(run: Run) -> dict[str, bool]:
     }
 
 
-def _batch(run: Run) -> Iterator[PlannedValue]:
-    algorithm, steps = run.algorithm, run.framework.optimizer_steps
+def _batch(
+    algorithm: AlgorithmConfig,
+    framework: FrameworkConfig,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    workload: WorkloadConfig,
+) -> Iterator[PlannedValue]:
+    steps = framework.optimizer_steps
     split = f"algorithm.prompts_per_step={algorithm.prompts_per_step} / framework.optimizer_steps={steps}"
-    yield PlannedValue("model", "model", run.model.name or run.model.path, ALWAYS)
+    yield PlannedValue("model", "model", model.name or model.path, ALWAYS)
     yield PlannedValue("steps", "algorithm.steps", algorithm.steps, ALWAYS)
     yield PlannedValue("prompts_per_step", "algorithm.prompts_per_step", algorithm.prompts_per_step)
     yield PlannedValue("group_size", "algorithm.group_size", algorithm.group_size)
     yield PlannedValue("optimizer_steps", "framework.optimizer_steps", steps, (1,))
-    yield PlannedValue("epochs", "framework.epochs", run.framework.epochs, (1,))
+    yield PlannedValue("epochs", "framework.epochs", framework.epochs, (1,))
     yield PlannedValue("mini_batch_prompts", split, _whole(algorithm.prompts_per_step, steps))
     rollouts = _whole(algorithm.rollouts_per_step, steps)
     yield PlannedValue(
         "mini_batch_rollouts", f"{split} x algorithm.group_size={algorithm.group_size}", rollouts
     )
-    most = run.workload.max_prompt_tokens
+    most = workload.max_prompt_tokens
     yield PlannedValue("max_prompt_tokens", "workload.max_prompt_tokens", most, ALWAYS)
-    yield PlannedValue("max_tokens", "rollout.max_tokens", run.rollout.max_tokens)
+    yield PlannedValue("max_tokens", "rollout.max_tokens", rollout.max_tokens)
     total = "rollout.max_tokens + workload.max_prompt_tokens"
-    yield PlannedValue("total_tokens", total, longest_sequence(run.rollout, run.workload))
+    yield PlannedValue("total_tokens", total, longest_sequence(rollout, workload))
 
 
 def _generation(run: Run) -> Iterator[PlannedValue]:
@@ -126,7 +147,7 @@ def _generation(run: Run) -> Iterator[PlannedValue]:
         degree = getattr(rollout, name)
         yield PlannedValue(f"rollout_{name}", f"rollout.{name}", degree, (1,))
     yield PlannedValue("replica_gpus", "GPUs of a replica", rollout.gpus_per_replica)
-    yield from _formats(run)
+    yield from _formats(run.model.dtype, run.rollout, run.trainer.dtype)
     drafted = None if rollout.drafts is None else rollout.drafts.tokens
     yield PlannedValue("drafted_tokens", "rollout.speculative.tokens", drafted, (None,))
     yield PlannedValue("max_running", "rollout.max_running", rollout.max_running, ALWAYS)
@@ -138,13 +159,15 @@ def _generation(run: Run) -> Iterator[PlannedValue]:
         yield PlannedValue(f"others_{place}", f"rollout.others.{place}", shown, ALWAYS)
 
 
-def _formats(run: Run) -> Iterator[PlannedValue]:
+def _formats(
+    model_dtype: str, rollout: RolloutConfig, trainer_dtype: str | None
+) -> Iterator[PlannedValue]:
     """Yield what is kept and computed in another format than the model's."""
-    plain = (None, run.model.dtype)
-    for side, name in (("rollout", "dtype"), ("rollout", "kv_dtype"), ("trainer", "dtype")):
-        dtype = getattr(getattr(run, side), name)
-        yield PlannedValue(f"{side}_{name}", f"{side}.{name}", dtype, plain)
-    only = run.rollout.weight_only
+    plain = (None, model_dtype)
+    yield PlannedValue("rollout_dtype", "rollout.dtype", rollout.dtype, plain)
+    yield PlannedValue("rollout_kv_dtype", "rollout.kv_dtype", rollout.kv_dtype, plain)
+    yield PlannedValue("trainer_dtype", "trainer.dtype", trainer_dtype, plain)
+    only = rollout.weight_only
     yield PlannedValue("weight_only", "rollout.weight_only", only, (False,))
 
 
@@ -178,9 +201,9 @@ def _training(run: Run) -> Iterator[PlannedValue]:
 
 
 def _machines(run: Run) -> Iterator[PlannedValue]:
-    rollout, trainer = (
-        _Nodes.of(run, side.pool, side.num_gpus) for side in (run.rollout, run.trainer)
-    )
+    pools, replicas, trained = run.cluster.pools, run.rollout, run.trainer
+    rollout = _Nodes.of(pools, replicas.pool, replicas.num_gpus)
+    trainer = _Nodes.of(pools, trained.pool, trained.num_gpus)
     yield PlannedValue("rollout_gpus", "GPUs of all replicas", run.rollout.num_gpus)
     yield PlannedValue("rollout_nodes", "nodes of the replicas", rollout.nodes)
     yield PlannedValue("rollout_gpus_per_node", "their GPUs on each", rollout.per_node)
@@ -196,8 +219,7 @@ def _machines(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("is_colocated", "policies.system", run.policies.shares_gpus)
 
 
-def _algorithm(run: Run) -> Iterator[PlannedValue]:
-    algorithm = run.algorithm
+def _algorithm(algorithm: AlgorithmConfig) -> Iterator[PlannedValue]:
     yield PlannedValue("algorithm", "algorithm.name", algorithm.name, ALWAYS)
     for name, plain in (
         *(("learning_rate", ALWAYS), ("gae_lambda", (1.0,)), ("clip", ALWAYS)),
@@ -224,15 +246,17 @@ def _algorithm(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("takes_engine_log_probs", "algorithm.old_log_probs", takes)
 
 
-def _policies(run: Run) -> Iterator[PlannedValue]:
-    policies, system = run.policies, choose_system(run.policies)
+def _policies(
+    policies: PoliciesConfig, algorithm: AlgorithmConfig, optimizer_steps: int
+) -> Iterator[PlannedValue]:
+    system = choose_system(policies)
     yield PlannedValue("system", "policies.system", policies.system, ALWAYS)
     bound, every = system.staleness_bound, system.sync_every
     key = "policies.max_staleness"
     also = "" if every == 1 else " and policies.sync_every, in versions"
     yield PlannedValue("max_staleness", key + also, bound, (0,))
     yield PlannedValue("batches_ahead", f"{key}, at least 1", max(1, ceil(system.max_staleness)))
-    yield from _late_groups(run)
+    yield from _late_groups(policies, algorithm, optimizer_steps)
     yield PlannedValue("weight_sync", "policies.weight_sync", system.weight_sync)
     flies = system.weight_sync in IN_FLIGHT
     yield PlannedValue("loads_in_flight", "policies.weight_sync", flies)
@@ -246,15 +270,16 @@ def _policies(run: Run) -> Iterator[PlannedValue]:
         yield PlannedValue(name, f"policies.{name}", getattr(policies, name), (plain,))
 
 
-def _late_groups(run: Run) -> Iterator[PlannedValue]:
+def _late_groups(
+    policies: PoliciesConfig, algorithm: AlgorithmConfig, optimizer_steps: int
+) -> Iterator[PlannedValue]:
     """Yield how often weights are pushed, and what becomes of groups that are late."""
-    policies, algorithm = run.policies, run.algorithm
     every, prompts = policies.sync_every, algorithm.prompts_per_step
     times = "" if every == 1 else f" x policies.sync_every={every}"
     key = f"algorithm.prompts_per_step{times}"
     yield PlannedValue("prompts_per_sync", key, every * prompts)
     key = f"framework.optimizer_steps{times}"
-    yield PlannedValue("updates_per_sync", key, every * run.framework.optimizer_steps)
+    yield PlannedValue("updates_per_sync", key, every * optimizer_steps)
     key = "algorithm.steps" if every == 1 else f"algorithm.steps / policies.sync_every={every}"
     yield PlannedValue("num_syncs", key, ceil(algorithm.steps / every))
     yield PlannedValue("sync_every", "policies.sync_every", every, (1,))
@@ -262,7 +287,7 @@ def _late_groups(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("over_staleness", "policies.over_staleness", late, ("wait",))
     share, drawn = (
         policies.oversampling,
-        prompts + num_extra(run.policies.oversampling, run.algorithm.prompts_per_step),
+        prompts + num_extra(policies.oversampling, algorithm.prompts_per_step),
     )
     yield PlannedValue("oversampling", "policies.oversampling", share, (1,))
     key = f"algorithm.prompts_per_step x policies.oversampling={share}"
@@ -271,8 +296,7 @@ def _late_groups(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("left_over", "policies.left_over", left, (None, "drop"))
 
 
-def _sync(run: Run) -> Iterator[PlannedValue]:
-    sync = run.sync
+def _sync(sync: SyncConfig) -> Iterator[PlannedValue]:
     yield PlannedValue("sync_mode", "sync.mode", sync.mode, ("full",))
     yield PlannedValue("sync_backend", "sync.backend", sync.backend, ("broadcast-tree",))
     yield PlannedValue("bucket_bytes", "sync.bucket_size", round(sync.bucket_size))
@@ -285,9 +309,9 @@ class _Nodes(NamedTuple):
     per_node: int | None
 
     @classmethod
-    def of(cls, run: Run, pool: str, num_gpus: int) -> _Nodes:
+    def of(cls, pools: dict[str, PoolConfig], pool: str, num_gpus: int) -> _Nodes:
         """Spread GPUs over as few nodes as hold them, as many on each."""
-        nodes = -(-num_gpus // run.cluster.pools[pool].gpus_per_node)
+        nodes = -(-num_gpus // pools[pool].gpus_per_node)
         return cls(nodes, _whole(num_gpus, nodes))
 
 

@@ -13,6 +13,7 @@ from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, gpu_of, load_gpu, price_of
 from streamrl.report.words import dollars, percent, share_text, tiers_text
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.frameworks import framework_of, settings_of
@@ -53,7 +54,7 @@ def assumptions_of(
     yield from _of_work(run, model)
     yield from _of_framework(run)
     for name, pool in run.cluster.pools.items():
-        yield from _of_pool(run, name)
+        yield from _of_pool(run.cluster.pools, name)
         yield Assumption(f"GPUs of pool {name}", load_gpu(pool.gpu).name, load_gpu(pool.gpu).source)
     for link in run.cluster.links:
         value = (
@@ -75,7 +76,7 @@ def assumptions_of(
     if trace is not None and trace.world == "real":
         yield from _of_clock(trace)
     if plan is not None:
-        yield from _of_plan(run, plan)
+        yield from _of_plan(run.simulate.interval, plan)
 
 
 def _of_formats(run: Run) -> Iterator[Assumption]:
@@ -156,8 +157,8 @@ def _of_framework(run: Run) -> Iterator[Assumption]:
         yield Assumption(setting.key, str(own), source)
 
 
-def _of_pool(run: Run, name: str) -> Iterator[Assumption]:
-    pool = run.cluster.pools[name]
+def _of_pool(pools: dict[str, PoolConfig], name: str) -> Iterator[Assumption]:
+    pool = pools[name]
     gpu = load_gpu(pool.gpu)
     source = gpu.price_source
     if pool.price is not None:
@@ -212,11 +213,11 @@ def _with_origin(source: str) -> str:
     return f"{source}: {origin}" if isinstance(origin, str) else source
 
 
-def _of_plan(run: Run, plan: Plan) -> Iterator[Assumption]:
+def _of_plan(interval: float, plan: Plan) -> Iterator[Assumption]:
     yield Assumption("what a plan is judged by", plan.objective.unit, f"{RUN_FILE}: plan.objective")
     seeds = plan.allocation.num_seeds
     steps = f"{plan.allocation.steps} steps on {'one seed' if seeds == 1 else f'each of {seeds} seeds'}, "
-    steps += f"until the mean step is known within {run.simulate.interval:.2g} of itself"
+    steps += f"until the mean step is known within {interval:.2g} of itself"
     source = f"{RUN_FILE}: simulate.interval, plan.seeds"
     yield Assumption("simulation of the chosen plan", steps, source)
     if plan.framework is not None:

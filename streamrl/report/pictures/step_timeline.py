@@ -26,8 +26,13 @@ from streamrl.report.pictures.drawing import (
     width_of,
 )
 from streamrl.report.words import percent, seconds
-from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import trainer_names
+from streamrl.runfile.roles_config import (
+    RolloutConfig,
+    SecondaryTrainerConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
 
 WIDTH = 900.0
 LEFT, RIGHT, TOP = 88.0, 12.0, 20.0
@@ -81,8 +86,11 @@ def timeline_picture(
     """
     window, timeline = _window(metrics, steps, longest), read_timeline(trace)
     shown = _evenly(list(timeline.replicas), MOST_ROWS)
-    lanes = lanes_of(trace.run, timeline)
-    words = [*step_words(trace.run, timeline, window), *_underfilled_words(trace, timeline, window)]
+    lanes = lanes_of(trace.run.followers, trace.run.verifier, timeline)
+    words = [
+        *step_words(trace.run.followers, trace.run.verifier, timeline, window),
+        *_underfilled_words(trace, timeline, window),
+    ]
     if hidden := len(timeline.replicas) - len(shown):
         words.append(f"{hidden} of {len(timeline.replicas)} replicas are not drawn.")
     title = f"{label}: {_steps_text(window, metrics)}"
@@ -127,19 +135,26 @@ def _steps_text(window: Window, metrics: Metrics) -> str:
     return f"{which} of {metrics.num_steps}, {took}"
 
 
-def lanes_of(run: Run, timeline: Timeline) -> dict[str, list[Span]]:
+def lanes_of(
+    followers: tuple[SecondaryTrainerConfig, ...], verifier: VerifierConfig, timeline: Timeline
+) -> dict[str, list[Span]]:
     """Return by name what is drawn below the replicas: each trainer, the link, and verifiers that have GPUs."""
     lanes = {
         name: timeline.trainers.get(trainer, [])
-        for trainer, name in enumerate(trainer_names(run.followers))
+        for trainer, name in enumerate(trainer_names(followers))
     }
     lanes["link"] = timeline.link
-    if run.verifier.num_gpus:
+    if verifier.num_gpus:
         lanes["verifier"] = timeline.verifier
     return lanes
 
 
-def step_words(run: Run, timeline: Timeline, window: Window) -> Iterator[str]:
+def step_words(
+    followers: tuple[SecondaryTrainerConfig, ...],
+    verifier: VerifierConfig,
+    timeline: Timeline,
+    window: Window,
+) -> Iterator[str]:
     """Say in sentences how busy each resource was."""
     took = window.seconds
     shares = [_within(spans, window, "generate") / took for spans in timeline.replicas.values()]
@@ -147,12 +162,12 @@ def step_words(run: Run, timeline: Timeline, window: Window) -> Iterator[str]:
         least, most = percent(min(shares)), percent(max(shares))
         these = "this step's" if len(window.ends) == 1 else "these steps'"
         yield f"Of {these} {seconds(took)}, replicas generate {least} to {most} each."
-    for trainer, name in enumerate(trainer_names(run.followers)):
+    for trainer, name in enumerate(trainer_names(followers)):
         shares_of = _shares_of(timeline.trainers.get(trainer, []), window)
         yield (
             f"The time of {name}: {shares_of}." if trainer else f"The trainer's time: {shares_of}."
         )
-    if run.verifier.num_gpus:
+    if verifier.num_gpus:
         share = _within(timeline.verifier, window, "verify") / took
         yield f"Rewards are being computed for {percent(share)} of the time."
     yield f"The link carries weights for {seconds(_within(timeline.link, window, 'push'))}."
@@ -179,13 +194,15 @@ def _shares_of(spans: Sequence[Span], window: Window) -> str:
     return ", ".join([*parts, f"idle {percent(idle)}"])
 
 
-def trained_on_replicas(run: Run, timeline: Timeline) -> dict[int, list[Span]]:
+def trained_on_replicas(
+    rollout: RolloutConfig, trainer: TrainerConfig, shares_gpus: bool, timeline: Timeline
+) -> dict[int, list[Span]]:
     """Return what the leading trainer does on the GPUs that it shares with replicas, by replica."""
-    if not run.policies.shares_gpus:
+    if not shares_gpus:
         return {}
     spans = timeline.trainers.get(LEADER, [])
     work = [span for span in spans if span.activity in ("score", "train")]
-    shared = min(run.rollout.replicas, -(-run.trainer.num_gpus // run.rollout.gpus_per_replica))
+    shared = min(rollout.replicas, -(-trainer.num_gpus // rollout.gpus_per_replica))
     return dict.fromkeys(range(shared), work)
 
 
@@ -231,7 +248,9 @@ def _draw_replicas(
     """Shade each replica by how many rollouts run, and lay over it what else it does."""
     counts = {replica: _running(timeline.rollouts.get(replica, []), window) for replica in shown}
     most = max([1.0, *(float(count.max()) for count in counts.values())])
-    trained = trained_on_replicas(trace.run, timeline)
+    trained = trained_on_replicas(
+        trace.run.rollout, trace.run.trainer, trace.run.policies.shares_gpus, timeline
+    )
     every = ceil((SMALL + 2) / height)
     for row, replica in enumerate(shown):
         y, inner = TOP + row * height + 1, height - 2
