@@ -264,7 +264,7 @@ def test_a_sync_that_nobody_measured_is_told_to_be_a_roofline(name: str) -> None
     (told,) = (each for each in framework_sources(run) if each.startswith("sync.backend"))
     assert f"of framework {name} is unknown" in told and "a roofline" in told
     found = {each.name: each.text for each in examine(run)}
-    assert "weight sync unknown, broadcast-tree stands in" in found["framework-seconds"]
+    assert "weight sync unknown, so broadcast-tree is used" in found["framework-seconds"]
 
 
 @pytest.mark.parametrize(
