@@ -11,11 +11,11 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
-from streamrl.runfile.failure_rates import expected_losses, failures_per_gpu_day
-from streamrl.runfile.findings import Changes, Finding, Fix, Level, is_error, value_of
+from streamrl.runfile.failure_rates import Losses, expected_losses, failures_per_gpu_day
+from streamrl.runfile.findings import Changes, Finding, Fix, Level, is_error
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.sim.checkup.rehearsal import Rehearsal
-from streamrl.workload.replica_batch import mean_lengths, replica_batch
+from streamrl.workload.replica_batch import ReplicaBatch, mean_lengths, replica_batch
 
 POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),
@@ -53,7 +53,8 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
         yield from _find_preempted(
             rehearsal, run.rollout.max_running, run.algorithm.rollouts_per_step
         )
-        yield from _find_losses(run, metrics)
+        losses = expected_losses(run, metrics.step_time)
+        yield from _find_losses(losses, _rate(run), run.policies.max_restarts, run.algorithm.steps)
         yield from _find_stale(run.policies, metrics)
 
 
@@ -86,14 +87,13 @@ def _find_preempted(
         yield Finding(level="warning", topic="memory", name="preempted", text=text)
 
 
-def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
-    losses, what = expected_losses(run, metrics.step_time)
-    most = run.policies.max_restarts
+def _find_losses(expected: Losses, rate: float, most: int, steps: int) -> Iterator[Finding]:
+    losses, what = expected
     if losses > most:
         text = (
-            f"at {_rate(run):g} failures of a GPU in a day {run.algorithm.steps} steps lose "
+            f"at {rate:g} failures of a GPU in a day {steps} steps lose "
             f"{losses:,.3g} {what}, but policies.max_restarts={most} stops the run at about step "
-            f"{int(run.algorithm.steps * most / losses):,}"
+            f"{int(steps * most / losses):,}"
         )
         yield _finding("warning", "restarts", text)
 
@@ -119,47 +119,50 @@ def _finding(level: Level, name: str, text: str) -> Finding:
     return Finding(level=level, topic="staleness", name=name, text=text)
 
 
-def _unstuck(run: Run) -> Iterator[Changes]:
+def _unstuck(policies: PoliciesConfig, failures_per_gpu_day: float) -> Iterator[Changes]:
     """Yield each replaced policy at its system's own, then fewer failures."""
-    own = SYSTEMS[run.policies.system]
+    own = SYSTEMS[policies.system]
     for key in POLICIES:
         usual = getattr(own, key, getattr(PoliciesConfig(), key))
-        now = value_of(run, f"policies.{key}")
+        now = getattr(policies, key)
         if now is not None and now != usual:
             yield {f"policies.{key}": usual}
-    if rate := run.failures.per_gpu_day:
+    if rate := failures_per_gpu_day:
         yield from ({"failures.per_gpu_day": rate / 4**n} for n in range(1, MOST_TRIALS))
 
 
-def _less_crowded(run: Run) -> Iterator[Changes]:
-    yield {"policies.concurrency": "kv-pressure"}
-    batch = replica_batch(run)
+def _less_crowded(batch: ReplicaBatch | None) -> Iterator[Changes]:
     assert batch is not None, "it was simulated"
+    yield {"policies.concurrency": "kv-pressure"}
     for share in LESS:
         yield {"rollout.max_running": max(1, int(share * batch.held))}
 
 
-def _more_restarts(run: Run) -> Iterator[Changes]:
+def _more_restarts(now: int) -> Iterator[Changes]:
     for power in range(1, MOST_TRIALS):
-        yield {"policies.max_restarts": (1 + run.policies.max_restarts) * 4**power}
-
-
-def _enough_restarts(step_time: float) -> Fix:
-    def candidates(run: Run) -> Iterator[Changes]:
-        yield {"policies.max_restarts": expected_losses(run, step_time).most}
-
-    return Fix(candidates, "raise policies.max_restarts")
+        yield {"policies.max_restarts": (1 + now) * 4**power}
 
 
 def fixes(metrics: Metrics | None) -> dict[str, Fix]:
     """Return what may mend each kind of finding."""
+    step_time = 0.0 if metrics is None else metrics.step_time
     return {
         "preempted": Fix(
-            _less_crowded, "let policies.concurrency follow it, or lower rollout.max_running"
+            lambda run: _less_crowded(replica_batch(run)),
+            "let policies.concurrency follow it, or lower rollout.max_running",
         ),
-        "no-progress": Fix(_unstuck, "go back to the policies of a system as it is"),
-        "stops-early": Fix(_more_restarts, "see why replicas are lost: more restarts do not help"),
-        "restarts": _enough_restarts(0.0 if metrics is None else metrics.step_time),
+        "no-progress": Fix(
+            lambda run: _unstuck(run.policies, run.failures.per_gpu_day),
+            "go back to the policies of a system as it is",
+        ),
+        "stops-early": Fix(
+            lambda run: _more_restarts(run.policies.max_restarts),
+            "see why replicas are lost: more restarts do not help",
+        ),
+        "restarts": Fix(
+            lambda run: iter([{"policies.max_restarts": expected_losses(run, step_time).most}]),
+            "raise policies.max_restarts",
+        ),
         "refused": Fix(lambda run: iter(()), "change the key that it names"),
         "bound-broken": Fix(
             lambda run: iter(()), "this is a defect of the policies: please report it"

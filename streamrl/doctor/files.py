@@ -9,8 +9,10 @@ from typing import Any
 
 from streamrl.hardware.hugging_face import read_positions, weight_problems
 from streamrl.hardware.resolved import longest_sequence
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Level
+from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.workload import load_source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -21,8 +23,9 @@ USUAL_PROMPT = 400
 
 def find(run: Run) -> Iterator[Finding]:
     """Find missing files, and report those that exist."""
-    yield from _find_model(run)
-    yield from _find_lengths(run)
+    longest = longest_sequence(run.rollout, run.workload)
+    yield from _find_model(run.model, run.workload.max_prompt_tokens, longest)
+    yield from _find_lengths(run.workload)
     if run.costs.profile is not None:
         yield _there(
             "costs.profile",
@@ -37,16 +40,16 @@ def find(run: Run) -> Iterator[Finding]:
         )
 
 
-def _find_model(run: Run) -> Iterator[Finding]:
+def _find_model(model: ModelConfig, max_prompt_tokens: int, longest: int) -> Iterator[Finding]:
     """Check the model's directory without loading anything."""
-    if run.model.path is None:
+    if model.path is None:
         yield _finding(
             "ok",
             "model",
-            f"model.name={run.model.name}: plan and simulate need no files, execute needs model.path",
+            f"model.name={model.name}: plan and simulate need no files, execute needs model.path",
         )
         return
-    path = Path(run.model.path)
+    path = Path(model.path)
     config = _read_json(path / "config.json")
     if config is None:
         return  # without it there is no model at all, which `fix_profile_names` reports
@@ -64,15 +67,15 @@ def _find_model(run: Run) -> Iterator[Finding]:
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         text = f"model.path: {path} has config.json, a tokenizer and {size / 1e9:.3g} GB of safetensors"
         yield _finding("ok", "model", text)
-    yield from _find_positions(run, path)
+    yield from _find_positions(path, max_prompt_tokens, longest)
 
 
-def _find_positions(run: Run, path: Path) -> Iterator[Finding]:
+def _find_positions(path: Path, max_prompt_tokens: int, longest: int) -> Iterator[Finding]:
     """Find sequences longer than the model's trained positions."""
-    most, longest = read_positions(path), longest_sequence(run.rollout, run.workload)
+    most = read_positions(path)
     if most is None or longest <= most:
         return
-    room = most - run.workload.max_prompt_tokens
+    room = most - max_prompt_tokens
     fix = f"set rollout.max_tokens={room}" if room > 0 else "lower workload.max_prompt_tokens"
     yield Finding(
         level="warning",
@@ -85,15 +88,15 @@ def _find_positions(run: Run, path: Path) -> Iterator[Finding]:
     )
 
 
-def _find_lengths(run: Run) -> Iterator[Finding]:
-    lengths = run.workload.lengths
+def _find_lengths(workload: WorkloadConfig) -> Iterator[Finding]:
+    lengths = workload.lengths
     if lengths is None:
         yield _finding(
             "warning",
             "lengths",
             "workload.lengths is missing: execute does not need it, plan and simulate do",
             "add [workload.lengths] kind = 'histogram', source = 'streamrl-codemath-20k', "
-            f"prompt_tokens = {min(USUAL_PROMPT, run.workload.max_prompt_tokens)}",
+            f"prompt_tokens = {min(USUAL_PROMPT, workload.max_prompt_tokens)}",
         )
         return
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from streamrl.hardware.profiles import known_engines
@@ -13,9 +13,13 @@ from streamrl.runfile.frameworks import (
     SPLITS,
     Framework,
     Seconds,
+    Setting,
     framework_of,
     settings_of,
 )
+from streamrl.runfile.policies_config import SyncConfig
+from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.runfile.simulation_config import FrameworkConfig
 
 SECONDS = ("step_time", "switch_time")
 CHOICES = ("system", "sync", "dispatch", "order", "engine")
@@ -36,35 +40,42 @@ def find(run: Run) -> Iterator[Finding]:
     framework = framework_of(run.framework.name)
     if framework is None:
         return
-    yield _finding("ok", "framework", f"{framework.head}: {_filled_in(run)}")
-    yield _finding("ok", "framework-seconds", _seconds(run, framework))
+    yield _finding("ok", "framework", f"{framework.head}: {_filled_in(settings_of(run))}")
+    seconds = _seconds(framework, run.framework, run.sync, shares_gpus=run.policies.shares_gpus)
+    yield _finding("ok", "framework-seconds", seconds)
     if framework.unknown:
         gaps = "; ".join(f"{what} ({why})" for what, why in framework.unknown.items())
         yield _finding("ok", "framework-unknown", f"unknown of framework {framework.name}: {gaps}")
-    yield from _limits(run, framework)
+    yield from _find_choices(framework, _choices(run, framework))
+    yield from _find_layout(framework, run.trainer)
+    if run.rollout.others and not framework.mixes_replicas:
+        text = f"rollout.others: framework {framework.name} supports replicas of one kind only"
+        yield _finding("warning", "framework-kinds", text)
 
 
-def _filled_in(run: Run) -> str:
+def _filled_in(settings: Iterable[tuple[Setting, object]]) -> str:
     parts = [
         f"{setting.key}={own}"
         + ("" if own == setting.value else f" of the run file, where it has {setting.value}")
-        for setting, own in settings_of(run)
+        for setting, own in settings
     ]
     return ", ".join(parts) or "fills in nothing"
 
 
-def _seconds(run: Run, framework: Framework) -> str:
+def _seconds(
+    framework: Framework, config: FrameworkConfig, sync: SyncConfig, *, shares_gpus: bool
+) -> str:
     parts = []
     for name in SECONDS:
-        stated, known = getattr(run.framework, name), getattr(framework, name)
+        stated, known = getattr(config, name), getattr(framework, name)
         if stated is not None:
             parts.append(f"{name} {stated:g} s of the run file")
         elif known is None:
             parts.append(f"{name} unknown, so those of profiles/frameworks/usual.toml are used")
         else:
             parts.append(f"{name} {_formula(known)}")
-    if framework.roofline_sync(run.policies.shares_gpus, run.sync) is not None:
-        parts.append(f"weight sync unknown, so {run.sync.backend} is used, a roofline of the links")
+    if framework.roofline_sync(shares_gpus, sync) is not None:
+        parts.append(f"weight sync unknown, so {sync.backend} is used, a roofline of the links")
     return f"seconds of framework {framework.name}: {', '.join(parts)}"
 
 
@@ -77,16 +88,18 @@ def _formula(seconds: Seconds) -> str:
 # Unsupported settings -----------------------------------------------------------------------------
 
 
-def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
-    for choice in _choices(run, framework):
+def _find_choices(framework: Framework, choices: Iterable[Chosen]) -> Iterator[Finding]:
+    for choice in choices:
         if choice.value not in choice.able:
             text = (
                 f"{choice.key} {choice.value!r} is not supported by framework {framework.name}: "
                 f"{', '.join(choice.able)}"
             )
             yield _finding("warning", choice.name, text)
-    if framework.layout_for(run.trainer) is None:
-        trainer = run.trainer
+
+
+def _find_layout(framework: Framework, trainer: TrainerConfig) -> Iterator[Finding]:
+    if framework.layout_for(trainer) is None:
         degrees = ", ".join(f"{split}={getattr(trainer, split)}" for split in SPLITS)
         known = ", ".join(layout.name for layout in framework.layouts)
         yield _finding(
@@ -94,9 +107,6 @@ def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
             "framework-layout",
             f"trainer with {degrees} and zero={trainer.zero}: framework {framework.name} supports no such split ({known})",
         )
-    if run.rollout.others and not framework.mixes_replicas:
-        text = f"rollout.others: framework {framework.name} supports replicas of one kind only"
-        yield _finding("warning", "framework-kinds", text)
 
 
 def _choices(run: Run, framework: Framework) -> Iterator[Chosen]:
@@ -140,12 +150,12 @@ def _another(name: str) -> Fix:
     return Fix(candidates, "let `streamrl plan` choose, or name another framework")
 
 
-def _other_layouts(run: Run) -> Iterator[Changes]:
+def _other_layouts(framework: Framework | None, trainer: TrainerConfig) -> Iterator[Changes]:
     """Yield another ZeRO stage, then data parallelism in place of each degree that is not supported."""
-    framework, trainer = framework_of(run.framework.name), run.trainer
-    for layout in () if framework is None else framework.layouts:
+    layouts = () if framework is None else framework.layouts
+    for layout in layouts:
         yield from ({"trainer.zero": zero} for zero in layout.zero)
-    for layout in () if framework is None else framework.layouts:
+    for layout in layouts:
         missing = [split for split in SPLITS if split not in layout.splits]
         ranks = trainer.data_parallel
         for split in ("tensor_parallel", "pipeline_parallel"):
@@ -158,7 +168,8 @@ def _other_layouts(run: Run) -> Iterator[Changes]:
 FIXES = {
     **{f"framework-{what}": _another(f"framework-{what}") for what in CHOICES},
     "framework-layout": Fix(
-        _other_layouts, "let `streamrl plan` choose, or name another framework"
+        lambda run: _other_layouts(framework_of(run.framework.name), run.trainer),
+        "let `streamrl plan` choose, or name another framework",
     ),
     "framework-kinds": Fix(lambda run: iter(()), "leave rollout.others out"),
 }

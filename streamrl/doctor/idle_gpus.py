@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -13,6 +13,7 @@ from streamrl.runfile.findings import Changes, Finding, Fix
 from streamrl.runfile.gpu_pools import gpus_used
 from streamrl.runfile.keys import join_key, pool_key, trainer_key
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -46,7 +47,10 @@ def fix_of(name: str) -> Fix:
             yield {join_key("cluster.pools", name): None}
             return
         yield from _fewer(name, pool, used)
-        yield from _more_work(run, name)
+        idle = pool.num_gpus - used
+        yield from _more_replicas(name, idle, run.rollout)
+        yield from _more_ranks(name, idle, run.trainers)
+        yield from _more_workers(name, idle, run.verifier)
 
     def effect(run: Run) -> str:
         if name not in run.cluster.pools:
@@ -65,18 +69,22 @@ def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:
         yield {pool_key(name, "gpus_per_node"): used}
 
 
-def _more_work(run: Run, name: str) -> Iterator[Changes]:
-    """Yield more replicas, ranks or workers, as many as fit on the idle GPUs."""
-    idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
-    if run.rollout.pool == name:
-        yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.gpus_per_replica}
-    for number, trainer in enumerate(run.trainers):
+def _more_replicas(name: str, idle: int, rollout: RolloutConfig) -> Iterator[Changes]:
+    if rollout.pool == name:
+        yield {"rollout.replicas": rollout.replicas + idle // rollout.gpus_per_replica}
+
+
+def _more_ranks(name: str, idle: int, trainers: Iterable[TrainerConfig]) -> Iterator[Changes]:
+    for number, trainer in enumerate(trainers):
         if trainer.pool == name:
             ranks = trainer.num_gpus // trainer.data_parallel
             key = f"{trainer_key(number)}.data_parallel"
             yield {key: trainer.data_parallel + idle // ranks}
-    if run.verifier.pool == name and run.verifier.gpus_per_worker:
-        yield {"verifier.workers": run.verifier.workers + idle // run.verifier.gpus_per_worker}
+
+
+def _more_workers(name: str, idle: int, verifier: VerifierConfig) -> Iterator[Changes]:
+    if verifier.pool == name and verifier.gpus_per_worker:
+        yield {"verifier.workers": verifier.workers + idle // verifier.gpus_per_worker}
 
 
 def _finding(level: str, pool: str, text: str) -> Finding:

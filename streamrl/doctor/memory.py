@@ -10,14 +10,24 @@ from streamrl.hardware.memory import (
     kv_capacity,
     most_running,
 )
-from streamrl.hardware.profiles import load_model
-from streamrl.hardware.resolved import longest_sequence, resolve
+from streamrl.hardware.resolved import (
+    ReplicaHardware,
+    RewardHardware,
+    TrainerHardware,
+    resolve,
+)
 from streamrl.hardware.side_memory import SideMemory, replica_side, reward_side, trainer_side
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level, changed
 from streamrl.runfile.gpu_pools import powers_of_two
 from streamrl.runfile.keys import pool_key
-from streamrl.workload.replica_batch import mean_lengths, replica_batch
+from streamrl.runfile.roles_config import AdmissionName, RolloutConfig
+from streamrl.workload.replica_batch import (
+    MeanLengths,
+    ReplicaBatch,
+    mean_lengths,
+    replica_batch,
+)
 
 GB = 1e9
 
@@ -25,9 +35,11 @@ GB = 1e9
 def find(run: Run) -> Iterator[Finding]:
     """Find sides that do not fit, and replicas that cannot hold their rollouts."""
     yield find_replica(run)
-    yield from _find_room(run)
+    side = replica_side(resolve(run).replica)
+    if side.need <= side.usable:
+        yield from _find_room(run.rollout.admission, replica_batch(run))
     yield from find_trainer(run)
-    yield from _find_verifier(run)
+    yield from _find_verifier(resolve(run).reward)
 
 
 def _listed(side: SideMemory) -> str:
@@ -42,42 +54,39 @@ def _listed(side: SideMemory) -> str:
 
 def find_replica(run: Run) -> Finding:
     """Report whether a replica holds its weights and one rollout of the maximum length."""
-    side = replica_side(resolve(run).replica)
+    replica = resolve(run).replica
+    side = replica_side(replica)
     if side.need > side.usable:
         text = (
             f"rollout: {side.need / GB:.1f} GB a GPU ({_listed(side)}, for one rollout of "
-            f"{longest_sequence(run.rollout, run.workload):,} tokens), but {side.gpu} at memory_utilization "
+            f"{replica.longest_sequence:,} tokens), but {side.gpu} at memory_utilization "
             f"{run.rollout.memory_utilization:g} gives {side.usable / GB:.1f} GB"
         )
         return Finding(level="error", topic="memory", name="rollout-memory", text=text)
     text = (
         f"rollout: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU ({_listed(side)}); "
-        f"{held(run)}"
+        f"{_held(replica, mean_lengths(run))}"
     )
     return Finding(level="ok", topic="memory", name="rollout-fits", text=text)
 
 
-def held(run: Run) -> str:
+def _held(replica: ReplicaHardware, mean: MeanLengths | None) -> str:
     """Return how many rollouts fit the KV cache, of maximum and of mean length, without prefix sharing."""
-    replica, mean = resolve(run).replica, mean_lengths(run)
-    tokens, longest = kv_capacity(replica), replica.longest_sequence
+    rollout, longest = replica.config, replica.longest_sequence
+    tokens = kv_capacity(replica)
     held = (
         f"{tokens:,} tokens of a replica are {tokens // longest:,} rollouts of {longest:,} tokens"
     )
     if mean is not None:
         held += f", {int(tokens // mean.context):,} with a running one's mean context of {mean.context:,.0f}"
-    if run.rollout.admission == "reserve":
-        held += f"; admission reserves {run.rollout.max_tokens:,} of each, so {most_running(replica):,} run at once"
-    return f"{held} (max_running {run.rollout.max_running})"
+    if rollout.admission == "reserve":
+        held += f"; admission reserves {rollout.max_tokens:,} of each, so {most_running(replica):,} run at once"
+    return f"{held} (max_running {rollout.max_running})"
 
 
-def _find_room(run: Run) -> Iterator[Finding]:
+def _find_room(admission: AdmissionName, batch: ReplicaBatch | None) -> Iterator[Finding]:
     """Report that a replica's memory limits its batch. Only a simulation shows the cost."""
-    side = replica_side(resolve(run).replica)
-    if side.need > side.usable:
-        return
-    batch = replica_batch(run)
-    if run.rollout.admission == "on-demand" and batch is not None and batch.limit == "memory":
+    if admission == "on-demand" and batch is not None and batch.limit == "memory":
         text = (
             f"KV memory limits a replica's batch: to {batch.held:,.0f} rollouts on average, fewer than "
             f"rollout.max_running={batch.max_running} and its share of {batch.share:,.6g}"
@@ -110,9 +119,8 @@ def find_trainer(run: Run) -> Iterator[Finding]:
 # -------------------------------------------------------------------------------------
 
 
-def _find_verifier(run: Run) -> Iterator[Finding]:
+def _find_verifier(reward: RewardHardware | None) -> Iterator[Finding]:
     """Find a reward model that does not fit its GPU, or whose size is unknown."""
-    reward = resolve(run).reward
     if reward is None:
         return
     if reward.shape is None:
@@ -146,10 +154,9 @@ MOST_CONTEXT_RANKS, LEAST_PART = 16, 16384
 # -------------------------------------------------------------------------
 
 
-def _wider_replicas(run: Run) -> Iterator[Changes]:
+def _wider_replicas(replica: ReplicaHardware) -> Iterator[Changes]:
     """Yield wider replicas on the same number of GPUs, then more memory share, then shorter outputs."""
-    rollout = run.rollout
-    domain = run.cluster.pools[rollout.pool].domain
+    rollout, domain = replica.config, replica.pool.domain
     others = rollout.pipeline_parallel * rollout.data_parallel
     for degree in range(rollout.tensor_parallel + 1, domain + 1):
         replicas = max(1, rollout.num_gpus // degree // others)
@@ -159,18 +166,17 @@ def _wider_replicas(run: Run) -> Iterator[Changes]:
         if rollout.expert_parallel > 1:
             changes["rollout.expert_parallel"] = degree * rollout.data_parallel
         yield changes
-        if load_model(run.model).experts is not None and rollout.expert_parallel == 1:
+        if replica.model.experts is not None and rollout.expert_parallel == 1:
             yield {**changes, "rollout.expert_parallel": degree}
-    yield from _longer_replicas(run)
+    yield from _longer_replicas(rollout, domain)
     yield {"rollout.memory_utilization": 0.95}
     for tokens in (2**power for power in range(20, 7, -1)):
         if tokens < rollout.max_tokens:
             yield {"rollout.max_tokens": tokens}
 
 
-def _longer_replicas(run: Run) -> Iterator[Changes]:
+def _longer_replicas(rollout: RolloutConfig, domain: int) -> Iterator[Changes]:
     """Yield replicas of several stages, one domain each, if no single domain holds the model."""
-    rollout, domain = run.rollout, run.cluster.pools[run.rollout.pool].domain
     for stages in powers_of_two(rollout.num_gpus // domain):
         if stages > rollout.pipeline_parallel and rollout.data_parallel == 1:
             yield {
@@ -199,23 +205,21 @@ def _roomier_trainers(run: Run) -> Iterator[Changes]:
     ]
     if trainer.num_models > 1:
         switches += [{**each, "trainer.offload": True} for each in switches]
+    is_beside = run.rollout.pool == run.trainer.pool and not run.policies.shares_gpus
+    others = run.rollout.num_gpus if is_beside else 0
     for doublings in range(MOST_GROWTH + 1):
-        layouts = [{}, *_layouts(run, run.trainer.num_gpus * 2**doublings)]
+        layouts = [{}, *_layouts(trainer, run.trainer.num_gpus * 2**doublings, others)]
         found = [{**layout, **switch} for layout, switch in product(layouts, switches)]
         yield from sorted(filter(lambda changes: changes and _fits(run, changes), found), key=len)
 
 
-def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
-    """Yield the layouts of the model on `num_gpus`, with the nodes that they take."""
-    trainer, pool = run.trainer, run.cluster.pools[run.trainer.pool]
-    others = (
-        run.rollout.num_gpus
-        if run.rollout.pool == trainer.pool and not run.policies.shares_gpus
-        else 0
-    )
+def _layouts(hardware: TrainerHardware, num_gpus: int, others: int) -> Iterator[dict[str, object]]:
+    """Yield the layouts of the model on `num_gpus`, with the nodes for these and `others` of the pool."""
+    trainer, pool = hardware.config, hardware.pool
     nodes = -(-(num_gpus + others) // pool.gpus_per_node)
     degrees = (powers_of_two(pool.gpus_per_node), powers_of_two(num_gpus))
-    for tensor, pipeline, context in product(*degrees, _context_degrees(run)):
+    contexts = _context_degrees(trainer.context_parallel, hardware.longest_sequence)
+    for tensor, pipeline, context in product(*degrees, contexts):
         if num_gpus % (tensor * pipeline * context):
             continue
         data = num_gpus // tensor // pipeline // context
@@ -229,11 +233,10 @@ def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
         yield {key: new for key, (new, old) in layout.items() if new != old}
 
 
-def _context_degrees(run: Run) -> list[int]:
-    """Return the run's own degree, and those that leave each rank enough tokens of a long rollout."""
-    longest = longest_sequence(run.rollout, run.workload)
+def _context_degrees(own: int, longest: int) -> list[int]:
+    """Return the trainer's own degree, and those that leave each rank enough tokens of a long rollout."""
     usual = powers_of_two(min(MOST_CONTEXT_RANKS, longest // LEAST_PART))
-    return sorted({run.trainer.context_parallel, *usual})
+    return sorted({own, *usual})
 
 
 def _fits(run: Run, changes: Changes) -> bool:
@@ -248,29 +251,30 @@ def _fits(run: Run, changes: Changes) -> bool:
 # ----------------------------------------------------------------------------------
 
 
-def _replica_effect(run: Run) -> str:
-    return f"{replica_side(resolve(run).replica).parts['weights'] / GB:.1f} GB of weights a GPU, {held(run)}"
+def _replica_effect(replica: ReplicaHardware, mean: MeanLengths | None) -> str:
+    weights = replica_side(replica).parts["weights"]
+    return f"{weights / GB:.1f} GB of weights a GPU, {_held(replica, mean)}"
 
 
-def _trainer_effect(run: Run) -> str:
-    side = trainer_side(resolve(run).trainer)
+def _trainer_effect(trainer: TrainerHardware) -> str:
+    side = trainer_side(trainer)
     return f"{side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU"
 
 
 MEMORY_FIXES = {
     "rollout-memory": Fix(
-        _wider_replicas,
+        lambda run: _wider_replicas(resolve(run).replica),
         "no replica within a node of this pool holds the model: name a pool of GPUs with more memory",
-        _replica_effect,
+        lambda run: _replica_effect(resolve(run).replica, mean_lengths(run)),
     ),
     "trainer-memory": Fix(
         _roomier_trainers,
         "no split of the model fits these GPUs: name GPUs with more memory",
-        _trainer_effect,
+        lambda run: _trainer_effect(resolve(run).trainer),
     ),
     "trainer-tight": Fix(
         _roomier_trainers,
         "lower trainer.max_tokens_per_pass or split over more GPUs",
-        _trainer_effect,
+        lambda run: _trainer_effect(resolve(run).trainer),
     ),
 }
