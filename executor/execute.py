@@ -165,7 +165,7 @@ def check_executable(run: Run) -> None:
             "workload.prompts and verifier.scorer are missing: nothing to generate from"
         )
     check_prompts(run.verifier, run.workload)
-    check_reward_model(run)
+    check_reward_model(run.verifier)
     check_back_ends(run)
     if run.execute.launcher != "ray":
         claim_gpus(run)
@@ -238,7 +238,7 @@ async def _execute(
     path = Path(run.execute.output)
     with (
         contextlib.closing(RunDirectory(path, take)) as directory,
-        contextlib.closing(SecondaryRecords(run, path)) as records,
+        contextlib.closing(SecondaryRecords(run.secondary_trainer_names, path)) as records,
     ):
         directory.find_checkpoint(run, resume)
         if resume:

@@ -166,7 +166,7 @@ def make_world(
     """Put a real world of scripted roles together, which write to `tokens`; call it inside the event loop."""
     directory = RunDirectory(Path(run.execute.output))
     checkpoint = directory.open(run, resume)
-    records = SecondaryRecords(run, directory.path)
+    records = SecondaryRecords(run.secondary_trainer_names, directory.path)
     records.open(directory.leg, is_resumed=resume)
     kept = (
         find_kept(run.algorithm.group_size, run.rollout.max_tokens, tokens, checkpoint)

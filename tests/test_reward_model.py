@@ -115,8 +115,8 @@ def with_model(directory: Path, **changes: Any) -> Run:
 def test_a_directory_without_a_reward_model_is_refused_before_a_process_is_started(
     models: Path, tmp_path: Path
 ) -> None:
-    check_reward_model(with_model(models / "whole"))
-    check_reward_model(with_model(models / "steps", step_end=";"))
+    check_reward_model(with_model(models / "whole").verifier)
+    check_reward_model(with_model(models / "steps", step_end=";").verifier)
     for directory, changes, says in (
         (
             models / "policy",
@@ -131,4 +131,4 @@ def test_a_directory_without_a_reward_model_is_refused_before_a_process_is_start
         (tmp_path, {}, r"has no readable config\.json"),
     ):
         with pytest.raises(ValueError, match=rf"^verifier\.reward\.0\.model: .*{says}"):
-            check_reward_model(with_model(directory, **changes))
+            check_reward_model(with_model(directory, **changes).verifier)

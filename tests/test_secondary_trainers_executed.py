@@ -260,7 +260,7 @@ def test_a_follower_whose_every_checkpoint_is_damaged_is_for_a_person_to_decide_
         position.write_text("{")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"1-quick-one/checkpoints: every checkpoint is damaged"):
-        SecondaryRecords(run, tmp_path / "run").check()
+        SecondaryRecords(run.secondary_trainer_names, tmp_path / "run").check()
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -17,6 +17,7 @@ from streamrl.executor.verifier.reward_checks import (
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, say
+from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.scorer_choice import scorer_names
 from streamrl.workload.prompt_records import EXPECTED, read_sources
 
@@ -25,7 +26,7 @@ def find(run: Run) -> Iterator[Finding]:
     """Find prompts and run directories that `execute` would refuse, of a run that has weights to execute."""
     if run.model.path is not None:
         yield from _find_prompts(run)
-        yield from _find_reward_model(run)
+        yield from _find_reward_model(run.verifier)
         yield from _find_output(run.execute.output, run.algorithm.steps)
 
 
@@ -82,16 +83,16 @@ def _token_refusal(run: Run) -> str:
     return ""
 
 
-def _find_reward_model(run: Run) -> Iterator[Finding]:
+def _find_reward_model(verifier: VerifierConfig) -> Iterator[Finding]:
     """Find a reward model that lies here and is none."""
     try:
-        check_reward_model(run)
+        check_reward_model(verifier)
     except ValueError as error:
         fix = "name a directory with a model that was trained to score, or hf://NAME of one on the hub"
         yield _finding("error", "reward-model", str(error), fix)
         return
-    if run.verifier.reward_model is not None:
-        text = f"verifier.reward: {run.verifier.reward_model.model} is what a replica of the reward model loads"
+    if verifier.reward_model is not None:
+        text = f"verifier.reward: {verifier.reward_model.model} is what a replica of the reward model loads"
         yield _finding("ok", "reward-model", text)
 
 

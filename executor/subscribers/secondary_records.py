@@ -63,10 +63,10 @@ class SecondaryTrainerRecord(TrainerRecord):
 class SecondaryRecords:
     """Owns the records of all secondary trainers of a run, in the order of their numbers."""
 
-    def __init__(self, run: Run, path: Path) -> None:
+    def __init__(self, names: tuple[str, ...], path: Path) -> None:
         """Name the records of the trainers that the run file has; `path` is the run's directory."""
         self.path = path
-        self.all = _records_of(run.secondary_trainer_names, path)
+        self.all = _records_of(names, path)
         self._leg = 1
 
     def check(self) -> None:

@@ -15,7 +15,6 @@ from streamrl.executor.verifier.scorers import Scorer, is_scored, make_scorer
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.resolved import reward_model_key
-from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.runfile.workload_config import HUB, WorkloadConfig
@@ -25,12 +24,12 @@ from streamrl.workload.prompt_records import PromptSource, Record, read_sources
 OF_TOKENS, OF_SEQUENCES = "ForTokenClassification", "ForSequenceClassification"
 
 
-def check_reward_model(run: Run) -> None:
+def check_reward_model(verifier: VerifierConfig) -> None:
     """Raise `ValueError` if a local reward model is unusable; a replica checks a model from the hub."""
-    reward = run.verifier.reward_model
+    reward = verifier.reward_model
     if reward is None or reward.model is None or reward.model.startswith(HUB):
         return
-    key, path = reward_model_key(run.verifier), Path(reward.model)
+    key, path = reward_model_key(verifier), Path(reward.model)
     try:
         table = json.loads((path / "config.json").read_text(encoding="utf-8-sig"))
         names = [str(name) for name in table.get("architectures") or ()]

@@ -10,7 +10,7 @@ from streamrl.hardware.profiles import price_of
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix
-from streamrl.runfile.gpu_pools import gpus_used
+from streamrl.runfile.gpu_pools import gpus_used, sides_of
 from streamrl.runfile.keys import join_key, pool_key, trainer_key
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
@@ -19,7 +19,7 @@ from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, Verifier
 def find(run: Run) -> Iterator[Finding]:
     """Find pools with unused GPUs, unless `[plan]` says that the pools are an offer."""
     for name, pool in run.cluster.pools.items():
-        used = gpus_used(run, name)
+        used = gpus_used(sides_of(run), name)
         price = price_of(pool)
         text = f"pool {name!r}: {used} of {pool.num_gpus} GPUs used, ${used * price:,.2f} an hour"
         idle = pool.num_gpus - used
@@ -42,7 +42,7 @@ def fix_of(name: str) -> Fix:
     """Return the fix for idle GPUs of a pool."""
 
     def candidates(run: Run) -> Iterator[Changes]:
-        pool, used = run.cluster.pools[name], gpus_used(run, name)
+        pool, used = run.cluster.pools[name], gpus_used(sides_of(run), name)
         if not used:
             yield {join_key("cluster.pools", name): None}
             return
@@ -55,7 +55,7 @@ def fix_of(name: str) -> Fix:
     def effect(run: Run) -> str:
         if name not in run.cluster.pools:
             return "no GPU of this pool is paid for"
-        used, pool = gpus_used(run, name), run.cluster.pools[name]
+        used, pool = gpus_used(sides_of(run), name), run.cluster.pools[name]
         return f"{used} of {pool.num_gpus} GPUs used"
 
     return Fix(candidates, f"rent fewer GPUs in cluster.pools.{name}, or use them", effect)

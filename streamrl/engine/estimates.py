@@ -16,8 +16,8 @@ from math import ceil
 from typing import NamedTuple
 
 from streamrl.engine.fleet import Fleet
-from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import ReplicasConfig
 
 
 class Latency:
@@ -70,10 +70,12 @@ def latency_of(policies: PoliciesConfig, wanted_by: str) -> Latency:
     return Latency(policies.latency)
 
 
-def latencies_of(run: Run, wanted_by: str) -> Iterator[Latency]:
+def latencies_of(
+    policies: PoliciesConfig, others: tuple[ReplicasConfig, ...], wanted_by: str
+) -> Iterator[Latency]:
     """Yield the seconds of a decode step of each kind of replica."""
-    yield latency_of(run.policies, wanted_by)
-    for other in run.rollout.others:
+    yield latency_of(policies, wanted_by)
+    for other in others:
         if other.latency is None:
             raise ValueError(f"rollout.others: latency is missing, which {wanted_by} reckons with")
         yield Latency(other.latency)

@@ -229,7 +229,7 @@ def _resolve_replica(run: Run, model: ModelShape) -> ReplicaHardware:
         precision=rollout_precision(run.rollout, run.model),
         longest_sequence=longest_sequence(run.rollout, run.workload),
         prompt_tokens=lengths.prompt_tokens if lengths is not None and is_stated else 0,
-        rollouts_per_prompt=run.algorithm.group_size if run.shares_prefixes else 1,
+        rollouts_per_prompt=run.rollouts_per_prompt,
         adapter_rank=run.sync.lora_rank if run.serves_adapters else None,
         adapter_dtype=run.model.dtype,
     )

@@ -245,7 +245,15 @@ class ChromeReader:
     def _lose(self, until: float, *, is_last: bool) -> Iterator[TraceEvent]:
         """Count the GPUs that were underfilled in the stretches that ended."""
         found = self._decoding.finish() if is_last else self._decoding.take(until)
-        self._enter_lost(lost_of(found, self._curves, self._run, self._kinds))
+        self._enter_lost(
+            lost_of(
+                found,
+                self._curves,
+                self._run.rollout.kinds,
+                self._run.rollouts_per_prompt,
+                self._kinds,
+            )
+        )
         begun = min(map(self._decoding.began_at, self._named), default=inf)
         yield from self._underfilled.until(inf if is_last else min(until, begun), inf)
 

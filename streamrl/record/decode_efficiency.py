@@ -240,13 +240,16 @@ class Underfilled(NamedTuple):
 
 def read_underfilled(trace: Trace) -> Underfilled:
     """Return what the batches of a run lost, from its trace alone."""
-    return lost_of(read_decoding(trace), trace.decode, trace.run, read_timeline(trace).kinds)
+    run, kinds = trace.run, read_timeline(trace).kinds
+    siblings = run.rollouts_per_prompt
+    return lost_of(read_decoding(trace), trace.decode, run.rollout.kinds, siblings, kinds)
 
 
 def lost_of(
     decoding: Mapping[int, Decoding],
     curves: Sequence[DecodeYield],
-    run: Run,
+    rollouts: tuple[RolloutConfig, ...],
+    siblings: int,
     kinds: Mapping[int, int],
     rates: Sequence[float | None] | None = None,
 ) -> Underfilled:
@@ -255,20 +258,19 @@ def lost_of(
     Args:
         decoding: by replica.
         curves: of each kind of replica, or none.
-        run: the run file.
+        rollouts: the section of each kind of replica.
+        siblings: rollouts that share the cache of their prompt; 1 where none do.
         kinds: which kind a replica is of, by its id; the first where absent.
         rates: without curves, tokens/s of full batches as `observed_rates` gives them; where absent, those of `decoding`,
             which must be all of a run then.
     """
     if curves:
         shares = {
-            replica: _share_by(
-                curves[kinds.get(replica, 0)], each, run.algorithm.group_size, run.shares_prefixes
-            )
+            replica: _share_by(curves[kinds.get(replica, 0)], each, siblings)
             for replica, each in decoding.items()
         }
         return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
-    full = observed_rates(decoding, run.rollout.kinds, kinds) if rates is None else rates
+    full = observed_rates(decoding, rollouts, kinds) if rates is None else rates
     found = {}
     for replica, each in decoding.items():
         rate = full[kinds.get(replica, 0)]
@@ -294,11 +296,8 @@ def _lost(decoding: Decoding, share: Floats) -> Lost:
     return Lost(decoding.start, decoding.end, share)
 
 
-def _share_by(
-    curve: DecodeYield, decoding: Decoding, group_size: int, shares_prefixes: bool
-) -> Floats:
+def _share_by(curve: DecodeYield, decoding: Decoding, siblings: int) -> Floats:
     """Return the share lost by a decode curve; a prompt that a group shares is held once."""
-    siblings = group_size if shares_prefixes else 1
     own = decoding.context - decoding.prompt * (1 - 1 / siblings)
     running = np.minimum(decoding.num_running, curve.most_running)
     return share_lost(curve, running, decoding.context, own)
@@ -446,7 +445,14 @@ class PartsReader:
 
     def _enter(self, decoding: dict[int, Decoding]) -> None:
         """Enter what was lost of stretches, what was paused left out."""
-        source, replicas = lost_of(decoding, self._curves, self._run, self._kinds, self._rates)
+        source, replicas = lost_of(
+            decoding,
+            self._curves,
+            self._run.rollout.kinds,
+            self._run.rollouts_per_prompt,
+            self._kinds,
+            self._rates,
+        )
         if decoding or self._rates is None:
             self._source = source
         for replica, lost in replicas.items():

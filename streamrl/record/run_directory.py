@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ CONFIG = "config.json"
 
 def keep_inputs(run: Run, directory: Path) -> None:
     """Copy what the run was read from into its directory; a file that is not there was not read."""
-    for path, kept in _places(run, directory).values():
+    for path, kept in _places(paths_of(run), directory).values():
         for source, target in _files(path, kept):
             if source.is_file() and not (target.exists() and source.samefile(target)):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,14 +150,14 @@ def keep_inputs(run: Run, directory: Path) -> None:
 
 def with_kept_inputs(run: Run, directory: Path) -> Run:
     """Return the run as it reads where its directory is: from what was kept there, else from where it was."""
-    places = _places(run, directory)
+    places = _places(paths_of(run), directory)
     return with_paths(run, {key: str(kept) for key, (_, kept) in places.items() if kept.exists()})
 
 
 def kept_names(run: Run, directory: Path) -> dict[str, str]:
     """Return by key what was kept: its name with a digest of its bytes, alike wherever the directories are."""
     names = {}
-    for key, (_, kept) in _places(run, directory).items():
+    for key, (_, kept) in _places(paths_of(run), directory).items():
         file = kept / CONFIG if kept.is_dir() else kept
         if file.is_file():
             digest = hashlib.blake2b(file.read_bytes(), digest_size=DIGEST_BYTES).hexdigest()
@@ -165,9 +165,9 @@ def kept_names(run: Run, directory: Path) -> dict[str, str]:
     return names
 
 
-def _places(run: Run, directory: Path) -> dict[str, tuple[Path, Path]]:
+def _places(paths: Mapping[str, str], directory: Path) -> dict[str, tuple[Path, Path]]:
     """Return by key where the run read from, and where that is kept."""
-    named = {key: Path(path) for key, path in paths_of(run).items() if key in KEPT}
+    named = {key: Path(path) for key, path in paths.items() if key in KEPT}
     return {
         key: (path, directory / INPUTS / key / path.absolute().name) for key, path in named.items()
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil, fsum, inf, isfinite
 from typing import get_args
 from urllib.parse import urlsplit
@@ -368,10 +368,10 @@ def _check_model(model: ModelConfig) -> None:
         raise RunError("model.name", model.name, text=text, others=("model.path",))
 
 
-def _check_algorithms(run: Run) -> None:
-    for number in range(run.num_trainers):
+def _check_algorithms(algorithms: Iterable[AlgorithmConfig]) -> None:
+    for number, algorithm in enumerate(algorithms):
         key = f"{trainer_key(number)}.algorithm" if number else "algorithm"
-        _check_algorithm(run.as_seen_by(number).algorithm, key)
+        _check_algorithm(algorithm, key)
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
@@ -551,8 +551,8 @@ def _check_latency(key: str, points: tuple[tuple[int, float], ...] | None) -> No
             raise RunError(key, points, list, text)
 
 
-def _check_paths(run: Run) -> None:
-    for key, path in paths_of(run).items():
+def _check_paths(paths: Mapping[str, str]) -> None:
+    for key, path in paths.items():
         names = os.fsencode(path).split(b"/")
         is_long = len(os.fsencode(path)) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
         if is_long or "\0" in path:
@@ -569,7 +569,9 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_model(run.model),
     check_bounds,
     *POOL_CHECKS,
-    _check_algorithms,
+    lambda run: _check_algorithms(
+        run.as_seen_by(number).algorithm for number in range(run.num_trainers)
+    ),
     lambda run: _check_batch(run.algorithm, run.trainer.data_parallel),
     lambda run: _check_step(run.algorithm),
     lambda run: _check_optimizer_steps(
@@ -587,7 +589,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: check_rewards(run.verifier, run.rollout.max_tokens),
     lambda run: check_prompt_sources(run.workload, run.verifier),
     lambda run: check_shares(run.followers, run.workload.group_rewards),
-    _check_paths,
+    lambda run: _check_paths(paths_of(run)),
     lambda run: _check_device(run.execute.device),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""

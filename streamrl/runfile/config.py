@@ -225,6 +225,11 @@ class Run(Section, frozen=True, kw_only=True):
         return given
 
     @property
+    def rollouts_per_prompt(self) -> int:
+        """Rollouts that share the cache of their prompt; 1 where each has its own."""
+        return self.algorithm.group_size if self.shares_prefixes else 1
+
+    @property
     def serves_adapters(self) -> bool:
         """Whether replicas compute with adapters beside the weights that the run began with, and load nothing else."""
         merges = self.sync.merge_adapters

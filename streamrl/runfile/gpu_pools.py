@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
+from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.keys import join_key, pool_key, trainer_key
@@ -118,9 +118,9 @@ def trainer_names(followers: tuple[SecondaryTrainerConfig, ...]) -> list[str]:
     return ["trainer", *(follower.name for follower in followers)]
 
 
-def gpus_used(run: Run, pool: str) -> int:
-    """Return the GPUs of a pool that a run has work for."""
-    return sum(side.num_gpus for side in sides_of(run) if side.pool == pool)
+def gpus_used(sides: Iterable[Side], pool: str) -> int:
+    """Return the GPUs of a pool that the sides have work for."""
+    return sum(side.num_gpus for side in sides if side.pool == pool)
 
 
 MOST_GPUS = 10**5
@@ -156,15 +156,15 @@ def most_replicas(run: Run) -> int:
     return num_gpus // run.rollout.gpus_per_replica
 
 
-def _check_names(run: Run) -> None:
-    pools = OneOf(sorted(run.cluster.pools))
+def _check_names(claims: Iterable[Claim], cluster: ClusterConfig) -> None:
+    pools = OneOf(sorted(cluster.pools))
     if not pools:
         raise RunError("cluster.pools", {}, dict, "cluster.pools is empty, got {}: name a pool")
-    for claim in claims_of(run.rollout.kinds, run.trainers, run.verifier):
+    for claim in claims:
         key, name = join_key(claim.key, "pool"), claim.pool
         if name not in pools:
             raise RunError(key, name, pools, f"{key} {name!r} is none of the pools {list(pools)}")
-    for index, link in enumerate(run.cluster.links):
+    for index, link in enumerate(cluster.links):
         for name in link.between:
             if name not in pools:
                 key = f"cluster.links.{index}.between"
@@ -359,20 +359,21 @@ def _check_tensor_parallel(
         raise RunError(key, degree, OneOf(divisors(domain)), text)
 
 
-def _check_shared(run: Run) -> None:
+def _check_shared(
+    policies: PoliciesConfig, sync: SyncConfig, rollout_pool: str, trainer_pool: str
+) -> None:
     """Generation and training that take turns on one set of GPUs cannot overlap, or send over a wire."""
-    if not run.policies.shares_gpus:
+    if not policies.shares_gpus:
         return
-    if run.rollout.pool != run.trainer.pool:
+    if rollout_pool != trainer_pool:
         raise RunError(
             "trainer.pool",
-            run.trainer.pool,
-            OneOf([run.rollout.pool]),
+            trainer_pool,
+            OneOf([rollout_pool]),
             f"policies.system 'colocated' shares GPUs, so trainer.pool must be rollout.pool "
-            f"{run.rollout.pool!r}, got {run.trainer.pool!r}",
+            f"{rollout_pool!r}, got {trainer_pool!r}",
             ("policies.system", "rollout.pool"),
         )
-    policies, sync = run.policies, run.sync
     for key, value, only in (
         ("policies.max_staleness", policies.max_staleness, 0),
         ("policies.sync_every", policies.sync_every, 1),
@@ -388,15 +389,13 @@ def _check_shared(run: Run) -> None:
             raise RunError(key, value, OneOf([only]), text, ("policies.system",))
 
 
-def _check_num_gpus(run: Run) -> None:
-    for name, pool in run.cluster.pools.items():
-        need = gpus_used(run, name)
+def _check_num_gpus(
+    claims: Sequence[Claim], sides: Sequence[Side], pools: dict[str, PoolConfig]
+) -> None:
+    for name, pool in pools.items():
+        need = gpus_used(sides, name)
         if need > pool.num_gpus:
-            users = [
-                claim
-                for claim in claims_of(run.rollout.kinds, run.trainers, run.verifier)
-                if claim.pool == name
-            ]
+            users = [claim for claim in claims if claim.pool == name]
             products = " and ".join(map(_product, users))
             text = f"pool {name!r} has {pool.num_gpus} GPUs, but {products} need {need}"
             keys = [claim.keys[0] for claim in users]
@@ -453,7 +452,7 @@ def divisors(number: int) -> list[int]:
 
 
 POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
-    _check_names,
+    lambda run: _check_names(claims_of(run.rollout.kinds, run.trainers, run.verifier), run.cluster),
     lambda run: _check_links(run.cluster.links),
     lambda run: _check_sizes(run.cluster.pools),
     lambda run: _check_owned(run.cluster.pools),
@@ -461,10 +460,14 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_rollout(run.rollout.kinds, run.cluster.pools),
     lambda run: _check_kinds(run.policies, run.rollout.others),
     lambda run: _check_trainers(run.trainers, run.cluster.pools),
-    _check_shared,
+    lambda run: _check_shared(run.policies, run.sync, run.rollout.pool, run.trainer.pool),
     lambda run: _check_follower_names(run.followers, run.rollout.num_kinds),
     lambda run: _check_verifier(run.verifier),
-    _check_num_gpus,
+    lambda run: _check_num_gpus(
+        list(claims_of(run.rollout.kinds, run.trainers, run.verifier)),
+        sides_of(run),
+        run.cluster.pools,
+    ),
     lambda run: _check_link(run.cluster.links, run.rollout.kinds, run.trainer.pool),
     _check_resize,
 )

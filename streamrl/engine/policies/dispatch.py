@@ -23,6 +23,7 @@ from streamrl.engine.messages import Command, Generate
 from streamrl.engine.state import State
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DispatchProperties
+from streamrl.runfile.policies_config import GroupPlacement
 
 MOST_TOKENS = 1 << 32  # no rollout is longer: steps stay apart in a longest-first priority
 
@@ -69,7 +70,7 @@ class Dispatch(DispatchProperties):
     @classmethod
     def make(cls, run: Run, order: Order) -> Dispatch:
         """Return the policy of a run."""
-        return cls(order, stay_together(run))
+        return cls(order, stay_together(run.policies.group_placement))
 
     def __init__(self, order: Order, keeps_groups: bool = False) -> None:
         self.order = order
@@ -110,7 +111,7 @@ class LeastLoaded(Dispatch):
         """Return the policy, or `JustInTime` where the place of a rollout in line may change."""
         if run.policies.learns_from_siblings or run.policies.follows_pressure:
             return JustInTime(order, run.rollout.max_running)
-        return cls(order, stay_together(run))
+        return cls(order, stay_together(run.policies.group_placement))
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return the least loaded replica that is fresh enough."""
@@ -187,7 +188,7 @@ class Random(Dealt):
     @classmethod
     def make(cls, run: Run, order: Order) -> Dispatch:
         """Return the policy with the run's seed."""
-        return cls(order, stay_together(run), run.seed)
+        return cls(order, stay_together(run.policies.group_placement), run.seed)
 
     def __init__(self, order: Order, keeps_groups: bool, seed: int) -> None:
         super().__init__(order, keeps_groups)
@@ -198,9 +199,9 @@ class Random(Dealt):
         self.share_out(sorted(units, key=lambda unit: mix(self.seed, unit[0].id)), replicas)
 
 
-def stay_together(run: Run) -> bool:
+def stay_together(placement: GroupPlacement) -> bool:
     """Return whether the rollouts of a group share a replica."""
-    return run.policies.group_placement == "together"
+    return placement == "together"
 
 
 def mix(seed: int, number: int) -> int:

@@ -45,9 +45,13 @@ class SkewnessAware(Dealt):
     def make(cls, run: Run, order: Order) -> Dispatch:
         """Return the policy with the seconds of a decode step of each kind of replica."""
         policies = run.policies
-        latencies = list(latencies_of(run, f"policies.dispatch {policies.dispatch!r}"))
+        latencies = list(
+            latencies_of(
+                run.policies, run.rollout.others, f"policies.dispatch {policies.dispatch!r}"
+            )
+        )
         tail = (latencies, policies.tail_share, policies.skew_objective)
-        return cls(order, stay_together(run), *tail)
+        return cls(order, stay_together(run.policies.group_placement), *tail)
 
     def __init__(
         self,

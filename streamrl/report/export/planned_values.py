@@ -17,7 +17,7 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run, num_extra
 from streamrl.runfile.frameworks import Framework, Value
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
-from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
@@ -43,9 +43,9 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
     """Return all values of a plan by name."""
     parts = (
         _batch(run.algorithm, run.framework, run.model, run.rollout, run.workload),
-        _generation(run),
-        _training(run),
-        _machines(run),
+        _generation(run.rollout, run.costs.engine, run.model.dtype, run.trainer.dtype),
+        _training(run.trainer, longest_sequence(run.rollout, run.workload)),
+        _machines(run.rollout, run.trainer, run.cluster.pools, run.policies.shares_gpus),
     )
     found = [value for part in parts for value in part]
     found += [
@@ -133,10 +133,10 @@ def _batch(
     yield PlannedValue("total_tokens", total, longest_sequence(rollout, workload))
 
 
-def _generation(run: Run) -> Iterator[PlannedValue]:
-    rollout = run.rollout
-    engine = run.costs.engine.partition("-")[0]
-    yield PlannedValue("serving_engine", "costs.engine", engine)
+def _generation(
+    rollout: RolloutConfig, engine: str, model_dtype: str, trainer_dtype: str | None
+) -> Iterator[PlannedValue]:
+    yield PlannedValue("serving_engine", "costs.engine", engine.partition("-")[0])
     yield PlannedValue("replicas", "rollout.replicas", rollout.replicas, ALWAYS)
     yield PlannedValue(
         "rollout_tensor_parallel", "rollout.tensor_parallel", rollout.tensor_parallel
@@ -147,7 +147,7 @@ def _generation(run: Run) -> Iterator[PlannedValue]:
         degree = getattr(rollout, name)
         yield PlannedValue(f"rollout_{name}", f"rollout.{name}", degree, (1,))
     yield PlannedValue("replica_gpus", "GPUs of a replica", rollout.gpus_per_replica)
-    yield from _formats(run.model.dtype, run.rollout, run.trainer.dtype)
+    yield from _formats(model_dtype, rollout, trainer_dtype)
     drafted = None if rollout.drafts is None else rollout.drafts.tokens
     yield PlannedValue("drafted_tokens", "rollout.speculative.tokens", drafted, (None,))
     yield PlannedValue("max_running", "rollout.max_running", rollout.max_running, ALWAYS)
@@ -171,8 +171,7 @@ def _formats(
     yield PlannedValue("weight_only", "rollout.weight_only", only, (False,))
 
 
-def _training(run: Run) -> Iterator[PlannedValue]:
-    trainer = run.trainer
+def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
     for name, plain in (
         *(("tensor_parallel", (1,)), ("pipeline_parallel", (1,)), ("expert_parallel", (1,))),
         *(
@@ -189,7 +188,7 @@ def _training(run: Run) -> Iterator[PlannedValue]:
     plain = (1, trainer.tensor_parallel)
     key = "trainer.expert_tensor_parallel, or what it is where absent"
     yield PlannedValue("expert_tensor_parallel", key, slices, plain)
-    tokens, longest = trainer.max_tokens_per_pass, longest_sequence(run.rollout, run.workload)
+    tokens = trainer.max_tokens_per_pass
     yield PlannedValue("tokens_per_pass", "trainer.max_tokens_per_pass", tokens, ALWAYS)
     yield PlannedValue(
         "tokens_per_pass_and_longest",
@@ -200,23 +199,27 @@ def _training(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("recomputes", "trainer.recompute", trainer.recompute != "none")
 
 
-def _machines(run: Run) -> Iterator[PlannedValue]:
-    pools, replicas, trained = run.cluster.pools, run.rollout, run.trainer
-    rollout = _Nodes.of(pools, replicas.pool, replicas.num_gpus)
-    trainer = _Nodes.of(pools, trained.pool, trained.num_gpus)
-    yield PlannedValue("rollout_gpus", "GPUs of all replicas", run.rollout.num_gpus)
-    yield PlannedValue("rollout_nodes", "nodes of the replicas", rollout.nodes)
-    yield PlannedValue("rollout_gpus_per_node", "their GPUs on each", rollout.per_node)
-    yield PlannedValue("trainer_nodes", "nodes of the trainer", trainer.nodes)
-    yield PlannedValue("trainer_gpus_per_node", "its GPUs on each", trainer.per_node)
-    nodes = [side.nodes for side in (rollout, trainer)]
-    both = max(nodes) if run.policies.shares_gpus else sum(nodes)
+def _machines(
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    pools: dict[str, PoolConfig],
+    shares_gpus: bool,
+) -> Iterator[PlannedValue]:
+    generate = _Nodes.of(pools, rollout.pool, rollout.num_gpus)
+    train = _Nodes.of(pools, trainer.pool, trainer.num_gpus)
+    yield PlannedValue("rollout_gpus", "GPUs of all replicas", rollout.num_gpus)
+    yield PlannedValue("rollout_nodes", "nodes of the replicas", generate.nodes)
+    yield PlannedValue("rollout_gpus_per_node", "their GPUs on each", generate.per_node)
+    yield PlannedValue("trainer_nodes", "nodes of the trainer", train.nodes)
+    yield PlannedValue("trainer_gpus_per_node", "its GPUs on each", train.per_node)
+    nodes = (generate.nodes, train.nodes)
+    both = max(nodes) if shares_gpus else sum(nodes)
     yield PlannedValue("all_nodes", "nodes of both sides", both)
-    alike = rollout.per_node if rollout.per_node == trainer.per_node else None
+    alike = generate.per_node if generate.per_node == train.per_node else None
     yield PlannedValue(
         "gpus_per_node", "the number of GPUs on each node, alike on both sides,", alike
     )
-    yield PlannedValue("is_colocated", "policies.system", run.policies.shares_gpus)
+    yield PlannedValue("is_colocated", "policies.system", shares_gpus)
 
 
 def _algorithm(algorithm: AlgorithmConfig) -> Iterator[PlannedValue]:

@@ -13,11 +13,12 @@ from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, gpu_of, load_gpu, price_of
 from streamrl.report.words import dollars, percent, share_text, tiers_text
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.frameworks import framework_of, settings_of
 from streamrl.runfile.keys import trainer_key
+from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 from streamrl.sim.planner.plan import Plan
@@ -79,22 +80,23 @@ def assumptions_of(
         yield from _of_plan(run.simulate.interval, plan)
 
 
-def _of_formats(run: Run) -> Iterator[Assumption]:
-    rollout = run.rollout
+def _of_formats(
+    rollout: RolloutConfig, model: ModelConfig, trainer_dtype: str | None
+) -> Iterator[Assumption]:
     if rollout.dtype is not None or rollout.kv_dtype is not None:
         yield Assumption(
             "formats of replicas",
-            str(rollout_precision(run.rollout, run.model)),
+            str(rollout_precision(rollout, model)),
             f"{RUN_FILE}: rollout",
         )
-    if run.trainer.dtype is not None:
-        yield Assumption("products of training", run.trainer.dtype, f"{RUN_FILE}: trainer.dtype")
+    if trainer_dtype is not None:
+        yield Assumption("products of training", trainer_dtype, f"{RUN_FILE}: trainer.dtype")
 
 
 def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
     algorithm = run.algorithm
     yield Assumption("model", f"{model.name} in {run.model.dtype}", model.source)
-    yield from _of_formats(run)
+    yield from _of_formats(run.rollout, run.model, run.trainer.dtype)
     batch = f"{algorithm.prompts_per_step:,} prompts"
     if algorithm.group_size > 1:
         batch += f" with {algorithm.group_size} rollouts each"
