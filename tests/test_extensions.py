@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.engine.messages import Generate
+from streamrl.engine.policies.dispatch import LeastLoaded
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.samples import read_completions
 from streamrl.runfile.algorithms import ALGORITHMS
@@ -269,3 +270,19 @@ def constants(path: Path) -> frozenset[str]:
     nodes = ast.walk(ast.parse(path.read_text()))
     values = (node.value for node in nodes if isinstance(node, ast.Constant))
     return frozenset(value for value in values if isinstance(value, str))
+
+
+class Reversed(LeastLoaded):
+    """A policy of a user's own, which overrides where rollouts go."""
+
+
+def test_a_subclass_of_a_policy_that_can_wait_is_refused_and_never_replaced() -> None:
+    changes = {
+        "policies.learns_from_siblings": True,
+        "policies.order": "longest-first",
+        "algorithm.group_size": 2,
+    }
+    small_run({**changes, "policies.dispatch": "least-loaded"})
+    with pytest.raises(RunError) as caught:
+        small_run({**changes, "policies.dispatch": "tests.test_extensions:Reversed"})
+    assert caught.value.key == "policies.dispatch"

@@ -33,9 +33,14 @@ class DispatchProperties:
     needs_lengths = False
     """Whether it does nothing unless the lengths of rollouts are expected to differ."""
     sends_just_in_time = False
-    """Whether it can keep rollouts until a replica has a free place (`JustInTime`)."""
+    """Whether it can keep rollouts until a replica has a free slot. A subclass does not inherit this."""
     has_tail = False
     """Whether replicas are reserved for the longest rollouts, as `policies.migration` "overrun" needs."""
+
+    def __init_subclass__(cls) -> None:
+        """Let each class say by itself that it can wait: `LeastLoaded` then makes another policy of itself."""
+        super().__init_subclass__()
+        cls.sends_just_in_time = bool(vars(cls).get("sends_just_in_time", False))
 
 
 def dispatch_named(name: str | None) -> type[DispatchProperties]:
