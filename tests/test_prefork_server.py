@@ -215,7 +215,9 @@ def test_a_nursery_that_cannot_begin_is_an_error(
 ) -> None:
     monkeypatch.setattr(processes, "_prefork_servers", {})
     monkeypatch.setattr(processes.sys, "executable", "/bin/false")
-    with pytest.raises(ChildProcessError, match="workers are forked from has died"):
+    with pytest.raises(
+        ChildProcessError, match="prefork server, from which workers are forked, has died"
+    ):
         asyncio.run(LocalProcess.start(ROLE, {}, tmp_path / "log", {}, begin=fork))
 
 
@@ -251,7 +253,9 @@ def test_a_nursery_whose_modules_start_threads_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "COMMON", ("tests.thread_at_import",))
-    with pytest.raises(ChildProcessError, match="workers are forked from has died"):
+    with pytest.raises(
+        ChildProcessError, match="prefork server, from which workers are forked, has died"
+    ):
         asyncio.run(LocalProcess.start(ROLE, {}, tmp_path / "log", {}, begin=fork))
     assert "tests.thread_at_import started 1 threads" in (tmp_path / "log").read_text()
 

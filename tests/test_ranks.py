@@ -438,14 +438,14 @@ def test_a_lost_rank_is_a_lost_trainer(
 def test_samples_are_dealt_by_tokens_and_stay_where_they_were_scored() -> None:
     handles = RankHandles([None, None], lambda: None)  # type: ignore[list-item]
     samples = make_samples(5, 40)
-    shares = handles.deal("score", samples)
+    shares = handles.shard("score", samples)
     assert sorted(s.rollout for share in shares for s in share) == list(range(40))
     tokens = [sum(s.output[0].num_tokens for s in share) for share in shares]
     assert abs(tokens[0] - tokens[1]) <= 42
-    again = handles.deal("train", samples[::-1][:25])
+    again = handles.shard("train", samples[::-1][:25])
     for share, scored in zip(again, shares, strict=True):
         assert {s.rollout for s in share} <= {s.rollout for s in scored}
-    assert handles.deal("train", samples[:1]) == [samples[:1], []]  # forgotten: to the emptiest
+    assert handles.shard("train", samples[:1]) == [samples[:1], []]  # forgotten: to the emptiest
 
 
 def test_a_rank_out_of_range_is_refused() -> None:

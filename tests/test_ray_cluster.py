@@ -35,9 +35,9 @@ def test_a_cluster_that_has_all_is_taken() -> None:
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        ([FAR], r"cluster\.pools\.near: no node of the Ray cluster is of it"),
-        ([{**FAR, "GPU": 3.0}, NEAR], "needs 4 GPUs, the 1 nodes .* have 3"),
-        ([{"pool-far": 1.0, "CPU": 8.0}, NEAR], "needs 4 GPUs, the 1 nodes .* have 0"),
+        ([FAR], r"cluster\.pools\.near: no node of the Ray cluster is in this pool"),
+        ([{**FAR, "GPU": 3.0}, NEAR], "needs 4 GPUs, but the 1 nodes .* have 3"),
+        ([{"pool-far": 1.0, "CPU": 8.0}, NEAR], "needs 4 GPUs, but the 1 nodes .* have 0"),
         ([{**FAR, "GPU": 1.0}] * 4 + [NEAR], "a replica needs 2 GPUs of one node"),
     ],
 )
@@ -49,7 +49,7 @@ def test_what_a_cluster_lacks_is_told(nodes: list[dict[str, float]], words: str)
 def test_on_cpus_cores_count() -> None:
     run = run_of(**{"execute.device": "cpu", "execute.threads": 3})
     check_cluster(run, [{"pool-far": 1.0, "CPU": 12.0}, NEAR])
-    with pytest.raises(ValueError, match=r"needs 12 CPUs, the 1 nodes .* have 11"):
+    with pytest.raises(ValueError, match=r"needs 12 CPUs, but the 1 nodes .* have 11"):
         check_cluster(run, [{"pool-far": 1.0, "CPU": 11.0}, NEAR])
 
 

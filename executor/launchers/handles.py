@@ -1,20 +1,19 @@
-"""Call a role through one async handle, wherever it lives, and notice when its process is dead.
+"""Call a role through one async handle, in this process or another one, and detect when its process is dead.
 
-Does a process live? It answers pings, or it computes; one that is stopped, or waits for what never comes, does neither.
+`await handle.call("method", ...)` returns the method's result. `remote` turns the Protocol of a role into such calls.
+Calls on one handle begin in the order in which they are made. Every pending and later call raises `WorkerLostError`
+in these cases:
 
-Time is counted in pings, so that a controller that was itself stopped for an hour finds its workers alive.
+- The process dies, or gives no sign of life for too long.
+- The role reports that it cannot continue.
+- The handle is closed.
 
-One async handle on a role, wherever it lives: in this process (tests), or in a local process of its own.
+A process is alive if it answers pings or uses CPU time. A stopped or deadlocked process does neither. Silence is
+counted in pings, not in seconds. So a controller that was itself stopped for an hour does not kill its workers.
 
-`await handle.call("method", ...)` gives its result; `streamrl.executor.launchers.handles` makes such calls out of a role's
-contract. Calls on one handle begin in the order they are made. A process that dies, gives no sign of life for too
-long, or has a role that can do nothing any more, and one whose handle is closed, makes every pending and later call
-raise `WorkerLostError`.
-
-Several ranks of one trainer behind one handle: each call goes to all of them, samples are dealt out among them.
-
-The gradient of a batch is the same however its samples are dealt; by tokens, ranks have about as much to do. A rollout
-that was scored is trained where it was scored. Ranks wait for each other inside, so that what ends one ends all.
+`RankHandles` combines the ranks of one trainer. Each call goes to all ranks, and samples are split by tokens, so that
+ranks have about equal work. The gradient of a batch does not depend on the split. A scored rollout is trained on the
+rank that scored it. Ranks wait for each other in collectives, so if one rank dies, all are killed.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ PING_TIME = (
     1.0  # seconds between two pings: far shorter than any patience, far longer than an answer takes
 )
 PATIENCE = ExecuteConfig().patience
-"""Seconds without a sign of life, where nothing else is said."""
+"""Default limit of silence, in seconds."""
 FACTOR = 10
-"""How many times as long as the longest silence so far a process may be silent, and as `patience` while it starts and
-imports what its role needs."""
+"""A process may be silent for this multiple of its longest silence so far. While it starts and imports libraries, the
+limit is this multiple of `patience`."""
 
 
 class Heartbeat:
-    """The signs of life of one process, counted in pings; it is told when one is due and when one is answered."""
+    """Count the pings that one process has not answered, and decide when it counts as dead."""
 
     def __init__(self, pid: int | None, patience: float) -> None:
-        """Begin with a process of this machine, or with one whose CPU time nobody tells."""
+        """Watch a process of this machine, or a remote one (`pid` is None) whose CPU time is unknown."""
         self._pid = pid
         self._patience = patience
         self._num_silent = 0
-        """Pings for which there was no sign of life."""
+        """Consecutive pings without a sign of life."""
         self._longest = 0.0
         self._has_started = False
         self._is_waiting = False
@@ -85,7 +84,7 @@ class Heartbeat:
         return self.silence > (most if self._has_started else FACTOR * self._patience)
 
     def is_asked_for(self) -> bool:
-        """Enter that it is time for a ping; return whether one should be sent, as none waits for its answer."""
+        """Return whether to send a ping now; if one is still unanswered, count its silence instead."""
         if not self._is_waiting:
             self._is_waiting = True
             return True
@@ -98,7 +97,7 @@ class Heartbeat:
         return False
 
     def answer(self, has_started: bool = True) -> None:
-        """Enter that the last ping was answered, and whether by a process that has made its role."""
+        """Record the answer to the last ping, and whether the process has created its role."""
         if self._has_started:
             self._longest = max(self._longest, self.silence)
         self._has_started = has_started
@@ -107,7 +106,7 @@ class Heartbeat:
 
 
 def cpu_ticks(pid: int) -> int:
-    """Return the CPU time of a process so far, in clock ticks (proc(5), utime and stime); 0 where nobody tells."""
+    """Return the CPU time of a process in clock ticks (proc(5), utime + stime), or 0 if it cannot be read."""
     with contextlib.suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text()
         user, system = stat.rpartition(")")[2].split()[11:13]
@@ -115,7 +114,7 @@ def cpu_ticks(pid: int) -> int:
     return 0
 
 
-CLOSE_TIME = 5.0  # seconds that a worker gets to leave before it is killed
+CLOSE_TIME = 5.0  # seconds that a worker has to exit before it is killed
 
 T = TypeVar("T")
 Config = dict[str, object]
@@ -123,19 +122,19 @@ Config = dict[str, object]
 
 
 class WorkerLostError(ConnectionError):
-    """The process that a role lives in has died."""
+    """The process of a role has died."""
 
 
 @runtime_checkable
 class Process(Protocol):
-    """A handle on a process that faults can strike."""
+    """A handle on a process into which faults can be injected."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is known that nothing more comes from it."""
+        """Whether the process is known to be dead or closed."""
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Let the process suffer a signal."""
+        """Send the process a signal."""
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Run a method of the role."""
@@ -151,7 +150,7 @@ class Handle(ABC):
     """A role that can be called."""
 
     _lost: WorkerLostError | None = None
-    """Why nothing more comes from it; None while something may."""
+    """Why every call fails from now on; None while the role works."""
 
     @abstractmethod
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
@@ -159,18 +158,18 @@ class Handle(ABC):
 
     @abstractmethod
     def kill(self, reason: str) -> None:
-        """Let every pending and later call raise `WorkerLostError`; a process ends at once, whatever it does."""
+        """Kill the process at once, and let every pending and later call raise `WorkerLostError`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the role; nothing of it is left behind."""
+        """End the role and its process."""
 
     def _result_of(self, answer: Answer, returns: type[T]) -> T:
-        """Return what another process has answered.
+        """Return the result in the answer of another process.
 
         Raises:
             AnswerError: the call failed there.
-            WorkerLostError: the role can do nothing any more; it is killed.
+            WorkerLostError: the role reports that it cannot continue; its process is killed.
         """
         if answer.kind == "result":
             return decode(answer.value, returns)
@@ -190,7 +189,7 @@ class InProcess(Handle):
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        """Await the role's own method."""
+        """Await the method of the role."""
         if self._lost is not None:
             raise self._lost
         work: asyncio.Task[T] = asyncio.ensure_future(getattr(self._role, method)(*arguments))
@@ -208,18 +207,18 @@ class InProcess(Handle):
         raise self._lost
 
     def kill(self, reason: str) -> None:
-        """Cancel what runs; a computation in a thread goes on to its end, for nobody."""
+        """Cancel running calls; a computation in a thread runs to its end, and its result is dropped."""
         self._lost = self._lost or WorkerLostError(f"role in this process {reason}")
         for work in self._calls:
             work.cancel()
 
     async def close(self) -> None:
-        """Let the role stop."""
+        """Stop the role."""
         await self._role.stop()
 
 
 class LocalProcess(Handle):
-    """A role in a process of its own on this machine, at the other end of a socket pair."""
+    """A role in its own process on this machine, connected by a socket pair."""
 
     def __init__(
         self,
@@ -247,7 +246,7 @@ class LocalProcess(Handle):
         patience: float = PATIENCE,
         begin: processes.Begin = processes.spawn,
     ) -> LocalProcess:
-        """Start the process; its output goes to `log`, and it is killed where it seems dead for `patience` seconds."""
+        """Start the process, with its output in `log`; kill it after `patience` seconds without a sign of life."""
         ours, theirs = socket.socketpair()
         with log.open("ab") as output, theirs:
             process = await begin(role_path, theirs, output, {**os.environ, **environment})
@@ -263,35 +262,35 @@ class LocalProcess(Handle):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is known that nothing more comes from it."""
+        """Whether the process is known to be dead or closed."""
         return self._lost is not None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Let the process suffer a signal."""
+        """Send the process a signal."""
         os.kill(self.pid, number)
 
     @property
     def exit_status(self) -> int | None:
-        """The process's exit status, negative for a signal; None while it lives."""
+        """The exit status of the process, negative for a signal; None while it is alive."""
         return self._process.returncode
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        """Send the call now, wait for its result."""
+        """Send the call now and wait for its result."""
         return self._result_of(await self._send(method, arguments), returns)
 
     def kill(self, reason: str) -> None:
-        """Kill the process, also one that is stopped, and say why it is lost."""
+        """Kill the process, even a stopped one, and record the reason."""
         self._lose(reason)
         self._process.kill()
 
     async def close(self) -> None:
-        """Hang up, wait a little, then kill."""
+        """Close the connection, wait up to `CLOSE_TIME` for the exit, then kill."""
         self._listener.cancel()
         self._lose("was closed")
         await asyncio.to_thread(self._end)
 
     def _end(self) -> int:
-        """Wait for the process, but not for ever; return its exit status."""
+        """Wait for the process, then kill it; return its exit status."""
         try:
             return self._process.wait(CLOSE_TIME)
         except subprocess.TimeoutExpired:
@@ -315,7 +314,7 @@ class LocalProcess(Handle):
                     self._heartbeat.answer()
                     continue
                 waiting = self._answers.pop(answer.id)
-                if not waiting.done():  # else its caller was cancelled
+                if not waiting.done():  # a cancelled caller does not wait any more
                     waiting.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await asyncio.to_thread(self._end)
@@ -324,7 +323,7 @@ class LocalProcess(Handle):
             self.kill(f"sent what is no answer and was killed: {error}")
 
     async def _beat(self) -> None:
-        """Ask for a sign of life now and then, until there has been none for too long."""
+        """Ping every `PING_TIME`; kill the process when it has been silent for too long."""
         while not self._heartbeat.is_over:
             if self._heartbeat.is_asked_for():
                 write_frame(self._writer, Call(PING, "", []))
@@ -332,7 +331,7 @@ class LocalProcess(Handle):
         self.kill(f"gave no sign of life for {self._heartbeat.silence:.0f} s and was killed")
 
     def _lose(self, how: str) -> None:
-        """Hang up, and fail every pending and later call."""
+        """Close the connection, and fail every pending and later call."""
         if self._lost is None:
             self._lost = WorkerLostError(f"worker process {self.pid} {how}")
             self._beating.cancel()
@@ -347,23 +346,23 @@ R = TypeVar("R")
 
 
 def remote(role: Callable[..., R], handle: Handle) -> R:
-    """Return the role that lives behind `handle`: each async method of its Protocol is a call.
+    """Return an object with the async methods of a role's Protocol; each method is a call on `handle`.
 
     Args:
-        role: the Protocol, as a callable only because a type checker takes no abstract class for `type[R]`.
-        handle: reaches an implementation of it; closing it is the caller's, as `stop` alone leaves its process.
+        role: the Protocol, typed as a callable because a type checker rejects an abstract class for `type[R]`.
+        handle: reaches an implementation of the role. The caller must close it, because `stop` does not end the process.
     """
     methods = inspect.getmembers(role, inspect.iscoroutinefunction)
     return cast(R, SimpleNamespace(**{name: _caller(handle, each) for name, each in methods}))
 
 
 def _caller(handle: Handle, method: Any) -> Callable[..., Awaitable[Any]]:
-    """Return what calls one method, its arguments in the order and its result of the type that it declares."""
+    """Return a function that calls one method, with the declared order of arguments and type of result."""
     name, signature = method.__name__, inspect.signature(method)
     returns = get_type_hints(method)["return"]
 
     def call(*arguments: object, **named: object) -> Awaitable[Any]:
-        if named:  # binding takes longer than the rest of a call
+        if named:  # bind only if needed: it takes longer than the rest of a call
             arguments = signature.bind(None, *arguments, **named).args[1:]
         return handle.call(name, *arguments, returns=returns)
 
@@ -371,29 +370,29 @@ def _caller(handle: Handle, method: Any) -> Callable[..., Awaitable[Any]]:
 
 
 END_TIME = 30.0
-"""Seconds that the others get to end a call that failed on one rank: longer than they take where none waits for it."""
-DEALT = {"score", "train"}
-"""Methods whose argument is samples."""
+"""Seconds that other ranks get to end a call that failed on one rank. A rank that is not blocked needs less."""
+SHARDED = {"score", "train"}
+"""Methods whose argument is a list of samples, which is split over the ranks."""
 OTHER_RANK = "another rank"
-"""In what a rank says that refuses nothing itself, as `streamrl.executor.trainer.rank_group` words it."""
+"""Text in the error of a rank that only repeats another rank's error; see `streamrl.executor.trainer.rank_group`."""
 
 
 class RankHandles(Handle):
-    """The ranks of one trainer."""
+    """The ranks of one trainer behind one handle."""
 
     def __init__(self, ranks: Sequence[Handle], forget: Callable[[], None]) -> None:
-        """Take a handle on each rank, and what removes that through which they found each other."""
+        """Combine the handles of all ranks; `forget` removes the rendezvous file."""
         self.ranks = list(ranks)
         self._forget_rendezvous = forget
         self._rank_of: dict[int, int] = {}
-        """By rollout that was scored; the other one of its pair goes there too."""
+        """Rank of each scored rollout; its partner (of a preference pair) goes to the same rank."""
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        """Call every rank, and return what the first one does."""
+        """Call every rank, and return the result of the first one."""
         shares: list[tuple[object, ...]] = [arguments] * len(self.ranks)
-        if method in DEALT:
+        if method in SHARDED:
             samples: Any = arguments[0]
-            shares = [(share,) for share in self.deal(method, samples)]
+            shares = [(share,) for share in self.shard(method, samples)]
         calls = [
             asyncio.ensure_future(rank.call(method, *share, returns=returns))
             for rank, share in zip(self.ranks, shares, strict=True)
@@ -405,7 +404,7 @@ class RankHandles(Handle):
                 call.cancel()
 
     async def _first_of(self, calls: Sequence[asyncio.Future[T]], method: str) -> T:
-        """Return what the first rank answers once all have; raise what went wrong."""
+        """Return the first rank's answer once all ranks have answered; raise an error if a rank failed."""
         _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         errors = _errors(calls)
         if waiting and not any(isinstance(error, WorkerLostError) for error in errors):
@@ -420,8 +419,8 @@ class RankHandles(Handle):
             raise min(errors, key=lambda error: OTHER_RANK in str(error))
         return calls[0].result()
 
-    def deal(self, method: str, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Return the samples of each rank: of the longest first, to whoever has the fewest tokens."""
+    def shard(self, method: str, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Return the samples of each rank: assign the longest first, each to the rank with the fewest tokens."""
         shares: list[list[Sample]] = [[] for _ in self.ranks]
         filled = [0] * len(self.ranks)
         for sample in sorted(samples, key=lambda sample: (-_tokens_of(sample), sample.rollout)):
@@ -451,7 +450,7 @@ class RankHandles(Handle):
 
 
 def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    """Return what went wrong so far, in order of ranks."""
+    """Return the errors so far, in order of ranks."""
     done = (call for call in calls if call.done() and not call.cancelled())
     return [error for call in done if (error := call.exception()) is not None]
 

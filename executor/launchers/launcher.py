@@ -1,4 +1,4 @@
-"""Tell each role its configuration as it starts, whatever launcher starts it."""
+"""Build the configuration of each role from the run file, for every kind of launcher."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ REWARD_MODEL = "streamrl.executor.verifier.reward_model:RewardWorker"
 COUNTER = "streamrl.executor.subscribers.counting_trainer:CountingTrainer"
 RELAY = "streamrl.executor.transfer.relay:RelayWorker"
 LOGITS_CHUNK = 1024
-"""Tokens whose logits exist at once in chunks: as many as the losses of Liger and prime-rl take."""
+"""Tokens for which logits are computed at once. Liger and prime-rl use the same chunk."""
 KEPT_BYTES = 2**30
-"""Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
-back to the kernel and faults their pages in again every step: on a CPU that made decode steps of 64 rollouts
-two to three times slower."""
+"""Freed host memory, in bytes, that a worker keeps for its next tensors. By default glibc returns tensors above about
+1 MB to the kernel, and their pages fault again in every step. That made decode steps of 64 rollouts on a CPU two to
+three times slower."""
 KEPT_KERNELS = 2**13
-"""What a worker keeps of the kernels that oneDNN compiles for each number of tokens in half precision: of the 1,024 that it
-keeps by itself passes of some hundred sizes, which prefixes give, use none a second time and take twice as long. 26 KB each."""
+"""Compiled oneDNN kernels that a worker caches, of 26 KB each. In half precision oneDNN compiles one for each number of
+tokens. Prefixes lead to some hundred pass sizes. With the default cache of 1,024 no kernel was reused, and passes took
+twice as long."""
 
 
 class Launcher(ABC):
-    """Makes handles on roles."""
+    """Starts roles and returns a handle on each."""
 
     def __init__(self, run: Run, directory: RunDirectory) -> None:
         self._run = run
@@ -42,15 +43,15 @@ class Launcher(ABC):
         """CPU threads of each role."""
 
     def join(self, run: Run) -> None:
-        """Take the run with one more trainer, and the GPUs that this one has.
+        """Replace the run by one with an additional trainer, and reserve that trainer's GPUs.
 
         Raises:
-            RuntimeError: its pool has too few that are free.
+            RuntimeError: its pool has too few free GPUs.
         """
         self._run = run
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
-        """Start the role of a replica of a kind on GPUs that no living replica has."""
+        """Start a replica of a kind, on GPUs that no other replica uses."""
         run = self._run.of_kind(kind)
         config: Config = {
             "model": model,
@@ -69,7 +70,7 @@ class Launcher(ABC):
             "save_time": float(run.execute.save_tokens_every),
             **self._common(run.rollout.pool),
         }
-        if self._run.serves_adapters:  # a checkpoint has them merged, and apart
+        if self._run.serves_adapters:  # a checkpoint has merged weights and separate adapters
             is_first = model == run.model.path
             config["model"] = run.model.path
             config["adapters"] = None if is_first else str(Path(model) / ADAPTERS)
@@ -77,7 +78,7 @@ class Launcher(ABC):
         return await self._start_replica(replica_id, kind, config)
 
     async def trainer(self, number: int) -> Handle:
-        """Start the role of a trainer, on each of its ranks."""
+        """Start a trainer on all of its ranks."""
         run = self._run.as_seen_by(number)
         algorithm, common = run.algorithm, self._common(run.trainer.pool)
         config: Config = {
@@ -117,7 +118,7 @@ class Launcher(ABC):
         return await self._start_ranks(number, ranks)
 
     async def reward_model(self, number: int) -> Handle:
-        """Start the role of a replica of the reward model."""
+        """Start a replica of the reward model."""
         verifier = self._run.verifier
         reward, pool = verifier.reward_model, verifier.pool
         assert reward is not None and pool is not None, "check_rewards wants both"
@@ -131,11 +132,11 @@ class Launcher(ABC):
         return await self._start_reward_model(number, config)
 
     def _trainer_role(self, number: int) -> str:
-        """Return what a trainer of one rank is."""
+        """Return the role of a trainer with one rank."""
         return COUNTER if self._run.only_counts(number) else TRAINER
 
     async def relay(self, place: str | None) -> Handle:
-        """Start the relay of a place, or the one beside the trainer."""
+        """Start the weight relay of a place; None means the primary trainer's node."""
         run = self._run
         config: Config = {
             "model": run.model.path,
@@ -147,15 +148,15 @@ class Launcher(ABC):
 
     @abstractmethod
     def free(self, replica_id: int) -> None:
-        """Give the GPUs of a replica that is gone back."""
+        """Release the GPUs of a replica that has ended."""
 
     @abstractmethod
     def place_of(self, replica_id: int) -> str:
-        """Return where a replica loads weights: those of one place share a relay."""
+        """Return the place where a replica loads weights; replicas of one place share a relay."""
 
     @abstractmethod
     def trainer_place(self) -> str:
-        """Return the place of the leading trainer's first rank."""
+        """Return the place of the primary trainer's first rank."""
 
     @abstractmethod
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle: ...
@@ -173,7 +174,7 @@ class Launcher(ABC):
     async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle: ...
 
     def device(self, pool: str) -> str:
-        """Return the device, as a role's own process names it, of roles in a pool."""
+        """Return the torch device of a pool's roles, as their own process names it."""
         return device_of(self._run.execute.device, self._run.cluster.pools, pool)
 
     def _common(self, pool: str) -> Config:
@@ -186,12 +187,12 @@ class Launcher(ABC):
 
 
 def name_of(trainer: int) -> str:
-    """Return what the log of a trainer is called."""
+    """Return the base name of a trainer's log file."""
     return f"follower-{trainer}" if trainer else "trainer"
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Return what a worker process finds in its environment beside what this one has."""
+    """Return the environment variables that every worker gets in addition to those of this process."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),

@@ -1,4 +1,4 @@
-"""Start roles as processes of this machine, or in this process."""
+"""Start roles as processes on this machine, or inside this process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from streamrl.runfile.config import Run
 
 THIS_MACHINE = "this machine"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-"""Over which ranks talk: all are on this machine."""
+"""Network interface between ranks, which are all on this machine."""
 
 
 class LocalLauncher(Launcher):
-    """Puts each role on the GPUs of this machine that its place stands for."""
+    """Starts each role on those GPUs of this machine that correspond to its place."""
 
     def __init__(self, run: Run, directory: RunDirectory, gpus: Sequence[str] = ()) -> None:
         super().__init__(run, directory)
         self._placement = Placement(run)
         self._gpus = LocalGpus(run, gpus)
         self._num_trainers = 0
-        """Trainers with several ranks that were started."""
+        """Number of trainers with several ranks started so far."""
 
     @property
     def num_threads(self) -> int:
@@ -44,15 +44,15 @@ class LocalLauncher(Launcher):
         return threads_of(self._run)
 
     def device(self, pool: str) -> str:
-        """Return the device, as a role's own process names it: one of its own sees no GPUs but those of its place."""
+        """Return the torch device; a worker process sees only its own GPUs, so it needs no index."""
         device = super().device(pool)
         return device if self._run.execute.launcher == "in-process" else device.partition(":")[0]
 
     def join(self, run: Run) -> None:
-        """Take the run with one more trainer, and the GPUs that this one has.
+        """Replace the run by one with an additional trainer, and reserve that trainer's place.
 
         Raises:
-            RuntimeError: its pool has too few that are free, or the run claimed none for it.
+            RuntimeError: its pool has too few free GPUs, or it needs a GPU, which the run did not claim at its start.
         """
         if device_of(run.execute.device, run.cluster.pools, run.trainers[-1].pool) == "cuda":
             raise RuntimeError("a run on this machine's GPUs claims them all as it begins")
@@ -60,15 +60,15 @@ class LocalLauncher(Launcher):
         super().join(run)
 
     def free(self, replica_id: int) -> None:
-        """Give the GPUs of a replica that is gone back."""
+        """Release the GPUs of a replica that has ended."""
         self._placement.free(replica_id)
 
     def place_of(self, replica_id: int) -> str:
-        """All replicas share a relay."""
+        """Return this machine: all replicas share one relay."""
         return THIS_MACHINE
 
     def trainer_place(self) -> str:
-        """All is on one machine."""
+        """Return this machine."""
         return THIS_MACHINE
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
@@ -116,7 +116,7 @@ class LocalLauncher(Launcher):
         )
 
     def environment(self, place: Place) -> dict[str, str]:
-        """Return what the process of a role finds in its environment beside what this one has."""
+        """Return the environment variables that a role gets in addition to those of this process."""
         return {
             **worker_environment(self.num_threads),
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK),

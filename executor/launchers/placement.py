@@ -1,14 +1,11 @@
 """Place the roles of a run on the GPUs and CPU cores of this machine.
 
-Which GPUs of which node each role of a run has; what a launcher makes of them is its own business.
+`Placement` assigns GPUs of a pool's nodes to each role. Roles take the lowest free GPUs in this order: replicas,
+trainers, reward models, replicas added later. The GPUs of one replica, or of one tensor-parallel group of the trainer,
+are on one node, connected by NVLink.
 
-Replicas have the lowest GPUs of their pool, then the trainers, the reward model, then replicas that are added. The GPUs of one replica,
-and of one tensor-parallel group of the trainer, are on one node, where they talk over NVLink.
-
-Which GPUs of this machine the places of a run stand for.
-
-All pools are on this one machine, whatever their nodes: GPUs are numbered as the run takes them. Those of the first
-replicas come first, then the trainers', the reward model's, then those of replicas that are added. Roles on the CPU have none.
+`LocalGpus` maps these places to the GPUs of this machine, which has all pools and all of their nodes. GPUs are
+numbered in the same order of roles. Roles on the CPU get no GPU.
 """
 
 from __future__ import annotations
@@ -34,11 +31,11 @@ class Place(NamedTuple):
     node: int
     """Index of the node within the pool."""
     gpus: tuple[int, ...]
-    """Indices of the GPUs on that node, rising."""
+    """Indices of the GPUs on that node, in ascending order."""
 
 
 class Placement:
-    """Knows which GPUs are taken, and gives a replica those that nobody has."""
+    """Tracks which GPUs are taken, and assigns free GPUs to roles."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -52,8 +49,8 @@ class Placement:
             for replica, kind in enumerate(first):
                 self.replica(replica, kind)
         self.trainers = [self._take_trainer(number) for number in range(run.num_trainers)]
-        """The place of each rank of each trainer, one GPU each, since a rank is a process of its own. Ranks of one
-        tensor-parallel group follow each other, then those of data parallelism, then stages:
+        """Place of each rank of each trainer. A rank is a process with one GPU. The tensor-parallel index varies
+        fastest, then the data-parallel index d, then the pipeline stage:
         rank = (stage x data + d) x tensor + t."""
         self.reward_models = list(self._take_reward_models())
         """The place of each replica of the reward model."""
@@ -61,10 +58,10 @@ class Placement:
             self.free(replica)
 
     def join(self, run: Run) -> None:
-        """Take GPUs for the last trainer of a run, which joins the others.
+        """Reserve GPUs for the last trainer of `run`, which has just been added.
 
         Raises:
-            RuntimeError: no node has as many.
+            RuntimeError: no node has enough free GPUs.
         """
         before, self._run = self._run, run
         try:
@@ -74,10 +71,10 @@ class Placement:
             raise
 
     def replica(self, replica: int, kind: int = 0) -> Place:
-        """Take the lowest GPUs that nobody has for a replica of a kind.
+        """Reserve the lowest free GPUs for a replica of a kind.
 
         Raises:
-            RuntimeError: no node has as many.
+            RuntimeError: no node has enough free GPUs.
         """
         rollout = self._run.rollout.kinds[kind]
         place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
@@ -85,7 +82,7 @@ class Placement:
         return place
 
     def free(self, replica: int) -> None:
-        """Give the GPUs of a replica that is gone back; its replacement finds them."""
+        """Release the GPUs of a replica that has ended, for its replacement."""
         place = self._replicas.pop(replica, None)
         if place is not None:
             self._free[place.pool][place.node].update(place.gpus)
@@ -97,7 +94,7 @@ class Placement:
         groups = [
             self._take(trainer.pool, trainer.tensor_parallel, role) for _ in range(num_groups)
         ]
-        if run.policies.shares_gpus:  # replicas have the same ones while it rests
+        if run.policies.shares_gpus:  # replicas use the same GPUs while the trainer sleeps
             for place in groups:
                 self._free[place.pool][place.node].update(place.gpus)
         return tuple(
@@ -121,25 +118,25 @@ class Placement:
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
-"""An entry of CUDA_VISIBLE_DEVICES; whatever else hides itself and all that follow (CUDA C++ Programming Guide,
-section CUDA Environment Variables)."""
+"""A valid entry of CUDA_VISIBLE_DEVICES. CUDA ignores an invalid entry and all entries after it (CUDA C++ Programming
+Guide, section CUDA Environment Variables)."""
 
 
 def device_of(device: str, pools: dict[str, PoolConfig], pool: str) -> str:
-    """Return the device, as torch names it, of the roles in `pool`."""
+    """Return the torch device of the roles in `pool`."""
     if device != "auto":
         return device
     return "cpu" if pools[pool].gpu == "cpu" else "cuda"
 
 
 def index_of(device: str) -> int | None:
-    """Return the GPU that a device names, as in cuda:1; None where it names none."""
+    """Return the GPU index in a device name such as cuda:1, or None if there is none."""
     match = DEVICE.fullmatch(device)
     return None if match is None or match["index"] is None else int(match["index"])
 
 
 def gpus_needed(run: Run) -> int:
-    """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
+    """Return how many GPUs of this machine a run needs with its largest number of replicas."""
     kinds = run.rollout.kinds
     on_gpus = [
         own for own in kinds if device_of(run.execute.device, run.cluster.pools, own.pool) != "cpu"
@@ -170,19 +167,19 @@ def gpus_needed(run: Run) -> int:
 
 
 def on_cpus(device: str, pools: dict[str, PoolConfig], pool: str | None) -> bool:
-    """Whether what scores needs no GPU of its own."""
+    """Return whether the reward model runs on the CPU, or the run has none."""
     return pool is None or device_of(device, pools, pool) == "cpu"
 
 
 class LocalGpus:
-    """Turns a place into GPUs of this machine, as `VARIABLE` names them."""
+    """Maps places to GPUs of this machine, as entries of CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, run: Run, names: Sequence[str]) -> None:
         """Number the GPUs that a run may take.
 
         Args:
-            run: whose places they are.
-            names: the GPUs that it claimed; see `claim_gpus`.
+            run: the run whose roles are placed.
+            names: the GPUs that `claim_gpus` returned for it.
         """
         self._run = run
         self._names = names
@@ -193,9 +190,9 @@ class LocalGpus:
                     self._numbers.setdefault((place.pool, place.node, gpu), len(self._numbers))
 
     def environment(self, place: Place) -> dict[str, str]:
-        """Return what lets a process see the GPUs of its place and no other.
+        """Return the environment variables that restrict a process to the GPUs of its place.
 
-        Nothing where it works on the CPU; the one that `execute.device` names, where it names any.
+        A role on the CPU needs none. If `execute.device` names a GPU, every role gets that one.
         """
         device = device_of(self._run.execute.device, self._run.cluster.pools, place.pool)
         if device == "cpu":
@@ -207,12 +204,12 @@ class LocalGpus:
 
 
 def usable_gpus(inherited: str | None, num_seen: int) -> list[str]:
-    """Return the GPUs that this process may use, each as `VARIABLE` names it to a worker of its own.
+    """Return the GPUs that this process may use, each as an entry of CUDA_VISIBLE_DEVICES for a worker.
 
     Args:
-        inherited: the variable as this process has it, None where it is not set: indices, UUIDs of GPUs or of
-            MIG instances; one that is empty or begins with -1 hides all.
-        num_seen: GPUs that torch counts under it.
+        inherited: the variable in this process, or None if it is not set. It lists indices, UUIDs of GPUs, or UUIDs
+            of MIG instances. An empty value or a leading -1 hides all GPUs.
+        num_seen: GPUs that torch counts in this process.
     """
     if inherited is None:
         return [str(index) for index in range(num_seen)]
@@ -226,7 +223,7 @@ def usable_gpus(inherited: str | None, num_seen: int) -> list[str]:
 
 
 def find_gpus() -> list[str]:
-    """Return `usable_gpus` of this process; none where torch, or CUDA, is missing."""
+    """Return `usable_gpus` of this process; an empty list if torch or CUDA is missing."""
     try:
         import torch
     except ImportError:
@@ -236,29 +233,29 @@ def find_gpus() -> list[str]:
 
 
 def claim_gpus(run: Run) -> list[str]:
-    """Return the GPUs that the places of a run stand for, in order; torch is asked only where it needs any.
+    """Return the GPUs of this machine for the places of a run, in order; import torch only if it needs any.
 
     Raises:
-        ValueError: there are fewer than it needs.
+        ValueError: the machine has fewer GPUs than the run needs.
     """
     needed = gpus_needed(run)
-    found = find_gpus() if needed else []
-    if len(found) < needed:
+    gpus = find_gpus() if needed else []
+    if len(gpus) < needed:
         raise ValueError(
-            f"execute.device {run.execute.device!r} needs {needed} GPUs of this machine, {say_seen(len(found))}: "
+            f"execute.device {run.execute.device!r} needs {needed} GPUs of this machine, {say_seen(len(gpus))}: "
             "--set execute.device=cpu executes the run without"
         )
-    return found
+    return gpus
 
 
 def say_seen(num_gpus: int) -> str:
-    """Say how many GPUs there are, and under which variable."""
+    """Return text with the number of GPUs that torch sees, and the variable that limits them."""
     inherited = os.environ.get(VARIABLE)
     return f"torch sees {num_gpus}" + ("" if inherited is None else f" ({VARIABLE}={inherited!r})")
 
 
 def _places_in_order(run: Run) -> Iterator[Place]:
-    """Yield every place that a run may take: of its first replicas, its trainers, and replicas that are added."""
+    """Yield every place that a run may take: first replicas, trainers, reward models, then added replicas."""
     placement, first = Placement(run), run.rollout.kind_of_each
     yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
     for places in placement.trainers:
@@ -274,17 +271,20 @@ def _most_replicas(run: Run) -> int:
 
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Microseconds of CPU time that a container has in each period, and that period, in cgroup v2; "max" where it has all."""
+"""CPU quota of a container in cgroup v2: CPU time and period, both in microseconds; the time is "max" without a limit."""
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use: those of its affinity, and no more than its container's share."""
+    """Return how many CPU cores this process may use: its affinity, limited by its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(cores or 1, _allowed(QUOTA)))
 
 
 def roles_on_cores(run: Run) -> int:
-    """Return how many processes of a run compute on the CPU: replicas at the start, ranks of trainers that learn, reward models."""
+    """Return how many processes of a run compute on the CPU: initial replicas, trainer ranks and reward models.
+
+    Trainers that only count rollouts are left out.
+    """
     return sum(
         number
         for number, pool in _roles(run)
@@ -293,7 +293,7 @@ def roles_on_cores(run: Run) -> int:
 
 
 def _roles(run: Run) -> Iterator[tuple[int, str]]:
-    """Yield how many processes of a kind there are, each with their pool."""
+    """Yield the number of processes and the pool of each kind of role."""
     for kind in run.rollout.kinds:
         yield kind.replicas, kind.pool
     for number, trainer in enumerate(run.trainers):
@@ -304,7 +304,7 @@ def _roles(run: Run) -> Iterator[tuple[int, str]]:
 
 
 def threads_of(run: Run) -> int:
-    """Return the CPU threads of each worker process; where all have GPUs, weights are written and checked with them."""
+    """Return the CPU threads of each worker process; workers on GPUs use them to write and check weights."""
     if run.execute.threads is not None:
         return run.execute.threads
     if run.execute.deterministic:
@@ -314,7 +314,7 @@ def threads_of(run: Run) -> int:
 
 
 def _allowed(quota: Path) -> int:
-    """Return the cores that a quota is worth, a part of one counted whole."""
+    """Return the number of cores in a CPU quota, rounded up."""
     try:
         allowed, period = quota.read_text(encoding="ascii").split()
         return ceil(int(allowed) / int(period))

@@ -1,11 +1,15 @@
-"""The process that workers are forked from: it has imported what they all need, which takes one five seconds of a core.
+"""Fork worker processes from a prefork server that has imported their libraries.
 
     python -m streamrl.executor.launchers.prefork_server FD MODULE...
 
-Over FD its controller asks for workers and tells each one's role, environment and directory, with three descriptors: the
-worker's connection, its log, and a socket on which the prefork_server answers with the worker's process id and, once it has
-ended, its exit status. A prefork_server computes nothing, so that it has no threads which a fork would lose. It ends with the
-thread that asked for it first, or when it has had no workers for a while; who kills it kills its workers.
+Importing the libraries takes about five seconds of CPU time, which a forked worker saves.
+
+The controller requests workers over FD. A request has the role, the environment and the directory of the worker, and
+three file descriptors: the worker's connection, its log, and a socket for answers. On that socket the prefork server
+sends the worker's process id, and its exit status when it has ended.
+
+A prefork server computes nothing, because a fork would lose its threads. It ends with the thread that started it, or
+after `IDLE_TIME` without workers. If it is killed, its workers die too.
 """
 
 from __future__ import annotations
@@ -30,16 +34,16 @@ from streamrl.executor.launchers.worker import MODULE, serve
 from streamrl.executor.libc import die_with_parent, show_command_line
 
 IDLE_TIME = 300.0
-"""Seconds that it waits for somebody to ask for a worker while it has none: as who looks at a run and begins another."""
+"""Seconds that it waits for a request while it has no workers, long enough for a user who starts one run after another."""
 NUM_DESCRIPTORS = 3
 HEADER = 8
-"""Bytes that tell how long a request is; the descriptors come with them."""
+"""Bytes that encode the length of a request; the descriptors come with them."""
 CONNECTION = 3
-"""Descriptor of a worker's connection; it has no others but the standard ones."""
+"""Descriptor of a worker's connection. The worker has only this one and the standard ones."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):
-    """What a worker is to be."""
+    """Role, environment and working directory of a worker."""
 
     role: str
     environment: dict[str, str]
@@ -47,26 +51,26 @@ class WorkerRequest(msgspec.Struct, frozen=True):
 
 
 class Child(NamedTuple):
-    """A worker that lives."""
+    """A running worker."""
 
     pid: int
     answers: socket.socket
 
 
 def main(control: socket.socket, modules: Sequence[str]) -> None:
-    """Import what workers need, then fork them as they are asked for.
+    """Import the libraries of workers, then fork a worker for each request.
 
     Raises:
         RuntimeError: a module has started a thread.
     """
     for name in modules:
         importlib.import_module(name)
-    if threads := threading.active_count() - 1:  # those of libraries in C begin again by themselves
+    if threads := threading.active_count() - 1:  # C libraries restart their threads themselves
         raise RuntimeError(
-            f"{' '.join(modules)} started {threads} threads, which no fork takes along"
+            f"{' '.join(modules)} started {threads} threads, but a fork has none of them"
         )
     gc.collect()
-    gc.freeze()  # or collecting in a worker would copy all of it
+    gc.freeze()  # otherwise a garbage collection in a worker would copy all of these pages
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while ready := selector.select(IDLE_TIME if len(selector.get_map()) == 1 else None):
@@ -74,23 +78,23 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
                 if key.data is not None:
                     selector.unregister(key.fd)
                     _reap(key.fd, key.data)
-                elif (asked := receive(control)) is None:
+                elif (received := receive(control)) is None:
                     return
                 else:
-                    child = _fork(*asked)
+                    child = _fork(*received)
                     pidfd = os.pidfd_open(child.pid)
                     selector.register(pidfd, selectors.EVENT_READ, child)
 
 
 def send(control: socket.socket, request: WorkerRequest, descriptors: list[int]) -> None:
-    """Ask a prefork_server for a worker."""
+    """Request a worker from a prefork server."""
     data = msgspec.json.encode(request)
     socket.send_fds(control, [len(data).to_bytes(HEADER, "big")], descriptors)
     control.sendall(data)
 
 
 def receive(control: socket.socket) -> tuple[WorkerRequest, list[int]] | None:
-    """Return a request and its descriptors; None where there are no more."""
+    """Return the next request and its descriptors, or None if the connection is closed."""
     header, descriptors, _, _ = socket.recv_fds(control, HEADER, NUM_DESCRIPTORS)
     if not header:
         return None
@@ -104,37 +108,37 @@ def receive(control: socket.socket) -> tuple[WorkerRequest, list[int]] | None:
 
 
 def _fork(request: WorkerRequest, descriptors: list[int]) -> Child:
-    connection, log, told = descriptors
+    connection, log, answers = descriptors
     pid = os.fork()
     if pid == 0:
         _work(request, connection, log)
     os.close(connection)
     os.close(log)
-    child = Child(pid, socket.socket(fileno=told))
-    _tell(child, pid)
+    child = Child(pid, socket.socket(fileno=answers))
+    _answer(child, pid)
     return child
 
 
 def _reap(pidfd: int, child: Child) -> None:
-    """Tell how a worker has ended, then take back its process: until then nobody else has its id."""
+    """Send the exit status of a worker, then reap it; the kernel does not reuse its id before that."""
     os.close(pidfd)
     ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert ended is not None, "it is waited for"
     status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     with child.answers:
-        _tell(child, status)
+        _answer(child, status)
     os.waitpid(child.pid, 0)
 
 
-def _tell(child: Child, number: int) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # nobody asks any more
+def _answer(child: Child, number: int) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # the controller has closed the socket
         child.answers.send(str(number).encode(), socket.MSG_NOSIGNAL)
 
 
 def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:
-    """Be a worker, as one that was started by itself is."""
+    """Run as a worker, in the same state as a spawned one."""
     try:
-        os.setsid()  # Ctrl-C is the controller's to handle
+        os.setsid()  # the controller handles Ctrl-C
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(connection, CONNECTION, inheritable=False)
@@ -155,5 +159,5 @@ def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:
 if __name__ == "__main__":
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:-1])  # the last makes room
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:-1])  # the last argument is padding
     os._exit(0)

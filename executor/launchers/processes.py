@@ -25,7 +25,7 @@ READ_AT_IMPORT = (
     *("DNNL_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON"),
     *("TORCH", "TRANSFORMERS_", "VLLM_"),
 )
-"""Beginnings of variables that libraries look at once: who has others needs another prefork_server."""
+"""Prefixes of variables that libraries read at import. If their values differ, another prefork server is needed."""
 COMMON = ("streamrl.executor.rollout.replica_worker", "streamrl.executor.trainer.trainer_worker")
 """Whose imports, torch and transformers among them, most workers need: a prefork_server has them."""
 PADDING = " " * 100
@@ -37,7 +37,7 @@ MOST_BYTES = 32
 
 
 class WorkerProcess(Protocol):
-    """The process of a worker, as `subprocess.Popen` has it."""
+    """The process of a worker, with the methods of `subprocess.Popen`."""
 
     pid: int
     returncode: int | None
@@ -46,19 +46,19 @@ class WorkerProcess(Protocol):
         """Return its exit status, negative for a signal.
 
         Raises:
-            subprocess.TimeoutExpired: it lives on.
+            subprocess.TimeoutExpired: the process is still alive.
         """
 
     def kill(self) -> None:
-        """Kill it, if it lives."""
+        """Kill it, if it is alive."""
 
 
 Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[WorkerProcess]]
-"""Of a role, the worker's end of its connection, its log and its whole environment."""
+"""Starts a worker from its role, its end of the connection, its log and its whole environment."""
 
 
 def begin_for(device: str, backend: object = None) -> Begin:
-    """Return how a worker of a device begins: CUDA has threads that no fork takes along."""
+    """Return the function that starts a worker of a device; with CUDA it spawns, because a fork loses CUDA's threads."""
     if sys.platform != "linux" or device != "cpu":
         return spawn
     is_engine = ENGINES.find_error(backend, ENGINES.key) is None
@@ -69,14 +69,14 @@ def begin_for(device: str, backend: object = None) -> Begin:
 async def spawn(
     role: str, connection: socket.socket, log: BinaryIO, environment: Environment
 ) -> WorkerProcess:
-    """Start a worker that imports what it needs."""
+    """Start a worker that imports its libraries itself."""
     return _start([worker.MODULE, role, str(connection.fileno())], connection, log, environment)
 
 
 def _start(
     words: list[str], connection: socket.socket, log: BinaryIO, environment: Environment
 ) -> subprocess.Popen[bytes]:
-    """Run a module, given with its arguments, that has the descriptor of a connection."""
+    """Run a module with its arguments, and pass it the descriptor of a connection."""
     return subprocess.Popen(
         [sys.executable, "-m", *words],
         pass_fds=(connection.fileno(),),
@@ -84,14 +84,14 @@ def _start(
         stdout=log,
         stderr=log,
         env=environment,
-        start_new_session=True,  # Ctrl-C is the controller's to handle
+        start_new_session=True,  # the controller handles Ctrl-C
     )
 
 
 async def fork(
     role: str, connection: socket.socket, log: BinaryIO, environment: Environment
 ) -> WorkerProcess:
-    """Let a prefork_server that has imported what most workers need fork one; see `fork_from`."""
+    """Fork a worker from a prefork server with the common imports; see `fork_from`."""
     return await fork_from(COMMON, role, connection, log, environment)
 
 
@@ -102,13 +102,13 @@ async def fork_from(
     log: BinaryIO,
     environment: Environment,
 ) -> WorkerProcess:
-    """Let a prefork_server that has imported modules fork a worker; the first one of an environment waits until there is one.
+    """Fork a worker from a prefork server with these imports; start the server if there is none.
 
     Raises:
-        ChildProcessError: the prefork_server has died, and so has another; its words are in `log`.
+        ChildProcessError: two prefork servers have died; their output is in `log`.
     """
     request = prefork_server.WorkerRequest(role, environment, str(Path.cwd()))
-    for _ in range(2):  # the first one may just have had no work for too long
+    for _ in range(2):  # the first server may just have ended because it was idle
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
@@ -116,15 +116,15 @@ async def fork_from(
             descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
             with suppress(BrokenPipeError, ConnectionResetError):
                 prefork_server.send(control, request, descriptors)
-        if told := await asyncio.get_running_loop().sock_recv(ours, MOST_BYTES):
-            return Forked(int(told), ours)
+        if pid := await asyncio.get_running_loop().sock_recv(ours, MOST_BYTES):
+            return Forked(int(pid), ours)
         ours.close()
-        control.close()  # its process may be ending still, and is not asked again
-    raise ChildProcessError("the process that workers are forked from has died")
+        control.close()  # its process may still be ending, so the next try starts another one
+    raise ChildProcessError("the prefork server, from which workers are forked, has died")
 
 
 class Forked:
-    """A worker that a prefork_server has forked."""
+    """A worker that was forked from a prefork server."""
 
     def __init__(self, pid: int, answers: socket.socket) -> None:
         self.pid = pid
@@ -137,29 +137,30 @@ class Forked:
         poll.register(self._answers, select.POLLIN)
         if not poll.poll(None if timeout is None else 1e3 * timeout):
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
-        told = self._answers.recv(MOST_BYTES, socket.MSG_PEEK)  # whoever else waits reads it too
-        self.returncode = int(told) if told else -signal.SIGKILL  # it died with its prefork_server
+        status = self._answers.recv(MOST_BYTES, socket.MSG_PEEK)  # other waiters read it too
+        self.returncode = int(status) if status else -signal.SIGKILL  # died with its server
         return self.returncode
 
     def kill(self) -> None:
-        """See `WorkerProcess`; a process id is not given anew before its prefork_server has told of the end."""
+        """See `WorkerProcess`; the process id cannot be reused before the prefork server has sent the exit status."""
         try:
             self.wait(0.0)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):  # it has died with its prefork_server this moment
+            with suppress(ProcessLookupError):  # it has just died with its prefork server
                 os.kill(self.pid, signal.SIGKILL)
 
 
 _prefork_servers: dict[
     tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]
 ] = {}
-"""Those of this process, by the thread with which they end, what they import, and what their libraries have read."""
+"""Prefork servers of this process. The key is the thread with which they end, their imports, and the variables read at
+import."""
 
 
 def _prefork_server_for(
     environment: Environment, modules: Sequence[str], log: BinaryIO
 ) -> socket.socket:
-    """Return the connection to a prefork_server that lives."""
+    """Return the connection to a running prefork server; start one if needed."""
     read = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
     key = (
         ("thread", str(threading.get_native_id())),

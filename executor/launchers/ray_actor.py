@@ -1,9 +1,8 @@
 """Run a role in a Ray actor: the actor itself and the controller's handle on it.
 
-The actor that a role lives in on a Ray cluster: serves calls as `streamrl.executor.launchers.worker` does, over Ray.
-
-Ray pickles what an actor is called with; that is bytes here, always, in which a role's own data is MessagePack. This module
-imports nothing that computes: what a role needs is imported once its environment is set.
+The actor serves calls over Ray, as `streamrl.executor.launchers.worker` does over a socket. Ray pickles the arguments
+of its calls. Here they are always bytes that contain MessagePack. This module does not import torch: the libraries of a
+role are imported after its environment is set.
 """
 
 from __future__ import annotations
@@ -43,35 +42,35 @@ from streamrl.executor.launchers.worker import (
 )
 
 GATHER_TIME = 0.01
-"""Seconds from one sending of answers to the next: Ray takes a millisecond of two processes for each thing that it
-brings. Who answers alone, as at a barrier, waits for nobody."""
+"""Minimum seconds between two sendings of answers. Each message costs about 1 ms of CPU time in two of Ray's processes.
+A single answer, such as at a barrier, is sent at once."""
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
-    """Where an actor lives."""
+    """Node, address, free port and process id of an actor."""
 
     node: str
     """Ray's id of its node."""
     address: str
-    """IP address that the other nodes reach it at."""
+    """IP address at which other nodes reach it."""
     free_port: int
     pid: int
 
 
 class RayRole:
-    """One role; it has none until `begin`."""
+    """An actor that runs one role, which `begin` creates."""
 
     def __init__(self) -> None:
         self._role: Any = None
         self._next = 1
-        """Number of the calls that begin next: Ray may bring them in another order."""
+        """Number of the message whose calls begin next; Ray may deliver messages in another order."""
         self._early: dict[int, asyncio.Future[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._answers: list[Answer] = []
         self._is_answered = asyncio.Event()
 
     async def where(self) -> bytes:
-        """Say where this is."""
+        """Return the encoded `Whereabouts` of this actor."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -81,20 +80,20 @@ class RayRole:
         return msgspec.msgpack.encode(Whereabouts(node, address, port, os.getpid()))
 
     async def begin(self, role_path: str, config: bytes, directory: str, log: str) -> None:
-        """Make the role from its configuration, in the driver's directory; its output goes to a file, where both are here."""
+        """Create the role in the driver's directory, with its output in `log`, if these paths exist on this node."""
         with suppress(OSError):
-            os.chdir(directory)  # to which paths of a run file are relative
+            os.chdir(directory)  # paths in a run file are relative to it
         with suppress(OSError):
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
         _talk_over(msgspec.msgpack.decode(await self.where(), type=Whereabouts).address)
         module, _, _ = role_path.partition(":")
-        await asyncio.to_thread(importlib.import_module, module)  # for long: pings are answered
+        await asyncio.to_thread(importlib.import_module, module)  # in a thread, to answer pings
         self._role = make_role(role_path, msgspec.msgpack.decode(config))
 
     async def take(self, number: int, calls: bytes) -> None:
-        """Begin calls, which were made after those of every smaller number."""
+        """Begin the calls of one message; wait until those of all smaller numbers have begun."""
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()
             await turn
@@ -108,7 +107,7 @@ class RayRole:
             waiting.set_result(None)
 
     async def answers(self) -> AsyncIterator[bytes]:
-        """Yield answers as they come, those that come soon after others together."""
+        """Yield answers as they arrive, at most one batch per `GATHER_TIME`."""
         clock = asyncio.get_running_loop().time
         sent_at = clock() - GATHER_TIME
         while True:
@@ -120,10 +119,10 @@ class RayRole:
             yield msgspec.msgpack.encode(answers)
 
     async def ping(self) -> None:
-        """Give a sign of life."""
+        """Return at once, as a sign of life."""
 
     async def suffer(self, number: int) -> None:
-        """Send this process a signal, for faults that are planned."""
+        """Send this process a signal, for planned faults."""
         os.kill(os.getpid(), signal.Signals(number))
 
     async def _run(self, call: Call) -> None:
@@ -139,7 +138,7 @@ class RayRole:
 
 
 def _talk_over(address: str) -> None:
-    """Let ranks talk over the network that Ray does: the name of this machine often stands for its loopback."""
+    """Make ranks use the network interface that Ray uses; the host name often resolves to loopback."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -151,7 +150,7 @@ T = TypeVar("T")
 
 
 class RayActor(Handle):
-    """A role in a process of its own on some node of the cluster."""
+    """A role in its own process on a node of the Ray cluster."""
 
     def __init__(
         self,
@@ -160,22 +159,22 @@ class RayActor(Handle):
         patience: float = PATIENCE,
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take an actor of `RayRole`.
+        """Wrap an actor of `RayRole`.
 
         Args:
-            actor: Ray's handle on it.
-            name: of the role, for messages.
-            patience: seconds without a sign of life after which it is killed.
-            let_go: gives back what was reserved for it.
+            actor: Ray's handle on the actor.
+            name: name of the role in messages.
+            patience: seconds without a sign of life after which the actor is killed.
+            let_go: called at the end, to release the resources reserved for the actor.
         """
         self._actor = actor
         self._name = name
         self._let_go = let_go
         self._waiting: set[asyncio.Future[Any]] = set()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
-        """Calls that wait, by number."""
+        """Pending calls, by number."""
         self._outbox: list[Call] = []
-        """Calls of this moment, which are sent together."""
+        """Calls made since the last send, which are sent in one message."""
         self._num_calls = self._num_sent = 0
         self._heartbeat = Heartbeat(None, patience)
         self._beating: asyncio.Task[None] | None = None
@@ -183,14 +182,14 @@ class RayActor(Handle):
         self.whereabouts: Whereabouts | None = None
 
     async def locate(self) -> Whereabouts:
-        """Wait until the actor lives, and return where."""
+        """Wait until the actor has started, and return its whereabouts."""
         self.whereabouts = msgspec.msgpack.decode(
             await self._await(self._actor.where.remote()), type=Whereabouts
         )
         return self.whereabouts
 
     async def begin(self, role_path: str, config: Config, log: str) -> None:
-        """Make the role from its configuration, and watch over it from now on."""
+        """Create the role from its configuration, and watch for signs of life from now on."""
         self._beating = asyncio.create_task(self._beat())
         await self._await(
             self._actor.begin.remote(role_path, bytes(encode(config)), str(Path.cwd()), log)
@@ -199,7 +198,7 @@ class RayActor(Handle):
         self._keep(self._listen())
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        """Send the call now, wait for its result."""
+        """Send the call now and wait for its result."""
         if self._lost is not None:
             raise self._lost
         self._num_calls += 1
@@ -212,30 +211,30 @@ class RayActor(Handle):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is known that nothing more comes from it."""
+        """Whether the actor is known to be dead or closed."""
         return self._lost is not None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Let the process suffer a signal, which it sends itself."""
+        """Ask the actor to send its own process a signal."""
         self._actor.suffer.remote(int(number))
 
     def kill(self, reason: str) -> None:
-        """Kill the process, and say why it is lost."""
+        """Kill the actor, and record the reason."""
         self._lose(reason)
 
     async def close(self) -> None:
-        """Kill the process: what it holds lies elsewhere, or is nobody's any more."""
+        """Kill the actor; anything that must survive has been saved elsewhere."""
         self._lose("was closed")
 
     def _send(self) -> None:
-        """Send the calls of this moment."""
+        """Send all queued calls in one message."""
         calls, self._outbox = self._outbox, []
         if self._lost is None:
             self._num_sent += 1
             self._keep(self._await(self._actor.take.remote(self._num_sent, bytes(encode(calls)))))
 
     async def _listen(self) -> None:
-        """Hand answers to those who wait for them, as long as the actor lives."""
+        """Deliver answers to their callers while the actor is alive."""
         stream = self._actor.answers.remote()
         while self._lost is None:
             try:
@@ -245,11 +244,11 @@ class RayActor(Handle):
                 return
             for answer in decode(await self._await(ref), list[Answer]):
                 answered = self._answers.pop(answer.id)
-                if not answered.done():  # else its caller was cancelled
+                if not answered.done():  # a cancelled caller does not wait any more
                     answered.set_result(answer)
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Do something beside, until this is lost; its errors are told elsewhere."""
+        """Run a coroutine in the background until the actor is lost; other code reports its errors."""
         task = asyncio.ensure_future(_until_lost(work))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
@@ -259,7 +258,7 @@ class RayActor(Handle):
         self._lose(f"is lost: {first}")
 
     async def _await(self, ref: Any) -> Any:
-        """Wait for what Ray brings; an error of Ray's is the role's loss."""
+        """Wait for a result from Ray; an error of Ray means that the role is lost."""
         if self._lost is not None:
             raise self._lost
         waiting = asyncio.ensure_future(_result(ref))
@@ -277,7 +276,7 @@ class RayActor(Handle):
         raise self._lost
 
     async def _beat(self) -> None:
-        """Ask for a sign of life now and then, until there has been none for too long."""
+        """Ping every `PING_TIME`; kill the actor when it has been silent for too long."""
         while not self._heartbeat.is_over:
             if self._heartbeat.is_asked_for():
                 self._keep(self._ping())
@@ -305,7 +304,7 @@ class RayActor(Handle):
             if not answered.done():
                 answered.set_exception(self._lost)
         self._answers.clear()
-        with contextlib.suppress(RayError, ValueError):  # it has died already
+        with contextlib.suppress(RayError, ValueError):  # it is dead already
             ray.kill(self._actor, no_restart=True)
         with contextlib.suppress(RayError, ValueError):
             self._let_go()

@@ -1,4 +1,4 @@
-"""Join a Ray cluster and check that it has what a run needs."""
+"""Join a Ray cluster and check that it has the resources of a run."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from streamrl.runfile.config import Run
 logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 100_000
-"""Of one actor: a replica has one for each rollout that it runs or queues."""
+"""Limit of concurrent calls of one actor. A replica has one call for each rollout that it runs or queues."""
 LEAST = 1e-4
-"""Of a pool's resource, that a role takes: it says where to be, not how much of it there is."""
+"""Amount of a pool's resource that a role takes. The resource only selects nodes, so the amount is tiny."""
 KNOCKING = 10.0
-"""Seconds in which a cluster's port answers."""
+"""Seconds that the port of a cluster has to accept a connection."""
 
 
 def pool_resource(pool: str) -> str:
-    """Return the resource by which a node says that it is of a pool."""
+    """Return the Ray resource that marks the nodes of a pool."""
     return f"pool-{pool}"
 
 
 @contextlib.contextmanager
 def joined_cluster(run: Run) -> Iterator[None]:
-    """Join the cluster that a run names, for as long as you need it.
+    """Join the cluster of a run until the context ends.
 
     Raises:
-        ValueError: there is none, or its nodes have not what the run needs.
+        ValueError: no cluster could be joined, or its nodes lack resources that the run needs.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what befalls its nodes
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints events of its nodes to stdout
         yield from _joined(run)
 
 
@@ -53,17 +53,18 @@ def _joined(run: Run) -> Iterator[None]:
             log_to_driver=False,
             namespace="streamrl",
         )
-    except Exception as error:  # Ray has one of its own for every reason
+    except Exception as error:  # Ray raises many kinds of errors
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"execute.ray_address {address!r}: no Ray cluster could be joined ({first}); "
-            "ray start --head begins one, and RAY_AUTH_MODE=token shows it this user's token"
+            f"execute.ray_address {address!r}: no Ray cluster could be joined ({first}). "
+            "Start one with ray start --head; set RAY_AUTH_MODE=token to send your token"
         ) from None
     try:
         check_cluster(run, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         if os.environ.get("RAY_AUTH_MODE") != "token":
             logger.warning(
-                "whoever reaches the Ray cluster's ports may run code there: ray get-auth-token --generate"
+                "anyone who can reach the ports of the Ray cluster can run code there; "
+                "to require a token, run ray get-auth-token --generate"
             )
         yield
     finally:
@@ -71,14 +72,14 @@ def _joined(run: Run) -> Iterator[None]:
 
 
 def _knock(address: str) -> None:
-    """Raise `OSError` where nobody listens at a host's port: Ray would try for minutes, and heed no signal."""
+    """Raise `OSError` if no process listens at the address; Ray would retry for minutes and ignore signals."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCKING).close()
 
 
 def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:
-    """Raise `ValueError` where the nodes of a cluster, by their resources, have not what a run needs."""
+    """Raise `ValueError` if the nodes of a cluster lack resources that a run needs."""
     wanted: Counter[str] = Counter()
     largest: Counter[str] = Counter()
     for own in run.rollout.kinds:
@@ -93,20 +94,20 @@ def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:
         members = [node for node in nodes if node.get(resource)]
         if not members:
             raise ValueError(
-                f"cluster.pools.{pool}: no node of the Ray cluster is of it; "
-                f"ray start --resources='{{\"{resource}\": 1}}' says so of a node"
+                f"cluster.pools.{pool}: no node of the Ray cluster is in this pool; "
+                f"start its nodes with ray start --resources='{{\"{resource}\": 1}}'"
             )
         kind = "CPU" if device_of(run.execute.device, run.cluster.pools, pool) == "cpu" else "GPU"
         each = (run.execute.threads or 1) if kind == "CPU" else 1
-        there = sum(node.get(kind, 0) for node in members)
-        if there < count * each:
+        available = sum(node.get(kind, 0) for node in members)
+        if available < count * each:
             raise ValueError(
                 f"cluster.pools.{pool}: the run needs {count * each} {kind}s, "
-                f"the {len(members)} nodes of the Ray cluster that are of it have {there:g}"
+                f"but the {len(members)} nodes of this pool in the Ray cluster have {available:g}"
             )
         most = max(node.get(kind, 0) for node in members)
         if most < largest[pool] * each:
             raise ValueError(
                 f"cluster.pools.{pool}: a replica needs {largest[pool] * each} {kind}s of one node, "
-                f"no node of the Ray cluster has more than {most:g}"
+                f"but no node of this pool in the Ray cluster has more than {most:g}"
             )

@@ -1,13 +1,13 @@
-"""Starts roles as actors of a Ray cluster.
+"""Start roles as actors of a Ray cluster.
 
-| role              | lives                                                                                   |
-|-------------------|-----------------------------------------------------------------------------------------|
-| a replica         | on one node of its pool, in a placement group of its own, so that replicas come and go    |
-| a trainer         | in one placement group, a bundle a rank, on as few nodes of its pool as can be            |
-| a reward model's replica | on one node of the verifier's pool, in a placement group of its own                 |
-| a relay           | on the node whose replicas it serves, and one on the node of the leader's first rank      |
+| role                 | placement                                                                            |
+|----------------------|--------------------------------------------------------------------------------------|
+| replica              | one node of its pool; its own placement group, so replicas can be added and removed  |
+| trainer              | one placement group with a bundle for each rank, on as few nodes of its pool as possible |
+| reward model replica | one node of the verifier's pool, in its own placement group                          |
+| relay                | the node of the replicas that it serves; one more on the primary trainer's first node |
 
-A node says which pool it is of by a resource, `ray start --resources='{"pool-NAME": 1}'`, so that a pool is a datacenter.
+A resource marks the pool of a node: `ray start --resources='{"pool-NAME": 1}'`. So a pool can be a datacenter.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Bundle = dict[str, float]
 
 
 class RayLauncher(Launcher):
-    """Puts each role on a node of its pool; the cluster is joined already."""
+    """Starts each role on a node of its pool. Join the cluster first, with `joined_cluster`."""
 
     def __init__(self, run: Run, directory: RunDirectory) -> None:
         super().__init__(run, directory)
         self._node_of: dict[int, str] = {}
-        """By replica."""
+        """Ray's node id of each replica."""
         self._trainer_node: str | None = None
 
     @property
@@ -57,15 +57,15 @@ class RayLauncher(Launcher):
         return self._run.execute.threads or 1
 
     def free(self, replica_id: int) -> None:
-        """Ray has what a replica had as soon as its placement group is removed."""
+        """Forget the node of a replica; Ray releases its GPUs when its placement group is removed."""
         self._node_of.pop(replica_id, None)
 
     def place_of(self, replica_id: int) -> str:
-        """Replicas of one node share a relay."""
+        """Return the node of a replica; replicas of one node share a relay."""
         return self._node_of[replica_id]
 
     def trainer_place(self) -> str:
-        """Return the leading trainer's node."""
+        """Return the node of the primary trainer's first rank."""
         return self._trainer_node or ""
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
@@ -119,7 +119,7 @@ class RayLauncher(Launcher):
         return actor
 
     def _bundle(self, pool: str, num_gpus: int) -> Bundle:
-        """Return what a process takes of a node of its pool."""
+        """Return the resources that a process takes on a node of its pool."""
         bundle: Bundle = {"CPU": self.num_threads, pool_resource(pool): LEAST}
         if device_of(self._run.execute.device, self._run.cluster.pools, pool) != "cpu":
             bundle["GPU"] = num_gpus
@@ -129,7 +129,7 @@ class RayLauncher(Launcher):
         """Start an actor in each bundle of a new placement group.
 
         Raises:
-            RuntimeError: the cluster has no room for it.
+            RuntimeError: the cluster has too few free resources.
         """
         group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "PACK")
         patience = FACTOR * self._run.execute.patience
@@ -138,8 +138,8 @@ class RayLauncher(Launcher):
         except TimeoutError:
             remove_placement_group(group)
             raise RuntimeError(
-                f"the Ray cluster has had no room for {', '.join(names)} for {patience:.0f} s: "
-                f"{bundles[0]} each"
+                f"the Ray cluster had no free resources for {', '.join(names)} within {patience:.0f} s: "
+                f"each needs {bundles[0]}"
             ) from None
         actors: list[RayActor] = []
 

@@ -1,8 +1,8 @@
-"""Serve one role in its own process, and encode the calls and answers that it exchanges with the controller.
+"""Serve one role in its own process, and encode its calls and answers.
 
-The process that a role lives in: `python -m streamrl.executor.launchers.worker MODULE:CLASS FD`.
+    python -m streamrl.executor.launchers.worker MODULE:CLASS FD
 
-It reads the role's configuration, then serves calls, many at a time, until its controller is gone.
+The process reads the role's configuration from FD. Then it serves calls concurrently until the controller is gone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from streamrl.executor.libc import die_with_parent
 from streamrl.executor.roles import RoleLostError, reason_of
 
 LENGTH_BYTES = 4
-MOST_BYTES = 1 << 30  # a longer frame is a broken peer, not a message
-PING = 0  # id of a call that a worker answers by itself, as a sign of life; those of its role begin at 1
+MOST_BYTES = 1 << 30  # a longer frame means a broken peer
+PING = 0  # id of a ping, which the worker itself answers; calls of the role have ids from 1
 
 T = TypeVar("T")
 Kind = Literal["result", "error", "lost"]
-"""lost: an error after which the role can do nothing any more; see `RoleLostError`."""
+"""lost: an error after which the role cannot continue; see `RoleLostError`."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """Run `method` of the role; answers carry `id`."""
+    """Run `method` of the role; its answer has the same `id`."""
 
     id: int
     method: str
@@ -39,21 +39,21 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What a call gave: its result, or an error's text."""
+    """The result of a call, or the text of its error."""
 
     id: int
     kind: Kind
     value: msgspec.Raw
-    """Of the type that the caller asked for; see `decode`."""
+    """Encoded result of the type that the caller expects; see `decode`."""
 
 
 def encode(value: object) -> msgspec.Raw:
-    """Return a value as a part of a message."""
+    """Return a value encoded as part of a message."""
     return msgspec.Raw(_ENCODER.encode(value))
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Return what `encode` was given, or what a frame carried, as a `kind`."""
+    """Return the value in encoded data or in a frame, as a `kind`."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
@@ -62,39 +62,40 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 def encode_frame(message: object) -> bytes:
-    """Return a message as it goes over the wire."""
+    """Return a message as a frame: its length, then its bytes."""
     data = _ENCODER.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def write_frame(writer: asyncio.StreamWriter, message: object) -> None:
-    """Queue one message, unless the connection is lost; frames leave in the order of these calls.
+    """Queue one message, unless the connection is closing; frames are sent in the order of these calls.
 
-    A call may come after the peer has died and before its end is noticed. asyncio warns of each such write.
+    Without the check, asyncio would warn about each write after the peer has died.
     """
     if not writer.is_closing():
         writer.write(encode_frame(message))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Wait for one message's bytes.
+    """Return the bytes of the next message.
 
     Raises:
         asyncio.IncompleteReadError: the peer is gone.
+        ValueError: the frame is longer than `MOST_BYTES`.
     """
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > MOST_BYTES:
-        raise ValueError(f"a frame of {length} bytes, at most {MOST_BYTES} are allowed")
+        raise ValueError(f"a frame has {length} bytes, but at most {MOST_BYTES} are allowed")
     return await reader.readexactly(length)
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[object, msgspec.msgpack.Decoder[Any]] = {}
-"""By what they decode; making one takes longer than decoding with it."""
+"""Decoders by type, cached because creating one takes longer than decoding."""
 
 
 MODULE = "streamrl.executor.launchers.worker"
-"""Of this file, by which a worker's process is known."""
+"""Name of this module, which identifies worker processes in `ps`."""
 
 
 async def serve(role_path: str, connection: socket.socket) -> None:
@@ -106,7 +107,7 @@ async def serve(role_path: str, connection: socket.socket) -> None:
         try:
             call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
         except (asyncio.IncompleteReadError, ConnectionError):
-            os._exit(0)  # the controller is gone: threads in the middle of a computation end too
+            os._exit(0)  # the controller is gone: also end threads that still compute
         if call.id == PING:
             write_frame(writer, Answer(PING, "result", encode(None)))
             continue
@@ -116,7 +117,7 @@ async def serve(role_path: str, connection: socket.socket) -> None:
 
 
 def make_role(role_path: str, config: object) -> Any:
-    """Import `module:Class` and make it from its configuration, given as plain data."""
+    """Import `module:Class` and create it from its configuration, given as plain data."""
     module_name, _, class_name = role_path.partition(":")
     role_class = getattr(importlib.import_module(module_name), class_name)
     config_class = get_type_hints(role_class.__init__)["config"]
@@ -128,15 +129,15 @@ async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
         method = getattr(role, call.method)
         result = await method(*typed_arguments(method, call.arguments))
         write_frame(writer, Answer(call.id, "result", encode(result)))
-    except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
-        with suppress(OSError):  # its log's disk is full
+    except Exception as error:  # sent as text; the controller turns it into `Failed`
+        with suppress(OSError):  # the disk of the log is full
             traceback.print_exc()
         write_frame(writer, failure(call, error))
     await writer.drain()
 
 
 def failure(call: Call, error: Exception) -> Answer:
-    """Return the answer to a call that has raised."""
+    """Return the answer to a call that raised `error`."""
     kind: Kind = "lost" if isinstance(error, RoleLostError) else "error"
     return Answer(call.id, kind, encode(reason_of(error)))
 
