@@ -187,7 +187,7 @@ def test_a_trainer_is_refused_whose_name_is_taken_or_that_has_no_room(tmp_path: 
     quick = {**QUICK, "name": "quick one", "pool": "aside", "tensor_parallel": 1}
     trace = execute(run_of(tmp_path, followers=[quick]), act)
     taken, room = refused
-    assert "'quick one': a trainer of that name follows already" in taken
+    assert "'quick one': a trainer of that name is attached already" in taken
     assert "aside" in room
     assert trace.run.secondary_trainer_names == ("quick one",)
     assert not (tmp_path / "run" / "attached.json").exists()

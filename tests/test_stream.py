@@ -156,7 +156,9 @@ def test_where_no_run_streams_a_reader_is_told_so(tmp_path: Path) -> None:
         async for _ in read_stream(tmp_path):
             pass
 
-    with pytest.raises(ValueError, match=r"no run streams there \(execute\.stream_port\)"):
+    with pytest.raises(
+        ValueError, match=r"no run streams there; start it with execute\.stream_port"
+    ):
         asyncio.run(go())
 
 

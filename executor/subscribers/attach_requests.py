@@ -1,15 +1,13 @@
-"""Ask a running job to attach or detach a trainer, and remember who is attached.
+"""Ask a running job to attach or detach a trainer, and record which trainers are attached.
 
-Trainers that joined a run while it went on: what a resume has to bring back beside the run file's.
+| file in the run directory | content                                                                           |
+|---------------------------|-----------------------------------------------------------------------------------|
+| `attached.json`           | trainers that joined a running job, in order, and names of detached ones; a resume reads it |
+| `control/NAME.json`       | a request to the running job                                                      |
+| `control/NAME.answer`     | the answer to that request                                                        |
 
-attached.json    sections of those that the run file does not have, in the order in which they joined, and who is away
-
-What a run that goes on is asked from outside: a file for each request in its directory, and one for the answer.
-
-control/NAME.json      a request; whoever may write to this directory, which only its owner may, may ask
-control/NAME.answer    what became of it
-
-Files instead of a port, so that nobody else on the machine, and nobody on the network, can ask anything.
+Requests are files, not messages to a port. Only the owner of the run may write to `control/`, so no other user and
+no process on the network can send a request.
 """
 
 from __future__ import annotations
@@ -29,23 +27,23 @@ from streamrl.runfile.files import with_secondary_trainer
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """What is in that file."""
+    """The content of attached.json."""
 
     followers: tuple[dict[str, Any], ...] = ()
-    """Sections as JSON has them."""
+    """Run file sections of trainers that joined later, as JSON."""
     away: tuple[str, ...] = ()
-    """Names of trainers that were detached, those of the run file among them."""
+    """Names of detached trainers, including those of the run file."""
     promoted: str = ""
-    """Name of the one that took the leading trainer's place; nothing where none did."""
+    """Name of the secondary trainer that became the primary one; empty if none did."""
     leads_from: int = 0
-    """The version at which it did."""
+    """Version at which it became the primary trainer."""
 
 
 def read_attached(directory: Path) -> Attached:
-    """Return what a run directory has; nothing where nobody joined or left.
+    """Return the attached.json of a run directory; empty if no trainer joined or left.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     path = directory / ATTACHED
     try:
@@ -57,15 +55,15 @@ def read_attached(directory: Path) -> Attached:
 
 
 def write_attached(directory: Path, attached: Attached) -> None:
-    """Write it, whole or not at all."""
+    """Write attached.json atomically."""
     replace_file(directory / ATTACHED, msgspec.json.encode(attached))
 
 
 def with_attached(run: Run, directory: Path) -> Run:
-    """Return the run file with those that joined, as far as it has not got them itself.
+    """Return the run with the trainers of attached.json that its run file does not have.
 
     Raises:
-        ValueError: what is written there cannot be read.
+        ValueError: attached.json cannot be read.
     """
     for section in read_attached(directory).followers:
         if section.get("name") not in run.secondary_trainer_names:
@@ -74,18 +72,18 @@ def with_attached(run: Run, directory: Path) -> Run:
 
 
 TICK = 0.25
-"""Seconds between two looks, on either side: a look at an empty directory takes some ten microseconds."""
+"""Seconds between two polls, on either side. Polling an empty directory takes about 10 µs."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Let one more trainer follow, or one that was detached follow again."""
+    """Attach a new secondary trainer, or re-attach a detached one."""
 
     follower: dict[str, Any]
-    """Its section of a run file, quantities in base units."""
+    """Its section of a run file, with quantities in base units."""
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
-    """Let a trainer follow no longer."""
+    """Save a secondary trainer and remove it from the run."""
 
     name: str
 
@@ -94,7 +92,7 @@ ControlRequest: TypeAlias = Attach | Detach
 
 
 class ControlAnswer(msgspec.Struct, frozen=True):
-    """What became of a request."""
+    """The answer to a request: a message for the user, and whether the request is refused."""
 
     said: str
     is_refused: bool = False
@@ -104,14 +102,14 @@ class ControlFiles:
     """The run's side of its control directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Make it anew: what somebody asked of a run that is over nobody answers."""
+        """Create an empty control directory; requests to an earlier process of this run are deleted."""
         self._path = directory / CONTROL
         self._path.mkdir(mode=0o700, exist_ok=True)
-        for left in self._path.iterdir():
-            left.unlink()
+        for old in self._path.iterdir():
+            old.unlink()
 
     def take(self) -> Iterator[tuple[Path, ControlRequest | ValueError]]:
-        """Yield each request that is new, and where to answer it; one that cannot be read as what is wrong with it."""
+        """Yield the path and content of each new request; an unreadable request is yielded as an error."""
         for path in sorted(self._path.glob("*.json")):
             try:
                 yield path, msgspec.json.decode(path.read_bytes(), type=ControlRequest)
@@ -120,16 +118,16 @@ class ControlFiles:
             path.unlink()
 
     def answer(self, path: Path, answer: ControlAnswer) -> None:
-        """Say what became of a request."""
+        """Write the answer to the request at `path`."""
         replace_file(path.with_suffix(".answer"), msgspec.json.encode(answer))
 
 
 def ask(directory: Path, request: ControlRequest) -> str:
-    """Ask the run that goes on in a directory; return what it says once that is done.
+    """Send a request to the run that is active in a directory, and return its answer.
 
     Raises:
-        ValueError: no run goes on there, or it refuses.
-        RuntimeError: it ended before it answered.
+        ValueError: no run is active there, or it refuses the request.
+        RuntimeError: the run ended before it answered.
     """
     find_run(directory)
     name = f"{time.time_ns()}-{os.getpid()}"
@@ -147,10 +145,10 @@ def ask(directory: Path, request: ControlRequest) -> str:
 
 
 def find_run(directory: Path) -> Path:
-    """Return the run file, as JSON, of the run that goes on in a directory.
+    """Return the path of run.json of the run that is active in a directory.
 
     Raises:
-        ValueError: none does.
+        ValueError: no run is active there.
     """
     has_owner = (directory / LOCK).exists() and not is_abandoned(directory)
     if not has_owner or not (directory / CONTROL).is_dir():

@@ -11,11 +11,11 @@ from streamrl.executor.roles import Figures, Manifest, Sample, TrainerRole
 from streamrl.executor.tokens import count_tokens
 
 COUNTS = "counts.json"
-"""In its checkpoints, in place of weights."""
+"""File in its checkpoints instead of weights."""
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """What it was given so far."""
+    """Rollouts and tokens that it has counted up to a version."""
 
     version: int = 0
     rollouts: int = 0
@@ -24,23 +24,23 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountingSettings(msgspec.Struct, frozen=True):
-    """What it is told: nothing of what other trainers are told concerns it."""
+    """Settings of a counting trainer; it ignores all settings of other trainers."""
 
 
 class CountingTrainer(TrainerRole):
-    """Counts rollouts and output tokens, by the heads of what it is sent: the tokens themselves it never reads."""
+    """Counts rollouts and output tokens from the samples' segment lengths; it never reads the tokens."""
 
     def __init__(self, config: CountingSettings) -> None:
         self.config = config
         self._counts = Tally()
         self._rollouts = self._tokens = 0
-        """Of the coming step."""
+        """Counts for the next step."""
 
     async def start(self, checkpoint: str | None, version: int | None = None) -> int:
-        """Begin at nothing, or where a checkpoint of its own left off; it is never given another version.
+        """Start from zero or from its own checkpoint; `version` is ignored, because the checkpoint has it.
 
         Raises:
-            ValueError: that is another trainer's.
+            ValueError: the checkpoint is not one of a counting trainer.
         """
         self._counts = Tally() if checkpoint is None else _read(Path(checkpoint))
         self._rollouts = self._tokens = 0
@@ -72,7 +72,7 @@ class CountingTrainer(TrainerRole):
         return {"rollouts": rollouts, "counted_tokens": tokens}
 
     async def push(self, version: int, directory: str) -> Manifest:
-        """Refuse: it has no weights.
+        """Raise an error: a counting trainer has no weights.
 
         Raises:
             RuntimeError: always.
@@ -80,14 +80,14 @@ class CountingTrainer(TrainerRole):
         raise RuntimeError("a trainer that only counts has no weights")
 
     async def save(self, path: str) -> None:
-        """Write down what it counted."""
+        """Write the counts as a checkpoint."""
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / COUNTS).write_bytes(msgspec.json.encode(self._counts))
         write_checksums(directory)
 
     async def sleep(self) -> None:
-        """Do nothing: it has nothing on a device."""
+        """Do nothing: it uses no device memory."""
 
     async def wake(self) -> None:
         """Do nothing."""
@@ -100,5 +100,5 @@ def _read(checkpoint: Path) -> Tally:
     try:
         return msgspec.json.decode((checkpoint / COUNTS).read_bytes(), type=Tally)
     except (OSError, msgspec.MsgspecError) as error:
-        text = f"{checkpoint}: no checkpoint of a trainer that only counts: {error}"
+        text = f"{checkpoint}: this is no checkpoint of a trainer that only counts: {error}"
         raise ValueError(text) from None

@@ -1,4 +1,4 @@
-"""Attach trainers to a running job and detach them, so that a resume brings the same ones back."""
+"""Attach trainers to a running job and detach them; a resume restores the same membership."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """Lets trainers join and leave, and writes down who is there, so that a resume brings the same ones back."""
+    """Attaches and detaches trainers, and records the membership for a resume."""
 
     def __init__(
         self,
@@ -55,25 +55,25 @@ class Membership:
         attached = read_attached(records.path)
         names = trace.run.secondary_trainer_names
         self._num_in_file = len(names) - sum(s["name"] in names for s in attached.followers)
-        """Trainers that follow by the run file itself."""
+        """Secondary trainers in the original run file."""
         self.away = {names.index(name) + 1 for name in attached.away if name in names}
-        """Numbers of those that do not follow now."""
+        """Numbers of detached trainers."""
         self._promoted: Promote | None = None
         if attached.promoted in names:
             number = 1 + names.index(attached.promoted)
             self._promoted = Promote(number, attached.leads_from)
         self._leaving: dict[int, asyncio.Event] = {}
-        """Set once one that was told to leave has ended."""
+        """Events of trainers that are being detached; each is set when its trainer has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, resume_from: Checkpoint | None) -> RunStarted:
-        """Return where every trainer begins, or goes on, and who is away; the buffer draws from there."""
+        """Return the start or resume position of every trainer, and set the buffer to the same position."""
         at = Position(version=0, groups_done=0)
         if resume_from is not None:
             at = resume_from.position
             self._buffer.begin_at(at.groups_done, at.done_ahead)
-        found = ((n, each.resumed_from) for n, each in enumerate(self._records.all, 1))
-        followers = (each.position.as_saved(number) for number, each in found if each is not None)
+        saves = ((n, each.resumed_from) for n, each in enumerate(self._records.all, 1))
+        followers = (each.position.as_saved(number) for number, each in saves if each is not None)
         promoted = self._resume_promoted(at.version)
         away = tuple(sorted(self.away))
         begun = RunStarted(at.version, at.groups_done, tuple(followers), away, promoted)
@@ -83,7 +83,10 @@ class Membership:
         return begun
 
     def _resume_promoted(self, version: int) -> int | None:
-        """Return who leads in trainer 0's place at `version`; where that was saved before, its own checkpoint leads again."""
+        """Return the trainer that replaces trainer 0 at `version`, or None.
+
+        A checkpoint from before the promotion cancels it: trainer 0 becomes the primary trainer again.
+        """
         promoted = self._promoted
         if promoted is None:
             return None
@@ -96,7 +99,7 @@ class Membership:
         return None
 
     def promote(self, command: Promote) -> TrainerLeaving:
-        """Let a trainer take the leading one's place, once it has ended itself."""
+        """Make a secondary trainer the primary one; its own process is stopped first."""
         self._trainers.promote(command)
         self._promoted = command
         self.away.add(command.trainer)
@@ -104,7 +107,7 @@ class Membership:
         return TrainerLeaving(command.trainer)
 
     async def serve(self) -> None:
-        """Carry out what is asked in the run's directory, as long as you let it."""
+        """Serve requests from the run directory until cancelled."""
         files = ControlFiles(self._records.path)
         while True:
             await asyncio.sleep(TICK)
@@ -135,11 +138,11 @@ class Membership:
                 assert_never(request)
 
     def attach(self, section: dict[str, Any]) -> str:
-        """Let a trainer follow from now on; return a line that says so.
+        """Attach a trainer and return a message for the user.
 
         Raises:
-            ValueError: it is there already, the run cannot have it, or nothing would come for it.
-            RuntimeError: there is no room for it.
+            ValueError: the trainer is attached already, its settings are invalid, or all prompts are drawn already.
+            RuntimeError: its pool has too few free GPUs.
         """
         name = section.get("name")
         if name in self._trace.run.secondary_trainer_names:
@@ -151,25 +154,25 @@ class Membership:
         return f"{name} follows from now on, as trainer {number}"
 
     def _check_prompts(self, name: object) -> None:
-        """Refuse a trainer once all is drawn: of that nothing is kept for who was not there."""
+        """Refuse a trainer when all prompts are drawn: it would get no rollouts."""
         state = self._world.engine.state
         if state.has_all_prompts:
             why = f"all prompts of algorithm.steps={state.num_steps} are drawn"
             raise ValueError(
-                f"name {name!r}: {why}, and who joins gets only what is drawn after that"
+                f"name {name!r}: {why}, and a new trainer gets only groups that are drawn later"
             )
 
     def _come_back(self, section: dict[str, Any]) -> int:
         run, name = self._trace.run, section["name"]
         number = 1 + run.secondary_trainer_names.index(name)
         if self._promoted is not None and number == self._promoted.trainer:
-            raise ValueError(f"name {name!r}: the trainer of that name leads now")
+            raise ValueError(f"name {name!r}: the trainer of that name is now the primary trainer")
         if number not in self.away or number in self._leaving:
-            raise ValueError(f"name {name!r}: a trainer of that name follows already")
+            raise ValueError(f"name {name!r}: a trainer of that name is attached already")
         if with_secondary_trainer(run, section).followers[-1] != run.followers[number - 1]:
             raise ValueError(
-                f"name {name!r}: the trainer that was detached had other settings; attach it as it was, "
-                "or by another name"
+                f"name {name!r}: the detached trainer of that name had other settings; "
+                "use the same settings, or another name"
             )
         self._check_prompts(name)
         self.away.discard(number)
@@ -189,17 +192,17 @@ class Membership:
         return number
 
     async def detach(self, name: str) -> str:
-        """Let a trainer follow no longer; return a line that says so once it is saved and has ended.
+        """Detach a trainer; return a message for the user when it is saved and has ended.
 
         Raises:
-            ValueError: no such trainer follows.
+            ValueError: no trainer of that name is attached.
         """
         names = self._trace.run.secondary_trainer_names
         number = 1 + names.index(name) if name in names else LEADER
         if number == LEADER or number in self.away:
-            there = [n for i, n in enumerate(names, start=1) if i not in self.away]
-            known = f"those that do: {', '.join(there)}" if there else "nobody does"
-            raise ValueError(f"{name!r} follows no rollouts of this run; {known}")
+            attached = [n for i, n in enumerate(names, start=1) if i not in self.away]
+            known = f"attached are: {', '.join(attached)}" if attached else "none is attached"
+            raise ValueError(f"no secondary trainer {name!r} is attached to this run; {known}")
         self.away.add(number)
         self._write()
         self._leaving[number] = ended = asyncio.Event()
@@ -208,7 +211,7 @@ class Membership:
         return f"{name} has left: {self._trainers.describe(number)}"
 
     def see_stopped(self, number: int) -> None:
-        """Enter that a trainer has ended, or is lost and comes up no more."""
+        """Record that a trainer has ended, or is lost and will not be restarted."""
         if number in self.away and (ended := self._leaving.pop(number, None)) is not None:
             ended.set()
 

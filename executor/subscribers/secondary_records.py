@@ -1,8 +1,11 @@
 """Record the steps and checkpoints of secondary trainers in the run directory.
 
-followers/1-NAME/        of the first trainer that follows, and so on
-    metrics.jsonl        a line for each of its steps, and for each time that steps were taken back
-    checkpoints/         see `streamrl.executor.checkpoints`
+| path in the run directory         | content                                                            |
+|-----------------------------------|--------------------------------------------------------------------|
+| `followers/1-NAME/metrics.jsonl`  | a line for each step of the first secondary trainer, and for each roll-back |
+| `followers/1-NAME/checkpoints/`   | see `streamrl.executor.checkpoints`                                |
+
+Each further secondary trainer has its own directory, such as `followers/2-NAME/`.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ from streamrl.runfile.files import encode_run
 
 
 class SecondaryTrainerRecord(TrainerRecord):
-    """Owns the files of a trainer that follows; what it was trained on others wrote down already."""
+    """Owns the files of a secondary trainer; the primary trainer's record has the rollouts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.resumed_from: Checkpoint | None = None
         self._metrics: LineFile | None = None
-        """None before it is opened."""
+        """None until `open` is called."""
 
     def open(self, leg: int, *, is_resumed: bool) -> list[str]:
-        """Make or reopen the directory; return what is wrong with checkpoints that a resume passes over.
+        """Create or reopen the directory; return the faults of damaged checkpoints that a resume skips.
 
         Raises:
             ValueError: every checkpoint is damaged.
@@ -52,10 +55,10 @@ class SecondaryTrainerRecord(TrainerRecord):
         self._metrics.write(json.dumps(figures).encode() + b"\n")
 
     def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
-        """Write nothing: the trainer that leads has the same rollouts."""
+        """Write nothing: the primary trainer's record has the same rollouts."""
 
     def close(self) -> None:
-        """Close its file, if it was ever opened."""
+        """Close its file, if it is open."""
         if self._metrics is not None:
             self._metrics.close()
 
@@ -64,7 +67,7 @@ class SecondaryRecords:
     """Owns the records of all secondary trainers of a run, in the order of their numbers."""
 
     def __init__(self, names: tuple[str, ...], path: Path) -> None:
-        """Name the records of the trainers that the run file has; `path` is the run's directory."""
+        """Create a record for each secondary trainer of the run file; `path` is the run directory."""
         self.path = path
         self.all = _records_of(names, path)
         self._leg = 1
@@ -79,7 +82,7 @@ class SecondaryRecords:
             record.checkpoints.newest_whole()
 
     def open(self, leg: int, *, is_resumed: bool) -> list[str]:
-        """Make or reopen all directories; return the damaged checkpoints that a resume passes over.
+        """Create or reopen all directories; return the faults of damaged checkpoints that a resume skips.
 
         Raises:
             ValueError: every checkpoint of a trainer is damaged.
@@ -92,7 +95,7 @@ class SecondaryRecords:
         ]
 
     def join(self, run: Run) -> SecondaryTrainerRecord:
-        """Open the record of the last trainer of a run, which joins the others."""
+        """Create the record of the last trainer of `run`, which has just been attached."""
         record = _records_of(run.secondary_trainer_names, self.path)[-1]
         record.open(self._leg, is_resumed=False)
         self.all.append(record)

@@ -1,14 +1,17 @@
-"""Scored rollouts and finished groups of a run, as they come, for whoever asks on this machine: server-sent events.
+"""Serve scored rollouts and finished groups of a run to local readers, as server-sent events.
 
-    GET /rollouts             event "rollout" for each that has its reward
-    GET /groups               event "group" for each whose last rollout has its reward
-    GET /rollouts?tokens=1    before it event "tokens" for what replicas have made of it since the last one; /groups too
+| request                  | event                                                                                 |
+|--------------------------|---------------------------------------------------------------------------------------|
+| `GET /rollouts`          | "rollout" for each rollout that has its reward                                        |
+| `GET /groups`            | "group" for each group whose last rollout has its reward                              |
+| `GET /rollouts?tokens=1` | also "tokens", before the rollout, for each piece of its new tokens; `/groups` has it too |
 
-Tokens go from replicas to trainers past the process that decides, which reads them where replicas put them, and only where
-a reader wants them. It listens on loopback alone, where `stream.json` of the run directory says, which only its owner may read: the port, and
-the token that `Authorization: Bearer` must name. Who reads too slowly loses the oldest events, is told how many (event
-"lost"), and delays nobody: events wait in a bounded line of the reader's own. Who is told of tokens would miss some: it is
-dropped instead (event "dropped").
+The server listens on loopback only. `stream.json` in the run directory has the port and the token for
+`Authorization: Bearer`; only the owner of the run can read this file.
+
+A slow reader never delays the run. Each reader has a bounded queue. A reader without tokens loses the oldest events,
+and an event "lost" has their number. A reader with tokens is dropped instead (event "dropped"), because it would miss
+tokens. Tokens do not pass through the controller to trainers. The controller reads their files only for such readers.
 """
 
 from __future__ import annotations
@@ -35,46 +38,47 @@ from streamrl.runfile.config import ExecuteConfig
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
-"""Events that wait for one reader: of some kilobytes each."""
+"""Maximum number of events queued for one reader, of some kilobytes each."""
 MANY_BYTES, MOST_BYTES = 2**23, 2**25
-"""Of events that wait for one reader who is told of tokens: whoever tells waits for it, and what nobody waits with."""
+"""Bytes queued for one reader with tokens. Above the first limit the token stream waits for the reader. Above the
+second one the reader is dropped."""
 DROP_TIME = 2.0
-"""Seconds that a reader who is told of tokens may take nothing of many, and then gets to learn that it was dropped."""
+"""Seconds after which a blocked reader with tokens is dropped, and seconds that it has to read the event "dropped"."""
 MOST_READERS = 16
 MOST_ASKED = 16_384
-"""Bytes of a request's head."""
+"""Maximum size of a request's head, in bytes."""
 PATIENCE = 10.0
-"""Seconds in which a request has to be there."""
+"""Seconds in which a request must arrive."""
 END_TIME = 2.0
-"""Seconds that readers get at the end to take what waits for them."""
+"""Seconds that readers have at the end of the run to read their queued events."""
 KINDS = {"/rollouts": "rollout", "/groups": "group"}
 TOKENS = "tokens=1"
 
 
 class StreamRequest(NamedTuple):
-    """What a reader wants."""
+    """The request of a reader: the kind of event, and whether it wants tokens."""
 
     kind: str
     with_tokens: bool = False
 
 
 class Reader:
-    """What waits for one reader."""
+    """The queue of events of one reader."""
 
-    def __init__(self, asked: StreamRequest, connection: asyncio.WriteTransport) -> None:
-        self.asked = asked
+    def __init__(self, request: StreamRequest, connection: asyncio.WriteTransport) -> None:
+        self.request = request
         self.connection = connection
         self.is_dropped = False
         self.lost = 0
-        """Events that it was too slow for, and was not told of yet."""
+        """Lost events that were not reported to the reader yet."""
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
         self._has_taken = asyncio.Event()
         self._something = asyncio.Event()
 
     def put(self, event: bytes) -> bool:
-        """Let an event wait, in the oldest one's place where there are too many; return whether that was so."""
-        if self.asked.with_tokens:
+        """Queue an event; if the queue is full, drop the oldest event and return True."""
+        if self.request.with_tokens:
             return self._put_or_drop(event)
         is_full = len(self._waiting) == MOST_WAITING
         if is_full:
@@ -85,7 +89,7 @@ class Reader:
         return is_full
 
     def _put_or_drop(self, event: bytes) -> bool:
-        """Let an event wait, or drop a reader for whom too much waits; return whether the event is lost."""
+        """Queue an event, or drop the reader if its queue is full; return whether the event is lost."""
         if self.is_dropped:
             return True
         self._num_bytes += len(event)
@@ -98,7 +102,7 @@ class Reader:
         return is_full
 
     async def wait_for_room(self) -> None:
-        """Wait while much waits for the reader, and drop it where it takes nothing of that."""
+        """Wait while the queue is nearly full; drop the reader if it reads nothing for `DROP_TIME`."""
         if self.is_dropped or self._num_bytes <= MANY_BYTES:
             return
         self._has_taken.clear()
@@ -109,29 +113,29 @@ class Reader:
             self.drop()
 
     def drop(self) -> None:
-        """Tell the reader that it is told no more; whoever does not even read that is cut off."""
+        """Replace the queue by the event "dropped"; close the connection if it is not read in time."""
         self.is_dropped = True
         self._waiting.clear()
         self._waiting.append(DROPPED)
         self._something.set()
-        with contextlib.suppress(RuntimeError):  # no loop: nobody is connected
+        with contextlib.suppress(RuntimeError):  # no event loop: no reader is connected
             asyncio.get_running_loop().call_later(DROP_TIME, self.connection.abort)
 
     async def take(self) -> bytes:
-        """Return all that waits, once anything does; before it, how many events were lost."""
+        """Wait for events and return all of them; the event "lost" comes first if events were lost."""
         await self._something.wait()
         self._something.clear()
         lost, self.lost = self.lost, 0
-        told = [encode_event("lost", {"events": lost})] if lost else []
-        found = b"".join([*told, *self._waiting])
+        report = [encode_event("lost", {"events": lost})] if lost else []
+        events = b"".join([*report, *self._waiting])
         self._waiting.clear()
         self._num_bytes = 0
         self._has_taken.set()
-        return found
+        return events
 
 
 class GroupStream:
-    """Serves a run's rollouts and groups; does nothing where no port is asked for."""
+    """Serves the rollouts and groups of a run; does nothing if `execute.stream_port` is not set."""
 
     def __init__(
         self, directory: Path, group_size: int, execute: ExecuteConfig, buffer: RolloutBuffer
@@ -148,15 +152,15 @@ class GroupStream:
         self._token = secrets.token_urlsafe(32)
         self._readers: dict[Reader, asyncio.Task[None]] = {}
         self._groups: dict[int, list[dict[str, Any]]] = {}
-        """Scored rollouts of groups of which others are missing."""
+        """Scored rollouts of incomplete groups, by group."""
         self.num_lost = 0
-        """Events that readers were too slow for."""
+        """Events that slow readers lost."""
 
     async def start(self) -> None:
-        """Listen, and say where.
+        """Start the server and write stream.json.
 
         Raises:
-            RuntimeError: the port is taken.
+            RuntimeError: the port is in use.
         """
         self._path.unlink(missing_ok=True)
         if self._port is None:
@@ -177,11 +181,11 @@ class GroupStream:
         partial.rename(self._path)
 
     def publish(self, rollout: int, buffered: BufferedRollout, text: str, prompt: object) -> None:
-        """Tell readers of a rollout that has its reward, and of its group where that is the last one."""
+        """Send a scored rollout to its readers, and its group when this is the group's last rollout."""
         if self._server is None:
             return
         group = rollout // self._group_size
-        told = {
+        facts = {
             "rollout": rollout,
             "group": group,
             "text": text,
@@ -191,37 +195,37 @@ class GroupStream:
             "rewards": dict(buffered.scores),
             "fault": buffered.fault,
         }
-        self._send("rollout", told)
+        self._send("rollout", facts)
         siblings = self._groups.setdefault(group, [])
-        siblings.append(told)
+        siblings.append(facts)
         if len(siblings) == self._group_size:
             siblings.sort(key=lambda each: each["rollout"])
             self._send("group", {"group": group, "prompt": prompt, "rollouts": siblings})
             del self._groups[group]
 
     def see(self, event: Event) -> None:
-        """Take note of what an event says of the tokens of a rollout."""
+        """Pass an event to the token stream."""
         self._token_stream.see(event)
 
     def forget(self, group: int) -> None:
-        """Enter that a group will never be whole."""
+        """Forget a group that will never be complete."""
         self._groups.pop(group, None)
         first = group * self._group_size
         self._token_stream.forget(range(first, first + self._group_size))
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
-        """Tell those who want it: who is told of tokens once they have those before it."""
-        readers = [reader for reader in self._readers if reader.asked.kind == kind]
+        """Send an event to its readers; readers with tokens get it after all earlier tokens."""
+        readers = [reader for reader in self._readers if reader.request.kind == kind]
         if readers:
             event = encode_event(kind, data)
-            self._put(event, [reader for reader in readers if not reader.asked.with_tokens])
-            later = [r for r in readers if r.asked.with_tokens and not r.is_dropped]
+            self._put(event, [reader for reader in readers if not reader.request.with_tokens])
+            later = [r for r in readers if r.request.with_tokens and not r.is_dropped]
             if later:
                 self._token_stream.then(partial(self._put, event, later))
 
     async def _tell_tokens(self, data: dict[str, Any]) -> None:
         event = encode_event("tokens", data)
-        for reader in [reader for reader in self._readers if reader.asked.with_tokens]:
+        for reader in [reader for reader in self._readers if reader.request.with_tokens]:
             await reader.wait_for_room()
             self._put(event, [reader])
 
@@ -231,18 +235,20 @@ class GroupStream:
 
     def _drop_readers_of_tokens(self) -> None:
         for reader in self._readers:
-            if reader.asked.with_tokens and not reader.is_dropped:
+            if reader.request.with_tokens and not reader.is_dropped:
                 reader.drop()
         self._token_stream.want(False)
 
     def _end_telling(self, task: asyncio.Task[None]) -> None:
-        """Go on without whoever is told of tokens, where these cannot be told any more."""
+        """Drop all readers with tokens if the token stream has failed; the run continues."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning(f"tokens are told to nobody any more: {type(error).__name__}: {error}")
+            logger.warning(
+                f"the token stream failed, its readers are dropped: {type(error).__name__}: {error}"
+            )
             self._drop_readers_of_tokens()
 
     async def close(self) -> None:
-        """Tell readers that it is over, and listen no longer."""
+        """Send the event "end" to all readers and stop the server."""
         if self._server is None:
             return
         self._server.close()
@@ -256,13 +262,11 @@ class GroupStream:
         self._server = None
         self._path.unlink(missing_ok=True)
         if self.num_lost:
-            logger.warning(
-                f"readers of the stream were too slow for {self.num_lost:,} events, and lost them"
-            )
+            logger.warning(f"readers of the stream were too slow and lost {self.num_lost:,} events")
 
     async def _tell_all(self) -> None:
-        """Let readers have the tokens that there are, and tell no more."""
-        assert self._telling is not None, "it has started"
+        """Send the remaining tokens to readers, then stop the token stream."""
+        assert self._telling is not None, "start was called"
         if self._token_stream.is_wanted:
             is_told = asyncio.Event()
             self._token_stream.then(is_told.set)
@@ -272,20 +276,20 @@ class GroupStream:
         self._token_stream.want(False)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection; whatever goes wrong with it is its own affair."""
+        """Serve one connection; an error ends only this connection."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(PATIENCE):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            status, asked = self._judge(head)
-            if asked is None:
+            status, request = self._judge(head)
+            if request is None:
                 writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode())
                 await writer.drain()
             else:
-                await self._feed(asked, writer)
+                await self._feed(request, writer)
         writer.close()
 
     def _judge(self, head: str) -> tuple[str, StreamRequest | None]:
-        """Return the status that a request is answered with, and what it wants where it may have it."""
+        """Return the HTTP status of a request, and the parsed request if it is accepted."""
         first, *lines = head.split("\r\n")
         fields = {
             key.strip().lower(): value.strip()
@@ -305,9 +309,9 @@ class GroupStream:
             return "503 Service Unavailable", None
         return "200 OK", StreamRequest(kind, query == TOKENS)
 
-    async def _feed(self, asked: StreamRequest, writer: asyncio.StreamWriter) -> None:
-        mine, task = Reader(asked, writer.transport), asyncio.current_task()
-        assert task is not None, "a connection is served by a task"
+    async def _feed(self, request: StreamRequest, writer: asyncio.StreamWriter) -> None:
+        mine, task = Reader(request, writer.transport), asyncio.current_task()
+        assert task is not None, "asyncio serves each connection in a task"
         self._readers[mine] = task
         self._look_who_reads()
         try:
@@ -326,14 +330,14 @@ class GroupStream:
             self._look_who_reads()
 
     def _look_who_reads(self) -> None:
-        """Let tokens be told as long as anybody wants them."""
+        """Run the token stream while a reader wants tokens."""
         is_over = self._telling is None or self._telling.done()
-        wants = (r.asked.with_tokens and not r.is_dropped for r in self._readers)
+        wants = (r.request.with_tokens and not r.is_dropped for r in self._readers)
         self._token_stream.want(not is_over and any(wants))
 
 
 def encode_event(kind: str, data: dict[str, Any]) -> bytes:
-    """Write one event; JSON has no line breaks of its own."""
+    """Return one server-sent event; its JSON has no line breaks."""
     return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
 

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import msgspec
 
 STREAM = "stream.json"
-"""In a run's directory, as long as it goes on: where its stream is."""
+"""File in the run directory with the address of its stream, while the run is active."""
 HOST = "127.0.0.1"
 LONGEST = 2**26
-"""Bytes of an event: a group of many long texts."""
+"""Maximum size of an event, in bytes: a group of many long texts."""
 
 
 class StreamAddress(msgspec.Struct, frozen=True):
-    """Where a run's stream is, and what lets one read it."""
+    """Port of a run's stream, and the token that a reader must send."""
 
     port: int
     token: str
@@ -29,28 +29,32 @@ async def read_stream(
     *,
     tokens: bool = False,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield what a run finishes from now on, each as it comes, until the run is over.
+    """Yield the groups or rollouts that a run finishes from now on, until the run ends.
 
-    Of a group: `group`, `prompt` and `rollouts`; of a rollout: `rollout`, `group`, `text`, `num_tokens`, `versions`
-    (spans of (version, first token)), `reward`, `rewards` by scorer, and `fault`. Where you were too slow, one that has
-    `lost` alone says how many were lost.
+    | item             | keys                                                                                        |
+    |------------------|---------------------------------------------------------------------------------------------|
+    | group            | `group`, `prompt`, `rollouts`                                                               |
+    | rollout          | `rollout`, `group`, `text`, `num_tokens`, `versions`, `reward`, `rewards` by scorer, `fault` |
+    | lost events      | `lost`: number of events that you lost because you read too slowly                          |
+    | new tokens       | `rollout`, `group`, `start`, `tokens`, `versions`, and `finish` with the last tokens        |
+    | discarded tokens | `rollout`, `group`, `start`, `taken_back`: number of tokens, which are generated again      |
 
-    With `tokens` there come, before it, ids of new output tokens of each rollout as its replica reports them
-    (`execute.save_tokens_every`), in order: `rollout`, `group`, `start` (output tokens before these), `tokens`, `versions`
-    (spans of (version, output token from which on it sampled)), and with the last ones `finish`: "stop", "length" or
-    "dropped". One that has `taken_back` instead says that so many tokens from `start` on were lost, and are made anew.
-    Where you are too slow for tokens, you are dropped.
+    `versions` are pairs of a version and the first output token that it sampled. `start` is the number of output tokens
+    before these. `finish` is "stop", "length" or "dropped".
+
+    The last two kinds of items come only with `tokens`. They have token ids in order, and come before their rollout or
+    group. Replicas report them every `execute.save_tokens_every` seconds. If you read tokens too slowly, you are dropped.
 
     Raises:
-        ValueError: no run streams there.
-        RuntimeError: the run refuses, drops you because you are too slow, or went away without a word.
+        ValueError: no run has a stream there.
+        RuntimeError: the run refuses the request, drops you because you are too slow, or ends without an end event.
     """
     try:
         address = msgspec.json.decode(Path(directory, STREAM).read_bytes(), type=StreamAddress)
         reader, writer = await asyncio.open_connection(HOST, address.port, limit=LONGEST)
     except (OSError, msgspec.MsgspecError):
-        what = f"{directory}: no run streams there (execute.stream_port)"
-        raise ValueError(what) from None
+        text = f"{directory}: no run streams there; start it with execute.stream_port"
+        raise ValueError(text) from None
     try:
         path = f"{kind}?tokens=1" if tokens else kind
         request = (
@@ -69,12 +73,12 @@ async def read_stream(
 
 
 async def _read_event(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return the next event's data; None at the end."""
+    """Return the data of the next event, or None at the end."""
     text = await reader.readuntil(b"\n\n")
     name, _, data = text.rstrip(b"\n").partition(b"\ndata: ")
-    kind, found = name.removeprefix(b"event: "), msgspec.json.decode(data)
+    kind, facts = name.removeprefix(b"event: "), msgspec.json.decode(data)
     if kind == b"end":
         return None
     if kind == b"dropped":
-        raise RuntimeError("the run's tokens came faster than they were read: it tells no more")
-    return {"lost": found["events"]} if kind == b"lost" else dict(found)
+        raise RuntimeError("tokens came faster than they were read, so the run dropped this reader")
+    return {"lost": facts["events"]} if kind == b"lost" else dict(facts)

@@ -1,8 +1,10 @@
-"""Tells of the tokens of rollouts as they come: what replicas put on disk while they run, and what they hand over at the end.
+"""Publish the tokens of rollouts as replicas generate them.
 
-In order, each token once. Tokens that are lost with an attempt, and so made anew, are taken back in so many words. One task
-does all of it, in the order in which things happened, and reads files in a thread; nobody waits for it, and it does
-nothing while nobody asks.
+Replicas write tokens to disk while a rollout runs, and return the rest at its end. The stream has each token once, in
+order. If an attempt fails, an item with `taken_back` withdraws its lost tokens, and they are generated again.
+
+One task handles all events in their order, and reads files in a thread. The run never waits for it. It does nothing
+while no reader wants tokens.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from streamrl.executor.token_files import merge, read_records
 from streamrl.executor.tokens import TokenBlock, read_blocks
 
 LEAST_TIME = 0.05
-"""Seconds between two looks at what runs, at least."""
+"""Minimum seconds between two reads of the files of running rollouts."""
 READ_AT_ONCE = 16
-"""Rollouts whose files are read before what is new of them is told."""
+"""Rollouts whose files are read before their new tokens are published."""
 MOST_QUEUED = 10_000
-"""Things to tell that wait for files to be read; past them readers are given up, not the run."""
+"""Maximum number of queued items. Above it the readers with tokens are dropped."""
 
 Span = tuple[int, int]
-"""A policy version, and the output token from which on it sampled."""
+"""A policy version, and the first output token that it sampled."""
 
 
 class Chunk(NamedTuple):
-    """Output tokens of a rollout that follow those before."""
+    """Consecutive output tokens of a rollout, from `start` on."""
 
     start: int
     tokens: list[int]
@@ -40,28 +42,28 @@ class Chunk(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What is known of a rollout's tokens at an instant."""
+    """Snapshot of the state of a rollout's tokens."""
 
     rollout: int
     first: int
-    """Tokens that were told."""
+    """Number of tokens published so far."""
     num_tokens: int
     output: tuple[TokenBlock, ...]
-    """Of attempts that have ended."""
+    """Tokens of ended attempts."""
     versions: tuple[Span, ...]
     path: str | None
-    """Of the attempt that may be under way."""
+    """File of the attempt that may still run."""
 
 
 class _Ended(NamedTuple):
-    """An attempt that has ended, whose files are held."""
+    """An ended attempt, whose files must be kept until they are read."""
 
     event: Generated
     buffered: BufferedRollout
 
 
 class TokenStream:
-    """See the module."""
+    """Publishes tokens of rollouts; see the module docstring."""
 
     def __init__(
         self,
@@ -71,14 +73,14 @@ class TokenStream:
         tell: Callable[[dict[str, Any]], Awaitable[None]],
         give_up: Callable[[], None],
     ) -> None:
-        """Begin with nobody who asks.
+        """Start without readers.
 
         Args:
-            buffer: what knows rollouts.
-            group_size: rollouts of each prompt.
-            every: seconds between two looks at what runs.
-            tell: takes what there is to tell.
-            give_up: called where there is too much of it.
+            buffer: the buffer that holds the rollouts.
+            group_size: rollouts for each prompt.
+            every: seconds between two reads of the files of running rollouts.
+            tell: sends one item to the readers.
+            give_up: drops the readers; called when too many items are queued.
         """
         self._buffer = buffer
         self._group_size = group_size
@@ -86,14 +88,14 @@ class TokenStream:
         self._tell = tell
         self._give_up = give_up
         self._told: dict[int, int] = {}
-        """Tokens that were told of each rollout that is not over yet."""
+        """Number of published tokens of each unfinished rollout."""
         self._queue: deque[_Ended | Callable[[], object]] = deque()
         self._something = asyncio.Event()
         self._looks_at = 0.0
         self.is_wanted = False
 
     def want(self, is_wanted: bool) -> None:
-        """Begin to tell, or stop, as somebody asks or nobody does any more."""
+        """Start publishing when a reader wants tokens; stop and clear the queue when none does."""
         if is_wanted and not self.is_wanted:
             self._looks_at = 0.0
             self._told.clear()
@@ -103,10 +105,10 @@ class TokenStream:
             while self._queue:
                 self._let_go(self._queue.popleft())
 
-    # What happens ---------------------------------------------------------------------------------
+    # Events of the run ----------------------------------------------------------------------------
 
     def see(self, event: Event) -> None:
-        """Take note of an attempt that ended."""
+        """Queue an attempt that has ended or failed."""
         if not self.is_wanted:
             return
         if isinstance(event, Generated) and event.rollout in self._buffer.rollouts:
@@ -117,11 +119,11 @@ class TokenStream:
             self._add(partial(self._take_back, event.command.rollout))
 
     def then(self, do: Callable[[], object]) -> None:
-        """Call something once all is told that happened before, and wait for what it returns where that is awaitable."""
+        """Call `do` after all earlier items are published, and await its result if it is awaitable."""
         self._add(do)
 
     def forget(self, rollouts: Sequence[int]) -> None:
-        """Take note that rollouts are dropped."""
+        """Queue that rollouts are dropped."""
         for rollout in rollouts if self.is_wanted else ():
             self._add(partial(self._end_dropped, rollout))
 
@@ -131,10 +133,10 @@ class TokenStream:
         if len(self._queue) > MOST_QUEUED:
             self._give_up()
 
-    # Telling --------------------------------------------------------------------------------------
+    # Publishing -----------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Tell, as long as you let it."""
+        """Publish tokens until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             if not self._queue:
@@ -145,14 +147,14 @@ class TokenStream:
                 self._looks_at = loop.time() + self._every
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until something happens, or what runs is to be looked at."""
+        """Wait for an event, or until it is time to read the files of running rollouts."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds) if self.is_wanted else None):
                 await self._something.wait()
         self._something.clear()
 
     async def flush(self) -> None:
-        """Tell all that has happened."""
+        """Publish all queued items."""
         while self._queue:
             item = self._queue.popleft()
             try:
@@ -179,19 +181,19 @@ class TokenStream:
             await self._go_on(rollout, chunk)
 
     async def _look_at_running(self) -> None:
-        """Tell what is new of what runs, a few rollouts at a time, and what ends meanwhile."""
+        """Publish new tokens of running rollouts, a few rollouts at a time, and of those that end meanwhile."""
         running = [r for r, buffered in self._buffer.rollouts.items() if _runs(buffered)]
         for first in range(0, len(running), READ_AT_ONCE):
             await self._look_at(running[first : first + READ_AT_ONCE])
             await self.flush()
 
     async def _look_at(self, rollouts: Sequence[int]) -> None:
-        there = self._buffer.rollouts
-        found = [(r, there[r]) for r in rollouts if r in there and _runs(there[r])]
-        views = [self._view(rollout, buffered, is_running=True) for rollout, buffered in found]
+        known = self._buffer.rollouts
+        running = [(r, known[r]) for r in rollouts if r in known and _runs(known[r])]
+        views = [self._view(rollout, buffered, is_running=True) for rollout, buffered in running]
         chunks = await asyncio.to_thread(lambda: [read_new(view) for view in views])
         for view, chunk in zip(views, chunks, strict=True):
-            now = there.get(view.rollout)
+            now = known.get(view.rollout)
             if chunk is not None and now is not None and view.path == now.paths[-1]:
                 await self._go_on(view.rollout, chunk)
 
@@ -210,7 +212,7 @@ class TokenStream:
         )
 
     async def _take_back(self, rollout: int) -> None:
-        """Tell that tokens of a failed attempt will be made anew."""
+        """Withdraw published tokens that a failed attempt has lost."""
         buffered, told = self._buffer.rollouts.get(rollout), self._told.get(rollout, 0)
         if buffered is None or told <= buffered.num_tokens:
             return
@@ -231,14 +233,14 @@ class TokenStream:
 
 
 def _runs(buffered: BufferedRollout) -> bool:
-    """Return whether an attempt may be under way that puts tokens on disk."""
+    """Return whether an attempt may be running that writes tokens to disk."""
     if not buffered.paths or buffered.finish is not None or buffered.text is not None:
         return False
     return not buffered.output or buffered.output[-1].path != buffered.paths[-1]
 
 
 def read_new(view: _View) -> Chunk | None:
-    """Return the tokens that were not told yet; None where there are none, or the rollout is gone meanwhile."""
+    """Return the unpublished tokens, or None if there are none or the rollout's files are gone."""
     tokens: list[int] = []
     versions = list(view.versions)
     if view.first < view.num_tokens:
@@ -257,7 +259,7 @@ def read_new(view: _View) -> Chunk | None:
 
 
 def _spans(versions: Sequence[Span], first: int, last: int) -> list[Span]:
-    """Return the spans of tokens from `first` on, below `last`."""
+    """Return the version spans of the tokens from `first` (inclusive) to `last` (exclusive)."""
     ends = [start for _, start in versions[1:]] + [last]
     return [
         (version, max(start, first))

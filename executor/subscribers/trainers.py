@@ -1,4 +1,4 @@
-"""Hand each trainer of a run its own commands; trainer 0 decides the weights that replicas load."""
+"""Send each trainer of a run its own commands; replicas load the weights of trainer 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from streamrl.runfile.config import Run
 
 
 class Trainers:
-    """Knows every trainer of a run by its number, and which of them are up."""
+    """Holds the trainers of a run by number, and tracks which of them are running."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Trainers:
         expose: Callable[[Handle], Handle],
         now: Callable[[], float],
     ) -> None:
-        """Begin with none that is up.
+        """Create the trainers without starting them.
 
         Args:
             run: has the settings of every trainer.
@@ -60,31 +60,31 @@ class Trainers:
         ]
         self._up: set[int] = set()
         self._promoted: Promote | None = None
-        """As which trainer the leading one is started, and at which version first."""
+        """The trainer that replaces the primary one, and the version of the replacement."""
 
     def join(self, run: Run, record: TrainerRecord) -> None:
-        """Take one more trainer, the last of those in `run`."""
+        """Add the last trainer of `run`."""
         number = len(self._all)
         seen = run.as_seen_by(number)
         self._all.append(_trainer_of(seen, self._buffer, record, self._now))
 
     @property
     def leader(self) -> Trainer:
-        """The one whose weights replicas load."""
+        """The primary trainer, whose weights replicas load."""
         return self._all[LEADER]
 
     def promote(self, command: Promote) -> None:
-        """Let the one that leads be what another was, from its next start on."""
+        """Make the primary trainer continue as another trainer, from its next start on."""
         self._promoted = command
         self.leader.become(self._all[command.trainer])
 
     def see_asked(self, command: Command, version: int) -> None:
-        """Tell a trainer which version the leader is at as it is asked to train on rollouts."""
+        """Record the primary trainer's version at the time of a `Train` command."""
         if isinstance(command, Train):
             self._all[command.trainer].note_primary_version(command, version)
 
     async def carry_out(self, command: TrainerCommand) -> Event:
-        """Let the trainer that a command names do what it says; return the event that it ends in."""
+        """Run a command on the trainer that it names, and return the resulting event."""
         trainer = self._all[command.trainer]
         match command:
             case StartTrainer():
@@ -124,26 +124,26 @@ class Trainers:
         return await trainer.start(command, handle, checkpoint)
 
     def describe(self, number: int) -> str:
-        """Return where one that has ended would go on."""
+        """Return text that says from which step an ended trainer would resume."""
         saved = self._all[number].record.checkpoints.newest()
         return "it was never saved" if saved is None else f"it is saved at its step {saved.version}"
 
     def lose(self, number: int) -> bool:
-        """Enter that a trainer is gone; return whether nobody knew."""
+        """Record that a trainer is lost; return whether it was running until now."""
         is_new = number in self._up
         self._up.discard(number)
         return is_new
 
     def roll_back(self, number: int) -> None:
-        """Write down that what a trainer has made since its last checkpoint is taken back."""
+        """Record that the steps of a trainer since its last checkpoint are discarded."""
         self._all[number].record.roll_back(self._now())
 
     def kill(self, number: int, reason: str) -> None:
-        """Let a trainer be lost, where its worker has come up."""
+        """Kill the worker of a trainer, if it has started."""
         self._all[number].kill(reason)
 
     def kill_all(self, reason: str) -> None:
-        """Let every trainer be lost."""
+        """Kill the workers of all trainers."""
         for trainer in self._all:
             trainer.kill(reason)
 
