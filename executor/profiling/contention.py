@@ -1,4 +1,4 @@
-"""Measure contention: the speed that roles keep when they compute at the same time on one host's cores."""
+"""Measure contention: the slowdown of roles that compute at the same time on the cores of one host."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from statistics import mean
 from typing import NamedTuple, TypeAlias
 
 Work: TypeAlias = Callable[[], Awaitable[list[float]]]
-"""Does some work, and returns the seconds of each part of it."""
+"""Does some work, and returns the seconds of each step or pass."""
 LEAST_PASSES = 4
-"""Training passes that are made, as a trainer has no end of its own; and how often replicas begin again for them."""
+"""Minimum number of training passes, and maximum number of times that replicas generate again to cover them."""
 
 
 class PartTimes(NamedTuple):
-    """Mean seconds of a part of each role's work; 0 where there is no such role."""
+    """Mean seconds of a decode step and of a training pass; 0 if there is no such role."""
 
     generating: float
     training: float
 
 
 async def run_concurrently(generate: Sequence[Work], train: Work | None) -> PartTimes:
-    """Let replicas generate at the same time, all as much, and a trainer train for as long as they do.
+    """Run replicas and a trainer at the same time; return the mean seconds of their steps and passes.
 
-    Replicas begin again until the trainer has made a few passes in their company; if each outlasts them, one counts as it
-    is. One that was never as full as all are meant to be is left out. Means, not medians: where there are more roles than cores most steps take as long as alone, and some wait for a turn.
+    All replicas generate the same amount, and repeat it until the trainer has made a few passes meanwhile. If a pass
+    takes longer than their work, the last pass counts although it ended later. A replica that never ran its full batch
+    is left out.
+
+    The result has means, not medians. With more roles than cores, most steps take as long as alone, and a few wait for
+    a core.
     """
     if not generate:
         passes = [mean(await train()) for _ in range(LEAST_PASSES)] if train else [0.0]
@@ -42,6 +46,7 @@ async def run_concurrently(generate: Sequence[Work], train: Work | None) -> Part
             break
     if not steps:
         raise RuntimeError(
-            "no decode step had all rollouts of a batch: other work keeps the cores busy; try again, or a smaller --max-running"
+            "no decode step had all rollouts of a batch, because other work keeps the cores busy. "
+            "Try again, or set a smaller --max-running"
         )
     return PartTimes(mean(steps), mean(passes or last))

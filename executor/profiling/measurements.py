@@ -17,33 +17,33 @@ from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.roles_config import Packing, Recompute
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48)
-"""Batches of the decode step below the largest one: dense where Python's share of a step falls fast."""
+"""Decode batch sizes below the largest one. They are dense where Python's share of a step falls fast."""
 REPEATS, FEW = 5, 8
-"""Rounds of a profile, three times as many where no more rollouts than `FEW` run at a time."""
+"""Rounds of a profile. There are three times as many if at most `FEW` rollouts run at a time."""
 NUM_CONTEXTS = 4
 WINDOW = 16
-"""Decode steps at each batch and context: a rollout gains so many tokens, which its context is the mean of."""
+"""Decode steps at each batch size and context. The recorded context is the mean over these steps."""
 JOIN_STEPS = 96
-"""Decode steps beside which prefixes join."""
+"""Decode steps during which new rollouts join."""
 COMPANIES = ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
-"""(replicas, trainers) that compute at the same time: what more lose is reckoned from these."""
+"""(replicas, trainers) that compute at the same time. The slowdown of more roles is extrapolated from these."""
 REWARDED = (1, 4, 16)
-"""Rollouts of a call of the reward model: those that end together, of a group or of several."""
+"""Rollouts in one call of the reward model. They ended at the same time, in one group or several."""
 SHORT = 16
-"""Tokens of the shortest prefix measured: what a rollout costs whatever its length shows best here."""
+"""Tokens of the shortest measured prefix. It shows best the cost of a rollout that does not depend on its length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How far a profile goes; a run beyond them is extrapolated."""
+    """The largest sizes that a profile measures; larger runs are extrapolated."""
 
     max_running: int
     max_context: int
     """Prompt and output tokens of a rollout."""
     max_tokens_per_pass: int
-    """Of the trainer."""
+    """Tokens in one pass of the trainer."""
     longest_prefix: int = PREFILL_TOKENS
-    """New tokens of a rollout in a pass of the replica."""
+    """New tokens of one rollout in one pass of the replica."""
 
     def __post_init__(self) -> None:
         for key, least in (("max_running", 1), ("max_context", 4 * WINDOW)):
@@ -58,17 +58,17 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Every point that is measured, `repeats` times over."""
+    """All points that are measured, each `repeats` times."""
 
     repeats: int
     decode: list[tuple[int, int]]
     """(rollouts, tokens of context)"""
     mixed: list[tuple[int, int]]
-    """(rollouts, how many of them are as long as may be), the others short"""
+    """(rollouts, how many of them have the maximum length); the others are short"""
     prefill: list[tuple[int, int]]
     """(rollouts, tokens of a prefix)"""
     join: list[tuple[int, int, int]]
-    """(running rollouts, joining ones, tokens of a prefix)"""
+    """(running rollouts, joining rollouts, tokens of a prefix)"""
     passes: list[tuple[int, int]]
     """(rollouts, tokens of each)"""
     calls: list[tuple[int, int]]
@@ -76,19 +76,19 @@ class Measurements:
     rewards: list[tuple[int, int]]
     """(rollouts, tokens of each), in one call of the reward model's replica"""
     companies: list[tuple[int, int]]
-    """(replicas that decode, trainers that train), at the same time on the cores of one host"""
+    """(replicas, trainers) that compute at the same time on the cores of one host"""
 
 
 class RayPlace(msgspec.Struct, frozen=True):
-    """A Ray cluster on this machine, some of whose nodes are of a pool."""
+    """A Ray cluster on this machine, with nodes of one pool."""
 
     pool: str
     address: str = "auto"
-    """As `execute.ray_address`."""
+    """Address of the cluster, as in `execute.ray_address`."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured, and how its processes run."""
+    """The points to measure, and the settings of the measured processes."""
 
     model: str
     """Hugging Face directory."""
@@ -99,30 +99,30 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     plan: Measurements
     packing: Packing
-    """Of the trainer's passes."""
+    """Packing of the trainer's passes."""
     recompute: Recompute
-    """What they compute again."""
+    """Activations that the trainer's backward pass recomputes."""
     lora_rank: int | None = None
-    """Of adapters, which train and are pushed instead of weights; none where absent."""
+    """Rank of the adapters that are trained and pushed instead of weights; None for full training."""
     reward_model: str | None = None
-    """Hugging Face directory of a reward model whose calls are measured too; none where absent."""
+    """Hugging Face directory of a reward model to measure too, if any."""
     ray: RayPlace | None = None
-    """Where to measure what Ray takes; nowhere where absent."""
+    """Ray cluster on which Ray's overhead is measured, if any."""
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether the replica computes with adapters beside its weights, as runs of its engine do that say nothing of it."""
+        """Whether the replica applies adapters without merging them, which is the default of its engine."""
         return self.lora_rank is not None and engine_named(self.backend).serves_adapters
 
     @property
     def training(self) -> dict[str, object]:
-        """What a trainer's settings say of it."""
+        """Settings of the trainer that depend on this setup."""
         adapters = {"adapter_rank": self.lora_rank}
         return {"packing": self.packing, "recompute": self.recompute, **adapters}
 
     @property
     def num_points(self) -> int:
-        """How often whoever watches the measuring is told of a point."""
+        """Number of points that are reported to the watcher."""
         plan = self.plan
         replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
         trainer = len(plan.passes) + len(plan.calls) + 1
@@ -132,7 +132,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def longest_prefix(backend: str, gpu: str) -> int:
-    """Return the new tokens of a rollout that one pass of an engine takes; longer prefixes are not measured."""
+    """Return the most new tokens of one rollout in one pass of an engine; longer prefixes are not measured."""
     return (
         GPU_PASS_TOKENS
         if engine_named(backend).has_long_passes and gpu != "cpu"
@@ -141,10 +141,10 @@ def longest_prefix(backend: str, gpu: str) -> int:
 
 
 def full_plan(limits: Limits) -> Measurements:
-    """Cover the limits densely enough to interpolate; a few minutes for a small model on a CPU.
+    """Return points up to the limits, dense enough to interpolate: some minutes for a small model on a CPU.
 
-    Of steps of few rollouts, which are short, the pace of a shared host hides what contexts and padding cost: where there
-    are no others, all is measured more often.
+    Steps with few rollouts are short. On a shared host, noise then hides the cost of context and padding. So if only few
+    rollouts run at a time, all points are repeated more often.
     """
     batches = [b for b in BATCHES if b < limits.max_running] + [limits.max_running]
     repeats = REPEATS * (3 if limits.max_running <= FEW else 1)
@@ -152,7 +152,7 @@ def full_plan(limits: Limits) -> Measurements:
 
 
 def quick_plan(limits: Limits) -> Measurements:
-    """Touch every table: for tests, and to see that everything runs."""
+    """Return few points for every table, for tests and as a smoke test."""
     return _plan(limits, 2, sorted({1, limits.max_running}), 2, COMPANIES[:1])
 
 
@@ -187,7 +187,7 @@ def _plan(
 
 
 def _prefixes(limits: Limits, lengths: list[int]) -> list[tuple[int, int]]:
-    """One prefix of each length, and as many of the shorter ones as a pass has room for."""
+    """Return one prefix of each length, and passes with several of the shorter ones."""
     lengths = sorted({min(length, limits.longest_prefix) for length in lengths})
     ones = [(1, length) for length in lengths]
     many = [(min(limits.max_running, max(2, 256 // length)), length) for length in lengths[:2]]
@@ -195,13 +195,13 @@ def _prefixes(limits: Limits, lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _spread(first: int, last: int, count: int) -> list[int]:
-    """Return `count` numbers at equal distances from `first` to `last`."""
+    """Return `count` evenly spaced numbers from `first` to `last`."""
     steps = max(1, count - 1)
     return sorted({first + (last - first) * index // steps for index in range(count)})
 
 
 class RefillStream(NamedTuple):
-    """A replica that was kept full from its queue."""
+    """The passes of a replica whose queue was never empty."""
 
     num_rollouts: int
     passes: list[TimedPass]
@@ -209,39 +209,39 @@ class RefillStream(NamedTuple):
 
 @dataclass
 class Readings:
-    """Seconds by point, as many of each as the rounds gave."""
+    """The measured seconds of each point, one entry per repeat."""
 
     decode: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     decode_context: dict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
     mixed: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By (running, how many of them are long)."""
+    """Seconds by (running rollouts, number of long ones)."""
     mixed_context: dict[tuple[int, int], list[tuple[float, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Mean and longest context of each."""
+    """Mean and longest context, in tokens, of each step."""
     prefill: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     join: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By (running, joining, tokens)."""
+    """Seconds by (running rollouts, joining rollouts, tokens of a prefix)."""
     step: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Decode steps around a join, by the same key."""
+    """Seconds of the decode steps before and after a join, by the same key."""
     join_context: dict[tuple[int, int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
     train: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     score: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     reward: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By (rollouts, tokens that the reward model read of each)."""
+    """Seconds by (rollouts, tokens of each that the reward model read)."""
     call: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By tokens sent."""
+    """Seconds by number of tokens sent."""
     optimizer: list[float] = field(default_factory=list)
     push: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     pack: dict[SyncMode, list[float]] = field(default_factory=lambda: defaultdict(list))
     unpack: dict[SyncMode, list[float]] = field(default_factory=lambda: defaultdict(list))
     packed: dict[SyncMode, tuple[int, int]] = field(default_factory=dict)
-    """Bytes of what relays sent, and values that it told of."""
+    """Bytes that a relay sent, and the number of weights or changes in them."""
     refill_passes: list[float] = field(default_factory=list)
     streams: list[RefillStream] = field(default_factory=list)
     handling: list[float] = field(default_factory=list)
@@ -250,17 +250,17 @@ class Readings:
     generation: dict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """By company: what is left of a replica's speed, as a share of that alone."""
+    """Speed of a replica relative to its speed alone, by (replicas, trainers)."""
     training: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """The same of a trainer's, where there is one."""
+    """Speed of the trainer relative to its speed alone, by the same key."""
     pushed_bytes: int = 0
     loaded_bytes: int = 0
-    """More than are pushed where those are of adapters."""
+    """Bytes that a replica loads; more than it is sent if adapters are merged."""
     pads_context: bool = False
     prefill_tokens: int = 0
 
     @property
     def timed(self) -> list[Mapping[Any, list[float]]]:
-        """Readings of operations that take most of a run's seconds."""
+        """Readings of the operations that take most of the time of a run."""
         tables: list[Mapping[Any, list[float]]] = [self.decode, self.mixed, self.prefill, self.join]
         return [*tables, self.train, self.score, self.reward]

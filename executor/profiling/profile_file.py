@@ -1,4 +1,4 @@
-"""Readings of this machine as a measured profile, with what they were taken on."""
+"""Convert the readings of this machine to a measured profile, with the host and the versions of packages."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from streamrl.runfile.roles_config import Packing, Recompute
 
 QUARTILES = (25, 50, 75)
 LEAST = 1e-6
-"""Seconds of a turnover: a profile's are positive."""
+"""Minimum seconds of a turnover, because times in a profile must be positive."""
 LEAST_JOINS = 3
-"""Joins of one kind below which their median says little."""
+"""Minimum number of joins of one kind; a median of fewer is unreliable."""
 
 
 def make_setup(
@@ -70,19 +70,20 @@ def make_setup(
     ray: RayPlace | None = None,
     reward_model: Path | None = None,
 ) -> Setup:
-    """Say what to measure; without `threads` a replica and a trainer on the CPU share its cores.
+    """Return the setup of a profile, with the defaults of a run.
 
-    Without `recompute` the trainer computes again what a run does whose file does not say: nothing on a CPU.
+    Without `threads`, a replica and a trainer on the CPU share its cores. Without `recompute`, the trainer on a GPU
+    recomputes all activations, and on a CPU none.
 
     Raises:
-        ValueError: no model directory, no weights to merge adapters with, or an unknown GPU, with the closest names.
+        ValueError: `model` is no model directory, has no weights to merge adapters with, or the GPU is unknown.
     """
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no model directory: it has no config.json")
     load_gpu(gpu)
     if gpu == "cpu" and recompute not in (None, "none"):
         raise ValueError(
-            f"--recompute must be none on a CPU, where runs keep all, got {recompute!r}"
+            f"--recompute must be none on a CPU, where runs recompute nothing, got {recompute!r}"
         )
     if (
         lora_rank is not None
@@ -90,13 +91,13 @@ def make_setup(
         and not any(model.glob("model*.safetensors"))
     ):
         raise ValueError(
-            f"--lora-rank merges adapters with weights, and {model} has no model*.safetensors"
+            f"--lora-rank merges adapters with weights, but {model} has no model*.safetensors"
         )
     for directory in (model, *([reward_model] if reward_model else [])):
         load_model(ModelConfig(path=str(directory)))
     plan = quick_plan(limits) if is_quick else full_plan(limits)
     if gpu != "cpu":
-        plan = replace(plan, companies=[])  # each role has GPUs of its own
+        plan = replace(plan, companies=[])  # each role has its own GPUs
     return Setup(
         model=str(model),
         dtype=dtype,
@@ -114,21 +115,21 @@ def make_setup(
 
 
 def profile_model(setup: Setup, gpu: str, watch: Watch) -> MeasuredProfile:
-    """Measure a model here and return its profile; `watch` is told of `setup.num_points` points."""
+    """Measure a model on this machine and return its profile; call `watch` for each of `setup.num_points` points."""
     return to_profile(setup, gpu, measure(setup, watch))
 
 
 def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
-    """Put readings into rows of quartiles."""
+    """Return the profile of these readings; each row has the quartiles of one point."""
     tables = _tables(setup, gpu, readings)
     turnover = list(turnover_times(tables, readings.streams))
     return msgspec.structs.replace(tables, turnover=_once(turnover))
 
 
 def turnover_times(profile: MeasuredProfile, streams: Sequence[RefillStream]) -> Iterator[float]:
-    """Yield what each rollout of a stream took of its replica beyond what the tables say of the stream's passes.
+    """Yield, for each stream, the seconds per rollout that the profile's tables do not predict.
 
-    Passes of a stream are those of the tables in another order; what they do not have is rollouts that come and go.
+    The tables predict the seconds of each pass of a stream. The rest is the cost of starting and ending rollouts.
     """
     most = max((one.running for stream in streams for one in stream.passes), default=1)
     decode, prefill = fit_decode(profile.decode, most), fit_prefill(profile.prefill, profile.join)
@@ -232,7 +233,7 @@ def _once(seconds: Sequence[float]) -> ModelOperation | None:
 
 
 def quartiles(seconds: Sequence[float]) -> Seconds:
-    """Return lower quartile, median and upper quartile."""
+    """Return the lower quartile, the median and the upper quartile."""
     low, median, high = np.percentile(seconds, QUARTILES).tolist()
     return low, median, high
 
@@ -281,7 +282,7 @@ def _host(setup: Setup) -> Host:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name where Linux tells it, else the architecture."""
+    """Return the name of the processor from /proc/cpuinfo, or the architecture without that file."""
     facts_file = Path("/proc/cpuinfo")
     if facts_file.is_file():
         for line in facts_file.read_text(encoding="utf-8").splitlines():

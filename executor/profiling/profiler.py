@@ -1,8 +1,8 @@
-"""Measure this machine: what a model takes here, operation by operation, through the code that executes runs.
+"""Measure the seconds of each operation of a model on this machine, with the code that executes runs.
 
-A replica and a trainer live in processes of their own, as in a run, and are asked for what a run asks for.
-Every point is measured once a round, and rounds follow each other, so that a machine whose speed drifts
-spreads its drift over all points. Weights are read without end-of-sequence tokens: lengths are as planned.
+A replica and a trainer run in their own processes and get the same calls as in a run. Each round measures every point
+once. So if the speed of the machine drifts, all points are affected equally. The model is loaded without
+end-of-sequence tokens, so rollouts have the planned lengths.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from streamrl.executor.transfer.shared_directory import SharedDirectory
 REPLICA = "streamrl.executor.profiling.timed_roles:TimedReplica"
 TRAINER = "streamrl.executor.profiling.timed_roles:TimedTrainer"
 REFILLS = 4
-"""Rollouts of the stream that keeps a replica full, as a multiple of what it runs at once."""
+"""Rollouts of the stream that keeps a replica full, as a multiple of its batch size."""
 HALF = 0.5
-"""Of a GPU's memory, for a replica that takes its share at once: the trainer is beside it."""
+"""Share of GPU memory for a replica that allocates it at the start; the trainer is on the same GPU."""
 LEARNING_RATE = 1e-6
-"""Small enough that the weights stay a language model's while they are timed."""
+"""Small, so that the weights remain those of a language model during the measurement."""
 
 Watch = Callable[[str], None]
-"""Told after each point what was measured."""
+"""Called after each point, with the name of its table."""
 
 
 def measure(setup: Setup, watch: Watch) -> Readings:
     """Measure every point of the plan.
 
     Raises:
-        RuntimeError: a worker failed; the message says why, its log is gone with the scratch directory.
+        RuntimeError: a worker failed. The message has the reason; the worker's log is deleted.
     """
     readings = asyncio.run(_measure(setup, watch))
     read_handling(setup, readings, watch)
@@ -64,14 +64,14 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
         endless = without_end(Path(setup.model), Path(scratch, "model"))
-        made_up = SyntheticTokens(vocabulary_of(endless))
+        synthetic = SyntheticTokens(vocabulary_of(endless))
         common = {
             "model": str(endless),
             "device": setup.device,
             "dtype": setup.dtype,
             "num_threads": setup.threads,
         }
-        bench = _Bench(setup, readings, watch, made_up, Path(scratch), common)
+        bench = _Bench(setup, readings, watch, synthetic, Path(scratch), common)
         async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.pads_context()
             readings.prefill_tokens = await replica.prefill_tokens()
@@ -93,14 +93,14 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
 
 
 class _Bench:
-    """Asks the roles for work and reads their stopwatches."""
+    """Gives work to the roles and reads their stopwatches."""
 
     def __init__(
         self,
         setup: Setup,
         readings: Readings,
         watch: Watch,
-        made_up: SyntheticTokens,
+        synthetic: SyntheticTokens,
         scratch: Path,
         common: dict[str, object],
     ) -> None:
@@ -112,7 +112,7 @@ class _Bench:
         self._readings = readings
         self._watch = watch
         self._random = random.Random(0)
-        self._made_up = made_up
+        self._synthetic = synthetic
         self._scratch = scratch
         self._common = common
         self._has_tokenizer = has_tokenizer(Path(str(common["model"])))
@@ -124,7 +124,7 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def replica(self) -> AsyncIterator[TimedReplicaRole]:
-        """Start a replica, and end it."""
+        """Start a replica, and end it with the context."""
         longest = self._limits.max_context
         config = {
             "max_running": self._limits.max_running,
@@ -146,7 +146,7 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def trainer(self, correction: str) -> AsyncIterator[TimedTrainerRole]:
-        """Start a trainer, and end it."""
+        """Start a trainer, and end it with the context."""
         config = {
             "learning_rate": LEARNING_RATE,
             "temperature": 1.0,
@@ -171,7 +171,7 @@ class _Bench:
             await handle.close()
 
     async def warm_up(self, replica: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
-        """Let caches and allocators reach their size on the largest work there is."""
+        """Run the largest batch and pass once, so that caches and allocators reach their final size."""
         most, longest = self._limits.max_running, self._limits.max_context
         await self._generate(replica, most, longest - WINDOW, WINDOW)
         await replica.passes()
@@ -181,7 +181,7 @@ class _Bench:
     # The replica ----------------------------------------------------------------------------------
 
     async def time_replica(self, replica: TimedReplicaRole) -> None:
-        """Measure decode steps, prefixes, joins, and how long a freed place stays empty."""
+        """Measure decode steps, prefills, joins, and how many passes a free slot stays empty."""
         for point in self._plan.decode:
             await self._time_decode(replica, *point)
             self._watch("decode")
@@ -198,9 +198,9 @@ class _Bench:
         self._watch("refill")
 
     async def _time_decode(self, replica: TimedReplicaRole, running: int, context: int) -> None:
-        """Let `running` rollouts decode around `context` tokens each.
+        """Decode `running` rollouts with about `context` tokens each.
 
-        The first of them decodes while the prefixes of the others are computed, and must outlast that.
+        The first rollout decodes during the prefill of the others. `lead` adds tokens so that it does not end before.
         """
         lead = running * context // self._limits.longest_prefix + 1
         prompt = max(1, context - (WINDOW + lead) // 2)
@@ -212,7 +212,7 @@ class _Bench:
                 self._readings.decode_context[key].append(one.context / running)
 
     async def _time_mixed(self, replica: TimedReplicaRole, running: int, num_long: int) -> None:
-        """Let rollouts decode of which some have as many tokens as may be, and the others few."""
+        """Decode a batch in which some rollouts have the maximum length and the others are short."""
         longest = self._limits.max_context
         lead = (num_long * longest + running * SHORT) // self._limits.longest_prefix + 1
         steps = WINDOW + lead
@@ -227,7 +227,9 @@ class _Bench:
                 self._readings.mixed_context[key].append((one.context / running, one.longest))
 
     async def _time_prefill(self, replica: TimedReplicaRole, rollouts: int, tokens: int) -> None:
-        await self._generate(replica, rollouts, tokens, 2)  # the pass after marks the end of it
+        await self._generate(
+            replica, rollouts, tokens, 2
+        )  # the second pass marks the end of the first
         for one in await replica.passes():
             if one.prefixes == [tokens] * rollouts and not one.running:
                 self._readings.prefill[rollouts, tokens].append(one.seconds)
@@ -235,7 +237,7 @@ class _Bench:
     async def _time_join(
         self, replica: TimedReplicaRole, running: int, joining: int, tokens: int
     ) -> None:
-        """Let rollouts of one token join while others decode, again and again."""
+        """Repeatedly let rollouts of one output token join while others decode."""
         decoding = asyncio.ensure_future(self._generate(replica, running, SHORT, self._long_decode))
         while not decoding.done():
             await self._generate(replica, joining, tokens, 1)
@@ -250,7 +252,7 @@ class _Bench:
                 self._readings.join_context[key].append(one.context / running)
 
     async def _time_refill(self, replica: TimedReplicaRole) -> None:
-        """Keep the replica full from its queue, and count the places that stood empty; its tokens go where a run's do."""
+        """Keep the replica's queue filled, count its empty slots, and write tokens to disk as a run does."""
         most = self._limits.max_running
         lengths = [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(REFILLS * most)]
         with tempfile.TemporaryDirectory(dir=self._scratch) as tokens:
@@ -278,11 +280,11 @@ class _Bench:
         tokens: int,
         directory: Path | None = None,
     ) -> None:
-        """Generate rollouts, whose tokens are left in a directory, as in a run, or come back with the answer."""
+        """Generate rollouts; their tokens go to `directory`, as in a run, or come back with the answer."""
         requests = [
             Request(
                 rollout=self._num_rollouts + index,
-                prompt=encode_ids(self._made_up.tokens(prompt)),
+                prompt=encode_ids(self._synthetic.tokens(prompt)),
                 priority=0,
                 max_tokens=tokens,
                 output_path=None
@@ -294,10 +296,10 @@ class _Bench:
         self._num_rollouts += rollouts
         await asyncio.gather(*(replica.generate(r) for r in requests))
 
-    # Roles side by side ---------------------------------------------------------------------------
+    # Contention -----------------------------------------------------------------------------------
 
     async def time_companies(self, first: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
-        """Measure what roles lose that compute at the same time, each round after each of them alone."""
+        """Measure the slowdown of roles that compute at the same time; each round also measures them alone."""
         most = max(generating for generating, _ in self._plan.companies)
         async with contextlib.AsyncExitStack() as roles:
             more = [await roles.enter_async_context(self.replica()) for _ in range(most - 1)]
@@ -306,20 +308,20 @@ class _Bench:
             replicas = [first, *more]
             generate = [partial(self._decode_on, replica) for replica in replicas]
             middle = sorted(self._plan.passes, key=lambda one: one[0] * one[1])
-            samples = self._made_up.samples(*middle[len(middle) // 2], advantage=1.0)
+            samples = self._synthetic.samples(*middle[len(middle) // 2], advantage=1.0)
             train = partial(self._train_on, trainer, samples)
             for _ in range(self._plan.repeats):
                 alone = await run_concurrently(generate[:1], None)
                 trained = await run_concurrently([], train)
                 for key in self._plan.companies:
-                    found = await run_concurrently(generate[: key[0]], train if key[1] else None)
-                    self._readings.generation[key].append(alone.generating / found.generating)
+                    shared = await run_concurrently(generate[: key[0]], train if key[1] else None)
+                    self._readings.generation[key].append(alone.generating / shared.generating)
                     if key[1]:
-                        self._readings.training[key].append(trained.training / found.training)
+                        self._readings.training[key].append(trained.training / shared.training)
                     self._watch("company")
 
     async def _decode_on(self, replica: TimedReplicaRole) -> list[float]:
-        """Decode half a batch, longer where some end before all have come; return the seconds of each step."""
+        """Decode half a batch and return the seconds of each full step; decode longer if no step was full."""
         running = max(1, self._limits.max_running // 2)
         most = self._limits.max_context - SHORT
         for tokens in sorted({min(most, self._long_decode * longer) for longer in (1, 4, 16)}):
@@ -331,25 +333,25 @@ class _Bench:
         return steps
 
     async def _train_on(self, trainer: TimedTrainerRole, samples: list[Sample]) -> list[float]:
-        """Make a pass of middling size, of samples that need no core to be made; return its seconds."""
+        """Run a training pass on prepared samples and return its seconds."""
         await trainer.train(samples)
         return await self._seconds(trainer)
 
     @property
     def _long_decode(self) -> int:
-        """Decode steps of rollouts beside which something else happens."""
+        """Decode steps of rollouts during which others join or a trainer trains."""
         return min(JOIN_STEPS, self._limits.max_context - SHORT)
 
     # The trainer ----------------------------------------------------------------------------------
 
     async def time_trainer(self, trainer: TimedTrainerRole) -> None:
-        """Measure training passes, calls without any, and an optimizer step."""
+        """Measure training passes, and calls whose samples need no pass."""
         for rollouts, width in self._plan.passes:
             await self._train(trainer, rollouts, width)
             self._readings.train[rollouts, width] += await self._seconds(trainer)
             self._watch("train")
         for rollouts, width in self._plan.calls:
-            samples = self._made_up.samples(rollouts, width, advantage=0.0)
+            samples = self._synthetic.samples(rollouts, width, advantage=0.0)
             began_at = time.perf_counter()
             await trainer.train(samples)
             self._readings.call[rollouts * width].append(time.perf_counter() - began_at)
@@ -359,9 +361,9 @@ class _Bench:
     async def time_sync(
         self, replica: TimedReplicaRole, trainer: TimedTrainerRole, relays: RelayBench
     ) -> None:
-        """Measure an optimizer step, a push of its weights, and a load of them, on a trainer that rested.
+        """Measure an optimizer step, a push of the new weights, and a load, with cold caches.
 
-        In a run it rests while the step's last rollouts are generated, and its caches go cold.
+        In a run the trainer is idle while the last rollouts of a step are generated, so its caches are cold.
         """
         await self._train(trainer, *self._plan.passes[0])
         await self._seconds(trainer)
@@ -387,15 +389,15 @@ class _Bench:
         self._watch("sync")
 
     async def time_scores(self, scorer: TimedTrainerRole) -> None:
-        """Measure forward passes."""
+        """Measure forward passes of the trainer that compute log-probabilities."""
         for rollouts, width in self._plan.passes:
-            samples = self._made_up.samples(rollouts, width, advantage=1.0)
+            samples = self._synthetic.samples(rollouts, width, advantage=1.0)
             await scorer.score(samples)
             self._readings.score[rollouts, width] += await self._seconds(scorer)
             self._watch("score")
 
     async def _train(self, trainer: TimedTrainerRole, rollouts: int, width: int) -> None:
-        await trainer.train(self._made_up.samples(rollouts, width, advantage=1.0))
+        await trainer.train(self._synthetic.samples(rollouts, width, advantage=1.0))
 
     async def _seconds(self, trainer: TimedTrainerRole) -> list[float]:
         return await trainer.seconds()

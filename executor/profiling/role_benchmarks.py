@@ -19,24 +19,24 @@ from streamrl.executor.transfer.delta import count_changes
 from streamrl.hardware.model_shape import BYTES
 
 Start = Callable[[str, dict[str, object]], contextlib.AbstractAsyncContextManager[Handle]]
-"""Starts a role, as runs do, and ends it."""
+"""Starts a role as a run does, and ends it with the context."""
 
 
 class RelayBench:
-    """A relay beside the trainer, and one at another place for each way of sending weights."""
+    """Times a relay near the trainer and two remote ones, for whole weights and for deltas."""
 
     def __init__(self, near: RelayRole, whole: RelayRole, delta: RelayRole, dtype: str) -> None:
         self._near, self._whole, self._delta = near, whole, delta
         self._dtype = dtype
         self._base: Manifest | None = None
-        """What the place that is sent deltas has."""
+        """Weights that the relay for deltas has."""
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
         cls, start: Start, model: str, dtype: str, merges_adapters: bool
     ) -> AsyncIterator[RelayBench]:
-        """Start relays, and leave nothing of them behind."""
+        """Start the relays, and end them with the context."""
         async with contextlib.AsyncExitStack() as ends:
             config = {"model": model, "dtype": dtype, "merges_adapters": merges_adapters}
             relays = []
@@ -49,7 +49,7 @@ class RelayBench:
             yield cls(near, whole, delta, dtype)
 
     async def time(self, manifest: Manifest, readings: Readings) -> None:
-        """Bring a push to both places; enter the seconds, and of the first push those of whole weights alone."""
+        """Send a push to both remote relays and record the seconds; the first push has no delta."""
         whole = await self._near.pack(manifest, "full", None)
         readings.unpack["full"].append((await _bring(self._whole, whole)).seconds)
         readings.pack["full"].append(whole.seconds)
@@ -68,7 +68,7 @@ class RelayBench:
         await self._delta.keep([arrived.manifest.checksum])
 
     async def time_adapters(self, manifest: Manifest, readings: Readings) -> Manifest:
-        """Bring adapters to a place; enter the seconds, and return what replicas load there, merged or as it came."""
+        """Send adapters to a relay, record the seconds, and return the manifest that replicas load there."""
         parcel = await self._near.pack(manifest, "lora", None)
         arrived = await _bring(self._whole, parcel)
         readings.pack["lora"].append(parcel.seconds)
@@ -79,7 +79,7 @@ class RelayBench:
 
 
 async def _bring(relay: RelayRole, parcel: Parcel) -> Arrived:
-    """Bring a parcel to a relay, and let it make weights of it."""
+    """Send a parcel to a relay, which unpacks it to weights."""
     for number, piece in enumerate(parcel.pieces):
         await relay.receive(parcel.result.version, number, 0, Path(piece.path).read_bytes())
     return await relay.unpack(parcel, is_here=False)
@@ -92,10 +92,10 @@ async def time_rewards(
     readings: Readings,
     watch: Callable[[str], None],
 ) -> None:
-    """Start a replica, and enter the seconds of its calls by rollouts and by the tokens that it read of each.
+    """Start a reward model and record the seconds of its calls, by rollouts and tokens of each.
 
     Raises:
-        RuntimeError: it cannot score such texts.
+        RuntimeError: the reward model cannot score the texts.
     """
     assert setup.reward_model is not None, "nothing to time"
     config = {
@@ -121,22 +121,22 @@ async def time_rewards(
 
 
 async def _call(role: RewardRole, texts: _Texts, rollouts: int, width: int) -> tuple[int, float]:
-    """Return the tokens of each that were read, and the seconds of the call."""
+    """Return the number of tokens read of each rollout, and the seconds of the call."""
     exchange = texts.exchange(width)
     began_at = time.perf_counter()
-    found = await role.score([exchange] * rollouts)
+    scored = await role.score([exchange] * rollouts)
     seconds = time.perf_counter() - began_at
-    if found[0].score is None:
-        raise RuntimeError(f"the reward model cannot score what is timed: {found[0].fault}")
-    return found[0].num_tokens, seconds
+    if scored[0].score is None:
+        raise RuntimeError(f"the reward model cannot score the synthetic texts: {scored[0].fault}")
+    return scored[0].num_tokens, seconds
 
 
 FRAME = 2
-"""Tokens that a tokenizer adds to a text without a template: those of its beginning and its end."""
+"""Tokens that a tokenizer adds to a text without a template: beginning and end of text."""
 
 
 class _Texts:
-    """Texts of about as many tokens as are asked for, the same ones every time."""
+    """Random texts of about a given number of tokens, with a fixed seed."""
 
     def __init__(self, tokenizer: Any) -> None:
         special = {*tokenizer.all_special_ids}
@@ -144,7 +144,7 @@ class _Texts:
         self._tokenizer = tokenizer
 
     def exchange(self, width: int) -> Exchange:
-        """Return a prompt and a completion of so many tokens together, those of a template left out."""
+        """Return a prompt and a completion with `width` tokens in total, not counting a template."""
         drawn = random.Random(width).choices(self._ids, k=max(2, width - FRAME))
         prompt = max(1, width // 4)
         return Exchange(

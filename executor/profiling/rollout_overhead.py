@@ -1,11 +1,11 @@
-"""What a rollout takes of those that compute nothing: CPU seconds, of a few steps that are executed.
+"""Measure the CPU seconds of a rollout in processes and threads that do not run the model, in a short run.
 
-They are the process that decides, the verifier, and of a replica the thread that reads calls and writes answers while
-another one generates. A trainer's serves it before it computes: that is in the seconds of its calls.
+They are the controller, the verifier, and the thread of a replica that serves calls while another thread generates. The
+trainer's overhead is left out: its thread serves calls before it computes, so the seconds of its calls include it.
 
-Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
-they count too, and of the actors on this machine all threads but the one that computes, which takes most: each role has
-one that does. What its other threads take to push and load weights, once a step, a profile has already: it is left out.
+Over Ray, these count too: Ray's own processes, and all threads of each actor on this machine except the busiest one.
+The busiest thread of an actor is the one that computes. Other threads also push and load weights once a step. The
+profile has that time already, so it is subtracted.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 
 STEPS = 8
-"""Of which the first is left out: it loads what all need."""
+"""Steps of the run. The first step is not counted, because it loads libraries."""
 PROMPTS, GROUP_SIZE = 12, 8
 RUNNING = 16
-"""Rollouts at once, so that they end one by one, as those of longer runs do: each end wakes who serves it."""
+"""Concurrent rollouts. They are few, so that rollouts end one by one as in longer runs, and each end wakes a thread."""
 RAY_PROCESSES = ("raylet", "gcs_server")
-"""What brings calls and answers of actors, and knows where they are."""
+"""Ray's own processes, which deliver calls and answers and locate actors."""
 ACTOR = "ray::RayRole"
-"""How the names of our actors begin."""
+"""Prefix of the process names of our actors."""
 SCORER = "reasoning-gym"
-"""Grades what may be code in a process of its own, as most scorers do."""
+"""Runs graders in a separate process, as most scorers do."""
 RECORD = {
     "prompt": "1 + 1 =",
     "task": "chain_sum",
@@ -52,16 +52,16 @@ RECORD = {
 
 
 class Taken(NamedTuple):
-    """What rollouts took of those that compute nothing."""
+    """The overhead of rollouts, and the seconds of pushes."""
 
     handling: Sequence[float] = ()
-    """CPU seconds of a rollout, a mean for each step."""
+    """CPU seconds per rollout, as a mean for each step."""
     pushes: Sequence[float] = ()
-    """Seconds of each push, of what stays on the machine: whole weights, or adapters where those are measured."""
+    """Seconds of each push of whole weights, or of adapters if those are measured."""
 
 
 def has_tokenizer(model: Path) -> bool:
-    """Whether runs of a model can be executed: a profile needs its weights alone."""
+    """Return whether a model has a tokenizer, which a run needs; the rest of a profile needs only weights."""
     try:
         return len(load_tokenizer(str(model)).encode(RECORD["prompt"])) > 0
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def has_tokenizer(model: Path) -> bool:
 
 
 def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]) -> None:
-    """Enter what executed runs take beside what roles compute, and over Ray where that is asked for."""
+    """Record the overhead of executed runs, and over Ray if `setup.ray` is set."""
     if setup.plan.companies:
         readings.handling += measure_handling(setup).handling
         watch("handling")
@@ -82,10 +82,10 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
 
 
 def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
-    """Execute a short run of the model to be measured, and return what its rollouts take.
+    """Execute a short run of the measured model, and return the overhead of its rollouts.
 
-    Nothing where its runs cannot be executed. Roles are processes of this one, or actors of a cluster, whose own
-    processes count then.
+    The result is empty if the model has no tokenizer. Roles are child processes, or actors of a Ray cluster. Then
+    Ray's own processes count too.
     """
     if not has_tokenizer(Path(setup.model)):
         return Taken()
@@ -97,7 +97,7 @@ def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
 
 
 def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
-    """Return the run that is executed, whose prompts are written to a directory."""
+    """Return the run to execute, and write its prompts to `scratch`."""
     pool = "local" if ray is None else ray.pool
     prompts = scratch / "prompts.jsonl"
     prompts.write_text(f"{json.dumps(RECORD)}\n" * PROMPTS, encoding="utf-8")
@@ -126,7 +126,7 @@ def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
             "execute": {
                 "output": str(scratch / "run"),
                 "checkpoint_every": STEPS + 1,
-                "threads": setup.threads if ray is None else 1,  # of an actor one computes
+                "threads": setup.threads if ray is None else 1,  # one thread of an actor computes
                 **({} if ray is None else {"launcher": "ray", "ray_address": ray.address}),
             },
         }
@@ -134,7 +134,7 @@ def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
 
 
 class _Clock:
-    """Reads CPU times once a step."""
+    """Reads CPU times after each step."""
 
     def __init__(self, *, is_over_ray: bool) -> None:
         self._watch = HandlingWatch(is_over_ray=is_over_ray)
@@ -146,21 +146,21 @@ class _Clock:
 
 
 class HandlingWatch:
-    """CPU seconds of all that handles rollouts."""
+    """Measures the CPU seconds of all processes and threads that handle rollouts."""
 
     def __init__(self, *, is_over_ray: bool) -> None:
         self._is_over_ray = is_over_ray
         self._last: dict[tuple[int, int], float] = {}
-        """Seconds of each process, and of each thread of an actor."""
+        """CPU seconds of each process, and of each thread of an actor, at the last call."""
         self._own = 0.0
-        """What reading took so far, which no run does."""
+        """CPU seconds that this measurement itself has taken; they are subtracted."""
 
     def take(self) -> float:
-        """Return what was taken since the last call."""
+        """Return the CPU seconds since the last call."""
         began_at = time.process_time()
         taken = self._lately((os.getpid(), 0), began_at - self._own)
         for process in self._processes():
-            with suppress(psutil.Error):  # it has ended
+            with suppress(psutil.Error):  # the process has ended
                 if process.name().startswith(ACTOR):
                     times = [(one.id, one.user_time + one.system_time) for one in process.threads()]
                     lately = [self._lately((process.pid, name), so_far) for name, so_far in times]
@@ -171,7 +171,7 @@ class HandlingWatch:
         return taken
 
     def _lately(self, name: tuple[int, int], so_far: float) -> float:
-        """Return what was taken since this was last asked of a process or thread."""
+        """Return the CPU seconds of a process or thread since the last call for it."""
         before, self._last[name] = self._last.get(name, 0.0), so_far
         return so_far - before
 
@@ -184,16 +184,16 @@ class HandlingWatch:
 
 
 def _handling_time(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process so far that are no role's computing."""
+    """Return the CPU seconds of a process so far, without the time in which a role computes."""
     command = process.cmdline()
     if worker.MODULE in command:
         return _first_thread_time(process) if REPLICA in command else 0.0
     own = process.cpu_times()[: 2 if process.name() in RAY_PROCESSES else 4]
-    return float(sum(own))  # with ended children: graders live for an answer
+    return float(sum(own))  # includes ended children, because a grader runs for one answer
 
 
 def _first_thread_time(process: psutil.Process) -> float:
-    """Return what the thread took on which a worker's calls come and go; all computing is on others."""
+    """Return the CPU seconds of a worker's main thread, which serves calls; other threads compute."""
     first = (thread for thread in process.threads() if thread.id == process.pid)
     return float(sum(thread.user_time + thread.system_time for thread in first))
 

@@ -11,18 +11,18 @@ from streamrl.executor.tokens import TokenSegment, encode_ids, write_block
 
 
 class SyntheticTokens:
-    """Draws tokens of a vocabulary, the same ones every time."""
+    """Draws random tokens of a vocabulary, with a fixed seed."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._random = random.Random(0)
 
     def tokens(self, count: int) -> list[int]:
-        """Return so many token ids."""
+        """Return `count` token ids."""
         return [self._random.randrange(self._vocabulary) for _ in range(count)]
 
     def samples(self, rollouts: int, width: int, advantage: float) -> list[Sample]:
-        """Return rollouts of `width` tokens, a quarter of them prompt."""
+        """Return rollouts of `width` tokens each; the first quarter is the prompt."""
         prompt = max(1, width // 4)
         output = width - prompt
         return [
@@ -42,7 +42,7 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 def without_end(model: Path, copy: Path) -> Path:
-    """Link a model directory, its end-of-sequence tokens left out of the configs."""
+    """Create a copy of a model directory that links its files, without end-of-sequence tokens in the configs."""
     copy.mkdir()
     for file in model.iterdir():
         if file.name not in CONFIG_FILES:
@@ -56,5 +56,5 @@ def without_end(model: Path, copy: Path) -> Path:
 
 
 def vocabulary_of(model: Path) -> int:
-    """Return the number of token ids of a model directory."""
+    """Return the vocabulary size in a model's config.json."""
     return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])

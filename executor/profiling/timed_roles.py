@@ -1,4 +1,4 @@
-"""The replica and the trainer with a stopwatch: they do what they always do, and say how long each part took."""
+"""The replica and the trainer of a run, with a stopwatch that times each pass or call."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ R = TypeVar("R")
 
 
 class TimedReplicaRole(ReplicaRole, Protocol):
-    """A replica that says how long its forward passes took."""
+    """A replica that returns the seconds of its forward passes."""
 
     async def pads_context(self) -> bool:
-        """Return whether decode steps pad every rollout to the longest."""
+        """Return whether decode steps pad every rollout to the longest one."""
 
     async def prefill_tokens(self) -> int:
-        """Return the most new prefix tokens of a pass in which all others decode."""
+        """Return the maximum number of new prefix tokens in a pass that also decodes."""
 
     async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call."""
 
 
 class TimedTrainerRole(TrainerRole, Protocol):
-    """A trainer that says how long the work of each call took."""
+    """A trainer that returns the seconds of each call."""
 
     async def seconds(self) -> list[float]:
-        """Return the seconds of each call since the last time, in order."""
+        """Return the seconds of each call since the last request, in order."""
 
 
 class TimedReplica(ReplicaWorker, TimedReplicaRole):
     """A replica whose engine times its forward passes."""
 
     async def start(self, manifest: Manifest | None, version: int) -> str:
-        """Begin to serve, and to time."""
+        """Start the replica, and start timing its passes."""
         checksum = await super().start(manifest, version)
         await self._engine.time_passes()
         return checksum
 
     async def pads_context(self) -> bool:
-        """Return whether decode steps pad every rollout to the longest."""
+        """Return whether decode steps pad every rollout to the longest one."""
         return self._engine.pads_context
 
     async def prefill_tokens(self) -> int:
-        """Return the most new prefix tokens of a pass in which all others decode."""
+        """Return the maximum number of new prefix tokens in a pass that also decodes."""
         return self._engine.prefill_tokens
 
     async def passes(self) -> list[TimedPass]:
-        """Return the passes since the last call; the last one has no end, so it is left out."""
+        """Return the passes since the last call, without the last pass, which has no end time."""
         return await self._engine.passes()
 
 
 class TimedTrainer(TrainerWorker, TimedTrainerRole):
-    """A trainer that records how long the work of each call took, the way to it and back left out."""
+    """A trainer that records the seconds of the work of each call, without the transport of the call."""
 
     def __init__(self, config: TrainerSettings) -> None:
         super().__init__(config)
@@ -68,7 +68,7 @@ class TimedTrainer(TrainerWorker, TimedTrainerRole):
         self._seconds: list[float] = []
 
     async def seconds(self) -> list[float]:
-        """Return the seconds of each call since the last time, in order."""
+        """Return the seconds of each call since the last request, in order."""
         seconds, self._seconds = self._seconds, []
         return seconds
 
