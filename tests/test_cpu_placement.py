@@ -99,7 +99,7 @@ def test_doctor_knows_no_way_to_put_two_roles_on_one_core(
     monkeypatch.setattr(readiness, "usable_cores", lambda: 1)
     monkeypatch.setattr(local_cores, "usable_cores", lambda: 1)
     found = bad(list(readiness.find(local_run(tmp_path))))["cores"]
-    assert not found.changes and found.fix == "execute it where there are 2 cores"
+    assert not found.changes and found.fix == "execute it on a machine with 2 cores"
 
 
 @pytest.mark.parametrize(("threads", "is_said"), [(None, False), (2, False), (1, True)])

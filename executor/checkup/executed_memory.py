@@ -1,6 +1,6 @@
-"""Count the GPU memory of the trainer that `execute` starts: backend torch, float32 weights, passes under autocast.
+"""Compute the GPU memory of the trainer that `execute` starts: backend torch, float32 weights, passes under autocast.
 
-The memory model of plans (`streamrl.hardware.memory`) counts what published frameworks keep. Ours keeps other tensors.
+The memory model of plans (`streamrl.hardware.memory`) describes published frameworks. Our trainer keeps other tensors.
 
 | bytes of a token in one layer, in bfloat16             | none | mlp, selective | full |
 |--------------------------------------------------------|------|----------------|------|
@@ -12,11 +12,14 @@ The memory model of plans (`streamrl.hardware.memory`) counts what published fra
 | v, and the output of attention                         | kept | kept           | again |
 | 16-bit copies for gate and up; gate, silu, up, product | kept | again          | again |
 
-Where no norm follows the projection of q and k, the rotated ones alone are kept. Packed passes keep the output of attention
-twice: per rollout, and put together. In float32 there are no 16-bit copies, and every tensor has 4 bytes a value.
+"kept" tensors stay in memory from the forward to the backward pass. "again" marks tensors that the backward pass
+recomputes. If a model has no norm of q and k, only the rotated tensors are kept. Packed passes keep the output of
+attention twice: per rollout, and concatenated. In float32 there are no 16-bit copies, and every value has 4 bytes.
 
-The trainer is fullest at one of two moments: as the backward pass begins, with the gradients of the logits; or as it
-computes the last layer, with what is made again and the gradients there.
+Memory use peaks at one of two moments:
+
+- when the backward pass begins, with the gradients of the logits
+- when the backward pass computes the last layer, with its recomputed tensors and gradients
 """
 
 from __future__ import annotations
@@ -31,41 +34,40 @@ from streamrl.runfile.backend_choice import training_backend_named
 from streamrl.runfile.roles_config import Recompute
 
 WIDE = 4
-"""Bytes of a value in float32: weights, gradients, and what lies between layers."""
+"""Bytes of a float32 value: weights, gradients, and hidden states between layers."""
 LOGIT_BYTES = 3 * WIDE
-"""Bytes a logit: its log-softmax, the gradient of that, and its own, all in float32."""
+"""Bytes per logit: its log-softmax, the gradient of that, and the gradient of the logit, all in float32."""
 ENTROPY_BYTES = 3 * WIDE
-"""Bytes a logit where the loss has an entropy: a second log-softmax, the probabilities, and their product's gradient."""
+"""Additional bytes per logit for an entropy bonus: a second log-softmax, the probabilities, and a gradient."""
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of one token in one layer, and of 16-bit copies of its weights."""
+    """Bytes of one token in one layer, and bytes of the 16-bit copies of the layer's weights."""
 
     stream: int
     """One hidden state in float32."""
     normalized: int
-    """Inputs of the two norms after division by their size."""
+    """Normalized inputs of the two norms."""
     attention: float
-    """From the copies for q, k and v to the output."""
+    """Attention, from the copies for q, k and v to the output."""
     mlp: float
-    """From the copies for gate and up to the product."""
+    """MLP, from the copies for gate and up to their product."""
     gradients: float
-    """Most gradients that exist at once while the layer's backward pass computes its MLP."""
+    """Largest total of gradients at one time in the backward pass of the MLP."""
     attention_weights: float
     mlp_weights: float
 
     @property
     def total(self) -> float:
-        """Bytes of all that a token leaves without recomputation."""
+        """Bytes that a token keeps in a layer without recomputation."""
         return 2 * self.stream + self.normalized + self.attention + self.mlp
 
 
 def executed_memory(trainer: TrainerHardware, max_tokens: int) -> dict[str, float] | None:
-    """Return the bytes on a GPU of the trainer at its fullest moment; None where they are not counted.
+    """Return the peak bytes of the trainer on a GPU by kind of tensor, or None if the formula does not apply.
 
-    Its largest pass is of rollouts of the longest prompt and `max_tokens` of output.
-
-    Counted are models with plain attention, all of whose weights learn, with `trainer.backend` torch.
+    The largest pass has rollouts with the longest prompt and `max_tokens` output tokens. The formula applies to models
+    with plain attention that are trained without adapters, and to `trainer.backend = "torch"`.
     """
     model, config = trainer.model, trainer.config
     is_plain = model.latent is None and model.linear is None
@@ -91,7 +93,7 @@ def executed_memory(trainer: TrainerHardware, max_tokens: int) -> dict[str, floa
 def _moments(
     trainer: TrainerHardware, num_tokens: int, outputs: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what a pass takes as its backward half begins, and in the backward pass of its last layer."""
+    """Return the bytes of a pass when its backward pass begins, and in the backward pass of the last layer."""
     model, config = trainer.model, trainer.config
     width = 2 if trainer.dtype != "float32" else WIDE
     layer = layer_bytes(model, width, config.packing == "packed")
@@ -105,7 +107,7 @@ def _moments(
     chosen = min(outputs, LOGITS_CHUNK) if is_chunked else outputs
     per_logit = LOGIT_BYTES + ENTROPY_BYTES * (trainer.algorithm.entropy_coefficient > 0)
     logits = chosen * model.vocab_size * per_logit
-    if is_chunked:  # the gradient of the output layer's copy, which chunks add to
+    if is_chunked:  # the gradient of the output layer's copy, which accumulates over chunks
         logits += width * table
     first = {"activations": activations, "copies": copied + head, "logits": logits}
     waiting = WIDE * table if model.has_tied_embeddings else 0.0
@@ -116,7 +118,7 @@ def _moments(
 
 
 def _recomputed(choice: Recompute, layer: LayerBytes) -> tuple[float, float, float]:
-    """Return bytes of a token that a layer keeps, and that it makes again, and of copies of its weights that it keeps."""
+    """Return three sizes of a layer: kept bytes per token, recomputed bytes per token, kept copies of weights."""
     match choice:
         case "none":
             return layer.total, 0.0, layer.attention_weights + layer.mlp_weights
@@ -127,7 +129,7 @@ def _recomputed(choice: Recompute, layer: LayerBytes) -> tuple[float, float, flo
 
 
 def layer_bytes(model: ModelShape, width: int, is_packed: bool) -> LayerBytes:
-    """Return what one layer of our trainer keeps of a token, where its products compute with `width` bytes a value."""
+    """Return the bytes of one layer of our trainer, if matrix products use `width` bytes per value."""
     hidden = model.hidden_size
     is_cast = width < WIDE
     attention_weights = model.attention_parameters() * width * is_cast
@@ -147,18 +149,18 @@ def layer_bytes(model: ModelShape, width: int, is_packed: bool) -> LayerBytes:
 
 
 def _attention(model: ModelShape, width: int, is_packed: bool) -> float:
-    """Return the bytes that attention keeps of a token."""
+    """Return the bytes per token that attention keeps."""
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     inputs = (3 * width if width < WIDE else WIDE) * model.hidden_size
     before = (WIDE + width) * model.has_qk_norm
     rotated = before + width
-    attended = keys if width < WIDE else queries  # no kernel takes groups in float32
+    attended = keys if width < WIDE else queries  # no float32 kernel supports grouped queries
     outputs = (1 + is_packed) * width * queries
     return inputs + rotated * queries + before * keys + 2 * width * attended + outputs
 
 
 def _mlp(model: ModelShape, width: int) -> tuple[float, float]:
-    """Return the bytes that the MLP or the experts of a layer keep of a token, on average, and their channels."""
+    """Return the bytes per token of a layer's MLP or experts, and their channels, as means over the layers."""
     inputs = (2 * width if width < WIDE else WIDE) * model.hidden_size
     channels = float(model.num_dense_layers * model.intermediate_size)
     dispatched = 0.0

@@ -1,4 +1,4 @@
-"""Are the back ends installed, in versions that the plan and they themselves ask for? Nothing is imported."""
+"""Check that the packages of the back ends are installed in compatible versions, without importing them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = {"torch", "transformers", "safetensors"}
 
 
 def requirements(run: Run) -> list[Requirement]:
-    """Return what the run's back ends and launcher need, as the metadata of this package has it.
+    """Return the requirements of the run's back ends and launcher, from the metadata of this package.
 
     Raises:
         PackageNotFoundError: this package is not installed.
@@ -52,7 +52,7 @@ def _applies(requirement: Requirement, extras: set[str]) -> bool:
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find back ends that are missing, or of a version that this package or another back end refuses."""
+    """Yield a finding for each package that is missing, or whose version this or another package does not accept."""
     try:
         needed = requirements(run)
     except importlib.metadata.PackageNotFoundError:
@@ -81,7 +81,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _complaints(requirement: Requirement, wanted_by: str) -> Iterator[tuple[str, str]]:
-    """Yield the requirement and what is wrong, where the installed version is none or outside its range."""
+    """Yield the requirement and a message, if the package is missing or its version is outside the range."""
     version = installed_version(requirement.name)
     whose = f"{wanted_by or PACKAGE} needs {requirement.name}{requirement.specifier}"
     wanted = f"{requirement.name}{requirement.specifier}"
@@ -92,12 +92,12 @@ def _complaints(requirement: Requirement, wanted_by: str) -> Iterator[tuple[str,
 
 
 def _needs_of(name: str, others: list[str]) -> list[Requirement]:
-    """Return what an installed package needs of `others`: vLLM and transformers disagree now and then."""
+    """Return the requirements of an installed package on `others`; vLLM and transformers conflict at times."""
     try:
-        found = map(Requirement, importlib.metadata.requires(name) or [])
+        declared = map(Requirement, importlib.metadata.requires(name) or [])
     except importlib.metadata.PackageNotFoundError:
         return []
-    return [each for each in found if each.name in others and _applies(each, {""})]
+    return [each for each in declared if each.name in others and _applies(each, {""})]
 
 
 def _finding(level: Level, text: str, fix: str = "") -> Finding:

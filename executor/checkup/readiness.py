@@ -1,4 +1,7 @@
-"""Could this machine execute a run file? What back ends cannot do, GPUs, and a sandbox for scorers; torch is asked only for GPUs."""
+"""Check whether this machine can execute a run: limits of back ends, GPUs, cores, memory and the scorers' sandbox.
+
+torch is imported only to count GPUs.
+"""
 
 from __future__ import annotations
 
@@ -67,18 +70,18 @@ LIMITS: tuple[Changes, ...] = (
     {"execute.deterministic": False},
     {"verifier.pool": None, "verifier.gpus_per_worker": 0},
 )
-"""What mends a run that these back ends cannot execute."""
+"""Changes that may make a run executable with these back ends. The first one that helps is proposed."""
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find what keeps this machine from executing the run, as far as it names weights to execute it with."""
+    """Yield findings on what prevents this machine from executing the run; skip a run without weights."""
     if run.model.path is None:
-        text = "without model.path the run is planned and simulated only: GPUs of this machine are not looked at"
+        text = "without model.path the run is planned and simulated only: GPUs of this machine are not checked"
         yield _finding("ok", "execute", text)
         return
     yield from _find_limits(run)
     if run.execute.launcher == "ray":
-        text = "GPUs and cores are the Ray cluster's: execute holds the run against its nodes before anything starts"
+        text = "the Ray cluster provides GPUs and cores: execute checks its nodes before it starts a role"
         yield _finding("ok", "cluster", text)
     else:
         yield from _find_gpus(run)
@@ -88,12 +91,12 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def _find_limits(run: Run) -> Iterator[Finding]:
-    """Find what the back ends would refuse, one refusal after the other, with what was tried against each."""
+    """Yield each limit of the back ends that the run exceeds, with a fix; each check assumes the earlier fixes."""
     for _ in LIMITS:
         message = _refusal(run)
         if message is None:
             return
-        changes = _way_round(run, message)
+        changes = _fix_of(run, message)
         fix = say(changes) if changes else "simulate it: these back ends cannot execute it"
         yield _finding("error", "back-end", f"execute: {message}", fix, changes)
         if not changes:
@@ -101,8 +104,8 @@ def _find_limits(run: Run) -> Iterator[Finding]:
         run = changed(run, changes)
 
 
-def _way_round(run: Run, message: str) -> Changes:
-    """Return the first change after which the back ends refuse something else, or nothing."""
+def _fix_of(run: Run, message: str) -> Changes:
+    """Return the first changes after which the back ends accept the run or report another limit, or nothing."""
     for candidate in LIMITS:
         changes = {key: new for key, new in candidate.items() if value_of(run, key) != new}
         after = changed(run, changes)
@@ -120,15 +123,15 @@ def _refusal(run: Run) -> str | None:
 
 
 def _find_gpus(run: Run) -> Iterator[Finding]:
-    """Find that the run wants GPUs and there are too few; torch is asked only where it wants any."""
+    """Check that this machine has the GPUs of the run; import torch only if the run needs any."""
     needed = gpus_needed(run)
     if not needed:
-        text = "every process of the run works on the CPU: no GPU is needed"
+        text = "every process of the run computes on the CPU: no GPU is needed"
         yield _finding("ok", "gpus", text)
         return
-    there = visible_gpus()
-    text = f"execute needs {needed} GPUs of this machine; {say_seen(there)}"
-    if there >= needed:
+    available = visible_gpus()
+    text = f"execute needs {needed} GPUs of this machine; {say_seen(available)}"
+    if available >= needed:
         yield _finding("ok", "gpus", text)
         return
     level: Level = "warning" if run.execute.device == "auto" else "error"
@@ -138,7 +141,7 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
 
 
 def _find_memory(run: Run) -> Iterator[Finding]:
-    """Say what our trainer takes of a GPU, which is not what plans count; nothing where it is not counted."""
+    """Report the GPU memory of our trainer, which differs from that of plans; skip it if there is no formula."""
     if device_of(run.execute.device, run.cluster.pools, run.trainer.pool) == "cpu":
         return
     trainer = resolve(run).trainer
@@ -159,23 +162,23 @@ def _find_memory(run: Run) -> Iterator[Finding]:
 
 
 def _find_cores(run: Run) -> Iterator[Finding]:
-    """Find that roles that compute on the CPU want more cores than there are."""
+    """Check that this machine has a core for each thread of the roles that compute on the CPU."""
     roles, cores = roles_on_cores(run), usable_cores()
     if not roles:
         return
-    wanted = roles * threads_of(run)
+    needed = roles * threads_of(run)
     text = f"{roles} roles compute on the CPU, with {threads_of(run)} threads each, and it has {cores} cores"
-    if wanted <= cores:
+    if needed <= cores:
         yield _finding("ok", "cores", text)
         return
     text += ": each is slower while the others compute"
     changes = _fewer_roles(run.rollout, roles, cores)
-    fix = say(changes) if changes else f"execute it where there are {wanted} cores"
+    fix = say(changes) if changes else f"execute it on a machine with {needed} cores"
     yield _finding("warning", "cores", text, fix, changes)
 
 
 def _fewer_roles(rollout: RolloutConfig, roles: int, cores: int) -> Changes:
-    """Return a change with which every role has a core for each of its threads, or nothing."""
+    """Return changes with which every thread of every role has its own core, or nothing."""
     left = rollout.replicas - (roles - cores)
     if roles <= cores:
         return {"execute.threads": cores // roles}
@@ -185,7 +188,7 @@ def _fewer_roles(rollout: RolloutConfig, roles: int, cores: int) -> Changes:
 
 
 def _find_sandbox(verifier: VerifierConfig) -> Iterator[Finding]:
-    """Find that a scorer evaluates what the model writes, and that this machine keeps too little from it."""
+    """Check that this machine can sandbox a scorer that evaluates the model's output as code."""
     evaluating = [each.scorer for each in verifier.rewards if make_scorer(each).evaluates]
     if not evaluating:
         return
@@ -202,7 +205,7 @@ def _find_sandbox(verifier: VerifierConfig) -> Iterator[Finding]:
 
 
 def visible_gpus() -> int:
-    """Return the GPUs that processes of this machine could be put on."""
+    """Return the number of GPUs that processes on this machine can use."""
     return len(find_gpus())
 
 

@@ -1,4 +1,4 @@
-"""Can prompts be read and scored, and is the run directory free? What `execute` finds on disk."""
+"""Check that prompts can be read and scored, and that the run directory is free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streamrl.workload.prompt_records import EXPECTED, read_sources
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find prompts and run directories that `execute` would refuse, of a run that has weights to execute."""
+    """Yield findings on prompts, reward model and run directory; skip a run without weights."""
     if run.model.path is not None:
         yield from _find_prompts(run)
         yield from _find_reward_model(run.verifier)
@@ -31,7 +31,7 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def _find_prompts(run: Run) -> Iterator[Finding]:
-    """Find prompts that cannot be read, or cannot be scored by what their verifier scores with."""
+    """Check that prompts can be read, and that they have the fields that the verifier's scorers need."""
     rewards = run.verifier.rewards
     if not run.workload.sources or not rewards:
         text = f"workload.prompts={run.workload.prompts} with verifier.scorer={run.verifier.scorer}: execute needs both"
@@ -71,7 +71,10 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
 
 
 def _token_refusal(run: Run) -> str:
-    """Return what is refused of prompts once they are tokens; nothing where no tokenizer lies here, which is told elsewhere."""
+    """Return the error of prompts that are tokenized, if any; skip a model without a tokenizer.
+
+    Another check reports a missing tokenizer.
+    """
     path = Path(str(run.model.path))
     if not any((path / name).is_file() for name in TOKENIZERS):
         return ""
@@ -84,7 +87,7 @@ def _token_refusal(run: Run) -> str:
 
 
 def _find_reward_model(verifier: VerifierConfig) -> Iterator[Finding]:
-    """Find a reward model that lies here and is none."""
+    """Check that a local reward model is a model that scores."""
     try:
         check_reward_model(verifier)
     except ValueError as error:
@@ -97,11 +100,11 @@ def _find_reward_model(verifier: VerifierConfig) -> Iterator[Finding]:
 
 
 def _find_output(output: str, steps: int) -> Iterator[Finding]:
-    """Find a run directory that is taken, with the step that it could go on from, or that cannot be made."""
+    """Check that the run directory can be created; if it has a run, report the step of its checkpoint."""
     path = Path(output)
     if RunDirectory(path).has_run:
         yield _taken(steps, path)
-    elif (parent := _nearest_there(path)) and not _is_writable(parent):
+    elif (parent := _nearest_existing(path)) and not _is_writable(parent):
         text = f"execute.output: {path} cannot be made, as {parent} is no directory to write to"
         yield _finding("error", "output", text, "set execute.output=runs/run")
     else:
@@ -109,26 +112,26 @@ def _find_output(output: str, steps: int) -> Iterator[Finding]:
 
 
 def _taken(steps: int, path: Path) -> Finding:
-    """Say how far the run in the directory is, and how to go on with it."""
+    """Return a finding with the progress of the run in the directory, and how to continue it."""
     saved = RunDirectory(path).checkpoints.newest()
     where = "no checkpoint yet" if saved is None else f"a checkpoint of step {saved.version}"
     goes_on = "streamrl execute --resume goes on with it"
     if saved is not None and saved.version >= steps:
         where += f", so algorithm.steps={steps} leaves nothing to do"
         goes_on += f" where --set algorithm.steps is above {saved.version}"
-    changes: Changes = {"execute.output": str(_free_beside(path))}
+    changes: Changes = {"execute.output": str(_free_sibling(path))}
     text = f"execute.output: {path} holds a run with {where}"
     return _finding("warning", "output", text, f"{goes_on}; {say(changes)} begins another", changes)
 
 
-def _free_beside(path: Path) -> Path:
+def _free_sibling(path: Path) -> Path:
     number, path = 2, path.absolute()
     while (free := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     return free
 
 
-def _nearest_there(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     path = path.absolute()
     return next(each for each in (path, *path.parents) if each.exists())
 

@@ -1,4 +1,4 @@
-"""Say whether the back ends of a run file were ever run by this project's tests or benchmarks."""
+"""Report whether this project's tests or benchmarks have run the back ends of a run file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CHECKED = "`make gpu`, on one H200"
 
 
 class Ran(NamedTuple):
-    """A choice of a run file, and what ran it."""
+    """A choice in a run file, and the tests that ran it on a CPU and on a GPU."""
 
     choice: str
-    """Key and value."""
+    """Key and value of the run file."""
     on_cpu: str
     on_gpu: str
 
@@ -45,7 +45,7 @@ RAN = {
 
 
 def choices_of(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what a run file chooses, as `RAN` names it, each with the device that it is run on."""
+    """Yield the choices of a run file, as named in `RAN`, each with its device."""
     trains_on = device_of(run.execute.device, run.cluster.pools, run.trainer.pool)
     for own in run.rollout.kinds:
         device = device_of(run.execute.device, run.cluster.pools, own.pool)
@@ -67,7 +67,7 @@ def choices_of(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Find which of the chosen paths nobody has run yet, of a run that has weights to execute."""
+    """Yield a warning for each choice that was never run; skip a run without weights."""
     if run.model.path is None:
         return
     chosen = list(dict.fromkeys(choices_of(run)))
