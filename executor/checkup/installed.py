@@ -21,10 +21,10 @@ EXTRA_OF = {
     "delta": "",
     "lora": "lora",
 }
-"""The extra of this package that a launcher or a mode of the weight sync comes with; "" where the core is enough. Ranges stand
-in pyproject.toml alone, and are read from the installed package's metadata."""
+"""The extra of this package that a launcher or sync mode needs; "" if the core is enough. Version ranges are only in
+pyproject.toml. They are read from the metadata of the installed package."""
 SHOWN = {"torch", "transformers", "safetensors"}
-"""Packages whose versions are told where nothing is wrong."""
+"""Packages whose versions are shown if all is well."""
 
 
 def requirements(run: Run) -> list[Requirement]:
@@ -42,8 +42,8 @@ def requirements(run: Run) -> list[Requirement]:
         for own in kinds
     }
     extras |= {EXTRA_OF[name] for name in (run.execute.launcher, run.sync.mode)}
-    found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
-    return [each for each in found if _applies(each, extras)]
+    declared = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
+    return [each for each in declared if _applies(each, extras)]
 
 
 def _applies(requirement: Requirement, extras: set[str]) -> bool:

@@ -27,13 +27,13 @@ READ_AT_IMPORT = (
 )
 """Prefixes of variables that libraries read at import. If their values differ, another prefork server is needed."""
 COMMON = ("streamrl.executor.rollout.replica_worker", "streamrl.executor.trainer.trainer_worker")
-"""Whose imports, torch and transformers among them, most workers need: a prefork_server has them."""
+"""Modules that every prefork server imports. Most workers need their imports, such as torch and transformers."""
 PADDING = " " * 100
-"""Of a prefork_server's command line: its workers show their own in its place."""
+"""Last argument of a prefork server. It leaves room in which workers show their own command line."""
 CLOSED = -1
-"""Descriptor of a socket that was closed."""
+"""Descriptor of a closed socket."""
 MOST_BYTES = 32
-"""Of what a prefork_server tells of a worker."""
+"""Maximum size of an answer of the prefork server, in bytes."""
 
 
 class WorkerProcess(Protocol):
