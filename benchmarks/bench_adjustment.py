@@ -1,13 +1,15 @@
-"""Dynamic adjustment against StreamRL's Figure 11: 7B on 32 H800, outputs growing from 10K to 20K over 23 steps.
+"""Compare dynamic adjustment with StreamRL's Figure 11: 7B on 32 H800, outputs growing from 10K to 20K over 23 steps.
 
-Whenever generation lags behind training by as much as a node takes off it, a node of replicas is added: 10, 16
-and 22 steps in, says the paper. Each reading of what it leaves open is simulated and printed beside it; nothing
-is fitted to the triggers. One JSON object per figure ends the output.
+A node of replicas is added when generation lags behind training by the time that a node saves. The
+paper adds nodes after steps 10, 16 and 22. Each reading of details that the paper leaves open is
+simulated and printed. Nothing is fitted to the triggers. One JSON object per figure ends the
+output.
 
-The paper's triggers are not met. With 64 rollouts a replica, generation here lasts as long as its longest
-rollout, as the paper's own Figure 8 has it (a step of 7B takes 9 to 10 ms for each token of the longest
-output), so a node more takes little off it; in Figure 11 each takes off its full share, as if no rollout
-stood out. And both stages grow with the lengths here, generation by no more than the lengths themselves.
+The simulation does not reproduce the triggers. With 64 rollouts per replica, generation lasts as
+long as its longest rollout. The paper's Figure 8 shows the same: a step of 7B takes 9 to 10 ms per
+token of the longest output. So another node saves little time here. In Figure 11 each node saves
+its full share, as if there were no longest rollout. Also, both stages grow with the lengths here,
+generation by no more than the lengths themselves.
 """
 
 from __future__ import annotations

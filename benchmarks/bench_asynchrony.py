@@ -1,9 +1,9 @@
-"""What asynchrony gains on this machine, executed and simulated, at one, two and three replicas.
+"""Measure the gain of asynchrony on this machine, executed and simulated, with one, two and three replicas.
 
-Runs in which generation waits for training and runs in which it does not take turns, a second each: a host that others
-use as well changes its pace by the minute, and both have all of its paces. What is told of several pairs is the mean of
-their gains and its standard error; a difference from the simulation that is smaller than that was not seen. Simulated
-are the runs with the lengths that they had. Nothing else may run on the machine meanwhile.
+A synchronous and an asynchronous run alternate on the machine, one second each. So both see the
+same changes of speed of a shared host. The result is the mean gain over several pairs with its
+standard error. A difference from the simulation below the standard error is not significant.
+Simulations use the recorded lengths. Nothing else may run on the machine.
 """
 
 from __future__ import annotations

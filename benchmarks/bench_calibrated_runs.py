@@ -1,15 +1,16 @@
-"""How well an executed run of the quickstart, calibrated on, predicts other runs of it on this machine.
+"""Calibrate on an executed run of the quickstart, and predict other runs of it on this machine.
 
-| run            | beside the quickstart, which has one replica, `stream-async` and outputs of at most 128 tokens |
+| run            | difference to the quickstart (one replica, `stream-async`, outputs of at most 128 tokens)       |
 |----------------|-------------------------------------------------------------------------------------------------|
 | two replicas   | a second one on the same cores                                                                   |
 | stream-sync    | generation waits for training                                                                    |
 | shorter        | outputs of at most 48 tokens                                                                     |
 
-They and the quickstart itself, which is calibrated on, take turns of a second, so that all have the same pace of a host that
-others use as well; shorter steps are more, so that all end at about the same time. The calibration is of all steps of the
-quickstart: what it is judged by is other runs. A simulation gets the lengths and advantages that its run had, and both are
-judged by the same steps, those that count in the run's metrics. The machine is profiled once, before all.
+These runs and the quickstart alternate in turns of one second. So all see the same changes of speed
+of a shared host. Runs with shorter steps have more of them, so that all end at about the same time.
+The calibration uses all steps of the quickstart, because other runs judge it. A simulation uses the
+lengths and advantages of its run. Both are judged by the same steps: those that count in the run's
+metrics. The machine is profiled once, before all runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Calibrate on one published RL step, and predict its neighbours: another batch, another cluster, model or run.
 
-Reads `../shared/data/rl_steps` where it is there. Each row becomes a measured CSV of one step; the factors that it gives
-are all that its neighbours' run files get, beside what they state themselves. One JSON object per figure ends the output.
+Reads `../shared/data/rl_steps` if it exists. Each row becomes a measured CSV of one step. Its
+neighbours' run files get only the resulting factors and their own stated values. One JSON object
+per figure ends the output.
 
-What the sources do not state is assumed, the same for all rows of a source, and a factor takes it up as far as it is the
-same for all. NeMo-Aligner (arXiv 2405.01481 Table 2): 512 tokens of every rollout, and 8 rollouts of a replica at once, one
-micro-batch after the other, as its own 128 and 1,024 rollouts on 192 GPUs say, which take 1 to 7.5; degrees of generation are
-those of tensor parallelism. NeMo-RL (issue 959): 2,048 rollouts, four optimizer steps and full recomputation.
+Values that a source does not state are assumed, the same for all rows of the source. A factor
+absorbs the error of an assumption that is the same for all rows. NeMo-Aligner (arXiv 2405.01481
+Table 2): 512 tokens per rollout, generation degrees equal to tensor parallelism, and 8 rollouts per
+replica at once, one micro-batch after the other. This follows from its own 128 and 1,024 rollouts
+on 192 GPUs, whose times are as 1 to 7.5. NeMo-RL (issue 959): 2,048 rollouts, four optimizer steps
+and full recomputation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Chaos: every fault in every system on five seeds, simulated and executed; writes docs/reliability.md.
+"""Inject every fault in every system on five seeds, simulated and executed; writes docs/reliability.md.
 
-A simulated cell is a run with one fault at a random moment, against the same run without. An executed run of a system
-meets all faults one after the other, in an order drawn by its seed, on a random two-layer model: a restart takes most of
-the time, since a worker imports torch. Where the driver is killed, the run is resumed.
+A simulated cell compares a run with one fault at a random moment with the same run without faults.
+An executed run of a system has all faults one after the other, in an order drawn by its seed, on a
+random two-layer model. A restart takes most of the time, because a worker imports torch. If the
+driver is killed, the run is resumed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Does a run end as it should whatever process of it is killed, and when? kill -9 at random moments, in every system.
+"""Check that a run ends correctly if any of its processes is killed at any time: kill -9 at random moments, in every system.
 
     python -m benchmarks.bench_kills --kills 40
 
-Each run has its driver, a replica, its trainer, its verifier and the process that workers are forked from killed one after
-the other, in an order and at moments drawn by its seed: while workers start as well as in the middle of a step. Where that
-was the driver it is resumed. Every other run trains on groups as they are complete (`greedy`). One JSON object a run; exit
-status 1 where one of them does not have all steps, or its books do not balance.
+In each run, these processes are killed one after the other: driver, replica, trainer, verifier and
+prefork server. The seed draws the order and the moments, also while workers start. If the driver
+was killed, the run is resumed. Every other run trains on groups in order of completion (`greedy`).
+The script prints one JSON object per run. It exits with status 1 if a run does not have all steps,
+or if its ledger does not balance.
 """
 
 from __future__ import annotations

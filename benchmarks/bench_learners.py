@@ -1,13 +1,14 @@
-"""How well `simulate` predicts learners beyond the quickstart's, executed here, from a profile that is measured here and now.
+"""Check how well `simulate` predicts other learners than the quickstart's, executed here, from a profile of this machine.
 
-| run          | beside the quickstart                                                                       |
+| run          | difference to the quickstart                                                                |
 |--------------|---------------------------------------------------------------------------------------------|
 | ppo          | a critic: a second model on the trainer's cores                                              |
-| dapo         | groups of one reward are passed over and others drawn; clips higher; means over tokens       |
-| reward-model | a replica of a reward model on a pool of its own, beside the right answer                    |
+| dapo         | groups with uniform rewards are replaced; clip-higher; means over tokens                     |
+| reward-model | a replica of a reward model on its own pool, in addition to the right answer                 |
 
-As in `bench_profile.py` a simulation gets the output lengths and the share of informative groups that the run had, as
-`streamrl compare` does; the machine is profiled before the runs of a round and after them, and the mean of both predicts.
+As in `bench_profile.py` and `streamrl compare`, a simulation uses the recorded output lengths and
+the recorded share of informative groups. The machine is profiled before and after the runs of a
+round. The mean of both profiles predicts.
 """
 
 from __future__ import annotations

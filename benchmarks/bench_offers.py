@@ -1,13 +1,14 @@
-"""Is the plan that `streamrl plan` chooses the best of its offer? Seventeen offers, each searched in other ways too.
+"""Check that the plan of `streamrl plan` is the best of its offer, on seventeen offers that are searched in other ways too.
 
     python benchmarks/bench_offers.py                      every offer of benchmarks/offers; hours on two cores
     python benchmarks/bench_offers.py 8b-2-h100 32b-8-h800
 
-Of every offer the chosen plan is set against the best plan of each system searched alone, and against the best of a
-search with twenty times the simulations, or as many as `--seconds` allow: `simulated` and `wide` say how many there were.
-Winner and challengers are simulated again, on the prompts and lengths of a seed that no search has seen. What `doctor`
-says of the plan and what its sides take of their memory stands beside. Each offer has a line of JSON in `--output`;
-those that this commit has one of are left out.
+For every offer, the chosen plan is compared with the best plan of each system searched alone. It is
+also compared with the best of a search with twenty times the simulations, or as many as `--seconds`
+allows. `simulated` and `wide` are their numbers. Winner and challengers are simulated again, on
+prompts and lengths of a seed that no search used. The output also has the findings of `doctor` and
+the memory of each side. Each offer is a line of JSON in `--output`. Offers that already have a line
+of this commit are skipped.
 """
 
 from __future__ import annotations

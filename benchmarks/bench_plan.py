@@ -1,9 +1,10 @@
-"""The planner: how fast it is, how near its choice is to the best of all plans, what it proposes for the paper.
+"""Measure the planner: its speed, the gap of its choice to the best of all plans, and its proposals for the paper.
 
-Six cases: Qwen2.5 7B, 32B and 72B, in one datacenter of H800 and with H20 in another. The choice is compared
-with the best of every plan that could be better: those whose bound is not above `ROOM` times the chosen one's
-objective, all of them simulated, on the seed and the steps of the choice. `--sample` plans of the others are
-simulated as well, to see that none of them is better either. `--full` simulates all plans of a case: hours.
+Six cases: Qwen2.5 7B, 32B and 72B, in one datacenter of H800 and with H20 in another. The choice is
+compared with every plan that could be better: those with a bound of at most `ROOM` times the chosen
+objective. All are simulated on the seed and the steps of the choice. `--sample` other plans are
+simulated too, to check that none of them is better. `--full` simulates all plans of a case, which
+takes hours.
 
 One JSON object per figure ends the output.
 """

@@ -1,9 +1,9 @@
-"""How often should a text ranker be fitted anew, while outputs grow from 10,000 to 20,000 tokens?
+"""Measure how often to fit a text ranker again while outputs grow from 10,000 to 20,000 tokens.
 
-The ranker is taken to know half of what makes a prompt long (variance between prompts), of the lengths that there were when it
-was fitted; prompts change their places little by little, until at the end of twelve epochs they have a correlation of
-a half with those at the start. Recall@20% of all windows, by text alone and with what prompts took before, and the seconds
-that the fits of a training take, each of 512 prompts.
+The ranker is assumed to know half of the variance between prompts at the time of its fit. The ranks
+of prompts change slowly. After twelve epochs their correlation with the initial ranks is a half.
+The results are recall@20% over all windows, by text alone and with past lengths of prompts, and the
+seconds of all fits of a training, each on 512 prompts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How far a roofline second may be from the truth: measured seconds over the roofline's, wherever both exist.
+"""Compare the roofline with measurements: measured seconds over the roofline's, wherever both exist.
 
     python benchmarks/bench_roofline.py
 
-Every cell of the tables that GPU profiles take their operators from is compared with the datasheet's peak and
-the efficiencies that stand in for measurements. Cells are weighed by their measured seconds, so that
-launches of a few microseconds do not decide. One JSON object per figure ends the output.
+Every cell of the operator tables of GPU profiles is compared with the datasheet's peak and the
+default efficiencies. Cells are weighted by their measured seconds, so that launches of a few
+microseconds do not dominate. One JSON object per figure ends the output.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What subscribers cost a run, and whether they learn: executed here, on a machine that does nothing else.
+"""Measure the cost of subscribers for a run, and whether they learn: executed here, on an otherwise idle machine.
 
-| part       | what it says                                                                                     |
+| part       | result                                                                                           |
 |------------|--------------------------------------------------------------------------------------------------|
-| generation | output tokens a second with 1, 2 and 4 followers that only count (`counts_only`), over those of a  |
-|            | run without any beside it in time: pairs, every other one the other way round; then with real ones |
-|            | (RLOO, REINFORCE++) on the same cores, executed, and simulated from a profile of this machine      |
-| engine     | CPU time of the engine a rollout, with no follower and with four: a simulated run's events, told    |
-|            | again to a fresh engine; the median of the rounds                                                  |
-| learning   | a leader (GRPO) and three followers (RLOO, DPO, REINFORCE++) on one stream: held-out prompts that   |
-|            | each one's last checkpoint solves, sampled outside the run, less those that the initial model       |
-|            | solves with the same random numbers; then the same with learning rate 0                            |
+| generation | output tokens per second with 1, 2 and 4 secondary trainers that only count (`counts_only`), over  |
+|            | those of a run without any, in pairs of alternating order; then with real ones (RLOO,              |
+|            | REINFORCE++) on the same cores, executed, and simulated from a profile of this machine             |
+| engine     | CPU time of the engine per rollout, without and with four secondary trainers: events of a          |
+|            | simulated run, replayed through a new engine; the median of the rounds                             |
+| learning   | a primary trainer (GRPO) and three secondary ones (RLOO, DPO, REINFORCE++) on one stream: held-out  |
+|            | prompts that each one's last checkpoint solves, sampled outside the run, minus those that the       |
+|            | initial model solves with the same random numbers; then the same with learning rate 0              |
 
     python -m benchmarks.bench_subscribers --part engine
 """
@@ -46,11 +46,11 @@ from streamrl.workload.workload import SimulatedWorkload
 HERE = Path(__file__).parent
 RUN_FILE, ENGINE_FILE = HERE / "subscribers.toml", HERE / "engine.toml"
 FIRST_STEP = 2
-"""Tokens count from the end of this step of the leader's on: before it processes come up."""
+"""Tokens are counted from the end of this step of the primary trainer, because processes start before it."""
 COUNTS = 1, 2, 4
 REAL = "rloo", "reinforce++"
 LEARNING = ("rloo", 4e-4), ("dpo", 4e-4), ("reinforce++", 2e-4)
-"""Algorithms of the followers that should learn, and their learning rates."""
+"""Algorithms of the secondary trainers that should learn, and their learning rates."""
 ROUNDS = 7
 """Of the engine's time."""
 SAMPLES = 2
@@ -165,7 +165,7 @@ def slowed(
 
 
 def throughput(trace: Trace) -> float:
-    """Return the output tokens of a second between the ends of two steps of the leader's, what was aborted counted once."""
+    """Return output tokens per second between the ends of two steps of the primary trainer; aborted tokens count once."""
     made = [time for time, event, _ in trace.entries if _is_leaders(event)]
     first, last = made[FIRST_STEP - 1], made[-1]
     known: dict[int, int] = {}

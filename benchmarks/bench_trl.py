@@ -1,19 +1,21 @@
-"""`streamrl execute` beside TRL's GRPOTrainer on one machine: seconds of a training step, and rewards.
+"""Compare `streamrl execute` with TRL's GRPOTrainer on one machine: seconds of a training step, and rewards.
 
     make bench-trl
 
-Both train the quickstart's model on its prompts: 24 prompts a step with 8 rollouts each, at most 128 tokens, AdamW, the
-PPO clip, a mean over tokens, rewards of one scorer, float32, two cores in all. Both run under the interpreter of this
-script, so on the same torch and transformers. Every one of TRL's `SETTINGS` and of streamrl's `OWN_SETTINGS` is tried
-first, for each system, and those that are near the fastest again; what is compared is the fastest of each.
+Both train the quickstart's model on its prompts: 24 prompts per step with 8 rollouts of at most 128
+tokens. Both use AdamW, the PPO clip, a mean over tokens, rewards of one scorer, float32 and two
+cores in all. Both run under the interpreter of this script, so on the same torch and transformers.
+All of TRL's `SETTINGS` and of streamrl's `OWN_SETTINGS` are tried first, for each system. Those
+close to the fastest run again, and the fastest of each system are compared.
 
-TRL computes rollouts whose advantage is 0, though they have no gradient; streamrl leaves them out. So TRL is compared
-twice: as it is, and leaving them out as well, which is the comparison like for like.
+TRL computes rollouts whose advantage is 0, though they have no gradient; streamrl leaves them out.
+So TRL is compared twice: unchanged, and without these rollouts, which is the fair comparison.
 
-Rounds are interleaved, each a process of its own, at a learning rate at which lengths stay what they are. Of its steps
-the first two and the last two are left out: a system that generates ahead has nothing ahead at first, and at its end
-nothing to generate. Rewards are compared at the quickstart's learning rate, seed by seed. Nothing else may run on the
-machine meanwhile; what others took of it is printed.
+Rounds are interleaved, each in its own process, at a learning rate at which lengths do not change.
+The first two and the last two steps do not count. A system that generates ahead has no rollouts
+ahead at the start, and nothing to generate at the end. Rewards are compared at the quickstart's
+learning rate, seed by seed. Nothing else may run on the machine. The CPU time of other processes is
+printed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Are runs whose replicas are behind a slow link as fast as simulated? Whole weights, deltas and adapters, synchronous and a step off.
+"""Check that runs with replicas behind a slow link are as fast as simulated: weights, deltas, adapters, synchronous or not.
 
     build/engines/bin/python -m benchmarks.bench_wan --rate 200e6 --delay 0.02
 
-examples/two-datacenters.toml is executed on a Ray cluster of two nodes, each in a network namespace of its own, between
-which `benchmarks.wan_link` carries packets late; it needs root. Each round profiles this machine and executes every run, and
-all profiles together are what runs are simulated from (`benchmarks.pooled_profiles`), each with its recorded lengths and
-the share of values that it changed, at the pace that the cores had during it (`benchmarks.core_watch`). One JSON object
-per figure: step times, their errors, the parts of synchronous steps, and what deltas and adapters gain on whole weights,
-measured and simulated; then the medians of the rounds.
+examples/two-datacenters.toml is executed on a Ray cluster of two nodes. Each node has its own
+network namespace, and `benchmarks.wan_link` delays the packets between them. The script needs root.
+Each round profiles this machine and executes every run. The pooled profiles
+(`benchmarks.pooled_profiles`) are the input of the simulations. Each simulation uses the recorded
+lengths, the recorded share of changed values, and the speed of the cores during its run
+(`benchmarks.core_watch`). Output is one JSON object per figure: step times, their errors, the parts
+of synchronous steps, and the gain of deltas and adapters over whole weights, measured and
+simulated; then the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -326,7 +328,7 @@ def simulation_of(
 
 
 def parts_of(trace: Trace) -> Parts:
-    """Return the parts of the synchronous steps of a trace, of which the first two are left out: they warm up."""
+    """Return the parts of the synchronous steps of a trace, without the first two, which are warm-up."""
     stepped_at, loaded_at, generated_at = 0.0, 0.0, 0.0
     steps = []
     for entry in trace.entries:

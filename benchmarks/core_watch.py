@@ -1,9 +1,10 @@
-"""How fast the cores are, all the while: what shares their host slows each by up to a half, in spells of seconds.
+"""Record the speed of the cores: other guests of the host slow each by up to a half, in spells of seconds.
 
-`python benchmarks/core_watch.py CORE FILE` does a small piece of work on a core three times a second, and writes how many
-CPU seconds it took. It takes 1 % of the core, and what else runs on these cores does not change what it reads: others take
-turns with it, and its caches are warm when it is timed (two cores of a virtual machine, at rest and busy in turns: 1.335
-and 1.337 ms, medians of six).
+`python benchmarks/core_watch.py CORE FILE` does a small piece of work on a core three times a
+second, and writes its CPU seconds. It takes 1 % of the core. Other work on these cores does not
+change the reading: it alternates with the watch, and the caches are warm when the work is timed.
+Check on two cores of a virtual machine: 1.335 ms at rest and 1.337 ms with other work in turns,
+medians of six.
 """
 
 from __future__ import annotations

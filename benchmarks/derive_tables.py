@@ -3,10 +3,12 @@
     python benchmarks/derive_tables.py DATA
 
 DATA holds `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (tables of NVIDIA's
-aiconfigurator, one folder a GPU). Kept are 16-bit and fp8 rows of the shapes that decoder-only models
-use, four digits a figure; of batch sizes the regular ones (inference servers pad to them). Where a folder has them, rows of
-the same wheel that such an export may lack are kept too: quantisation, fp8 experts, and decode attention over an fp8 cache
-(`quantize_*`, `moe_fp8_*`, `moe_int4_*`, `generation_attention_fp8_*`: columns as in the wheel's parquet files, 128-wide heads, no window).
+aiconfigurator, one folder for each GPU). The script keeps 16-bit and fp8 rows of shapes of
+decoder-only models, with four digits. It keeps regular batch sizes, because inference servers pad
+to them. Some rows of the wheel may be missing in such an export. If a folder has them, they are
+kept too: quantisation, fp8 experts, and decode attention over an fp8 cache. Their files are
+`quantize_*`, `moe_fp8_*`, `moe_int4_*` and `generation_attention_fp8_*`, with the columns of the
+wheel's parquet files, 128-wide heads and no window.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ GEMM_ROWS = {
 }
 MOE_TOKENS = {2**i for i in range(18)} | {48, 80, 96, 160, 192, 384, 768, 1536, 3072}
 SHORTEST_CONTEXT = 512
-"""Tokens; below it decode attention takes the microseconds of its launch, which jump by half between kernels."""
+"""Tokens. Below it, decode attention takes the microseconds of its launch, which differ by half between kernels."""
 INFERSIM = {
     "source": "github.com/alibaba/InferSim f2293da, bench_data",
     "licence": "Apache-2.0",
@@ -39,13 +41,17 @@ H20_3E = {
 VLLM = {"h100": "0.24.0", "h200": "0.24.0", "a100": "0.14.0"}
 TRTLLM = "1.3.0rc20"
 MARLIN = "0.5.10"
-"""Version of SGLang whose experts with weights in int4 were measured: Marlin's kernels, which vLLM has too. Of one GPU that
-has all experts, or of tensor ranks: with expert ranks its collector asked for the choices of other GPUs' experts too, of
-which rows were computed as if they had an expert here (at 8,192 tokens 8 ranks take as long as one; with 0.5.14, which
-skips them, a sixth)."""
+"""Version of SGLang whose experts with int4 weights were measured: Marlin's kernels, which vLLM has
+too. Only rows of one GPU with all experts, or of tensor ranks, are used. With expert ranks, its
+collector also requested experts of other GPUs, and computed their rows as if the experts were
+local. So 8 ranks take as long as one at 8,192 tokens. With 0.5.14, which skips them, they take a
+sixth.
+"""
 TRITON_EXPERTS = "0.19.0"
-"""Version of vLLM whose grouped fp8 experts, with a scale for each block of 128 by 128, were measured as Triton's at
-every degree of expert parallelism, on H200 alone; later ones are FlashInfer's, which 0.11 does not use."""
+"""Version of vLLM whose grouped fp8 experts (one scale per block of 128 by 128) were measured with
+Triton kernels. It has them at every degree of expert parallelism, on H200 only. Later versions use
+FlashInfer, which 0.11 does not.
+"""
 NCCL = {"h100": "2.29.2", "h200": "2.29.2", "a100": "2.27.3"}
 DEVICES = {
     "h100": "NVIDIA H100 80GB HBM3",

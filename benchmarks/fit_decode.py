@@ -1,12 +1,13 @@
-"""Fit what a decode step takes beside its operators to published steps, and write profiles/engines.
+"""Fit the constants of a decode step besides its operators to published steps, and write profiles/engines.
 
     python benchmarks/fit_decode.py [ENGINE ...]
 
-Rows are those of profiles/published (`benchmarks/derive_serving.py`, which lists the architectures that are
-supported and those left out). A row's seconds are linear in the constants, so one prediction for each constant gives
-all that a fit needs: least squares of relative errors, none of the constants negative, a row that is off by more
-than `HUBER` counting linearly. Errors are those of rows predicted by constants fitted without their shape: all
-rows of one model config, whatever its name, its GPU or its layout.
+Rows are those of profiles/published. `benchmarks/derive_serving.py` lists the supported
+architectures and those left out. A row's seconds are linear in the constants, so the fit needs one
+prediction for each constant. It is a least-squares fit of relative errors without negative
+constants. Rows that are off by more than `HUBER` count linearly. Reported errors are of rows
+predicted by constants that were fitted without their shape. A shape is all rows of one model
+config, whatever its name, GPU or layout.
 
 The paper's own engine (`streamrl`) is fitted by `benchmarks/bench_costs.py --fit`.
 """

@@ -1,7 +1,7 @@
-"""Runs that take turns on this machine: at whatever pace its host is, each has it as long as the others.
+"""Alternate runs on this machine, so that all see the same changes of speed of its host.
 
-All are begun at once, each with its own processes, of which those of one go on for a second while the others are stopped.
-What was recorded of a run is read without the time that it stood still, so its seconds are those of a run alone.
+All runs start at once, each in its own processes. The processes of one run go on for a second while
+the others are stopped. Times without the stops are those of a run alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 
 TURN = 1.0
-"""Seconds; spells of a host's pace last several."""
+"""Seconds; slow spells of a host last several."""
 
 
 class Turns:
     """A run in processes of its own, which a signal stops."""
 
     def __init__(self, run: Run, directory: Path) -> None:
-        """Begin it; what it was begun with lies in `directory`."""
+        """Start it; its input is in `directory`."""
         directory.mkdir(parents=True)
         write_run(run, directory / "run.toml")
         self._started = directory / "started"

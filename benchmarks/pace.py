@@ -1,4 +1,7 @@
-"""How fast this machine is just now, against a profile of it: hosts that are shared change their pace by the minute."""
+"""Measure the current speed of this machine against a profile of it.
+
+Other guests on a shared host change the speed by the minute.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from streamrl.hardware.measured_profile import MeasuredProfile, scaled_to_mean_s
 from streamrl.hardware.profile_fit import MEDIAN
 
 REPEATS = 6
-"""Spells of another pace last seconds: fewer readings lie in one of them."""
+"""Slow spells last seconds, so that few readings fall into one of them."""
 
 
 def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float:
-    """Return how many times as long as by the profile decode steps and training passes take now, in about twenty seconds.
+    """Return the current slowdown of decode steps and training passes against the profile, in about twenty seconds.
 
-    A few points of the profile's are measured again, as it did; of what they take now, on average, over what is predicted
-    of them, at the profile's own pace, it is the geometric mean.
+    A few points of the profile are measured again in the same way. The result is the geometric mean
+    of measured over predicted seconds, where predictions are at the profile's own speed.
     """
     profile = scaled_to_mean_speed(profile)
     plan = full_plan(limits)

@@ -1,10 +1,11 @@
-"""A plan for two datacenters, executed small: its pools, link, system and sync on CPUs, over Ray and an emulated link.
+"""Execute a plan for two datacenters on a small scale: its pools, link, system and sync on CPUs, over Ray and an emulated link.
 
     streamrl plan examples/plan-7b.toml --set framework.name=streamrl -o plans/7b
     build/engines/bin/python -m benchmarks.plan_over_wan plans/7b/plan.toml --output runs/plan-7b
 
-It needs root. The quickstart's model stands in for the plan's, one replica and one trainer for its GPUs; what the plan
-says of pools, system, dispatch and sync stays. Then `streamrl compare` prints the run beside its simulation.
+It needs root. The quickstart's model replaces the plan's model, and one replica and one trainer
+replace its GPUs. Pools, system, dispatch and sync are those of the plan. Then `streamrl compare`
+prints the run next to its simulation.
 """
 
 from __future__ import annotations

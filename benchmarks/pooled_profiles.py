@@ -1,8 +1,9 @@
-"""Several profiles of one machine as one: the middle of what they measured, at one pace of its cores.
+"""Pool several profiles of one machine into one: the median of their measurements, at one speed of its cores.
 
-A host whose other guests come and go has kernels that take up to twice as long from one quarter of an hour to the next, more
-than its cores' own piece of work tells. What replicas take is the same whatever the trainer learns, so that profiles of
-whole weights and of adapters measure it twice, and what a run gains by the one or the other is not what happened meanwhile.
+On a shared host, kernels can take up to twice as long from one quarter of an hour to the next. The
+reference work of the core watch does not show all of this. Replicas take the same time whatever the
+trainer learns. So their tables are pooled over profiles of whole weights and of adapters. Then the
+gain of one over the other does not depend on the time of its profile.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def make_quickstart(data: Path) -> None:
 
 
 def settings_of(data: Path, steps: int) -> list[str]:
-    """Return what a run file's keys are for a run of so many steps on what lies in a directory, without checkpoints."""
+    """Return the settings of a run with `steps` steps on the model and data in a directory, without checkpoints."""
     return [
         f"model.path={(data / 'model').resolve()}",
         f"workload.prompts={(data / 'prompts.jsonl').resolve()}",

@@ -108,7 +108,7 @@ def asynchrony_pair(replicas: int) -> tuple[Cell, Cell]:
 
 
 def make_run(one: Cell, data: Path, output: Path) -> Run:
-    """Return the run of a cell, whose models and prompts lie in `data`."""
+    """Return the run of a cell, with models and prompts in `data`."""
     model = data / one.model
     keys = {
         "model.path": model / "model",

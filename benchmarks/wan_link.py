@@ -29,8 +29,9 @@ from pathlib import Path
 NEAR, FAR = "streamrl-near", "streamrl-far"
 ADDRESSES = {NEAR: "10.77.0.1", FAR: "10.77.0.2"}
 FILES = Path("/etc/netns")
-"""What lies here under a namespace's name stands in /etc for those in it: who asks for this machine's address is told
-that of its end."""
+"""Files in a folder here with a namespace's name replace those in /etc for its processes. So a process
+that resolves this machine's address gets the address of its own end.
+"""
 DEVICE = "wan0"
 TUN = Path("/dev/net/tun")
 CLONE_NEWNET = 0x40000000

@@ -83,7 +83,7 @@ def test_goodput_and_price_of_all_steps_that_count_are_the_runs() -> None:
 
 
 def test_it_refuses_steps_that_the_run_does_not_have() -> None:
-    with pytest.raises(ValueError, match="steps must lie in 1 to 3, got 2 to 4"):
+    with pytest.raises(ValueError, match="steps must be from 1 to 3, got 2 to 4"):
         read_bubbles("one", simulate(small_run()), (2, 4))
 
 

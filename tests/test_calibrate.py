@@ -373,9 +373,9 @@ def test_a_simulated_run_that_was_recorded_calibrates_to_itself(tmp_path: Path) 
     [
         (("steps.csv", "--held-out", "1"), "--held-out must be a share"),
         (("no.log",), "no.log: no such file"),
-        (("made.csv",), "no column 'b' is known"),
+        (("made.csv",), "unknown column 'b'"),
         (("zero.csv",), "zero.csv: nothing can be fitted to it"),
-        (("steps.csv", "--format", "vrl"), "no format 'vrl' in profiles/logs; there is nemo-rl"),
+        (("steps.csv", "--format", "vrl"), "no format 'vrl' in profiles/logs; the formats are nemo-rl"),
     ],
 )
 def test_wrong_input_is_one_line_and_writes_nothing(

@@ -87,8 +87,8 @@ def test_values_that_json_does_not_have_are_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"prompt": "q"}, r":1: has no 'q', which fields\.prompt names"),
-        ({"prompt": "question", "answer": "reward_model.gold"}, r":1: has no 'reward_model\.gold'"),
+        ({"prompt": "q"}, r":1: has no field 'q', which fields\.prompt names"),
+        ({"prompt": "question", "answer": "reward_model.gold"}, r":1: has no field 'reward_model\.gold'"),
         ({"prompt": "level"}, r':1: needs a "prompt"'),
         ({}, r':1: needs a "prompt"'),
     ],
@@ -165,7 +165,7 @@ def test_a_split_is_chosen_by_name_or_is_the_only_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["split", "subset"])
 def test_a_file_has_no_parts(key: str, tmp_path: Path) -> None:
     source = SourceConfig(prompts=str(as_jsonl(tmp_path, ROWS)), **{key: "train"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=rf"^workload\.{key} is of data sets .*, got 'train'"):
+    with pytest.raises(ValueError, match=rf"^workload\.{key} applies only to data sets .*, got 'train'"):
         read_source(source)
 
 
@@ -204,10 +204,10 @@ def test_a_template_makes_a_chat_of_a_records_fields(tmp_path: Path) -> None:
     ("user", "says"),
     [
         ("{{ promt }}", r"data\.jsonl:1: template\.user cannot be filled in: 'promt' is undefined"),
-        ("{{ reward_model }}", r"data\.jsonl:1: template\.user .* a text or a number is wanted"),
+        ("{{ reward_model }}", r"data\.jsonl:1: template\.user .* must be a text or a number"),
         ("{{ 1 / level }}", r"data\.jsonl:1: template\.user .*division by zero"),
         ("{{ prompt.__class__.mro() }}", r"data\.jsonl:1: template\.user .*unsafe"),
-        ("{{ prompt", r"^workload\.template\.user is no Jinja template: .*, got '\{\{ prompt'"),
+        ("{{ prompt", r"^workload\.template\.user is not a Jinja template: .*, got '\{\{ prompt'"),
     ],
 )
 def test_a_template_that_cannot_be_filled_in_is_refused_by_line(

@@ -155,10 +155,10 @@ def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:
     [
         (
             ["nobody"],
-            "nothing to validate is called 'nobody'; there is serving, training, steps, paper",
+            "unknown set 'nobody'; the sets are serving, training, steps, paper",
         ),
-        (["--figure", "fig99"], "--figure 'fig99' is none of"),
-        (["serving", "--figure", "fig6"], "--figure is of the paper, not of 'serving'"),
+        (["--figure", "fig99"], "--figure 'fig99' must be one of"),
+        (["serving", "--figure", "fig6"], "--figure applies only to the paper, not to 'serving'"),
         (["streamrl"], "streamrl validate paper"),
     ],
 )

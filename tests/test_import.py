@@ -127,11 +127,11 @@ Files = Callable[[Path], tuple[str, ...]]
 @pytest.mark.parametrize(
     ("rows", "arguments", "said"),
     [
-        ([{"text": "x"}], (), "no format knows its steps"),
+        ([{"text": "x"}], (), "its format is unknown"),
         (
             [{"text": "x"}],
             ("--format", "rollouts"),
-            "no column says how many tokens a rollout took; it has text",
+            "no column has the tokens of a rollout; the columns are text",
         ),
         (
             [{"response_length": "x"}],
@@ -150,17 +150,17 @@ Files = Callable[[Path], tuple[str, ...]]
         (
             [{"step": 1, "data": {"timing_s/step": 2.0}}],
             (),
-            "no workload can be made of it: response_length/mean is missing",
+            "which a workload needs: response_length/mean is missing",
         ),
         (
             [{"prompt": "1+1=", "response": "2"}],
             (),
-            "no column says how many tokens a rollout took; it has prompt, response: name one with --field",
+            "no column has the tokens of a rollout; the columns are prompt, response: name one with --field",
         ),
         (
             [{"prompt": "1+1=", "response_length": None}, {"prompt": "2", "response_length": 3}],
             (),
-            "row 1: response_length must be a whole number of tokens, and is missing",
+            "row 1: response_length must be a whole number of tokens, but is missing",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
         (
             "no.csv",
             "step,generaton,step_time\n1,2,3\n",
-            "no column 'generaton' is known; there is step, step_time",
+            "unknown column 'generaton'; the columns are step, step_time",
         ),
         (
             "no.csv",
@@ -112,18 +112,18 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
             "row 1: step_time must be a number from 0, got 'fast'",
         ),
         ("no.csv", "step,step_time\n1,-2\n", "row 1: step_time must be a number from 0, got '-2'"),
-        ("no.csv", "a,b\n1,2\n", "no format knows its steps; there is csv, nemo-rl"),
-        ("no.log", "nothing of a step\n", "no format knows its steps"),
+        ("no.csv", "a,b\n1,2\n", "its format is unknown; the formats are csv, nemo-rl"),
+        ("no.log", "nothing of a step\n", "its format is unknown"),
         (
             "no.log",
             "step:1 - reward:0.5 - response_length/mean:80\n",
             "has no seconds of a step as verl writes them: it needs one of timing_s/step",
         ),
-        ("no.log", "step:1 - timing_s/step:-3\n", "step 1: step_time cannot be -3 s"),
+        ("no.log", "step:1 - timing_s/step:-3\n", "step 1: step_time must not be -3 s"),
         (
             "no.log",
             "x\nstep:1 - timing_s/step:-3\n",
-            "no.log:2: step 1: step_time cannot be -3 s (timing_s/step)",
+            "no.log:2: step 1: step_time must not be -3 s (timing_s/step)",
         ),
         (
             "no.log",
@@ -192,7 +192,7 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_said(
     (tmp_path / name).write_text(whole + part)
     found = read_measured_file(tmp_path / name)
     assert found.steps[0].step_time == 2.0
-    assert f"{name}: its last line is cut off, so what that says is left out" in found.notes
+    assert f"{name}: its last line is cut off, and was left out" in found.notes
 
 
 def test_what_two_handlers_wrote_alike_is_one_step(tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def test_the_command_line_shows_formats_and_refuses_in_one_line() -> None:
     for options, text in (
         (("--gpu", "a100", "--dtype", "fp8"), "--weight-only keeps weights so"),
         (("--dtype", "fp9"), "--dtype must be one of"),
-        (("--weight-only",), "--weight-only is for narrow weights"),
+        (("--weight-only",), "--weight-only needs narrow weights"),
         (("--kv-dtype", "int4"), "--kv-dtype must be one of"),
     ):
         refused = streamrl("profile", "show", "qwen2.5-7b", *options)

@@ -122,5 +122,5 @@ def test_after_a_refit_the_windows_to_come_are_what_later_ones_are_set_beside() 
     for _ in range(2):
         watch.judge(window(rng))
     assert watch.judge(window(rng, growth=2.0)).shift is not None
-    watch.begin_anew()
+    watch.restart_reference()
     assert [watch.judge(window(rng, growth=2.0)).shift for _ in range(4)] == [None] * 4

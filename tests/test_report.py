@@ -248,7 +248,7 @@ def test_figures_are_svg_where_the_path_says_so(trace: Trace, tmp_path: Path) ->
 
 
 def test_a_window_outside_the_run_is_refused(trace: Trace, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="steps must lie in 1 to 4, got 3 to 5"):
+    with pytest.raises(ValueError, match="steps must be from 1 to 4, got 3 to 5"):
         timeline_figure(trace, tmp_path / "timeline.png", steps=(3, 5))
 
 

@@ -256,7 +256,7 @@ def test_the_same_directories_give_the_same_page(directories: list[Path], html: 
 @pytest.mark.parametrize(
     ("content", "wrong"),
     [
-        (None, "is no directory"),
+        (None, "is not a directory"),
         ({}, "neither trace.jsonl nor plan.json nor study.csv"),
         ({"plan.json": "{}"}, "plan.toml"),
         ({"trace.jsonl": "{}"}, "trace.jsonl:1"),
@@ -311,7 +311,7 @@ def test_a_study_with_a_row_beside_its_axes_is_refused(tmp_path: Path, place: li
     found = json.loads(file.read_text())
     found["rows"][0]["place"] = place
     file.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="row '1, sync' is at no point of the axes"):
+    with pytest.raises(ValueError, match="row '1, sync' is outside the axes"):
         read_report([tmp_path / "study"])
 
 

@@ -202,8 +202,8 @@ def test_eval_prints_every_ranker_with_its_error(few_trees: None, tmp_path: Path
     ("rows", "says"),
     [
         ("prompt_id,output_tokens\na,5\n", "fitted to texts"),
-        ("prompt_id,prompt,output_tokens\na,hello,5\n", "10 prompts or more"),
-        ("prompt_id,prompt,output_tokens\na,hello,five\n", "no number: 'five'"),
+        ("prompt_id,prompt,output_tokens\na,hello,5\n", "at least 10 prompts"),
+        ("prompt_id,prompt,output_tokens\na,hello,five\n", "must be a number, got 'five'"),
         ("prompt,output_tokens\nhello,5\n", "no column 'prompt_id'"),
     ],
 )
@@ -219,5 +219,5 @@ def test_what_cannot_be_fitted_to_is_refused_in_a_line(
 
 
 def test_a_run_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no executed run"):
+    with pytest.raises(ValueError, match="not the directory of an executed run"):
         read_known(tmp_path)

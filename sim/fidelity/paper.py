@@ -1,20 +1,20 @@
 """The StreamRL paper's reported figures, and the runs of its evaluation.
 
-The runs of the paper's evaluation: one reading for all cells, every choice that the paper leaves open named here.
+One reading applies to all cells. This table lists every choice that the paper leaves open:
 
-| left open by the paper                    | read as                                                           |
+| left open by the paper                    | our reading                                                       |
 |-------------------------------------------|-------------------------------------------------------------------|
 | generation parallelism                    | the smallest that fits: 7B TP1, 32B TP2, 72B TP4                   |
 | training parallelism                      | the fastest that fits, by our own costs (`TRAINING` below)        |
 | kernels of the trainer                    | fused: an in-house trainer with 3D parallelism                    |
-| GPUs of each side, 32B and 72B            | as Figure 10 says; 7B half and half                               |
+| GPUs of each side, 32B and 72B            | from Figure 10; for 7B half of the GPUs each                      |
 | key-value heads of 7B                     | 4, as released (its Table 2 prints 8)                             |
 | prompts and samples per prompt            | 1,024 prompts, one sample each; 400 tokens a prompt               |
-| rollouts that a replica decodes at once   | as many of the longest as its KV memory holds (`RESERVING`): the   |
-|                                           | paper's Equation 2 has a batch that is "bounded by KV memory"      |
-| what "no barrier" means                   | each replica begins its share of a batch when its last is done    |
+| rollouts that a replica decodes at once   | as many of maximum length as its KV memory holds (`RESERVING`):   |
+|                                           | the paper's Equation 2 has a batch that is "bounded by KV memory" |
+| meaning of "no barrier"                   | each replica begins its share of a batch when its last is done    |
 
-Stated by the paper: actor, critic and reference take turns on the trainer's GPUs (`offload`).
+The paper states that actor, critic and reference take turns on the trainer's GPUs (`offload`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from streamrl.sim.world import simulate
 
 
 class Split(ProfileTable, frozen=True, kw_only=True):
-    """GPUs of each side, and the seconds of its stage over those of generation on half of all GPUs."""
+    """GPUs of each side, and the stage seconds of each side relative to generation on half of all GPUs."""
 
     generate: tuple[int, float]
     train: tuple[int, float]
@@ -52,7 +52,7 @@ class Splits(ProfileTable, frozen=True, kw_only=True):
 
 
 class Adjustment(ProfileTable, frozen=True, kw_only=True):
-    """Figure 11, one entry a step."""
+    """Figure 11, one entry for each step."""
 
     delta: list[float]
     gpus: list[int]
@@ -102,16 +102,16 @@ Size = Literal["7B", "32B", "72B"]
 MODELS: dict[str, str] = {"7B": "qwen2.5-7b", "32B": "qwen2.5-32b", "72B": "qwen2.5-72b"}
 GPUS: dict[str, int] = {"7B": 32, "32B": 64, "72B": 128}
 SPLIT: dict[str, tuple[int, int]] = {"7B": (16, 16), "32B": (40, 24), "72B": (80, 48)}
-"""GPUs that generate and that train."""
+"""GPUs that generate, and GPUs that train."""
 GENERATION_TP: dict[str, int] = {"7B": 1, "32B": 2, "72B": 4}
 LENGTHS: dict[str, int] = {"5K": 5000, "10K": 10_000, "20K": 20_000}
 BATCH = 1024
 ENGINE = "streamrl"
-"""The paper's inference engine, as its decode curve tells."""
+"""The paper's inference engine; its constants come from the paper's decode curve."""
 STEPS, WARM_UP = 5, 2
 SEEDS = (0, 1)
 RECALL = 0.87
-"""Of the paper's 7B ranker (Table 4)."""
+"""recall@20% of the paper's 7B ranker (Table 4)."""
 
 
 class CaseDegrees(NamedTuple):
@@ -134,7 +134,7 @@ TRAINING: dict[tuple[str, int], CaseDegrees] = {
     ("72B", 64): CaseDegrees(8, 4, 2),
     ("72B", 128): CaseDegrees(16, 4, 2),
 }
-"""The fastest that fits for 20K outputs, as `streamrl.sim.planner.allocation` finds it: no figure was asked."""
+"""The fastest that fits for 20K outputs, from `streamrl.sim.planner.allocation`, without fitting to any figure."""
 
 SKEWNESS_AWARE = {
     "dispatch": "skewness-aware",
@@ -160,21 +160,20 @@ class Case(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What a step of a case takes, medians over steps and seeds."""
+    """Times of a step of a case, medians over steps and seeds."""
 
     step_time: float
     generation_time: float
-    """From its prompts (on shared GPUs from its weights) to its last rollout, or to the next prompts where these come
-    earlier."""
+    """From the prompts to the last rollout, or to the next prompts if these come earlier. On shared GPUs it starts with the weights."""
 
     @property
     def throughput(self) -> float:
-        """Samples a second."""
+        """Return the samples per second."""
         return BATCH / self.step_time
 
 
 RESERVING: dict[str, Any] = {"admission": "reserve"}
-"""Nothing else bounds a batch: no replica is dealt as many rollouts as `max_running` is by itself."""
+"""No other limit on a batch: no replica gets as many rollouts as `max_running`."""
 
 ACROSS: dict[str, Any] = {
     "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
@@ -186,7 +185,7 @@ ACROSS: dict[str, Any] = {
 
 
 def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) -> Run:
-    """Make the run file of a case; dotted keys in `changes` replace values."""
+    """Return the run file of a case; dotted keys in `changes` replace values."""
     is_colocated = case.system.startswith("colocated")
     total = GPUS[case.size]
     generate, train = (total, total) if is_colocated else SPLIT[case.size]
@@ -242,7 +241,7 @@ def take_times(case: Case, changes: dict[str, Any] | None = None) -> Times:
 
 
 def on_wider_replicas(case: Case) -> dict[str, Any]:
-    """Return the changes that give each replica of a case twice the GPUs, and so fewer replicas."""
+    """Return changes that double the GPUs of each replica and halve the number of replicas."""
     rollout = make_case(case).rollout
     return {
         "rollout.tensor_parallel": 2 * rollout.tensor_parallel,
@@ -251,7 +250,7 @@ def on_wider_replicas(case: Case) -> dict[str, Any]:
 
 
 def take_all_times(cases: Iterable[Case]) -> dict[Case, Times]:
-    """Simulate many cases on all cores; one that was simulated before is not simulated again."""
+    """Simulate many cases on all cores; each case is simulated only once."""
     wanted = list(dict.fromkeys(cases))
     missing = [case for case in wanted if case not in _TAKEN]
     with ProcessPoolExecutor() as pool:

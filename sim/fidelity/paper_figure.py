@@ -1,4 +1,4 @@
-"""Define a figure of the paper: its cells beside simulated ones, and their errors."""
+"""A figure of the paper: its cells, our simulated values, and their errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class FigureCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of the paper and ours."""
+    """One number of the paper and our value."""
 
     label: str
     paper: float
@@ -14,12 +14,12 @@ class FigureCell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difference(self) -> float:
-        """Ours less the paper's."""
+        """Return our value minus the paper's."""
         return self.ours - self.paper
 
     @property
     def error(self) -> float:
-        """Ours over the paper's, less 1; 0 where both are 0."""
+        """Return our value divided by the paper's, minus 1; 0 if both are 0."""
         return self.difference / abs(self.paper) if self.paper else self.difference
 
 
@@ -31,19 +31,19 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     cells: list[FigureCell]
     target: str
-    """What it must reach."""
+    """The target that it must reach."""
     is_met: bool
     notes: list[str] = []
-    """Readings, and reasons of misses."""
+    """Our readings, and reasons of misses."""
 
     @property
     def mape(self) -> float:
-        """Mean of the absolute relative errors."""
+        """Return the mean of the absolute relative errors."""
         return sum(abs(cell.error) for cell in self.cells) / len(self.cells)
 
     @property
     def max_error(self) -> float:
-        """Largest absolute relative error."""
+        """Return the largest absolute relative error."""
         return max(abs(cell.error) for cell in self.cells)
 
     def describe(self) -> dict[str, object]:

@@ -32,12 +32,14 @@ from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.workload.workload import SimulatedWorkload
 
 CONTEXT = 1500
-"""Tokens of context a rollout at which the curve is read. The paper does not say; from 1,000 to 2,000 the
-curve is met within 3 % with non-negative overheads, above 2,500 it is not."""
+"""Context of each rollout, in tokens, at which the curve is read. The paper does not state it. From
+1,000 to 2,000 tokens the curve is met within 3 % with non-negative overheads; above 2,500 it is
+not.
+"""
 
 
 def decode_curve() -> PaperFigure:
-    """Figure 6: the decode step that the two overheads were fitted to."""
+    """Return Figure 6: the decode step that the two overheads were fitted to."""
     paper = load_paper().decode
     shard = Shard(
         load_model(ModelConfig(name="qwen2.5-7b")),
@@ -63,7 +65,7 @@ def decode_curve() -> PaperFigure:
 
 
 def constants() -> list[tuple[str, str, str]]:
-    """Everything that was calibrated, or chosen by its result: name, value, origin."""
+    """Return everything that was calibrated, or chosen by its result: name, value, origin."""
     overheads = load_engine(ENGINE).constants
     return [
         ("overhead of a layer", f"{overheads.layer * 1e6:.1f} us", "decode curve (Figure 6)"),
@@ -100,12 +102,12 @@ DISPATCHES: dict[str, dict[str, Any]] = {
     },
 }
 TRIED = (14, 20, 24, 32, 48)
-"""Rollouts let in on demand, to see what the ratios hang on."""
+"""Numbers of rollouts admitted on demand, to see what the ratios depend on."""
 TRIED_SEEDS = range(2)
 
 
 class Job(NamedTuple):
-    """One batch to be generated."""
+    """One batch to generate."""
 
     size: str
     way: str
@@ -114,7 +116,7 @@ class Job(NamedTuple):
 
 
 def dispatch() -> PaperFigure:
-    """Figure 9: six ratios."""
+    """Return Figure 9: six ratios."""
     paper = load_paper().dispatch
     with ProcessPoolExecutor() as pool:
         ours = ratios_over_random(pool, {}, SEEDS)
@@ -145,7 +147,7 @@ def dispatch() -> PaperFigure:
 def ratios_over_random(
     pool: ProcessPoolExecutor, changes: dict[str, Any], seeds: Sequence[int]
 ) -> dict[tuple[str, str], float]:
-    """Return the seconds of each model and way over those of random dispatch, medians over seeds."""
+    """Return seconds by model and dispatch policy, relative to random dispatch, as medians over seeds."""
     jobs = [Job(size, way, seed, changes) for size, way, seed in product(MODELS, DISPATCHES, seeds)]
     found = dict(zip([job[:3] for job in jobs], pool.map(makespan, jobs), strict=True))
     took = {
@@ -156,7 +158,7 @@ def ratios_over_random(
 
 
 def makespan(job: Job) -> float:
-    """Return the seconds in which one batch is generated on the generation GPUs of Figure 8."""
+    """Return the seconds to generate one batch on the generation GPUs of Figure 8."""
     changes = {**DISPATCHES[job.way], **job.changes}
     run = make_case(Case(job.size, "20K", "sync"), job.seed, changes)
     costs = Costs.load(run)
@@ -165,7 +167,7 @@ def makespan(job: Job) -> float:
 
 
 def _batch_note() -> str:
-    """Say how much of its share a replica runs at once."""
+    """Return a note on the part of its share that a replica runs at once."""
     runs = {size: make_case(Case(size, "20K", "sync")) for size in MODELS}
     shares = ", ".join(
         f"{most_running(resolve(run).replica)} of {BATCH // run.rollout.replicas} ({size})"
@@ -178,7 +180,7 @@ def _batch_note() -> str:
 
 
 def _tried_note(tried: dict[int, dict[tuple[str, str], float]]) -> str:
-    """Say what the ratios with true lengths are if other numbers of rollouts are admitted on demand."""
+    """Return a note on the ratios with true lengths for other numbers of rollouts admitted on demand."""
     found = "; ".join(
         f"{size} " + ", ".join(f"{ratios[size, 'true lengths']:.2f}" for ratios in tried.values())
         for size in MODELS

@@ -23,11 +23,11 @@ from streamrl.workload.workload import SimulatedWorkload
 
 NODE = 8
 SCALING_GPUS = 32
-"""On which lengths are scaled."""
+"""Number of GPUs in the comparison of lengths."""
 
 
 def scaling() -> PaperFigure:
-    """Figure 2: stage seconds of 7B over those on 8 GPUs, and over those at 1K tokens."""
+    """Return Figure 2: stage seconds of 7B relative to those on 8 GPUs, and to those at 1K tokens."""
     paper = load_paper().scaling
     with ProcessPoolExecutor() as pool:
         by_gpus = list(pool.map(_stages, [20_000] * len(paper.gpus), paper.gpus))
@@ -64,7 +64,7 @@ def scaling() -> PaperFigure:
 
 
 def _stages(longest: int, num_gpus: int) -> tuple[float, float]:
-    """Return the seconds of generation and training of 7B on these GPUs, outputs up to `longest` tokens."""
+    """Return the seconds of generation and training of 7B on these GPUs, with outputs up to `longest` tokens."""
     changes = {
         "workload.lengths.scale": longest / 20_000,
         "rollout.max_tokens": longest,
@@ -78,7 +78,7 @@ def _stages(longest: int, num_gpus: int) -> tuple[float, float]:
 
 
 def divisions() -> PaperFigure:
-    """Figure 10: GPUs that generate by Algorithm 1, and stage seconds at the even and the chosen split."""
+    """Return Figure 10: generation GPUs by Algorithm 1, and stage seconds at the even and the chosen split."""
     paper = load_paper().allocation
     with ProcessPoolExecutor() as pool:
         divided = dict(zip(paper, pool.map(_divide, paper), strict=True))
@@ -125,7 +125,7 @@ class Divided(NamedTuple):
     smallest: Comparison
     """With the smallest replicas that fit."""
     fastest: Comparison
-    """With those that generate fastest."""
+    """With the replicas that generate fastest."""
 
 
 def _divide(size: str) -> Divided:
@@ -153,13 +153,13 @@ def _division_note(size: str, divided: Divided) -> str:
 
 
 STEPS = 23
-NODES = 12  # of the pool: more than any reading asks for
+NODES = 12  # of the pool: more than any reading needs
 TOLERANCE = 2
 """Steps by which a trigger may be early or late."""
 
 
 class Outcome(NamedTuple):
-    """What a simulated adjustment did."""
+    """Result of a simulated adjustment."""
 
     steps: list[StepTimes]
     triggers: list[int]
@@ -173,7 +173,7 @@ def wanted_triggers() -> list[int]:
 
 
 def adjustment() -> PaperFigure:
-    """Figure 11: the steps after which a node is added."""
+    """Return Figure 11: the steps after which a node is added."""
     outcome = adjust()
     wanted = wanted_triggers()
     pairs = list(zip(wanted, outcome.triggers, strict=False))
@@ -206,7 +206,7 @@ def adjustment() -> PaperFigure:
 
 
 def _rounds_note() -> str:
-    """Say what Equation 2 expects of a node, and what a simulated batch gains."""
+    """Return a note on the gain of a node, by Equation 2 and in a simulated batch."""
     runs = [make_case(Case("7B", "20K", "async"), 0, _with_replicas(n)) for n in (16, 16 + NODE)]
     filled = [fill_latency(run, Costs.load(run)) for run in runs]
     expected = [
@@ -255,7 +255,7 @@ def _read(trace: Trace) -> Outcome:
 
 
 def read_paces(trace: Trace) -> list[StepTimes]:
-    """Feed a trace to a fresh engine, whose state holds after each step what that took."""
+    """Replay a trace through a new engine, and return the times that its state has after each step."""
     engine, found = build_engine(trace.run), list[StepTimes]()
     for time, event, _ in trace.entries:
         engine.handle(event, time)

@@ -32,18 +32,19 @@ CELLS = [
     Case(size, length, system) for length in LENGTHS for size in MODELS for system in COLUMNS[1:]
 ]
 COST = {True: 4 * 1.0 + 2 * 2.85, False: 4 * 2.85}
-"""Of Figure 12's machines, across datacenters or in one: an H20 machine costs 1 and an H800 machine 2.85."""
+"""Relative cost of Figure 12's machines, across datacenters or in one: an H20 machine costs 1, an H800 machine 2.85."""
 VERL_FITTED = (("7B", "5K"), ("72B", "20K"))
 """Opposite corners of the table."""
 VERL_FACTORS = [share / 40 for share in range(10, 41)]
-"""Speeds tried: no less than a quarter of the profiles', and no more than all of it."""
+"""Candidate speeds: from a quarter of the profiles' to all of it."""
 VERL_TIE = 0.1
-"""What unlike factors cost the fit: generation has the same share of both cells' seconds, so that alone any
-pair on a line meets them. As if errors were 10 % and factors unlike by 30 %."""
+"""Penalty for unequal factors. Generation has the same share of both cells' seconds, so without a
+penalty any pair on a line fits. It equals errors of 10 % and factors that differ by 30 %.
+"""
 
 
 def end_to_end() -> PaperFigure:
-    """Figure 8: 27 cells of throughput."""
+    """Return Figure 8: 27 cells of throughput."""
     ours = take_all_times(CELLS)
     cells = [
         FigureCell(label=_label(case), paper=paper_throughput(case), ours=ours[case].throughput)
@@ -62,7 +63,7 @@ def end_to_end() -> PaperFigure:
 
 
 def ratios() -> PaperFigure:
-    """Figure 8 again, as ratios over the colocated system: here constants that both share cancel."""
+    """Return Figure 8 as ratios over the colocated system, in which common constants cancel."""
     ours = take_all_times(CELLS)
     cells = [
         FigureCell(
@@ -96,7 +97,7 @@ def ratios() -> PaperFigure:
 
 
 def verl() -> PaperFigure:
-    """Figure 8's verl: the colocated system, slower by a factor for generation and one for the rest."""
+    """Return Figure 8's verl: the colocated system, with a slowdown factor for generation and one for the rest."""
     ours = take_all_times(case for case in CELLS if case.system == "colocated")
     fitted = [Case(size, length, "colocated") for size, length in VERL_FITTED]
     generate, train = min(
@@ -136,7 +137,7 @@ def verl() -> PaperFigure:
 
 
 def ablation() -> PaperFigure:
-    """Table 3: what each mechanism adds, 72B at 20K on 128 GPUs."""
+    """Return Table 3: the gain of each mechanism, 72B at 20K on 128 GPUs."""
     names = ("colocated", "colocated, skewness-aware", "sync", "async")
     ours = take_all_times(Case("72B", "20K", name) for name in names)
     base = ours[Case("72B", "20K", "colocated")].throughput
@@ -161,7 +162,7 @@ def ablation() -> PaperFigure:
 
 
 def heterogeneous() -> PaperFigure:
-    """Figure 12: 32 H20 that generate and 16 H800 that train in another datacenter, against 32 H800."""
+    """Return Figure 12: 32 H20 that generate and 16 H800 that train in another datacenter, against 32 H800."""
     cases = {
         length: [Case("7B", length, "async", across) for across in (True, False)]
         for length in LENGTHS
@@ -205,7 +206,7 @@ def heterogeneous() -> PaperFigure:
 
 
 def slower(times: Times, generate: float, train: float) -> float:
-    """Return the samples a second at these speeds; phases follow each other, so seconds add up."""
+    """Return the samples per second at these speeds; phases do not overlap, so seconds add up."""
     rest = times.step_time - times.generation_time
     return BATCH / (times.generation_time / generate + rest / train)
 
@@ -218,7 +219,7 @@ def _verl_error(times: Times, case: Case, generate: float, train: float) -> floa
 
 
 def _consistency_note() -> str:
-    """Bound the paper's 72B colocated step at 5K by its own asynchronous one."""
+    """Return a note: the paper's own asynchronous run bounds its 72B colocated step at 5K."""
     step = BATCH / paper_throughput(Case("72B", "5K", "async"))
     colocated = BATCH / paper_throughput(Case("72B", "5K", "colocated"))
     most = step + step * 48 / 128
@@ -231,7 +232,7 @@ def _consistency_note() -> str:
 
 
 def _doubling_note() -> str:
-    """Say how the paper's seconds grow with length, and how any batch's tokens do."""
+    """Return a note on the growth of the paper's seconds with length, and of any batch's tokens."""
 
     def growth(short: str, long: str) -> str:
         steps = [
@@ -249,7 +250,7 @@ def _doubling_note() -> str:
 
 
 def _longest_note(ours: dict[Case, Times]) -> str:
-    """Say what the paper's own decode curve leaves for training in its fastest 7B cells."""
+    """Return a note on the time that the paper's decode curve leaves for training in its fastest 7B cells."""
     alone = load_paper().decode.milliseconds[0] / 1e3 * 19_869
     case = Case("7B", "20K", "colocated")
     paper = BATCH / paper_throughput(case)
@@ -261,7 +262,7 @@ def _longest_note(ours: dict[Case, Times]) -> str:
 
 
 def _bubbles_note(systems: Sequence[str]) -> str:
-    """Say what stragglers cost each system: shares of GPU-seconds idle, and underfilled."""
+    """Return a note on the cost of stragglers for each system: shares of GPU-seconds idle, and underfilled."""
     with ProcessPoolExecutor() as pool:
         found = list(pool.map(_bubbles, systems))
     return (
@@ -280,7 +281,7 @@ def _bubbles(system: str) -> Attribution:
 
 
 def _wider_note(ours: dict[Case, Times]) -> str:
-    """Say what twice the GPUs a replica do to the cells whose batches memory makes smallest."""
+    """Return a note on the effect of twice the GPUs per replica in the cells with the smallest batches."""
     cases = [Case("32B", "20K", system) for system in COLUMNS[1:]]
     changes = [on_wider_replicas(case) for case in cases]
     with ProcessPoolExecutor() as pool:
@@ -318,7 +319,7 @@ def _label(case: Case, system: str | None = None) -> str:
 
 
 def paper_throughput(case: Case) -> float:
-    """Return the paper's samples a second."""
+    """Return the paper's samples per second."""
     return load_paper().throughput[f"{case.length} {case.size}"][COLUMNS.index(case.system)]
 
 

@@ -1,4 +1,4 @@
-"""Rows of published measurements beside predictions, and their errors."""
+"""Published measurements with our predictions, and their errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.table import Table
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One published figure and the range in which the prediction lies.
+    """One published figure and the range of its prediction.
 
-    A row whose source leaves an input open is predicted for the least and the greatest value of that input;
-    a row that is published as a range has both ends.
+    If the source does not state an input, the row is predicted for its lowest and highest value. A
+    row that is published as a range has both ends.
     """
 
     name: str
-    """Model, GPUs, layout and load, as a reader would look it up."""
+    """Model, GPUs, layout and load, in words for people."""
     group: str
-    """What errors are summed up by: a framework and release, an engine and version."""
+    """Group for summaries of errors: a framework and release, or an engine and version."""
     shape: str
     """Model and kind of GPU: all rows of one shape are left out of a fit together."""
     unit: str
@@ -28,16 +28,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     is_fitted: bool = False
     """Whether constants of the prediction were fitted to rows of this shape."""
     left_out: float | None = None
-    """The prediction of constants fitted without this shape."""
+    """The prediction with constants that were fitted without this shape."""
     note: str = ""
-    """Which inputs are unknown, and what was assumed."""
+    """Unknown inputs, and assumptions about them."""
     source: str
 
     @property
     def error(self) -> float:
-        """Predicted over published, less 1: of the nearest ends, 0 where the ranges meet.
+        """Return predicted over published, minus 1: for the nearest ends, 0 if the ranges overlap.
 
-        Of rows that were fitted it is the error of the prediction without them, where there is one.
+        For fitted rows, it is the error of the prediction without them, if there is one.
         """
         if self.left_out is not None:
             return _distance(self.published, (self.left_out, self.left_out))
@@ -45,20 +45,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """How far predictions are from published rows."""
+    """Errors of predictions over published rows."""
 
     rows: int
     median: float
-    """Of absolute relative errors."""
+    """Median of the absolute relative errors."""
     p90: float
     bias: float
     """Median of the signed errors."""
     width: float
-    """Median of the greatest prediction over the least, less 1: what unknown inputs leave open."""
+    """Median of the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
 
 
 def summarise(rows: Sequence[Row]) -> Summary:
-    """Sum the errors of rows up."""
+    """Return the summary of errors of rows."""
     errors = np.array([row.error for row in rows])
     return Summary(
         rows=len(rows),
@@ -78,7 +78,7 @@ def grouped(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def group_table(rows: Sequence[Row], title: str) -> Table:
-    """Lay the errors of each group out for the terminal, and of all rows."""
+    """Lay out the errors of each group and of all rows for the terminal."""
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("group")
     for name in ("rows", "median", "p90", "bias", "range"):
@@ -92,7 +92,7 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def row_table(rows: Iterable[Row], title: str) -> Table:
-    """Lay rows out for the terminal."""
+    """Lay out rows for the terminal."""
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     for name in ("row", "unit"):
         table.add_column(name)
@@ -118,6 +118,6 @@ def _distance(published: tuple[float, float], predicted: tuple[float, float]) ->
 
 
 def range_text(ends: tuple[float, float], digits: int) -> str:
-    """Write both ends of a range, or one figure where they are the same."""
+    """Return both ends of a range, or one figure if they are equal."""
     low, high = (f"{end:.{digits}g}" for end in ends)
     return low if ends[0] == ends[1] else f"{low} to {high}"

@@ -1,10 +1,9 @@
-"""Published RL steps, stage by stage, beside their simulation.
+"""Published RL steps, stage by stage, compared with their simulation.
 
-Published RL steps, stage by stage, beside their simulation.
-
-Left out: NeMo-Aligner's five steps (arXiv 2405.01481), whose response lengths are not published, and RLHFuse's twelve
-(arXiv 2409.13221), whose critics and reward models are of other sizes than the actor. Inputs that a source does not
-state are taken as ranges: a row is predicted with every combination in `opens`.
+Two sources are left out. NeMo-Aligner's five steps (arXiv 2405.01481) have no published response
+lengths. RLHFuse's twelve (arXiv 2409.13221) have critics and reward models of other sizes than the
+actor. Inputs that a source does not state are ranges: a row is predicted with every combination in
+`opens`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from streamrl.workload.workload import SimulatedWorkload
 
 
 class PhaseSeconds(NamedTuple):
-    """Mean seconds over the steps of a run but the first, which nothing was generated or loaded before."""
+    """Mean seconds of a run's steps without the first one, which has no previous generation or load."""
 
     generation: float
     """From the prompts, once all replicas have the weights, to the last rollout."""
@@ -61,7 +60,7 @@ class PhaseSeconds(NamedTuple):
 
 
 def phase_seconds(trace: Trace) -> PhaseSeconds:
-    """Read the stages of a run whose sides take turns."""
+    """Return the stage times of a run whose sides take turns."""
     began: dict[int, float] = {}
     ended: dict[int, float] = {}
     scored: defaultdict[int, float] = defaultdict(float)
@@ -108,10 +107,11 @@ def phase_seconds(trace: Trace) -> PhaseSeconds:
 
 STEPS = 3
 SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512
-"""Tokens that no output reaches, and prompts over which a mean length is taken."""
+"""Tokens that no output reaches, and number of prompts for a mean length."""
 LENGTHS = "r1-distill-aime"
-"""Whose shape output lengths are taken to have, scaled to the mean that is published: another shape moves the
-seconds of generation, and hardly those of the other stages."""
+"""Assumed shape of output lengths, scaled to the published mean. Another shape changes the seconds of
+generation, and hardly those of other stages.
+"""
 
 
 class Published(NamedTuple):
@@ -123,9 +123,9 @@ class Published(NamedTuple):
     mean_tokens: float
     table: dict[str, Any]
     opens: dict[str, tuple[Any, ...]]
-    """Values of dotted keys that the source does not state."""
+    """Possible values of dotted keys that the source does not state."""
     stages: dict[str, float]
-    """Seconds by stage, as `PhaseSeconds` names them."""
+    """Seconds by stage, with the names of `PhaseSeconds`."""
 
 
 def _colocated(model: str, gpus: int, degrees: tuple[int, int, int], **keys: Any) -> dict[str, Any]:
@@ -267,8 +267,10 @@ GENERATED = {
     ("llama-2-13b", 2): 159,
     ("llama-2-13b", 1): 230,
 }
-"""Seconds of 1,024 rollouts of 1,024 + 1,024 tokens on 16 A100, by model and tensor parallelism (HybridFlow, arXiv
-2409.19256, Figure 15: read off within 3 %, switch included; vLLM of 2024)."""
+"""Seconds of 1,024 rollouts of 1,024 + 1,024 tokens on 16 A100, by model and tensor parallelism.
+Source: HybridFlow, arXiv 2409.19256, Figure 15, read within 3 %, including the switch, with vLLM of
+2024.
+"""
 
 SWITCHED = {
     "llama-2-7b": (2.7, 3.8),
@@ -279,7 +281,7 @@ SWITCHED = {
 
 
 def steps_rows() -> list[Row]:
-    """Return every published stage with its prediction, on all cores."""
+    """Return every published stage with its prediction, computed on all cores."""
     wanted = [(step, choice) for step in PUBLISHED for choice in _choices(step)]
     with ProcessPoolExecutor() as pool:
         found = list(pool.map(_simulated, *zip(*wanted, strict=True)))
@@ -304,14 +306,14 @@ def steps_rows() -> list[Row]:
 
 
 def _choices(step: Published) -> Iterator[dict[str, Any]]:
-    """Yield every combination of what is open, with lengths of the published mean."""
+    """Yield every combination of unstated inputs, with lengths of the published mean."""
     scaled = _scaled(step)
     for values in product(*step.opens.values()):
         yield {**dict(zip(step.opens, values, strict=True)), **scaled}
 
 
 def _simulated(step: Published, choice: dict[str, Any]) -> PhaseSeconds | None:
-    """Simulate a choice; None where it does not fit the GPUs that ran it."""
+    """Simulate a choice; None if it does not fit the GPUs that ran it."""
     run = _run(step.table, choice)
     try:
         check_memory(resolve(run))
@@ -390,7 +392,7 @@ def _stage_rows(step: Published, times: list[PhaseSeconds]) -> Iterator[Row]:
 
 
 def _switch_rows() -> Iterator[Row]:
-    """Yield the framework's part of a switch: bytes over the wire come on top."""
+    """Yield the framework's part of a switch; the transfer of bytes is not included."""
     for model, (least, most) in SWITCHED.items():
         run = _run({**EIGHT, "model": {"name": model}}, {})
         trainer = resolve(run).trainer

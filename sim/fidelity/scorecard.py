@@ -46,11 +46,11 @@ SHOWN = (
     ("serving", "Qwen3-8B, h100 TP1, batch 255"),
     ("serving", "Llama-2-70B, h100 TP8, batch 1, context 1,024"),
 )
-"""Rows on the page itself, by the beginning of their names: 8B models at a batch of about 256, a 70B at 1."""
+"""Beginnings of the names of rows on the page itself: 8B models at a batch of about 256, a 70B at 1."""
 
 
 def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """Yield the lines of each set of published rows: errors by group, and rows that are often asked for."""
+    """Yield the lines of each set of published rows: errors by group, and the rows in `SHOWN`."""
     yield from _summary(sets)
     for name, rows in sets.items():
         yield from (
@@ -96,14 +96,14 @@ def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 
 
 def stamp() -> str:
-    """Return version, commit and date of what is running."""
+    """Return version, commit and date of the code."""
     return f"streamrl {version('streamrl')}, commit {_commit()}, {datetime.date.today()}"
 
 
 def write_history(
     sets: Mapping[str, Sequence[Row]], paper: Mapping[str, float], path: Path
 ) -> None:
-    """Append a line with the errors of this version, or replace the one of this commit.
+    """Append a line with the errors of this version, or replace the line of this commit.
 
     Args:
         sets: published rows by name.
@@ -128,7 +128,7 @@ def write_history(
 
 
 def _commit() -> str:
-    """Return the commit that is checked out; "unknown" where this is no checkout."""
+    """Return the current commit; "unknown" outside a checkout."""
     asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
@@ -137,5 +137,5 @@ def _commit() -> str:
 
 
 def _is_shown(name: str, row: Row) -> bool:
-    """Whether a row stands on the page: all of those of whole steps, and a few others."""
+    """Return whether a row is shown on the page: all rows of whole steps, and a few others."""
     return name == "steps" or any(name == of and row.name.startswith(begin) for of, begin in SHOWN)

@@ -25,9 +25,9 @@ Kind = Literal["step", "busy step", "request", "batch", "full load"]
 
 - step: time of a decode step, in ms.
 - busy step: the same; it may include the prefill of new rollouts.
-- request: time per output token of a request alone, with its prefill, in ms.
+- request: time per output token of a single request, with its prefill, in ms.
 - batch: time per step of a static batch, with its prefill, in ms.
-- full load: output tokens a second per GPU, with as many rollouts as memory holds.
+- full load: output tokens per second and GPU, with as many rollouts as memory holds.
 """
 
 
@@ -39,13 +39,13 @@ class ServingRow(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     gpu: str
     model: str
-    """Name in profiles/models: all published models of one config are one shape."""
+    """Name in profiles/models: all published models with the same config are one shape."""
     dtype: str
     tensor_parallel: int
     expert_parallel: int
     kind: Kind
     batch: float | None
-    """Rollouts that run; None where the source does not say."""
+    """Number of running rollouts; None if the source does not state it."""
     prompt: float
     output: float
     context: float
@@ -73,13 +73,13 @@ def read_serving() -> tuple[ServingRow, ...]:
 
 
 FREE_SHARE = 0.9
-"""Share of the memory beside weights and workspace that TensorRT-LLM gives its cache (free_gpu_memory_fraction)."""
+"""Share of the memory besides weights and workspace that TensorRT-LLM uses as cache (free_gpu_memory_fraction)."""
 MOST_RUNNING = 2048
-"""Rollouts at full load, where memory holds more: the limit that TensorRT-LLM's benchmark sets itself."""
+"""Maximum rollouts at full load, even if memory holds more: the limit of TensorRT-LLM's benchmark."""
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """What makes two rows' kernels alike."""
+    """The inputs that determine the kernels of a row."""
 
     model: str
     gpu: str
@@ -87,17 +87,17 @@ class Replica(msgspec.Struct, frozen=True):
     tensor_parallel: int
     expert_parallel: int
     has_narrow_cache: bool
-    """Whether keys and values are kept in fp8: TensorRT-LLM's choice for fp8 weights."""
+    """Return whether keys and values are stored in fp8: TensorRT-LLM's choice for fp8 weights."""
 
 
 def predict_range(row: ServingRow, constants: Overheads | None = None) -> tuple[float, float]:
-    """Return the least and the greatest that the costs say of a row, in its unit.
+    """Return the lowest and highest prediction of a row, in its unit.
 
-    A busy step lies between one without prefill and one with as many prompts as begin in a step.
+    A busy step is between one without prefill and one with as many prompts as begin in a step.
 
     Args:
         row: a published figure.
-        constants: of the engine; those of its profile where absent.
+        constants: constants of the engine; by default those of its profile.
     """
     used = load_engine(row.engine).constants if constants is None else constants
     least = predict(row, used)
@@ -109,7 +109,7 @@ def predict_range(row: ServingRow, constants: Overheads | None = None) -> tuple[
 
 
 def predict(row: ServingRow, constants: Overheads) -> float:
-    """Return what the costs say of a row, in its unit; of a busy step the one without prefill."""
+    """Return the prediction of a row, in its unit; for a busy step, the one without prefill."""
     match row.kind:
         case "step" | "busy step":
             return 1e3 * step_time(row, constants)
@@ -124,7 +124,7 @@ def predict(row: ServingRow, constants: Overheads) -> float:
 
 
 def step_time(row: ServingRow, constants: Overheads, batch: float | None = None) -> float:
-    """Return the seconds of a decode step; a mean batch lies between two whole ones."""
+    """Return the seconds of a decode step; a fractional mean batch is interpolated."""
     running = batch or row.batch
     assert running is not None, "a step is of a stated batch"
     curve = decode_curve(replica_of(row), constants, int(running) + 1, row.context)
@@ -141,9 +141,9 @@ def prefill_time(row: ServingRow, constants: Overheads, beside: float, prompts: 
 
 
 def full_load(row: ServingRow, constants: Overheads) -> float:
-    """Return output tokens/s a GPU with as many rollouts as memory holds whole, always replaced.
+    """Return output tokens per second and GPU, with as many whole rollouts as memory holds, always replaced.
 
-    A rollout of o tokens takes 1/n of o decode steps of n rollouts, and its prefill beside them.
+    A rollout of o tokens takes 1/n of o decode steps of n rollouts, plus its prefill during them.
     """
     shard = _shard(replica_of(row), constants)
     model = shard.model
@@ -171,13 +171,13 @@ def replica_of(row: ServingRow) -> Replica:
 def decode_curve(
     replica: Replica, constants: Overheads, max_running: int, context: float
 ) -> DecodeCurve:
-    """Compose the decode step of up to `max_running` rollouts around a mean context."""
+    """Return the decode curve of up to `max_running` rollouts around a mean context."""
     return compose_decode(_shard(replica, constants), max_running, 2 * context, inf)
 
 
 @cache
 def prefill_curve(replica: Replica, constants: Overheads, *, is_mixed: bool) -> PrefillCurve:
-    """Compose prefill passes, beside decoding rollouts or alone."""
+    """Return the curve of prefill passes, mixed with decoding rollouts or alone."""
     return PrefillCurve(_shard(replica, constants), MOST_RUNNING, is_mixed=is_mixed)
 
 
@@ -190,7 +190,7 @@ def _shard(replica: Replica, constants: Overheads) -> Shard:
 
 
 def serving_rows() -> list[Row]:
-    """Return every published row that is supported, each predicted without what its shape taught the engine."""
+    """Return every supported published row, each predicted with an engine that was fitted without its shape."""
     return [_row(row) for row in read_serving()]
 
 
@@ -213,7 +213,7 @@ def _row(row: ServingRow) -> Row:
 
 
 def _name(row: ServingRow) -> str:
-    """Model, GPUs and load, as a reader would look them up."""
+    """Return model, GPUs and load as a name for people."""
     model = load_model(ModelConfig(name=row.model)).name
     experts = f" EP{row.expert_parallel}" if row.expert_parallel > 1 else ""
     layout = f"{row.gpu} TP{row.tensor_parallel}{experts}"

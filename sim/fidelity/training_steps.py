@@ -26,7 +26,7 @@ from streamrl.sim.fidelity.published_rows import Row
 
 PATH = PROFILES / "published" / "training.csv"
 MPT_VOCABULARY = 50432
-"""Of every MPT model in the table: parameters minus layers and positions, over the hidden size."""
+"""Vocabulary of every MPT model in the table: parameters minus layers and positions, over the hidden size."""
 MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 24, 16),
@@ -52,9 +52,9 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     model: str
     sequences: int
-    """Of the whole step."""
+    """Sequences of the whole step."""
     tokens: int
-    """Of a sequence; packed or padded to that many."""
+    """Tokens of a sequence, packed or padded."""
     micro_batch: int
     data_parallel: int
     tensor_parallel: int = 1
@@ -67,19 +67,19 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     routing: Literal["natural", "balanced"] = "natural"
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     overlaps: bool = False
-    """Whether expert dispatch hides behind other micro-batches."""
+    """Whether expert dispatch overlaps with other micro-batches."""
     kernels: Literal["fused", "uncompiled", "eager"] = "fused"
     logits: Literal["eager", "fused", "chunked"] | None = None
     dtype: Literal["bfloat16", "fp8"] = "bfloat16"
-    """What products of linear layers are computed in."""
+    """Precision of the products of linear layers."""
     seconds: float
     peak_memory: float | None = None
-    """Bytes that the fullest GPU held at most, where they are published."""
+    """Peak bytes of the fullest GPU, if published."""
     source: str
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the step."""
+        """Return the number of GPUs of the step."""
         split = self.tensor_parallel * self.pipeline_parallel
         return self.data_parallel * self.context_parallel * split
 
@@ -103,13 +103,13 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
 
 
 def is_plain(step: PublishedStep) -> bool:
-    """Whether a step is of plain attention, in 16 bits and without context ranks: the others are groups never fitted."""
+    """Return whether a step has full attention, 16 bits and no context ranks: other groups were never fitted."""
     is_wide = step.dtype == "bfloat16"
     return kind_of_attention(step.model) == "plain" and is_wide and step.context_parallel == 1
 
 
 def kind_of_attention(model: str) -> Literal["plain", "latent", "windows", "linear"]:
-    """Return how a published model attends, where that is not always to all keys and values."""
+    """Return how a published model attends: "plain" means to all keys and values."""
     shape = shape_of(model)
     if shape.latent is not None:
         return "latent"
@@ -120,7 +120,7 @@ def kind_of_attention(model: str) -> Literal["plain", "latent", "windows", "line
 
 @functools.cache
 def shape_of(model: str) -> ModelShape:
-    """Return the shape of a published model: a profile's, or one of MPT's, which no profile can say exactly.
+    """Return the shape of a published model: from a profile, or an approximation of MPT's.
 
     A gated MLP of 8/3 has as many parameters as MPT's plain one of 4.
     """
@@ -143,11 +143,11 @@ def shape_of(model: str) -> ModelShape:
 
 
 SMALL_A100 = (Size(40e9), Bandwidth(1.555e12))
-"""Memory and its bandwidth of the 40 GB A100, the rest of which is the 80 GB one (NVIDIA A100 datasheet)."""
+"""Memory and its bandwidth of the 40 GB A100; all else equals the 80 GB one (NVIDIA A100 datasheet)."""
 
 
 MESH = 4
-"""GPUs of a node whose NVLinks go to each other directly."""
+"""GPUs of a node with direct NVLinks to each other."""
 
 
 ATTENTION = {
@@ -155,11 +155,11 @@ ATTENTION = {
     "windows": "sliding windows",
     "linear": "linear attention",
 }
-"""What groups of steps that were not fitted are called."""
+"""Names for groups of steps that were not fitted."""
 
 
 def training_rows() -> list[Row]:
-    """Return every published step with its prediction, and that of the constants fitted without its model."""
+    """Return every published step with its prediction, and the prediction of constants fitted without its model."""
     profile = load_training_profile()
     rows = []
     for step in read_steps():
@@ -168,7 +168,7 @@ def training_rows() -> list[Row]:
         without, left_out = profile.without.get(step.model), None
         if without is not None:
             left_out = step_time(step, rates, without, profile.triton_without[step.model])
-        if not is_plain(step):  # nothing was fitted to it, but perhaps to its model in 16 bits
+        if not is_plain(step):  # not fitted itself, but its model may be, in 16 bits
             seconds, left_out = left_out or seconds, None
         rows.append(
             Row(
@@ -198,7 +198,7 @@ def step_time(
 
 
 def step_memory(step: PublishedStep) -> tuple[float, float]:
-    """Return the bytes that the memory model expects on the fullest GPU of a step, and those that tensors can have."""
+    """Return the bytes that the memory model predicts for the fullest GPU, and the bytes available to tensors."""
     model, trainer, gpu = shape_of(step.model), _trainer(step), _gpu(step)
     num_tokens = step.micro_batch * step.tokens
     states = model_states(model, trainer, "bfloat16")
@@ -214,7 +214,7 @@ def step_memory(step: PublishedStep) -> tuple[float, float]:
 def even_step_time(
     step: PublishedStep, rates: Rates, constants: Constants, triton_attention: dict[str, float]
 ) -> float:
-    """Return the same in closed form: every micro-batch takes a turn of the slowest stage, and pipelines fill once."""
+    """Return the same in closed form: every micro-batch takes a turn of the slowest stage, plus one fill of the pipeline."""
     ranks, stages = _composed(step, rates, constants, triton_attention)
     num_micro = step.sequences // step.data_parallel // step.micro_batch
     batch = [(step.micro_batch * step.tokens, step.micro_batch * step.tokens**2 / 2)]

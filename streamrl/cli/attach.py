@@ -44,7 +44,7 @@ def attach(
 
 
 def _read_secondary_trainer(run: Run, path: Path) -> SecondaryTrainerConfig:
-    """Return the trainer of a file, checked as if the run file had it; raises `ValueError` as a run file does."""
+    """Return the trainer of a file, checked as if it were in the run file; it raises the same `ValueError`."""
     section, table = read_table(path), run_table(run)
     drop_unused(table)
     trainers = table[TRAINER] if is_list(table) else [table[TRAINER]]

@@ -109,7 +109,7 @@ def _fit(run: Run, measured: Path, log_format: str | None, held_out: float) -> C
 
         if holds_run(measured):
             if log_format is not None:
-                raise ValueError(f"--format is of logs, and {measured} is a recorded run")
+                raise ValueError(f"--format applies only to logs; {measured} is a recorded run")
             file = trace_file(measured)
             trace = open_trace(file)
             trace.run = with_kept_inputs(trace.run, file.parent)
@@ -123,7 +123,7 @@ def _fit(run: Run, measured: Path, log_format: str | None, held_out: float) -> C
 def _read_as_asynchronous(
     system: SystemName, measured: Path, log_format: str | None
 ) -> MeasuredSteps:
-    """Read a log that does not tell its mode as one of the run file's, which is asynchronous."""
+    """Read a log that does not show its mode; the run file says that it is asynchronous."""
     steps = read_measured_file(measured, log_format, is_asynchronous=True)
     told = f"{measured.name}: read as of an asynchronous mode, as policies.system {system!r} is one"
     return replace(steps, is_asynchronous=None, notes=() if steps.framework == CSV else (told,))

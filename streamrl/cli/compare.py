@@ -51,7 +51,7 @@ def compare(
     """
     if predicted is not None and overrides:
         raise ValueError(
-            "--set changes what is simulated now, and a simulation was given: leave one of them out"
+            "--set changes what is simulated now, but a simulation was given: remove one of them"
         )
     trace = _open(measured, "real", "streamrl execute RUN.toml makes an executed run")
     figures = measure(trace)
@@ -67,7 +67,10 @@ def compare(
 
 
 def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
-    """Read a trace of one world; a run that is held against its own kind would show no error of a prediction."""
+    """Read a trace of a simulated or a real run.
+
+    A comparison of two runs of the same kind would not show the error of a prediction.
+    """
     trace = open_trace(path)
     if trace.world != world:
         wanted, found = (KINDS[each] for each in (world, trace.world))
@@ -79,7 +82,7 @@ def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
 
 
 def _simulate(trace: Trace, recorded: Path, num_steps: int, overrides: Sequence[str]) -> Trace:
-    """Simulate what a trace file records: its lengths and advantages, for as many steps as it made, without its faults."""
+    """Simulate a recorded run with its lengths and advantages, for the same number of steps, without its faults."""
     replace, run = msgspec.structs.replace, with_kept_inputs(trace.run, recorded.parent)
     run = change_run(run, overrides) if overrides else run
     workload = recorded_workload(trace, recorded)

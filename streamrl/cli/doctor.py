@@ -47,7 +47,7 @@ def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fal
 
 
 def examine(table: dict[str, Any], run_file: Path) -> Examination:
-    """Examine the table of a run file, as far as what is wrong with it allows."""
+    """Examine the table of a run file, as far as its errors allow."""
     reading = read_leniently(table, run_file.parent)
     findings = list(reading.findings)
     run = reading.run
@@ -64,11 +64,11 @@ def examine(table: dict[str, Any], run_file: Path) -> Examination:
 
 
 def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Examination:
-    """Examine what reads and agrees with itself; what errors keep from being looked at is looked at as mended."""
+    """Examine a run file that was read. Errors are fixed first, so that the other checks can go on."""
     static = diagnosis.examine(run)
     errors = [finding for finding in static if is_error(finding)]
     known = {finding.text for finding in before}
-    fixes, mended = _mend(run, errors)
+    fixes, mended = _fix_all(run, errors)
     if fixes:
         static = [*errors, *diagnosis.examine(mended)]
     assumed = {**_all_changes(before), **fixes}
@@ -86,8 +86,8 @@ def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Examination
     )
 
 
-def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
-    """Return the fixes of all errors and the run with them; none where they do not go together."""
+def _fix_all(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
+    """Return the fixes of all errors and the fixed run; no fixes if they do not work together."""
     fixes = _all_changes(errors)
     mended = changed(run, fixes)
     if not passes(mended) or any(map(is_error, diagnosis.diagnose(mended))):

@@ -80,11 +80,11 @@ def execute(
             how = _how_to_resume(run_file, overrides or ())
             trace = execute_run(run, resume, watch.see, how, watch.take)
     except RunInterruptedError as error:
-        _tell_what_is_left(output)
+        _log_remains(output)
         typer.echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
     except RuntimeError:
-        _tell_what_is_left(output)
+        _log_remains(output)
         raise
     ledger = ledger_of_run(trace, output)
     check_ledger(ledger)
@@ -92,8 +92,8 @@ def execute(
     if not _is_large(output):
         try:
             write_views(trace, output)
-        except OSError as error:  # the run is done, whatever becomes of its pictures
-            logger.warning(f"not all views are written: {error}")
+        except OSError as error:  # the run is complete; its pictures are optional
+            logger.warning(f"some pictures of the run could not be written: {error}")
     if as_json:
         print_json(metrics)
     else:
@@ -103,24 +103,24 @@ def execute(
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
 
 
-def _tell_what_is_left(output: Path) -> None:
-    """Say how the books of a run stand that was cut short, and leave its views, where it has left any."""
+def _log_remains(output: Path) -> None:
+    """Log the ledger of an interrupted run and write its views, if it has a trace."""
     if (output / TRACE).exists():
         trace = open_trace(output)
         typer.echo(ledger_line(ledger_of_run(trace, output)), err=True)
         if not _is_large(output):
-            with suppress(OSError, ValueError):  # the run's own end is what counts
+            with suppress(OSError, ValueError):  # the original error of the run matters more
                 write_views(trace, output)
         look = shlex.join(["streamrl", "report", str(output)])
         typer.echo(f"what it did and learned: {look}", err=True)
 
 
 def _is_large(output: Path) -> bool:
-    """Whether views of the trace would take long, and much memory: the timeline that was written live stays, if any."""
+    """Return whether views of the trace would take long and much memory; then only the live timeline remains."""
     return (output / TRACE).stat().st_size > LARGE
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:
-    """Return the command that goes on with the run."""
+    """Return the command that continues the run."""
     changes = [word for override in overrides for word in ("--set", override)]
     return shlex.join(["streamrl", "execute", str(run_file), *changes, "--resume"])

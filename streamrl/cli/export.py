@@ -56,16 +56,18 @@ def export(
 
 
 def claim_script(path: Path, *, force: bool) -> None:
-    """Raise `ValueError` where a script could not be written, or one is there already, before any work."""
+    """Raise `ValueError` before any work if a script cannot be written or exists already."""
     if path.exists() and not force:
-        raise ValueError(f"{path} is there already: --force replaces it")
+        raise ValueError(f"{path} exists already; use --force to replace it")
     claim_file(path)
 
 
 def _name(name: FrameworkName | None, framework: str | None) -> tuple[str, str]:
-    """Return whose launch arguments are written, and the key or option that says so."""
+    """Return the framework of the script, and the key or option that names it."""
     if framework is not None:
         return framework, "--framework"
     if name is None:
-        raise ValueError("--framework is missing, and the run file has no framework.name")
+        raise ValueError(
+            "--framework is missing, and the run file has no framework.name: add one of them"
+        )
     return name, "framework.name"

@@ -42,7 +42,7 @@ from streamrl.sim.calibration.calibrate import measured_steps
 from streamrl.workload.data_files import read_csv
 
 ROLLOUTS = "rollouts"
-"""The format of data sets."""
+"""The format name for data sets."""
 
 
 def import_log(
@@ -132,7 +132,7 @@ def import_log(
 
 
 def _is_data_set(recorded: str) -> bool:
-    """Return whether it is rollouts; a CSV of steps, which has lengths too, numbers them or has their seconds."""
+    """Return whether a path holds rollouts. A CSV of steps has lengths too, but also step numbers or seconds."""
     if not looks_like_rollouts(recorded):
         return False
     if not recorded.endswith((".csv", ".csv.gz")):
@@ -161,4 +161,6 @@ def _fields(stated: Sequence[str]) -> dict[str, str]:
 
 def _refuse_of_data_sets(fields: dict[str, str], split: str | None) -> None:
     if fields or split is not None:
-        raise ValueError("--field and --split are of data sets of rollouts: say --format rollouts")
+        raise ValueError(
+            "--field and --split apply only to data sets of rollouts: add --format rollouts"
+        )

@@ -12,11 +12,11 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 Click: TypeAlias = Any
-"""A command or a context of click, or of typer's copy of it: which one depends on typer's version."""
+"""A command or a context of click, or of typer's copy of it, depending on typer's version."""
 TAG = re.compile(r"\[[a-z#/@][^[]*?\]")
-"""What rich takes for a tag of its markup (`rich.markup.escape`, which is not worth its import for every command)."""
+"""Text that rich reads as a tag (`rich.markup.escape`, which is too slow to import for every command)."""
 CommandTable: TypeAlias = dict[str, tuple[str, str]]
-"""Where each command is, as module:name, and the first sentence of its help."""
+"""Location of each command as module:name, and the first sentence of its help."""
 
 
 class LazyCommand(TyperCommand):
@@ -27,13 +27,13 @@ class LazyCommand(TyperCommand):
         self.place = place
 
     def make_context(self, *args: Any, **settings: Any) -> Click:
-        """Import the command, which takes over from here."""
+        """Import the command, which takes over."""
         return self.load().make_context(*args, **settings)
 
     def load(self) -> Click:
         """Import the command."""
         found = resolve_name(self.place)
-        gc.freeze()  # imports stay: looking for garbage among them takes a tenth of a short command
+        gc.freeze()  # imported objects stay: to scan them for garbage takes a tenth of a short command
         if isinstance(found, typer.Typer):
             return _as_written(get_group(found))
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -42,7 +42,7 @@ class LazyCommand(TyperCommand):
 
 
 def _as_written(command: Click) -> Click:
-    """Return a command whose help, and that of those in it, shows brackets: rich would take "[[trainer]]" for markup."""
+    """Return a command whose help shows brackets literally: rich would read "[[trainer]]" as markup."""
     for each in (command, *command.params):
         if text := getattr(each, "help", None):
             each.help = TAG.sub(r"\\\g<0>", text)
@@ -52,7 +52,7 @@ def _as_written(command: Click) -> Click:
 
 
 class LazyGroup(TyperGroup):
-    """A group that has its commands from a table."""
+    """A group that reads its commands from a table."""
 
     table: ClassVar[CommandTable]
 

@@ -26,22 +26,22 @@ DETAILED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to standard error as it is at the time of each record, so above a live table.
+    """Writes to the current standard error at each record, so above a live table.
 
-    A closed terminal is no failure.
+    A closed terminal is not an error.
     """
 
     @property
     def stream(self) -> TextIO:
-        """Standard error, which a live table replaces while it is shown."""
+        """Return standard error, which a live table replaces while it is shown."""
         return sys.stderr
 
     @stream.setter
     def stream(self, value: TextIO) -> None:
-        """Take no other stream."""
+        """Ignore another stream."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (name of the base class)
-        """Ignore that standard error is gone; report every other error."""
+        """Ignore a closed standard error; report every other error."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
 
@@ -68,10 +68,10 @@ def set_verbosity(verbose: int = 0, quiet: bool = False) -> None:
     """Log more, or errors only.
 
     Raises:
-        ValueError: both are asked for.
+        ValueError: both are set.
     """
     if verbose and quiet:
-        raise ValueError("-v and -q exclude each other; give one of them")
+        raise ValueError("-v and -q exclude each other; use one of them")
     OURS.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
     HANDLER.setFormatter(logging.Formatter(DETAILED if verbose else BRIEF))
     OURS.addHandler(HANDLER)

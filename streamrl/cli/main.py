@@ -14,8 +14,8 @@ from streamrl.cli.log_output import log_to_stderr
 
 WRONG_INPUT = 2
 FAILED = 1
-MOST_SAID = 1000
-"""Characters of a line that quotes a file, whatever is in it."""
+MOST_LINE_CHARS = 1000
+"""Maximum characters of a line that quotes a file."""
 
 
 class Commands(LazyGroup):
@@ -118,10 +118,12 @@ def _options(
 
 
 def main() -> None:
-    """Run a command; say in one line what was wrong with its input, or why it failed."""
+    """Run a command; print one line if its input was wrong or it failed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what a terminal cannot show is no failure
+            stream.reconfigure(
+                errors="replace"
+            )  # a character that the terminal cannot show is not an error
     try:
         with log_to_stderr():
             app(prog_name="streamrl")
@@ -131,12 +133,12 @@ def main() -> None:
     except RuntimeError as error:
         _say(error)
         sys.exit(FAILED)
-    except OSError as error:  # of a disk that is full, or a file that went meanwhile
+    except OSError as error:  # such as a full disk, or a file that was deleted
         _say(f"{error.filename}: {error.strerror}" if error.filename else error)
         sys.exit(FAILED)
 
 
 def _say(error: Exception | str) -> None:
     text = " ".join(str(error).split())
-    shown = text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
+    shown = text if len(text) <= MOST_LINE_CHARS else f"{text[:MOST_LINE_CHARS]}..."
     print(f"streamrl: {shown}", file=sys.stderr)

@@ -59,7 +59,7 @@ def plan(
     other = None if export is None else export_name(export, "--export")
     for name in (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",))):
         if (output / name).exists() and not force:
-            raise ValueError(f"{output / name} is there already: --force replaces it")
+            raise ValueError(f"{output / name} exists already; use --force to replace it")
     claim_directory(output)
     planned = _plan(run)
     if as_json:
@@ -82,19 +82,19 @@ def plan(
 
 
 def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:
-    """Write the launch arguments of a framework beside the plan, which is there whatever becomes of them."""
+    """Write the launch arguments of a framework next to the plan, which is already written."""
     path = output / f"{other}.sh"
     try:
         script = launch_script(run, other)
     except ValueError as error:
-        raise RuntimeError(f"the plan is written, {path} is not: {error}") from None
+        raise RuntimeError(f"the plan was written, but {path} was not: {error}") from None
     path.write_text(script, encoding="utf-8")
     if not as_json:
         Console(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
 
 
 def _limit_of_execute(run: Run) -> str:
-    """Return the first thing of a plan that no back end executes; "" where there is none."""
+    """Return the first setting of a plan that no back end executes; "" if there is none."""
     from streamrl.executor.backend_limits import check_back_ends
 
     try:

@@ -12,7 +12,7 @@ MEASURE = "measure"
 
 
 class ProfileCommands(LazyGroup):
-    """A group whose command is `measure` where the first argument names none."""
+    """A group that runs `measure` if the first argument is not one of its commands."""
 
     table: ClassVar[CommandTable] = {
         "show": (
@@ -30,7 +30,7 @@ class ProfileCommands(LazyGroup):
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's, or typer's copy of it
-        """Put `measure` before what is no command of this group."""
+        """Insert `measure` before an argument that is not a command of this group."""
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             args = [MEASURE, *args]
         return super().parse_args(ctx, args)

@@ -27,11 +27,11 @@ from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.workload.workload import load_source
 
 DTYPES = ("bfloat16", "fp8", "int4")
-"""Dtypes of which a place has one at least."""
+"""Dtypes of which a measured table needs at least one."""
 
 
 class FileVerdict(msgspec.Struct, frozen=True):
-    """What was found in one file."""
+    """The result of one file."""
 
     file: str
     is_good: bool
@@ -65,7 +65,7 @@ def check(
 
 
 def check_all(folder: Path) -> Iterator[FileVerdict]:
-    """Check file after file."""
+    """Yield the result of each file."""
     for pattern, read in _READERS:
         for path in sorted(folder.glob(pattern)):
             yield _check_file(path, path.relative_to(folder), read)
@@ -84,7 +84,7 @@ def _check_gpu(path: Path) -> list[str]:
         operator, _, only = key.partition(".")
         if operator not in OPERATORS:
             known = ", ".join(OPERATORS)
-            raise ValueError(f"{path}: tables.{key} is no operator; there is {known}")
+            raise ValueError(f"{path}: tables.{key} is not an operator; the operators are {known}")
         if not any(table_path(place, operator, dtype) for dtype in DTYPES if only in ("", dtype)):
             raise ValueError(f"{path}: tables.{key}: nothing was measured at {place!r}")
     return []

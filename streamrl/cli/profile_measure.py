@@ -148,7 +148,7 @@ def measure(
             found = profile_model(
                 setup, gpu, lambda what: progress.update(task, advance=1, facts=what)
             )
-    except RunInterruptedError as error:  # of the run by which handling is timed
+    except RunInterruptedError as error:  # from the run that measures handling
         typer.echo(f"streamrl: {Signals(error.signal).name}: {path} is not written", err=True)
         raise typer.Exit(128 + error.signal) from None
     write_measured(found, path)
@@ -177,7 +177,7 @@ def _need_executor(backend: str, *, has_adapters: bool) -> None:
 
 
 def _summary(found: MeasuredProfile) -> Table:
-    """Show the largest point of each table, with its spread."""
+    """Return the largest point of each table, with its spread."""
     table = Table("operation", "point", "median", "quartiles")
     decode = max(found.decode, key=lambda row: (row.running, row.context))
     prefill = max(found.prefill, key=lambda row: row.rollouts * row.tokens)

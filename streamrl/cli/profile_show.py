@@ -120,7 +120,7 @@ def show(
 
 
 def check_degrees(tensor_parallel: int, expert_parallel: int) -> None:
-    """Raise `ValueError` where experts would be split over other GPUs than the replica's."""
+    """Raise `ValueError` if experts would be split over other GPUs than the replica's."""
     if expert_parallel not in (1, tensor_parallel):
         raise ValueError(
             f"--expert-parallel must be 1 or --tensor-parallel {tensor_parallel}, got {expert_parallel}"
@@ -128,17 +128,19 @@ def check_degrees(tensor_parallel: int, expert_parallel: int) -> None:
 
 
 def check_formats(dtype: str, kv_dtype: str | None, *, weight_only: bool) -> None:
-    """Raise `ValueError` where there is no such format, or weights of it are not narrow."""
+    """Raise `ValueError` if a format is unknown, or weight-only is set for wide weights."""
     if dtype not in WEIGHTS:
         raise ValueError(f"--dtype must be one of {', '.join(WEIGHTS)}, got {dtype!r}")
     if kv_dtype is not None and kv_dtype not in CACHES:
         raise ValueError(f"--kv-dtype must be one of {', '.join(CACHES)}, got {kv_dtype!r}")
     if weight_only and not is_narrow(dtype):
-        raise ValueError(f"--weight-only is for narrow weights, got --dtype {dtype}")
+        raise ValueError(
+            f"--weight-only needs narrow weights (--dtype fp8 or int4), got --dtype {dtype}"
+        )
 
 
 def describe(curve: msgspec.Struct) -> dict[str, object]:
-    """Return a curve as a JSON object that says in a word whether it is unmeasured."""
+    """Return a curve as a JSON object, with whether it is unmeasured."""
     found: dict[str, object] = msgspec.to_builtins(curve)
     provenance = found["provenance"]
     assert isinstance(provenance, dict)

@@ -19,12 +19,12 @@ from rich.progress import (
 )
 
 EVERY = 5.0
-"""Seconds between plain lines, and before the first: commands that are done by then stay silent."""
+"""Seconds between plain lines, and before the first one, so that short commands print none."""
 STDERR = 2
 
 
 def make_progress() -> Progress:
-    """Make a progress bar that shows on a terminal, and tells in plain lines where there is none."""
+    """Return a progress bar for a terminal, or plain lines otherwise."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return PlainProgress()
@@ -32,7 +32,7 @@ def make_progress() -> Progress:
 
 
 def bar_columns() -> list[ProgressColumn]:
-    """Make what a bar on a terminal is made of."""
+    """Return the columns of a bar on a terminal."""
     return [
         TextColumn("{task.description}"),
         BarColumn(bar_width=12),
@@ -43,7 +43,7 @@ def bar_columns() -> list[ProgressColumn]:
 
 
 class PlainProgress(Progress):
-    """Says for a log what a bar would show: what is done, how much of how much, since when."""
+    """Writes the content of a bar to a log: what is done, how much of the total, and since when."""
 
     def __init__(self, every: float = EVERY) -> None:
         super().__init__(disable=True)
@@ -53,17 +53,17 @@ class PlainProgress(Progress):
         self._thread = Thread(target=self._tell, daemon=True)
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Start to write lines."""
         self._began_at = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell nothing any more."""
+        """Stop writing lines."""
         self._has_ended.set()
         self._thread.join()
 
     def _tell(self) -> None:
-        """Write past Python's buffers, whose locks a process that is forked meanwhile would inherit."""
+        """Write without Python's buffers, because a process that is forked meanwhile would inherit their locks."""
         while not self._has_ended.wait(self._every):
             seconds = time.monotonic() - self._began_at
             for task in self.tasks:
@@ -73,7 +73,7 @@ class PlainProgress(Progress):
 
 
 def line_of(task: Task) -> str:
-    """Return a task in a line: its name, what it is at, how much is done."""
+    """Return a task as a line: its name, its current item, how much is done."""
     facts = str(task.fields.get("facts") or "")
     total = "" if task.total is None else f"/{task.total:.0f}"
     at = f"{facts}, " if facts else ""

@@ -62,9 +62,7 @@ def fit(
 
     known = [prompt for prompt in read_known(source, model) if prompt.text is not None]
     if not known:
-        raise ValueError(
-            f"{source}: a ranker is fitted to texts, and no column is called prompt or text"
-        )
+        raise ValueError(f"{source}: a ranker is fitted to texts: name a column prompt or text")
     texts = [prompt.text or "" for prompt in known]
     lengths = np.array([np.mean(np.log(np.maximum(1, prompt.lengths))) for prompt in known])
     try:
@@ -119,7 +117,7 @@ def score(
     workload = load_run(prompts).workload if is_run else WorkloadConfig(prompts=prompts)
     records = [record for source in read_sources(workload) for record in source.records]
     if not records:
-        raise ValueError(f"{prompts}: workload.prompts is missing: there is nothing to score")
+        raise ValueError(f"{prompts}: workload.prompts is missing: name the prompts to score")
     texts = [text_of(record["prompt"]) for record in records]
     probe = read_probe(by)
     scores = read_ranker(by).score(texts) if probe is None else probe.score(texts)
@@ -213,7 +211,7 @@ def evaluate(
 
 
 def _collect(evaluations: Iterator[Evaluation]) -> list[Evaluation]:
-    """Return what is evaluated one after another, and say which one is done: texts and errors take minutes."""
+    """Return all evaluations, and show progress: texts and errors take minutes."""
     from streamrl.cli.progress import make_progress
 
     found = []

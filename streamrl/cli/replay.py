@@ -55,11 +55,11 @@ def replay(
             typer.echo(ledger_line(ledger))
     check_ledger(*ledgers)
     if differing:
-        raise RuntimeError(f"{differing} of {len(traces)} traces are decided differently")
+        raise RuntimeError(f"{differing} of {len(traces)} traces have different decisions")
 
 
 def _first_difference(trace: Trace) -> Divergence | str | None:
-    """Return where today's engine decides otherwise, or a line on what it finds cannot be; None where nowhere."""
+    """Return the first different decision, or a line on an invalid event; None if there is no difference."""
     try:
         return replay_trace(trace)
     except ValueError as error:

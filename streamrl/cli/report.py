@@ -54,7 +54,7 @@ def report(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file; raise `ValueError` with its path where that cannot be done."""
+    """Write a file; raise `ValueError` with its path on failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

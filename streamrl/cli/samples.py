@@ -45,7 +45,7 @@ def samples(
 def _choose(
     groups: Sequence[SampledGroup], steps: Sequence[int], directory: Path
 ) -> list[SampledGroup]:
-    """Return the groups of some steps, the newest where none is named."""
+    """Return the groups of some steps; without steps, of the newest."""
     if not groups:
         raise ValueError(f"{directory} has no samples yet: no step has ended")
     found = {group.step: group for group in groups}
@@ -58,7 +58,7 @@ def _choose(
 
 
 def describe_group(group: SampledGroup) -> str:
-    """Return a group as text: what was asked, and what was answered."""
+    """Return a group as text: prompt and completions."""
     shown = f"{len(group.rollouts)} of the {group.size} rollouts of a prompt"
     head = f"step {group.step}: {shown}, of mean reward {group.mean_reward:.3g}"
     return "\n".join([head, _quoted(group.prompt), *map(_describe_rollout, group.rollouts)])
@@ -74,5 +74,5 @@ def _describe_rollout(rollout: SampledRollout) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Indent a text."""
+    """Return an indented text."""
     return indent(escape_control_characters(text), "  | ", lambda line: True)

@@ -33,13 +33,13 @@ RunDirectory = Annotated[
 ]
 
 PIPE_WIDTH = 200
-"""Characters of a line where nobody says how many there are."""
+"""Line width if standard output is not a terminal."""
 HEADER = b'{"format":'
-"""What a trace begins with."""
+"""The first bytes of a trace."""
 
 
 def stdout_console() -> Console:
-    """Return standard output, as wide as its terminal; where that is none, as wide as tables are whole."""
+    """Return standard output, as wide as its terminal; without a terminal, wide enough for whole tables."""
     from rich.console import Console
 
     console = Console()
@@ -54,19 +54,19 @@ def print_json(value: object) -> None:
 
 
 def check_ledger(*ledgers: Ledger) -> None:
-    """Raise `RuntimeError` where the books of a run do not balance, naming what is wrong with them."""
+    """Raise `RuntimeError` if the ledger of a run does not balance; the message lists its faults."""
     for ledger in ledgers:
         if not ledger.is_balanced:
             raise RuntimeError(f"the ledger does not balance: {describe_faults(ledger)}")
 
 
 def claim_directory(path: Path) -> None:
-    """Raise `ValueError` where results could not be written to a directory, before any work; nothing is left there."""
+    """Raise `ValueError` if results could not be written to a directory. Called before any work; it leaves no file."""
     check_writable(path, "--output")
 
 
 def claim_file(path: Path) -> None:
-    """Raise `ValueError` where a result could not be written to a file, before any work; nothing is left there."""
+    """Raise `ValueError` if a result could not be written to a file. Called before any work; it leaves no file."""
     check_no_directory(path, "--output")
     claim_directory(path.parent)
 

@@ -156,7 +156,7 @@ def simulate(
 
 
 def _given_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> dict[str, bool]:
-    """Return whether each option was given that only a study has."""
+    """Return whether each option that only studies have was set."""
     return {"--seeds": has_seeds, "--metric": has_metrics, "--skip-infeasible": skips}
 
 
@@ -169,13 +169,15 @@ def _refuse_beside(what: str, options: dict[str, bool]) -> None:
 def _refuse_options_of_studies(options: dict[str, bool]) -> None:
     for option, is_given in options.items():
         if is_given:
-            raise ValueError(f"{option} is for studies: say what varies with --sweep key=v1,v2")
+            raise ValueError(f"{option} applies only to studies: add --sweep key=v1,v2")
 
 
 def refuse_real_run(output: Path) -> None:
-    """Raise `ValueError` where a directory holds what no simulation could bring back."""
+    """Raise `ValueError` if a directory has the results of an executed run, which no simulation can restore."""
     if (output / TRACE).exists() and open_trace(output).world == "real":
-        raise ValueError(f"--output {output} holds an executed run, which would be overwritten")
+        raise ValueError(
+            f"--output {output} holds an executed run, which would be overwritten; choose another directory"
+        )
 
 
 def _simulate(run: Run, output: Path | None) -> Metrics:

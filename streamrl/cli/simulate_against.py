@@ -25,7 +25,7 @@ LETTERS = ("A", "B")
 def simulate_against(
     run_file: Path, other: Path, overrides: Sequence[str], output: Path | None, *, as_json: bool
 ) -> None:
-    """Simulate A, the run file, against B, the other, and say whether A is worth it."""
+    """Simulate run file A against run file B, and print whether A is worth it."""
     if output is not None:
         claim_directory(output)
     files = (run_file, other)
@@ -42,12 +42,12 @@ def simulate_against(
 
 def _load(path: Path, letter: str, overrides: Sequence[str]) -> Run:
     if is_study(path):
-        raise ValueError(f"--against sets run files against each other, and {path} is a study")
+        raise ValueError(f"--against compares run files, but {path} is a study")
     return load_run(path, _overrides_of(letter, overrides))
 
 
 def _overrides_of(letter: str, overrides: Sequence[str]) -> list[str]:
-    """Return the changes for both runs, and those for one with the letter, in their order."""
+    """Return the changes for both runs, and those marked with the letter, in their order."""
     others = tuple(f"{each}:" for each in LETTERS if each != letter)
     return [each.removeprefix(f"{letter}:") for each in overrides if not each.startswith(others)]
 
@@ -67,7 +67,7 @@ def _compare(a: Run, b: Run) -> Against:
 
 
 def simulate_again(recorded: Path, changes: Sequence[str], *, as_json: bool) -> None:
-    """Simulate a recorded run as it was and with changes, and say what these would have saved."""
+    """Simulate a recorded run unchanged and with changes, and print what the changes would have saved."""
     with make_progress() as progress:
         task = progress.add_task("step", total=None, facts="")
 

@@ -21,10 +21,10 @@ def make_study(
     num_seeds: int | None,
     metrics: Sequence[str],
 ) -> Study:
-    """Return the study that the command line asks for: a file's, or one of `sweeps` over a run file.
+    """Return the study of the command line: a study file, or `sweeps` over a run file.
 
     Raises:
-        ValueError: a sweep of a study file, or a study that asks for what there is not.
+        ValueError: a study file is given together with sweeps, or the study is invalid.
     """
     if not is_study(run_file):
         return Study(
@@ -36,7 +36,9 @@ def make_study(
             metrics=tuple(metrics) or DEFAULT_METRICS,
         )
     if sweeps:
-        raise ValueError(f"--sweep {sweeps[0]}: {run_file} is a study and has sweeps of its own")
+        raise ValueError(
+            f"--sweep {sweeps[0]}: {run_file} is a study and has its own sweeps; remove --sweep"
+        )
     study = load_study(run_file)
     return replace(
         study,
@@ -47,10 +49,10 @@ def make_study(
 
 
 def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) -> None:
-    """Check every combination, simulate each with every seed, and say what came out.
+    """Check every combination, simulate each with every seed, and print the results.
 
     Raises:
-        RuntimeError: one or more do not finish; it is raised once all the others are told and written.
+        RuntimeError: some combinations do not finish; raised after all others are printed and written.
     """
     report = simulate_study(study, skips=skips)
     figures = [] if output is None else write_study(report, output)

@@ -80,7 +80,9 @@ def validate(
     """
     _check(what, figure)
     if rows and what == PAPER:
-        raise ValueError("--rows is of serving, training and steps: the paper has --figure")
+        raise ValueError(
+            "--rows applies to serving, training and steps; use --figure for the paper"
+        )
     if output is not None:
         claim_directory(output)
     names = [name for name in ROWS if what == name or (what is None and not figure)]
@@ -102,18 +104,16 @@ def validate(
 
 
 def _check(what: str | None, figure: list[str] | None) -> None:
-    """Raise `ValueError` where nothing is called so, or no such figure is asked for."""
+    """Raise `ValueError` if a set or a figure is unknown."""
     if what == "streamrl":
         raise ValueError("the StreamRL paper is called 'paper' here: streamrl validate paper")
     if what not in (None, PAPER, *ROWS):
-        raise ValueError(
-            f"nothing to validate is called {what!r}; there is {', '.join((*ROWS, PAPER))}"
-        )
+        raise ValueError(f"unknown set {what!r}; the sets are {', '.join((*ROWS, PAPER))}")
     if figure and what not in (None, PAPER):
-        raise ValueError(f"--figure is of the paper, not of {what!r}")
+        raise ValueError(f"--figure applies only to the paper, not to {what!r}")
     for name in figure or ():
         if name not in FIGURES:
-            raise ValueError(f"--figure {name!r} is none of {', '.join(FIGURES)}")
+            raise ValueError(f"--figure {name!r} must be one of {', '.join(FIGURES)}")
 
 
 # Rows ---------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def describe(rows: list[Row]) -> dict[str, object]:
 
 
 def print_rows(name: str, rows: list[Row], has_rows: bool) -> None:
-    """Print errors by group, and each row where asked for."""
+    """Print errors by group, and each row if requested."""
     console = stdout_console()
     console.print(group_table(rows, name))
     if has_rows:
@@ -162,9 +162,9 @@ def simulate_figures(names: list[str]) -> list[PaperFigure]:
 
 
 def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]]) -> None:
-    """Write the page, a picture for each figure, and a line of the history where everything was validated.
+    """Write the page and a picture for each figure; if everything was validated, add a line to the history.
 
-    What was executed takes a quiet machine and an hour, and stays as it was.
+    Sections of executed runs stay unchanged, because they need a quiet machine and an hour.
     """
     pictures = output / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)

@@ -24,15 +24,15 @@ from streamrl.runfile.formatting import format_duration
 
 
 class Column(NamedTuple):
-    """A figure of a step as it is shown."""
+    """A figure of a step, and how it is shown."""
 
     name: str
     keys: tuple[str, ...]
-    """Of metrics.jsonl; nothing is shown of a step that lacks one of them."""
+    """Keys of metrics.jsonl; a step that lacks one of them shows nothing."""
     form: str
-    """Takes the values of `keys`."""
+    """Format for the values of `keys`."""
     meaning: str = ""
-    """Of what its name does not say."""
+    """Explanation, if its name is not enough."""
 
 
 COLUMNS = (
@@ -53,7 +53,7 @@ COLUMNS = (
     Column("KL ref", ("reference_kl",), "{:.1e}", "from the initial policy"),
     Column("tokens/s", ("speed",), "{:,.0f}"),
 )
-"""Those on the right are left out where a terminal is too narrow."""
+"""Columns on the right are left out if the terminal is too narrow."""
 
 
 def step_table(steps: Sequence[Mapping[str, float]], console: Console) -> Table:
@@ -77,13 +77,13 @@ def _table(steps: Sequence[Mapping[str, float]], shown: Sequence[Column]) -> Tab
 
 
 def line_of(step: Mapping[str, float]) -> str:
-    """Return what a step was like in a line: "seconds 1.2, reward 0.685 ± 0.464, …"."""
+    """Return the figures of a step as a line: "seconds 1.2, reward 0.685 ± 0.464, …"."""
     told = ((column.name, text_of(column, step)) for column in COLUMNS[1:])
     return ", ".join(f"{name} {text}" for name, text in told if text)
 
 
 def text_of(column: Column, step: Mapping[str, float]) -> str:
-    """Return a cell; nothing where the step lacks the figure."""
+    """Return a cell; empty if the step lacks the figure."""
     if any(key not in step for key in column.keys):
         return ""
     return column.form.format(*(step[key] for key in column.keys))
@@ -100,20 +100,20 @@ REFRESHES = 4
 
 
 class RunWatch:
-    """Shows a run on standard error; a context, and told of every event and of every line of metrics.jsonl.
+    """Shows a run on standard error. It is a context manager that receives every event and every line of metrics.jsonl.
 
-    Whatever becomes of the terminal, or of the file that the log goes to, costs the run nothing.
+    An error of the terminal or of the log file never stops the run.
     """
 
     def __init__(
         self, num_steps: int, max_running: Sequence[int] = (1,), console: Console | None = None
     ) -> None:
-        """Take what there is to show.
+        """Prepare the display.
 
         Args:
-            num_steps: of the whole run.
-            max_running: rollouts that a replica of each kind runs at a time; more wait there for their turn.
-            console: where to show it; a terminal that can do no more than print gets lines, a quiet one nothing.
+            num_steps: steps of the whole run.
+            max_running: rollouts that a replica of each kind runs at once; further ones wait there.
+            console: where to show it; a plain terminal gets lines, a quiet one nothing.
         """
         console = console or Console(stderr=True)
         self._num_steps = num_steps
@@ -151,7 +151,7 @@ class RunWatch:
             (self._live or self._bar).stop()
 
     def see(self, event: Event, state: State, now: float) -> None:
-        """Take what has happened; a few times a second, count where all rollouts are."""
+        """Process an event; a few times a second, count the rollouts by state."""
         if isinstance(event, Generated):
             self._tokens += event.tokens
         elif isinstance(event, Verified):
@@ -169,7 +169,7 @@ class RunWatch:
             self._bar.update(self._task, completed=version, facts=self._shown_facts())
 
     def _count(self, state: State) -> str:
-        """Say how many rollouts are where."""
+        """Return the numbers of rollouts by state."""
         replicas = state.fleet.replicas.values()
         running = sum(min(len(r.rollouts), self._max_running[r.kind]) for r in replicas)
         phases = Counter(rollout.phase for rollout in state.rollouts.values())
@@ -184,29 +184,29 @@ class RunWatch:
         return ", ".join(f"{count:,} {where}" for where, count in counts.items())
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Show the figures of a step, or that steps are taken back."""
+        """Show the figures of a step, or that steps were rolled back."""
         if ROLLED_BACK_TO in line:
             kept = [step for step in self._steps if step["step"] <= line[ROLLED_BACK_TO]]
             self._steps = deque(kept, maxlen=NUM_ROWS)
             return
         step = {key: value for key, value in line.items() if isinstance(value, int | float)}
         if not step.get("unscored"):
-            step.pop("unscored", None)  # as in nearly all runs
+            step.pop("unscored", None)  # zero in nearly all runs
         step["speed"] = step["output_tokens"] / max(step["step_time"], 1e-9)
         self._steps.append(step)
         if self._live is None and not self._console.quiet:
             left = self._left()
             head = f"step {step['step']} of {self._num_steps}" + (f", {left}" if left else "")
-            with suppress(OSError):  # past Python's buffers, as `PlainProgress` writes
+            with suppress(OSError):  # without Python's buffers, like `PlainProgress`
                 os.write(STDERR, f"{head}: {line_of(step)}\n".encode())
 
     def _left(self) -> str:
-        """Say when the run is expected to end, by its last steps; nothing where there is none to tell."""
+        """Return when the run is expected to end, from its last steps; empty without steps."""
         steps = list(self._steps)
         if not steps:
             return ""
         num_left = self._num_steps - int(steps[-1]["step"])
-        timed = steps[1:] or steps  # the first waits for who comes up
+        timed = steps[1:] or steps  # the first step includes the start of processes
         took = [step["step_time"] for step in timed]
         seconds = num_left * sum(took) / len(took)
         return (
@@ -220,8 +220,8 @@ class RunWatch:
         return self._facts if self._live is None else self._left()
 
     def _view(self) -> Group:
-        """Return what the terminal shows now."""
-        steps = list(self._steps)  # another thread adds to them
+        """Return the current content of the terminal."""
+        steps = list(self._steps)  # another thread appends to them
         facts = Text(self._facts)
         if not steps:
             return Group(self._bar, facts)
@@ -229,7 +229,7 @@ class RunWatch:
 
 
 def clock(seconds: float) -> str:
-    """Return what clocks will show in so many seconds, with the day where it is another one by then."""
+    """Return the clock time in so many seconds, with the day if it is another one."""
     now = time.time()
     then, today = time.localtime(now + seconds), time.localtime(now)
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%b %d %H:%M", then)

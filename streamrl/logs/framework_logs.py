@@ -1,10 +1,9 @@
-"""Read the steps in a training framework's log (text, JSON lines, JSON or CSV) by formats that profiles/logs describes.
+"""Read the steps in a training framework's log (text, JSON lines, JSON or CSV) by the formats of profiles/logs.
 
-The figures of each step in a log, by the names that the framework gave them: of text, JSON lines, JSON or CSV.
-
-What a format knows nothing of may be anything. What it knows and cannot be (text for a number, negative seconds, nan, a
-step that is told twice) is kept as damage, with where it stands, for whoever takes the log to be of that format; a last
-line that was cut off while it was written is left out and noted.
+Keys that a format does not know are ignored. A known key can have an invalid value: a text,
+negative seconds, nan, or a second value for the same step. Such values are kept as `damage` with
+their location. The file is rejected if it is read in this format. A last line that was cut off
+during writing is left out with a note.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from streamrl.workload.data_files import read_csv
 LiteralValue = dict[str, object]
 NAMES: dict[str, object] = {"nan": nan, "inf": inf, "NaN": nan, "Infinity": inf}
 WRAPPERS = ("float", "int", "tensor", "array", "bool")
-"""What the names of those end or begin with that numbers stand in, such as np.float64(1.5) and tensor(2)."""
+"""Parts of type names around numbers, such as np.float64(1.5) and tensor(2)."""
 
 
 def read_dict(text: str) -> LiteralValue:
-    """Read a dict with text keys.
+    """Return a dict with text keys from its Python literal.
 
     Raises:
-        ValueError: it is none, or has anything in it but literals.
+        ValueError: the text is something else, or contains more than literals.
     """
     found = _parse(text)
     if not isinstance(found, dict):
@@ -48,7 +47,7 @@ def read_dict(text: str) -> LiteralValue:
 
 
 def read_number(value: object) -> float | None:
-    """Return a number, or the one that a text or a literal says; None where it is none."""
+    """Return a number, or the number in a text or a literal; None for all else."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -62,13 +61,13 @@ def read_number(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # of a whole number with hundreds of digits
+    except OverflowError:  # from an integer with hundreds of digits
         return inf
 
 
 def _parse(text: str) -> object:
     try:
-        with warnings.catch_warnings(action="ignore"):  # of literals that Python finds odd
+        with warnings.catch_warnings(action="ignore"):  # about unusual literals
             return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"not a literal: {getattr(error, 'msg', error)}") from None
@@ -102,23 +101,25 @@ def _key(node: ast.expr) -> str:
 
 
 def _is_wrapper(node: ast.expr) -> bool:
-    """Whether a call is of a type that numbers stand in; nothing is called."""
+    """Return whether a call is of a type that wraps numbers; nothing is called."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name.rstrip("0123456789") in WRAPPERS
 
 
 Keys = tuple[str | tuple[str, ...], ...]
-"""Aliases, the first that is there counts; a list among them is summed up, as far as its keys are there."""
+"""Alternative keys. The first existing one counts. For a list among them, its existing keys are summed."""
 
 
 class LinePattern(ProfileTable, frozen=True, kw_only=True):
     """Lines of one kind."""
 
     pattern: str
-    """A regular expression. dict and pairs: the group `values`, and `step` where the line says it; item: `key` and `value`,
-    of the step that is told before or after; step: `step`, with which a new one begins."""
+    """A regular expression. Its groups depend on `reads`. dict and pairs: `values`, and `step` if the
+    line has it. item: `key` and `value`, for the step before or after. step: `step`, with which a
+    new step begins.
+    """
     reads: Literal["dict", "pairs", "item", "step"]
-    """dict: as Python prints one; pairs: `key:value` between ` - `."""
+    """dict: a printed Python dict; pairs: `key:value` between ` - `."""
 
     def __post_init__(self) -> None:
         try:
@@ -131,42 +132,45 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
 
 
 class LogFormat(ProfileTable, frozen=True, kw_only=True):
-    """One framework's logs."""
+    """The logs of one framework."""
 
     name: str
     source: str
     """Repository and files that write them."""
     commit: str
-    """At which they were read."""
+    """Commit at which these files were read."""
     date: datetime.date
     step_keys: tuple[str, ...] = ()
-    """Keys that hold the number of the step in rows of JSON or CSV."""
+    """Keys with the number of the step in rows of JSON or CSV."""
     nested: str | None = None
-    """Key of a row under which its figures stand, where they do."""
+    """Key of a row that contains its figures, if they are nested."""
     rows: str | None = None
-    """Key of a JSON file under which its rows stand, where they do."""
+    """Key of a JSON file that contains its rows, if they are nested."""
     lines: tuple[LinePattern, ...] = ()
     columns: dict[str, Keys] = msgspec.field(default_factory=dict)
     synchronous: dict[str, Keys] = msgspec.field(default_factory=dict)
-    """Columns of modes in which generation and training take turns, beside or in place of those above."""
+    """Columns of modes in which generation and training alternate, in addition to or in place of those above."""
     asynchronous: dict[str, Keys] = msgspec.field(default_factory=dict)
     asynchronous_marks: tuple[str, ...] = ()
-    """What keys begin with that only asynchronous modes write."""
+    """Prefixes of keys that only asynchronous modes write."""
     is_told_by_keys: bool = True
-    """Whether an asynchronous mode always leaves a mark; where not, a key means one thing or the other, and the run file,
-    or who imports, has to say."""
+    """Whether an asynchronous mode always writes such a key. If not, the meaning of a key depends on
+    the mode, which the run file or the user must state.
+    """
     ignores: tuple[str, ...] = ()
-    """Keys that look like stages and are not, for readers of this file."""
+    """Keys that look like stages but are not, for readers of this file."""
 
     def __post_init__(self) -> None:
         for table in (self.columns, self.synchronous, self.asynchronous):
             for column in table:
                 if column not in COLUMNS:
-                    raise ValueError(f"{column!r} is no column; there is {', '.join(COLUMNS)}")
+                    raise ValueError(
+                        f"{column!r} is not a column; the columns are {', '.join(COLUMNS)}"
+                    )
 
     @property
     def column_of(self) -> dict[str, str]:
-        """Return the column that each known key is read for, whichever mode writes it."""
+        """Return the column of each known key, in any mode."""
         found: dict[str, str] = {}
         for table in (self.columns, self.synchronous, self.asynchronous):
             for column, aliases in table.items():
@@ -177,11 +181,11 @@ class LogFormat(ProfileTable, frozen=True, kw_only=True):
 
     @property
     def told(self) -> str:
-        """Say whose logs these are, for a source."""
+        """Return the name of the framework and its files, for a source."""
         return f"log of {self.name}, keys of {self.source.split(':')[0]} @ {self.commit[:9]}"
 
     def keys(self, *, is_asynchronous: bool) -> dict[str, Keys]:
-        """Return by column the keys that it is read from."""
+        """Return the keys of each column."""
         return {**self.columns, **(self.asynchronous if is_asynchronous else self.synchronous)}
 
 
@@ -192,15 +196,15 @@ def known_formats() -> list[str]:
 
 @cache
 def load_format(name: str) -> LogFormat:
-    """Read a format; `ValueError` with all names where there is none of this one."""
+    """Return a format; a `ValueError` for an unknown one lists all names."""
     known = known_formats()
     if name not in known:
-        raise ValueError(f"no format {name!r} in profiles/logs; there is {', '.join(known)}")
+        raise ValueError(f"no format {name!r} in profiles/logs; the formats are {', '.join(known)}")
     return read_profile(PROFILES / "logs" / f"{name}.toml", LogFormat)
 
 
 def pick(keys: Keys, values: dict[str, float]) -> float | None:
-    """Return what a column is by the figures of a step; None where none of its keys is there."""
+    """Return a column's value from the figures of a step; None if none of its keys exists."""
     for alias in keys:
         names = [alias] if isinstance(alias, str) else alias
         found = [values[name] for name in names if name in values]
@@ -214,38 +218,38 @@ Figures = dict[str, float]
 Records = dict[int, Figures]
 """Figures by step, in order."""
 WANDB_SEPARATOR = " - "
-"""Between a run's name and a key, in the header of a table that wandb exports."""
+"""Separator of run name and key in the header of a table that wandb exports."""
 
 
 @dataclass(slots=True)
 class LogRecords:
-    """What a file says by the keys of one format."""
+    """The content of a file under the keys of one format."""
 
     path: Path
     log: LogFormat
     steps: Records = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
-    """What known keys have that cannot be, each with its place: the first is reason to refuse the file."""
+    """Invalid values of known keys, each with its location. The first one is the reason to reject the file."""
     notes: list[str] = field(default_factory=list)
     columns: dict[str, str] = field(init=False)
-    """Which column each known key is read for."""
+    """Column of each known key."""
 
     def __post_init__(self) -> None:
         self.columns = self.log.column_of
 
     def numbers(self, row: Mapping[str, object], where: str) -> Figures:
-        """Return what of a row are numbers, under keys without the run's name that wandb puts before them."""
+        """Return the numbers of a row, with keys without the run name that wandb puts before them."""
         found: Figures = {}
         for key, value in row.items():
             name, number = key.rpartition(WANDB_SEPARATOR)[2], read_number(value)
             if number is not None and isfinite(number):
                 found[name] = number
-            elif (name in self.columns or name in self.log.step_keys) and _is_said(value):
+            elif (name in self.columns or name in self.log.step_keys) and _is_filled(value):
                 self.damage.append(f"{where}: {name} must be a finite number, got {shown(value)}")
         return found
 
     def enter(self, step: int, figures: Figures, where: str) -> None:
-        """Enter what a row or a line says of a step."""
+        """Add the figures of a row or a line to a step."""
         own = self.steps.setdefault(step, {})
         for key, value in figures.items():
             column = self.columns.get(key)
@@ -253,7 +257,7 @@ class LogRecords:
                 continue
             unit = " s" if column in SECONDS else ""
             if value < 0:
-                text = f"step {step}: {column} cannot be {value:g}{unit} ({key})"
+                text = f"step {step}: {column} must not be {value:g}{unit} ({key})"
                 self.damage.append(f"{where}: {text}")
             if own.get(key, value) != value:
                 text = (
@@ -263,26 +267,26 @@ class LogRecords:
         own.update(figures)
 
     def cut_off(self, damaged: int) -> None:
-        """Take the damage since there were `damaged` for that of a last line that was cut off."""
+        """Replace the damage since there were `damaged` entries by a note that the last line was cut off."""
         if len(self.damage) > damaged:
             del self.damage[damaged:]
             self.notes.append(_cut_off(self.path))
 
 
-def _is_said(value: object) -> bool:
-    """Whether a value says something: cells and keys may be empty."""
+def _is_filled(value: object) -> bool:
+    """Return whether a value is not empty."""
     return isinstance(value, int | float) or (isinstance(value, str) and bool(value.strip()))
 
 
 def _cut_off(path: Path) -> str:
-    return f"{path.name}: its last line is cut off, so what that says is left out"
+    return f"{path.name}: its last line is cut off, and was left out"
 
 
 def read_records(path: Path, log: LogFormat) -> LogRecords:
-    """Read what a file has of each step, as far as a format knows its lines.
+    """Return the figures of each step in a file, from the lines that the format knows.
 
     Raises:
-        ValueError: the file cannot be read, or a line that should hold figures does not.
+        ValueError: the file cannot be read, or a line that should have figures does not.
     """
     found = LogRecords(path, log)
     if path.suffix in (".csv", ".gz"):
@@ -305,11 +309,11 @@ def _read_text(path: Path) -> str:
 
 
 PlacedRow = tuple[str, Mapping[str, object]]
-"""Where a row stands, and the row."""
+"""A row and its location."""
 
 
 def _json_rows(found: LogRecords, text: str) -> list[PlacedRow] | None:
-    """Return the objects of JSON, or of JSON lines; None where the text is neither."""
+    """Return the objects of JSON, or of JSON lines; None for other text."""
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:
@@ -324,10 +328,10 @@ def _json_rows(found: LogRecords, text: str) -> list[PlacedRow] | None:
 
 
 def _json_lines(found: LogRecords, text: str) -> list[PlacedRow] | None:
-    """Return the objects of JSON lines; None where the first is none: a Python dict, or a log.
+    """Return the objects of JSON lines; None if the first line is not one, such as a Python dict or a log.
 
     Raises:
-        ValueError: a later one is none, and not the last, which may have been cut off.
+        ValueError: a later line is not an object. The last line may be cut off.
     """
     rows: list[PlacedRow] = []
     lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
@@ -348,7 +352,7 @@ def _json_lines(found: LogRecords, text: str) -> list[PlacedRow] | None:
 
 
 def _of_rows(found: LogRecords, rows: Iterable[PlacedRow]) -> None:
-    """Merge rows of one step; those that do not say which are counted."""
+    """Merge rows of the same step; rows without a step are counted."""
     log = found.log
     for number, (where, row) in enumerate(rows, start=1):
         nested = row.get(log.nested) if log.nested else None
@@ -377,12 +381,12 @@ def _of_lines(found: LogRecords, text: str) -> None:
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             break
-        if number == len(lines):  # one that ended would have an empty one behind it
+        if number == len(lines):  # a complete last line would have an empty one after it
             found.cut_off(damaged)
 
 
 def _step_of(match: re.Match[str], found: LogRecords, figures: Figures, current: int) -> int:
-    """Return the step that a line is of: as it says, as the line before it said, or the next."""
+    """Return the step of a line: its own, that of the line before, or the next one."""
     if match.groupdict().get("step") is not None:
         return int(match["step"])
     if "key" in match.groupdict():
@@ -407,15 +411,15 @@ CSV = "csv"
 def read_measured_file(
     path: Path, name: str | None = None, is_asynchronous: bool | None = None
 ) -> MeasuredSteps:
-    """Read the steps of a file.
+    """Return the measured steps of a file.
 
     Args:
         path: the file.
-        name: the format; found out where absent.
-        is_asynchronous: whether generation went on beside training, where somebody knows; else as the keys tell.
+        name: the format; detected if None.
+        is_asynchronous: whether generation overlapped with training; if None, the keys decide.
 
     Raises:
-        ValueError: it cannot be read, no format knows it, or it has no seconds of any step.
+        ValueError: the file cannot be read, has no known format, or has no seconds of any step.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -435,7 +439,7 @@ def _has_our_columns(path: Path) -> bool:
 
 
 def _find_format(path: Path) -> LogFormat:
-    """Return the format that knows most columns of a file; none where two know as many."""
+    """Return the format that knows most columns of a file; raise `ValueError` if two know equally many."""
     scores: dict[str, int] = {}
     damaged: list[str] = []
     for name in known_formats():
@@ -444,7 +448,7 @@ def _find_format(path: Path) -> LogFormat:
             found = read_records(path, log)
         except ValueError as error:
             damaged.append(str(error))
-            continue  # or not its lines
+            continue  # or the lines are of another format
         damaged += found.damage[:1]
         both = (_columns(found.steps, log, known) for known in (False, True))
         scores[name] = len(set().union(*both))
@@ -455,11 +459,13 @@ def _find_format(path: Path) -> LogFormat:
     if not most:
         formats = ", ".join([CSV, *known_formats()])
         raise ValueError(
-            f"{path}: no format knows its steps; there is {formats} (--format), and a CSV needs columns of "
+            f"{path}: its format is unknown; the formats are {formats} (--format), and a CSV needs columns of "
             f"{', '.join(COLUMNS)}"
         )
     if len(best) > 1:
-        raise ValueError(f"{path}: could be of {' or '.join(best)}: say --format")
+        raise ValueError(
+            f"{path}: the format could be {' or '.join(best)}: choose one with --format"
+        )
     return load_format(best[0])
 
 
@@ -523,7 +529,9 @@ def _checked(
         for column in SECONDS:
             value = getattr(step, column)
             if value is not None and not 0 <= value < 1e7:
-                raise ValueError(f"{path}: step {step.step}: {column} cannot be {value:g} s")
+                raise ValueError(
+                    f"{path}: step {step.step}: {column} must be a time from 0 s, got {value:g} s"
+                )
     return MeasuredSteps(
         source=source,
         framework=framework,
@@ -534,6 +542,6 @@ def _checked(
 
 
 def _first(keys: Keys) -> str:
-    """Return one key of a column, to name it."""
+    """Return one key of a column as its name."""
     alias = keys[0]
     return alias if isinstance(alias, str) else alias[0]

@@ -19,9 +19,9 @@ from streamrl.workload.workload import RecordedGroups, load_source
 
 LENGTHS, PROMPTS, STEPS, WORKLOAD = "lengths.csv", "prompts.jsonl", "steps.csv", "workload.toml"
 SHAPE = "r1-distill-aime"
-"""Whose shape lengths are taken to have where a log has means alone: real outputs of a reasoning model on maths."""
+"""Assumed shape of lengths if a log has only means: real outputs of a reasoning model on mathematics."""
 DRAWN = 1 << 16
-"""Lengths by which a shape is scaled to a mean."""
+"""Number of drawn lengths from which the scale of a shape is computed."""
 HALVINGS = 60
 MOST_SCALE = 1e6
 
@@ -31,11 +31,11 @@ class Fragment(NamedTuple):
 
     text: str
     facts: dict[str, float | int | str]
-    """What it was made of, for people and scripts."""
+    """Facts about its origin, for people and scripts."""
 
 
 def replay_rollouts(found: RecordedRollouts, source: str) -> Fragment:
-    """Return a workload of recorded rollouts: every prompt once an epoch in its order, with its own lengths."""
+    """Return a workload of recorded rollouts: every prompt once in each epoch, in its order, with its own lengths."""
     lengths, prompts = found.lengths, found.prompt_tokens
     kind: LengthsKind = "groups" if found.has_prompts else "empirical"
     table: dict[str, object] = {"kind": kind, "source": LENGTHS}
@@ -76,12 +76,12 @@ def replay_trace(file: str, shown: str, source: str) -> Fragment:
     """Return a workload that replays a recorded run, group by group.
 
     Args:
-        file: its trace.
-        shown: the path of that, as seen from where the workload will stand.
-        source: what it is called.
+        file: the trace.
+        shown: its path, relative to the written workload.
+        source: its name.
 
     Raises:
-        ValueError: it records no finished group.
+        ValueError: the trace has no finished group.
     """
     RecordedGroups(Path(file))
     table: dict[str, object] = {"kind": "trace", "source": shown, "ranker": "recorded"}
@@ -90,15 +90,15 @@ def replay_trace(file: str, shown: str, source: str) -> Fragment:
 
 
 def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
-    """Return a workload of a log that has means of lengths alone: a known shape, scaled to the mean.
+    """Return a workload for a log with only mean lengths: a known shape, scaled to the mean.
 
     Raises:
-        ValueError: the log has no lengths, or there is no such shape.
+        ValueError: the log has no lengths, or the shape is unknown.
     """
     outputs = measured.values("output_tokens")
     if not outputs:
         raise ValueError(
-            f"{measured.source}: has no lengths of rollouts, so no workload can be made of it: {_missing(measured)} is "
+            f"{measured.source}: has no lengths of rollouts, which a workload needs: {_missing(measured)} is "
             "missing"
         )
     mean, longest = fmean(outputs), max(measured.values("longest_output"), default=None)
@@ -127,7 +127,7 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
 
 
 def _missing(measured: MeasuredSteps) -> str:
-    """Return the key, or the column of our own CSV, that would say how long rollouts were."""
+    """Return the missing key, or column of our own CSV, for the lengths of rollouts."""
     for log in map(load_format, known_formats()):
         if log.name == measured.framework:
             keys = log.keys(is_asynchronous=bool(measured.is_asynchronous))["output_tokens"]
@@ -151,7 +151,7 @@ def _kind_of(shape: str) -> LengthsKind:
 
 
 def scale_to_mean(config: LengthsConfig, mean: float, longest: float | None) -> float:
-    """Return what scales a shape to a mean, outputs capped at the longest."""
+    """Return the scale of a shape for a mean, with outputs capped at the longest."""
     source = load_source(config)
     assert not isinstance(source, RecordedGroups), "a shape is no trace"
     lengths = source.sample(np.random.default_rng(0), DRAWN, 1)[0].astype(float)

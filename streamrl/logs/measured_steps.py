@@ -46,7 +46,7 @@ SECONDS = {
     "sync": "until replicas have the new weights",
     "other": "of the step beside its stages: data, rewards, logging",
 }
-"""Columns that are seconds of a step, and which."""
+"""Columns of seconds of a step, with their meaning."""
 WORK = {
     "rollouts": "rollouts trained on",
     "output_tokens": "mean output tokens of a rollout",
@@ -56,12 +56,12 @@ WORK = {
     "gpus": "GPUs of the whole run",
     "tokens_per_gpu_second": "prompt and output tokens that the step took a second and GPU",
 }
-"""Columns that say how much work a step was."""
+"""Columns of the work of a step, with their meaning."""
 COLUMNS = ("step", *SECONDS, *WORK)
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step; what nobody measured is None, never 0."""
+    """One step; an unmeasured value is None, never 0."""
 
     step: int
     step_time: float | None = None
@@ -84,7 +84,7 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_seconds(self) -> bool:
-        """Whether it says how long anything took."""
+        """Return whether any time was measured."""
         return any(getattr(self, name) is not None for name in SECONDS)
 
 
@@ -92,21 +92,21 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of one run, in order."""
 
     source: str
-    """The file, and whose log it is."""
+    """The file and its framework."""
     framework: str
     steps: tuple[MeasuredStep, ...]
     is_asynchronous: bool | None = None
-    """Whether generation went on beside training; None where the file does not tell."""
+    """Whether generation overlapped with training; None if the file does not show it."""
     notes: tuple[str, ...] = ()
-    """What was read as what, where that could be read otherwise."""
+    """Interpretations of ambiguous keys."""
 
     def values(self, column: str) -> list[float]:
-        """Return a column's numbers; those of steps that lack it are left out."""
+        """Return a column's numbers, without steps that lack it."""
         found = [getattr(step, column) for step in self.steps]
         return [value for value in found if value is not None]
 
     def mean(self, column: str) -> float | None:
-        """Return the mean of a column; None where no step has it."""
+        """Return the mean of a column; None if no step has it."""
         values = self.values(column)
         return fmean(values) if values else None
 
@@ -116,27 +116,27 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_steps(name: str, rows: Iterable[Mapping[str, str | None]]) -> list[MeasuredStep]:
-    """Read rows whose columns are named as `COLUMNS` are; an empty cell is not known.
+    """Return steps from rows with columns named as in `COLUMNS`; an empty cell is unknown.
 
     Raises:
-        ValueError: a column is none of them, none is of seconds, or a cell is no number.
+        ValueError: a column is unknown, no column has seconds, or a cell is not a number.
     """
     rows = list(rows)
     header = list(rows[0]) if rows else []
     for column in header:
         if column not in COLUMNS:
             raise ValueError(
-                f"{name}: no column {column!r} is known; there is {', '.join(COLUMNS)}"
+                f"{name}: unknown column {column!r}; the columns are {', '.join(COLUMNS)}"
             )
     if not set(header) & set(SECONDS):
-        raise ValueError(f"{name}: has no column of seconds; there is {', '.join(SECONDS)}")
+        raise ValueError(f"{name}: has no column of seconds; add one of {', '.join(SECONDS)}")
     steps = [_parse(name, number, row) for number, row in enumerate(rows, start=1)]
     _refuse_twice(name, steps)
     return steps
 
 
 def _refuse_twice(name: str, steps: Iterable[MeasuredStep]) -> None:
-    """Raise `ValueError` where two rows are of one step, which would weigh twice."""
+    """Raise `ValueError` if two rows are of the same step, which would weigh twice."""
     rows: dict[int, int] = {}
     for row, step in enumerate(steps, start=1):
         if step.step in rows:
@@ -186,12 +186,12 @@ TRAINER_COMMANDS = (Score, Train, Step)
 def read_run_steps(
     trace: Trace, overhead: float = 0.0, *, takes_turns: bool = False
 ) -> list[MeasuredStep]:
-    """Return what each step of the leader took.
+    """Return the times of each step of the primary trainer.
 
     Args:
-        trace: of a run.
-        overhead: seconds of a simulated step that are of no stage, which its trace has in the optimizer step.
-        takes_turns: whether a batch is generated while nothing trains, so that it has seconds of its own.
+        trace: the trace of a run.
+        overhead: seconds of a simulated step outside all stages; its trace has them in the optimizer step.
+        takes_turns: whether generation and training alternate, so that generation has its own seconds.
     """
     reader = _Reader(overhead, takes_turns)
     for entry in trace.entries:
@@ -200,7 +200,7 @@ def read_run_steps(
 
 
 def _with_busy(steps: list[MeasuredStep], timeline: Timeline) -> list[MeasuredStep]:
-    """Add how long replicas generated in each step."""
+    """Add the generation time of replicas to each step."""
     if not timeline.replicas:
         return steps
     ends = list(accumulate(step.step_time or 0.0 for step in steps))
@@ -208,13 +208,13 @@ def _with_busy(steps: list[MeasuredStep], timeline: Timeline) -> list[MeasuredSt
     for spans in timeline.replicas.values():
         for span in spans:
             if span.activity == "generate":
-                _deal(span, ends, busy)
+                _split_over_steps(span, ends, busy)
     num = len(timeline.replicas)
     return [replace(step, busy=each / num) for step, each in zip(steps, busy, strict=True)]
 
 
-def _deal(span: Span, ends: list[float], busy: list[float]) -> None:
-    """Add the seconds of a span to the steps that it lies in."""
+def _split_over_steps(span: Span, ends: list[float], busy: list[float]) -> None:
+    """Split the seconds of a span over the steps that it overlaps."""
     start = span.start
     for place in range(bisect_right(ends, start), len(ends)):
         busy[place] += min(span.end, ends[place]) - start
@@ -224,7 +224,7 @@ def _deal(span: Span, ends: list[float], busy: list[float]) -> None:
 
 
 class _Reader:
-    """The seconds and the work of the step under way."""
+    """The seconds and the work of the current step."""
 
     def __init__(self, overhead: float, takes_turns: bool) -> None:
         self.steps: list[MeasuredStep] = []
@@ -232,13 +232,13 @@ class _Reader:
         self._takes_turns = takes_turns
         self._issued: deque[float] = deque()
         self._free_at = 0.0
-        """When the trainer ended what it did last."""
+        """End of the trainer's last command."""
         self._ended_at = 0.0
-        """The step before."""
+        """End of the step before."""
         self._ran: dict[int, float] = {}
-        """Seconds that each rollout ran in attempts that were broken off."""
+        """Seconds of each rollout in aborted attempts."""
         self._first_sent: float | None = None
-        """When the first rollout of the step was sent."""
+        """Time at which the first rollout of the step was sent."""
         self._last_done: float | None = None
         self._loaded_at = 0.0
         self._pushed_at = 0.0
@@ -313,7 +313,7 @@ class _Reader:
             self._free_at = now
 
     def _generation(self) -> float | None:
-        """Return the seconds from the first rollout, once weights are loaded, to the last."""
+        """Return the seconds from the first rollout, after weights are loaded, to the last."""
         if not self._takes_turns or self._first_sent is None or self._last_done is None:
             return None
         began = max(self._first_sent, self._loaded_at)

@@ -21,62 +21,62 @@ Row = Mapping[str, object]
 
 
 class RolloutColumns(ProfileTable, frozen=True, kw_only=True):
-    """Names that columns of rollouts have, by what they say."""
+    """Known names of columns in data sets of rollouts, by meaning."""
 
     source: str
     date: datetime.date
     output_tokens: tuple[str, ...]
-    """A number, or a list: those of all samples of the prompt."""
+    """A number, or a list with those of all samples of the prompt."""
     turns: tuple[str, ...]
-    """A list whose sum is the rollout's output: that of each of its turns."""
+    """A list with one number for each turn; their sum is the rollout's output."""
     prompt_id: tuple[str, ...]
-    """What rollouts of one prompt have alike."""
+    """The same value for all rollouts of one prompt."""
     prompt_tokens: tuple[str, ...]
 
 
 TEXTS = ("prompt", "problem", "question", "input")
 """Columns of `prompt_id` that are the prompt itself."""
 OF_PROMPTS = ("answer", "task", "tests", "family")
-"""Columns that a run reads of a prompt beside it."""
+"""Further columns of a prompt that a run reads."""
 FIELDS = ("output_tokens", "prompt_id", "prompt_tokens")
-"""What `--field` may name a column for."""
+"""Names that `--field` can map to a column."""
 
 
 class RecordedRollouts(NamedTuple):
-    """Rollouts by prompt, in the order in which prompts came first."""
+    """Rollouts by prompt, in order of each prompt's first appearance."""
 
     groups: list[list[int]]
-    """Output tokens of the rollouts of each prompt; of all together where nothing tells prompts apart."""
+    """Output tokens of the rollouts of each prompt; one group for all if prompts cannot be identified."""
     prompt_tokens: list[int] | None
-    """Of each prompt; None where the data does not say."""
+    """Tokens of each prompt; None if the data does not have them."""
     has_prompts: bool
     records: list[dict[str, object]]
-    """What a run reads of each prompt, as `workload.prompts` has it; nothing where the data has no text of prompts."""
+    """The record of each prompt, as `workload.prompts` needs it; empty if the data has no text of prompts."""
 
     @property
     def lengths(self) -> list[int]:
-        """Output tokens of every rollout."""
+        """Return the output tokens of every rollout."""
         return [length for group in self.groups for length in group]
 
 
 @cache
 def load_columns() -> RolloutColumns:
-    """Read the names that are known."""
+    """Return the known names."""
     return read_profile(PROFILES / "rollouts" / "columns.toml", RolloutColumns)
 
 
 def read_rollouts(
     path: str, fields: Mapping[str, str] | None = None, split: str | None = None
 ) -> RecordedRollouts:
-    """Read a data set of rollouts.
+    """Return the rollouts of a data set.
 
     Args:
         path: a JSONL, Parquet or CSV file, a directory of `datasets`, or a data set of the hub (hf://NAME).
-        fields: columns by what they say, where they have other names than are known.
-        split: of a data set.
+        fields: columns by meaning, if their names are not known ones.
+        split: the split of a data set.
 
     Raises:
-        ValueError: it cannot be read, or lacks what a rollout took.
+        ValueError: it cannot be read, or has no tokens of rollouts.
     """
     rows: Sequence[Row]
     if path.endswith((".csv", ".csv.gz")):
@@ -89,7 +89,7 @@ def read_rollouts(
 
 
 def looks_like_rollouts(path: str) -> bool:
-    """Return whether a path is more likely a data set of rollouts than a log, by its name and its first row."""
+    """Return whether a path is more likely a data set of rollouts than a log, by its name and first row."""
     file = Path(path)
     if path.startswith(HUB) or file.is_dir() or file.suffix in (".parquet", ".pq"):
         return True
@@ -109,12 +109,12 @@ def looks_like_rollouts(path: str) -> bool:
 
 
 def write_prompts(found: RecordedRollouts) -> str:
-    """Return the prompts as the JSONL file that `workload.prompts` reads."""
+    """Return the prompts as the text of a JSONL file for `workload.prompts`."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found.records)
 
 
 def write_lengths(found: RecordedRollouts, source: str) -> str:
-    """Return rollouts as the CSV that `workload.lengths` reads, of kind groups, or empirical without prompts."""
+    """Return rollouts as a CSV for `workload.lengths`, of kind groups, or empirical without prompts."""
     text = io.StringIO()
     text.write(f"# Recorded rollouts of {' '.join(source.split())}; tokens.\n")
     writer = csv.writer(text, lineterminator="\n")
@@ -147,7 +147,7 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
         output = next((name for name in known.output_tokens if name in rows[0]), None)
     if output is None and turns is None:
         raise ValueError(
-            f"{path}: no column says how many tokens a rollout took; it has {', '.join(rows[0])}: name one with "
+            f"{path}: no column has the tokens of a rollout; the columns are {', '.join(rows[0])}: name one with "
             f"--field output_tokens=COLUMN, or call it {', '.join(known.output_tokens[:4])} or the like"
         )
     groups: dict[str, list[int]] = {}
@@ -157,7 +157,7 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
         lengths = _lengths(where, row, output, turns)
         key = "" if prompt is None else repr(_value(row, prompt))
         if prompt is None and len(lengths) > 1:
-            key = str(number)  # all samples of a prompt in one row
+            key = str(number)  # one row has all samples of a prompt
         groups.setdefault(key, []).extend(lengths)
         if tokens is not None:
             of_prompts.setdefault(key, _count(where, tokens, _value(row, tokens)))
@@ -170,7 +170,7 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
 
 
 def _records(rows: Sequence[Row], prompt: str) -> Iterator[dict[str, object]]:
-    """Yield the first row of each prompt, as far as a run reads it."""
+    """Yield the first row of each prompt, with the columns that a run reads."""
     seen: set[str] = set()
     for row in rows:
         key = repr(row[prompt])
@@ -191,7 +191,7 @@ def _lengths(where: str, row: Row, output: str | None, turns: str | None) -> lis
 
 def _count(where: str, column: str, value: object) -> int:
     if value is None or value == "":
-        raise ValueError(f"{where}: {column} must be a whole number of tokens, and is missing")
+        raise ValueError(f"{where}: {column} must be a whole number of tokens, but is missing")
     number = read_number(value)
     if number is None or not 0 <= number < 1e9 or number != int(number):
         raise ValueError(f"{where}: {column} must be a whole number of tokens, got {value!r}")
@@ -203,12 +203,12 @@ def _find(row: Row, names: Iterable[str]) -> str | None:
 
 
 def _has(row: Row, column: str) -> bool:
-    """Whether a row has a column, be it empty."""
+    """Return whether a row has a column, even an empty one."""
     return column in row or _value(row, column) is not None
 
 
 def _value(row: Row, column: str) -> object:
-    """Return what a column has; dots lead into nested ones."""
+    """Return the value of a column; dots select nested values."""
     if column in row:
         return row[column]
     place: object = row

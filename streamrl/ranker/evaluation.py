@@ -1,14 +1,15 @@
-"""How well rankers find the longest outputs of prompts that they were not fitted to, beside what is trivial.
+"""Evaluate how well rankers find the longest outputs of prompts that they were not fitted to.
 
-at random       a fifth of the longest fifth
-prompt length   longer prompts have longer outputs?
-family          the mean of its task family; only of several families together
-text            fitted to the other prompts' texts
-N past          the mean log length of N other outputs of the prompt
-prior + N past  their posterior: see `streamrl.workload.length_posterior`
-hindsight       the mean log length of all other outputs of the prompt: what a ranker of prompts comes to in the end
+    at random       a fifth of the longest fifth
+    prompt length   longer prompts have longer outputs
+    family          the mean of its task family; only with several families
+    text            fitted to the texts of the other prompts
+    N past          the mean log length of N other outputs of the prompt
+    prior + N past  their posterior: see `streamrl.workload.length_posterior`
+    hindsight       the mean log length of all other outputs of the prompt: the limit of any ranker of prompts
 
-A figure is of one output of each prompt, averaged over outputs; its standard error is over prompts, by bootstrap.
+Each figure is for one output of each prompt, averaged over outputs. Its standard error is over
+prompts, by bootstrap.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ from streamrl.workload.simulated_ranker import recall_at
 
 Floats = npt.NDArray[np.float64]
 
-SHARES = (0.2, 0.1, 0.05)  # of the longest: those that StreamRL (arXiv 2504.15930, Table 4) reports
+SHARES = (0.2, 0.1, 0.05)  # of the longest, as StreamRL reports them (arXiv 2504.15930, Table 4)
 RESAMPLES = 200  # of prompts, for a standard error within 5 % of itself
 POOLED = "all families"
-"""A mixture, which flatters a ranker that tells families apart."""
+"""All families together: a ranker that only distinguishes families looks good here."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What held-out data says of one ranker, by task family."""
+    """Figures of one ranker on held-out prompts, by task family."""
 
     ranker: str
     recall: dict[str, dict[str, float]]
-    """Share of the true longest that the ranker puts among its longest, by family and share."""
+    """Share of the true longest outputs among the ranker's longest, by family and share."""
     recall_error: dict[str, dict[str, float]]
     """Standard errors of `recall` over prompts."""
     spearman: dict[str, float]
-    """Correlation of ranks over all lengths, by family."""
+    """Rank correlation over all lengths, by family."""
     calibration: dict[str, float | None] = {}
-    """Slope of log lengths over log expectations, 1 where these are tokens that mean what they say; None of others."""
+    """Slope of log lengths over log expectations, 1 if expectations are calibrated; None if scores are not tokens."""
     num_prompts: dict[str, int]
 
 
 class OutputScores(msgspec.Struct, frozen=True):
-    """What a ranker says of one output of each prompt of a family, and what these took."""
+    """Scores of a ranker for one output of each prompt of a family, and the true lengths."""
 
     scores: Floats
     """[prompts, outputs]; higher is longer."""
@@ -62,7 +63,7 @@ def evaluate(ranker: str, families: dict[str, OutputScores]) -> Evaluation:
     """Return the figures of one ranker.
 
     Raises:
-        ValueError: there is nothing to score.
+        ValueError: no prompt has both a score and a length.
     """
     if not families:
         raise ValueError(f"ranker {ranker!r}: no prompt has both a score and a length")
@@ -87,11 +88,11 @@ def rank_all(
     """Yield the figures of every ranker that the data allows, the trivial ones first.
 
     Args:
-        prompts: with their lengths.
-        num_past: how many past outputs rankers by history know.
-        past: these, by prompt, where they are not other outputs of the same model.
+        prompts: prompts with their lengths.
+        num_past: numbers of past outputs for rankers by history.
+        past: past outputs by prompt, if they are not other outputs of the same model.
         priors: scores of other rankers by name and prompt; higher is longer.
-        seed: of folds.
+        seed: seed of the folds.
     """
     families = dict(families_of(prompts))
     if len(families) > 1:
@@ -147,9 +148,9 @@ def rank_all(
 def evaluate_scores(
     scores: ScoreFile, column: str, lengths: dict[str, list[int]] | None
 ) -> Evaluation:
-    """Evaluate a column of scores, higher for longer, on the lengths beside it or on those by prompt.
+    """Evaluate a column of scores against the lengths in the same file, or against lengths by prompt.
 
-    Prompts without a score or a length are left out.
+    A higher score means a longer output. Prompts without a score or a length are left out.
     """
     scores.must_have(column, TOKENS if lengths is None else PROMPT)
     families: dict[str, list[KnownPrompt]] = {}
@@ -171,7 +172,7 @@ def evaluate_scores(
 def _scored(
     prompts: Sequence[KnownPrompt], scores: Floats, is_tokens: bool = False
 ) -> OutputScores:
-    """Set scores, one for each prompt or for each of its outputs, beside the lengths of as many outputs as all have."""
+    """Return scores with lengths of as many outputs as every prompt has; scores are by prompt or by output."""
     lengths = _lengths(prompts)
     if scores.ndim == 1:
         scores = np.broadcast_to(scores[:, None], lengths.shape)
@@ -184,12 +185,12 @@ def _lengths(prompts: Sequence[KnownPrompt]) -> npt.NDArray[np.int64]:
 
 
 def _num_outputs(prompts: Sequence[KnownPrompt]) -> int:
-    """Return how many outputs every prompt has."""
+    """Return the number of outputs that every prompt has."""
     return min(len(prompt.lengths) for prompt in prompts)
 
 
 def _knows(prompts: Sequence[KnownPrompt], num: int, past: dict[str, list[int]] | None) -> bool:
-    """Whether every prompt has `num` past outputs, beside the one to rank where they are its own."""
+    """Return whether every prompt has `num` past outputs, without the one to rank."""
     if past is None:
         return _num_outputs(prompts) > num
     return all(len(past.get(prompt.id, ())) >= num for prompt in prompts)
@@ -241,7 +242,7 @@ def _histories(
 def _posteriors(
     prompts: Sequence[KnownPrompt], priors: Floats, histories: Floats, seed: int
 ) -> Floats:
-    """Return the posterior of each output's log length [prompts, outputs]; slope and weight are of other prompts."""
+    """Return the posterior of each output's log length [prompts, outputs]; slope and weight come from other prompts."""
     found = np.empty(histories.shape[:2])
     for fold, rest in folds(len(prompts), seed):
         posterior = Posterior()
@@ -298,7 +299,7 @@ def _slope(scored: OutputScores) -> float | None:
 
 
 def spearman(scores: npt.NDArray[np.generic], lengths: npt.NDArray[np.generic]) -> float:
-    """Return the correlation of ranks, of ties their mean rank; 0 where either is all the same."""
+    """Return the rank correlation, with mean ranks for ties; 0 if either side is constant."""
     first, second = _mean_ranks(scores), _mean_ranks(lengths)
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return 0.0

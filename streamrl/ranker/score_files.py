@@ -1,4 +1,4 @@
-"""Lengths and scores that rankers are fitted to and evaluated on: CSV files, and the directories of executed runs."""
+"""Read lengths and scores for rankers from CSV files and from the directories of executed runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FAMILY = (
     "family",
     "source",
     "dataset",
-)  # columns that may name a row's task family, first one found
+)  # columns that may name a row's task family; the first existing one counts
 PROMPT, TOKENS, SCORE, MODEL = "prompt_id", "output_tokens", "score", "model"
 MOST_TOKENS = 1e15
-"""Of an output: as in tables that lengths are drawn from."""
+"""Largest output length, as in tables of lengths."""
 
 
 class ScoreFile(NamedTuple):
@@ -32,11 +32,11 @@ class ScoreFile(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns."""
+        """Return the names of the columns."""
         return list(self.rows[0])
 
     def must_have(self, *columns: str) -> None:
-        """Raise `ValueError` naming the first of `columns` that is not there."""
+        """Raise `ValueError` with the first of `columns` that is missing."""
         for column in columns:
             if column not in self.rows[0]:
                 close = difflib.get_close_matches(column, self.columns, n=1)
@@ -46,18 +46,20 @@ class ScoreFile(NamedTuple):
                 raise ValueError(f"{self.path}: no column {column!r}{hint}")
 
     def number(self, index: int, column: str) -> float | None:
-        """Return a number, or None where the field is empty; rows are counted from 1."""
+        """Return a number, or None if the field is empty; errors count rows from 1."""
         text = self.rows[index][column]
         try:
             value = float(text) if text else None
         except ValueError:
             value = np.nan
         if value is not None and not np.isfinite(value):
-            raise ValueError(f"{self.path}: row {index + 1}, {column}: no number: {text!r}")
+            raise ValueError(
+                f"{self.path}: row {index + 1}, {column} must be a number, got {text!r}"
+            )
         return value
 
     def tokens(self, index: int) -> int | None:
-        """Return the length of a row's output, or None where the field is empty."""
+        """Return the length of a row's output, or None if the field is empty."""
         value = self.number(index, TOKENS)
         if value is not None and not 0 <= value <= MOST_TOKENS:
             text = f"{value:g} is no number from 0 to {MOST_TOKENS:.0e}"
@@ -65,17 +67,17 @@ class ScoreFile(NamedTuple):
         return None if value is None else int(value)
 
     def family(self, index: int) -> str:
-        """Return the task family of a row: the file's name where no column says it."""
+        """Return the task family of a row; without such a column, the file's name."""
         row = self.rows[index]
         found = next((row[column] for column in FAMILY if row.get(column)), None)
         return found or self.path.name.split(".")[0]
 
 
 def read_table(path: Path, model: str | None = None) -> ScoreFile:
-    """Read a file of scores or lengths; of one with several models only the rows of `model`.
+    """Read a file of scores or lengths; with several models, only the rows of `model`.
 
     Raises:
-        ValueError: naming the file, and what is wrong with it.
+        ValueError: the file is wrong; the message names it and the reason.
     """
     rows = read_csv(path)
     names = list(dict.fromkeys(row[MODEL] for row in rows if row.get(MODEL)))
@@ -96,7 +98,7 @@ def read_table(path: Path, model: str | None = None) -> ScoreFile:
 
 
 def score_columns(scores: ScoreFile, chosen: Sequence[str], has_lengths_apart: bool) -> list[str]:
-    """Return the columns that hold scores: those chosen, "score", or all where lengths are in another file."""
+    """Return the columns with scores: the chosen ones, "score", or all if lengths are in another file."""
     if chosen:
         scores.must_have(*chosen)
         return list(chosen)
@@ -140,12 +142,12 @@ def scores_by_prompt(scores: ScoreFile, chosen: Sequence[str]) -> dict[str, dict
     return found
 
 
-TEXT = ("prompt", "text")  # columns that may hold a prompt's text, first one found
+TEXT = ("prompt", "text")  # columns that may hold a prompt's text; the first existing one counts
 
 
 @dataclass(slots=True)
 class KnownPrompt:
-    """One prompt and what outputs to it took."""
+    """One prompt and the lengths of its outputs."""
 
     id: str
     family: str
@@ -155,18 +157,20 @@ class KnownPrompt:
 
 
 def read_known(source: Path, model: str | None = None) -> list[KnownPrompt]:
-    """Read the directory of an executed run, or a CSV file with prompt_id and output_tokens, text and family if any.
+    """Read prompts and lengths from an executed run's directory or from a CSV file.
+
+    The CSV file has columns prompt_id and output_tokens, and optionally text and family.
 
     Args:
         source: the directory or file.
-        model: of a file with several models, whose lengths.
+        model: the model whose lengths to read, if the file has several.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: the file is wrong; the message names it and the reason.
     """
     if source.is_dir():
         if model is not None:
-            raise ValueError(f"--model: {source} is a run, which has one model")
+            raise ValueError(f"--model: {source} is a run, which has one model; leave --model out")
         return list(_of_run(source))
     table = read_table(source, model)
     table.must_have(PROMPT, TOKENS)
@@ -186,11 +190,11 @@ def read_known(source: Path, model: str | None = None) -> list[KnownPrompt]:
 
 
 def _of_run(directory: Path) -> Iterator[KnownPrompt]:
-    """Yield the prompts of a run that finished, in order of its data sets."""
+    """Yield the prompts of a finished run, in order of its data sets."""
     try:
         run = decode_run((directory / "run.json").read_bytes())
     except OSError as error:
-        raise ValueError(f"{directory}: no executed run: {error}") from None
+        raise ValueError(f"{directory}: not the directory of an executed run: {error}") from None
     if not run.workload.sources:
         raise ValueError(f"{directory}: was simulated: it has no prompts to read")
     sources = zip(run.workload.sources, read_sources(run.workload), strict=True)
@@ -204,7 +208,7 @@ def _of_run(directory: Path) -> Iterator[KnownPrompt]:
         line, tokens = row.get("line"), row.get("num_tokens")
         if not isinstance(line, int) or not isinstance(tokens, int) or not line < len(prompts):
             raise ValueError(
-                f"{directory / 'rollouts.jsonl'}:{number}: no line and num_tokens of a prompt"
+                f"{directory / 'rollouts.jsonl'}:{number}: needs the keys line and num_tokens of a known prompt"
             )
         known = found.setdefault(line, KnownPrompt(str(line), *prompts[line]))
         known.lengths.append(tokens)
@@ -214,7 +218,7 @@ def _of_run(directory: Path) -> Iterator[KnownPrompt]:
 
 
 def text_of(prompt: object) -> str:
-    """Return what a prompt says: of chat messages their contents."""
+    """Return the text of a prompt; for chat messages, their contents."""
     if isinstance(prompt, list):
         return "\n".join(str(each.get("content", "")) for each in prompt if isinstance(each, dict))
     return str(prompt)

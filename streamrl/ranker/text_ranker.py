@@ -1,9 +1,7 @@
-"""A ranker of prompts by text: features, ridge regression and boosted trees, and its file.
+"""Rank prompts by text: words and shape against log length, by ridge regression or boosted trees.
 
-A ranker of prompts by text: words and shape against log length, by ridge or by boosted trees.
-
-Which of the two, and how strongly ridge is held back, cross-validation over prompts decides. What is fitted is arrays
-alone, so that a file of it can hold nothing that runs.
+Cross-validation over prompts chooses the method and the strength of the ridge penalty. A fitted
+ranker is only arrays, so its file cannot contain code.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 NUM_TREES, DEPTH, RATE, SHARE = 200, 3, 0.05, 0.7
-"""Small steps of shallow trees on part of the prompts each: the usual remedy against few examples (Friedman 2002)."""
+"""Many small trees with a low rate, each on part of the prompts: the usual choice for few examples (Friedman 2002)."""
 LEAF = -1  # scikit-learn's mark of a node without children
 
 
@@ -39,7 +37,7 @@ class Trees:
 
     def predict(self, columns: Floats) -> Floats:
         """Return the sum over trees for each row of `columns` [rows, features]."""
-        columns = columns.astype(np.float32)  # as scikit-learn compares them
+        columns = columns.astype(np.float32)  # scikit-learn compares in float32
         rows = np.arange(len(columns))
         total = np.zeros(len(columns))
         for tree in range(len(self.feature)):
@@ -52,7 +50,7 @@ class Trees:
 
 
 def boost(columns: Floats, targets: Floats) -> tuple[float, Trees]:
-    """Grow trees; return what they start from and the trees."""
+    """Fit boosted trees; return the start value and the trees."""
     from sklearn.ensemble import GradientBoostingRegressor
 
     model = GradientBoostingRegressor(
@@ -80,9 +78,9 @@ def _padded(values: npt.NDArray[np.generic], size: int) -> npt.NDArray[np.generi
 
 
 NUMBER = re.compile(r"\d+")
-MOST_DIGITS = 15  # of a number whose size counts: a float holds it, and none asks for so much
+MOST_DIGITS = 15  # of a number in a prompt whose size counts: a float holds it
 COUNTED = ("+-*/=^<>", "\\", "\n", "?", ",.;:", "([{", "_$")
-"""Sets of characters; how many of each a prompt has."""
+"""Sets of characters; the number of each in a prompt is a feature."""
 NAMES = ("characters", "words", "numbers", "largest", "last", "sum", "upper", *COUNTED)
 
 
@@ -109,33 +107,31 @@ def _features(text: str) -> list[float]:
 
 Fit = Callable[["Features", Floats], "Regression"]
 
-FOLDS = 5  # of prompts, each of which is scored by a ranker fitted to the others
-INNER_FOLDS = 3  # of those, to choose the kind of ranker by
+FOLDS = 5  # of prompts; a ranker fitted to the others scores each
+INNER_FOLDS = 3  # of those, to choose the kind of ranker
 PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)
 MOST_WORDS = 20_000
-NUM_TOPICS = (
-    48  # directions of the words that trees see: they split on few columns well, on thousands badly
-)
+NUM_TOPICS = 48  # directions of word space for the trees: they need few, dense columns
 LEAST_PROMPTS = 2 * FOLDS
 
 
 @dataclass(frozen=True)
 class Features:
-    """Prompts as numbers."""
+    """Features of prompts."""
 
     words: Any
-    """TF-IDF of words and pairs of them, a sparse matrix [prompts, words]."""
+    """TF-IDF of words and word pairs, a sparse matrix [prompts, words]."""
     shape: Floats
-    """Shape, each column of mean 0 and spread 1 among the prompts that were fitted to [prompts, shapes]."""
+    """Shape features [prompts, shapes], each with mean 0 and standard deviation 1 among the fitted prompts."""
 
     def of(self, rows: npt.NDArray[np.int64]) -> Features:
-        """Return some of the prompts."""
+        """Return the features of some of the prompts."""
         return Features(self.words[rows], self.shape[rows])
 
 
 @dataclass(frozen=True)
 class Regression:
-    """Log tokens from features: linear in words and shape, and trees over topics and shape where there are any."""
+    """Log tokens from features: linear in words and shape, or trees over topics and shape."""
 
     intercept: float
     of_words: Floats
@@ -158,7 +154,7 @@ class Regression:
 
 @dataclass(frozen=True)
 class TextRanker:
-    """Expects output tokens of prompts by their texts."""
+    """Predicts the output tokens of prompts from their texts."""
 
     words: tuple[str, ...]
     idf: Floats
@@ -166,10 +162,10 @@ class TextRanker:
     spreads: Floats
     regression: Regression
     kind: str
-    """What cross-validation chose."""
+    """The method that cross-validation chose."""
 
     def score(self, texts: Sequence[str]) -> Floats:
-        """Return the output tokens expected of prompts; needs scikit-learn."""
+        """Return the expected output tokens of prompts; needs scikit-learn."""
         found: Floats = np.exp(self.regression.predict(self._features(texts)))
         return found
 
@@ -179,7 +175,7 @@ class TextRanker:
 
 
 def make_vectorizer(words: Sequence[str] | None = None, idf: Floats | None = None) -> Any:
-    """Return scikit-learn's TF-IDF as it is fitted, or with the words and weights that it was fitted to."""
+    """Return scikit-learn's TF-IDF, unfitted, or with the fitted words and weights."""
     text = import_text()
     options = {"ngram_range": (1, 2), "sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b|[^\w\s]"}
     if words is None:
@@ -192,7 +188,7 @@ def make_vectorizer(words: Sequence[str] | None = None, idf: Floats | None = Non
 
 
 def import_text() -> Any:
-    """Return `sklearn.feature_extraction.text`; `ValueError` where it is not installed."""
+    """Return `sklearn.feature_extraction.text`; raise `ValueError` if it is not installed."""
     try:
         from sklearn.feature_extraction import text
     except ImportError:
@@ -217,7 +213,7 @@ def fit_text(texts: Sequence[str], lengths: Floats, seed: int = 0) -> TextRanker
 
 
 def held_out(texts: Sequence[str], lengths: Floats, seed: int = 0) -> Floats:
-    """Return the expected log tokens of each prompt by rankers that were fitted without it."""
+    """Return the expected log tokens of each prompt, by rankers that were fitted without it."""
     found = np.empty(len(texts))
     for fold, rest in folds(len(texts), seed):
         ranker = fit_text([texts[i] for i in rest], lengths[rest], seed)
@@ -228,16 +224,16 @@ def held_out(texts: Sequence[str], lengths: Floats, seed: int = 0) -> Floats:
 def folds(
     num: int, seed: int, num_folds: int = FOLDS
 ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Return pairs of prompts that are left out and the others, each in order."""
+    """Return pairs of (held-out prompts, other prompts), each in order."""
     fold_of = np.random.default_rng(seed).permutation(num) % num_folds
     return [(np.flatnonzero(fold_of == k), np.flatnonzero(fold_of != k)) for k in range(num_folds)]
 
 
 def _read_texts(texts: Sequence[str]) -> tuple[Any, Features, Floats, Floats]:
-    """Return what reads words, the features of prompts, and the means and spreads of their shapes."""
+    """Return the vectorizer, the features of prompts, and the means and standard deviations of their shapes."""
     if len(texts) < LEAST_PROMPTS:
         raise ValueError(
-            f"a ranker needs {LEAST_PROMPTS} prompts or more to be fitted to, got {len(texts)}"
+            f"a ranker needs at least {LEAST_PROMPTS} prompts with known lengths, got {len(texts)}"
         )
     vectorizer = make_vectorizer()
     try:
@@ -252,7 +248,7 @@ def _read_texts(texts: Sequence[str]) -> tuple[Any, Features, Floats, Floats]:
 
 
 def _error(fit: Fit, features: Features, lengths: Floats, seed: int) -> float:
-    """Return the mean squared error of log tokens on prompts left out."""
+    """Return the mean squared error of log tokens on held-out prompts."""
     errors = []
     for fold, rest in folds(len(lengths), seed, INNER_FOLDS):
         found = fit(features.of(rest), lengths[rest]).predict(features.of(fold))
@@ -294,7 +290,7 @@ TREES = ("feature", "threshold", "left", "right", "value")
 
 
 def write_ranker(path: Path, ranker: TextRanker) -> None:
-    """Write a ranker to a file, whatever its name ends in."""
+    """Write a ranker to a file; the suffix can be any."""
     regression = ranker.regression
     arrays = {name: getattr(ranker, name, None) for name in ARRAYS[:3]}
     arrays |= {name: getattr(regression, name) for name in ARRAYS[3:]}
@@ -313,10 +309,10 @@ def write_ranker(path: Path, ranker: TextRanker) -> None:
 
 
 def read_ranker(path: Path) -> TextRanker:
-    """Read what `write_ranker` wrote.
+    """Read a ranker that `write_ranker` wrote.
 
     Raises:
-        ValueError: naming the file, and what is wrong with it.
+        ValueError: the file is wrong; the message names it and the reason.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:

@@ -33,11 +33,11 @@ Row = tuple[str, str, str, str]
 
 
 def against_report(against: Against, names: tuple[str, str]) -> RenderableType:
-    """Put two runs together for a terminal.
+    """Lay out the comparison of two runs for a terminal.
 
     Args:
         against: their figures.
-        names: what A is and what B is, in a line each.
+        names: a description of A and of B, one line each.
     """
     heads = [Text(f"{letter}  {name}") for letter, name in zip("AB", names, strict=True)]
     table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
@@ -55,7 +55,7 @@ def against_report(against: Against, names: tuple[str, str]) -> RenderableType:
 
 
 def verdict(against: Against) -> str:
-    """Say in a sentence whether A is worth it over B, or why that cannot be said."""
+    """Return a sentence on whether A is worth it over B, or why this is unknown."""
     if against.outcome == "no difference":
         return "A costs as much a token as B and takes as long: no difference."
     text = f"A costs {_costs(against.cost_ratio)} a token{_doubt(against)} and {_speed(against)}: {_end(against)}."
@@ -83,7 +83,7 @@ def _end(against: Against) -> str:
 
 
 def _at_most(against: Against) -> str:
-    """Say of a faster run that may be dearer or cheaper what an hour costs that it saves, both doubts together."""
+    """Return the cost of an hour saved, for a faster run that may cost more or less, with both uncertainties."""
     dollars, ratio = against.cost_per_step.interval, against.step_time_ratio
     if dollars is None or ratio.value > 1 or not is_significant(ratio, against.unshared_error):
         return ""
@@ -93,17 +93,17 @@ def _at_most(against: Against) -> str:
 
 
 def dollars_per_hour_saved(against: Against) -> float:
-    """Return the dollars that the dearer of two runs costs more for each hour that it is done earlier."""
+    """Return the extra dollars of the dearer run for each hour that it finishes earlier."""
     return -against.cost_per_step.value / against.step_time.value * SECONDS_PER_HOUR
 
 
 def _whole_dollars(value: float) -> str:
-    """Write dollars of which no cents are known."""
+    """Return dollars without cents, because cents are unknown here."""
     return f"${value:,.0f}" if value >= 10 else format_dollars(value)
 
 
 def _costs(ratio: Known) -> str:
-    """Say "12.0 % ± 2.0 % less": how much less, or more, than B."""
+    """Return a cost difference: "12.0 % ± 2.0 % less" or more than B."""
     share = abs(ratio.value - 1)
     return f"{format_share(share)}{_plus_minus(ratio, format_share)} {'less' if ratio.value < 1 else 'more'}"
 
@@ -138,7 +138,7 @@ def _speed(against: Against) -> str:
 
 
 def break_even_lines(against: Against) -> Iterator[str]:
-    """Say what GPUs of A may cost, and what its links must carry, for a token to cost as much as with B."""
+    """Yield the GPU price and the link bandwidth of A at which a token costs as much as with B."""
     for price in against.prices:
         yield _price_line(price)
     if not against.prices:
@@ -171,7 +171,7 @@ def _bandwidth_line(found: BreakEvenBandwidth, *, may_be_chance: bool) -> str:
 
 
 def notes(against: Against) -> Iterator[str]:
-    """Yield what keeps the difference, or a run's figures, from being as well known as was asked for."""
+    """Yield the reasons why the difference, or a figure of a run, is less certain than requested."""
     if against.note:
         yield against.note
     for letter, run in (("A", against.a), ("B", against.b)):
@@ -183,7 +183,7 @@ def notes(against: Against) -> Iterator[str]:
 
 
 def figures(against: Against) -> Iterator[Row]:
-    """Yield what each run takes and costs, and their difference: name, A, B, A - B."""
+    """Yield the figures of both runs and their difference: name, A, B, A - B."""
     a, b = against.a, against.b
     seconds = _signed(format_duration)
     dollars = _signed(format_dollars)
@@ -229,7 +229,7 @@ def _underfilled(use: GpuUse) -> str:
 
 
 def _signed(show: Callable[[float], str]) -> Callable[[Known], str]:
-    """Return what writes a difference with its sign and half its interval."""
+    """Return a function that writes a difference with its sign and half its interval."""
 
     def write(known: Known) -> str:
         sign = "-" if known.value < 0 else "+"
@@ -255,10 +255,10 @@ AGAINST_JSON = "against.json"
 
 
 class AgainstFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Two runs, and what is known of their difference."""
+    """Two runs and their difference."""
 
     names: tuple[str, str]
-    """What A is and what B is, in a line each."""
+    """A description of A and of B, one line each."""
     against: Against
 
     def as_json(self) -> dict[str, Any]:
@@ -268,10 +268,10 @@ class AgainstFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_comparison(comparison: AgainstFile, directory: Path) -> Path:
-    """Write against.json to a directory, which is made; return its path.
+    """Write against.json to a directory, which is created; return its path.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     path = directory / AGAINST_JSON
     try:
@@ -283,10 +283,10 @@ def write_comparison(comparison: AgainstFile, directory: Path) -> Path:
 
 
 def read_comparison(path: Path) -> AgainstFile:
-    """Read against.json; its verdict is said anew from the figures.
+    """Read against.json; its verdict is computed again from the figures.
 
     Raises:
-        ValueError: the file is missing or holds no comparison.
+        ValueError: the file is missing or has no comparison.
     """
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What the GPUs of a run waited for during some of its steps, and what a change of policy did to that."""
+"""Show what the GPUs of a run waited for in some of its steps, and how a change of policy affected that."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from streamrl.record.metrics import measure
 from streamrl.record.rollout_flow import read_flow
 from streamrl.runfile.formatting import format_dollars, format_share
 
-WORTH_SAYING = 0.005  # share of a step's GPU-seconds below which a bubble is not written about
+WORTH_SAYING = 0.005  # share of a step's GPU-seconds below which a bubble is not mentioned
 LEAST_SECONDS = 1e-6  # of a GPU: less is rounding
-SAME_TIME = 0.01  # relative difference of two step times that is called none
+SAME_TIME = 0.01  # relative difference of two step times that counts as equal
 
 
 class Bubbles(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the GPU-seconds of an average step went; `busy` and `idle` sum to `gpu_seconds`."""
+    """GPU-seconds of an average step; `busy` and `idle` sum to `gpu_seconds`."""
 
     name: str
     step_time: float
@@ -32,30 +32,30 @@ class Bubbles(msgspec.Struct, frozen=True, kw_only=True):
     idle: dict[str, float]
     """GPU-seconds by cause."""
     goodput: float
-    """Output tokens trained on a second."""
+    """Trained output tokens per second."""
     cost_per_million_tokens: float
-    """Dollars for a million tokens trained on."""
+    """Dollars per million trained tokens."""
 
     @property
     def idle_share(self) -> float:
-        """Share of the GPU-seconds in which a GPU waits."""
+        """Return the share of GPU-seconds in which a GPU waits."""
         return sum(self.idle.values()) / self.gpu_seconds
 
     @property
     def underfilled(self) -> float | None:
-        """GPU-seconds of decoding that full batches would not have needed; None where nobody knows."""
+        """Return the GPU-seconds of decoding that full batches would save; None if unknown."""
         return self.busy.get(UNDERFILLED)
 
 
 def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
-    """Average over the first to the last of `steps`, which begin when the one before them ended.
+    """Return the average over the first to the last of `steps`. A step begins when the previous one ends.
 
     Raises:
-        ValueError: `steps` are none of the trace's.
+        ValueError: `steps` are outside the trace.
     """
     (first, last), metrics, flow = steps, measure(trace), read_flow(trace)
     if not 1 <= first <= last <= metrics.num_steps:
-        raise ValueError(f"steps must lie in 1 to {metrics.num_steps}, got {first} to {last}")
+        raise ValueError(f"steps must be from 1 to {metrics.num_steps}, got {first} to {last}")
     ended_at = [*accumulate(metrics.step_times, initial=0.0)]
     window, count = (ended_at[first - 1], ended_at[last]), last - first + 1
     seconds = window[1] - window[0]
@@ -74,7 +74,7 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
 
 
 def bubble_table(runs: Sequence[Bubbles]) -> Table:
-    """Lay runs out side by side: idle GPU-seconds of a step by cause, then what the step took and cost."""
+    """Lay runs out side by side: idle GPU-seconds of a step by cause, then step time and cost."""
     table = Table(box=None, pad_edge=False)
     table.add_column("GPU-seconds a step", style="bold", no_wrap=True)
     for run in runs:
@@ -100,7 +100,7 @@ def _known(gpu_seconds: float | None) -> str:
 
 
 def causes(runs: Sequence[Bubbles], least: float = 0.0) -> list[str]:
-    """Return the causes that any of the runs waited for during more than a share of its GPU-seconds."""
+    """Return the causes for which any run waited during more than a share of its GPU-seconds."""
     return [
         cause
         for cause in IDLE
@@ -109,7 +109,7 @@ def causes(runs: Sequence[Bubbles], least: float = 0.0) -> list[str]:
 
 
 def bubble_notes(before: Bubbles, after: Bubbles) -> list[str]:
-    """Say what a change did to the step, to each bubble, and to the price."""
+    """Return lines on how a change affected the step, each bubble, and the price."""
     notes = [_step_note(before, after), *_cause_notes(before, after), _price_note(before, after)]
     saved = sum(before.idle.values()) - sum(after.idle.values())
     if _is_as_long(before, after) and saved > WORTH_SAYING * before.gpu_seconds:
@@ -135,7 +135,7 @@ def _step_note(before: Bubbles, after: Bubbles) -> str:
 
 
 def _cause_notes(before: Bubbles, after: Bubbles) -> Iterator[str]:
-    """Name the bubbles that changed, the most first, and with them what is underfilled."""
+    """Yield lines on the bubbles that changed, largest first, and on underfilled batches."""
     pairs = {cause: (before.idle[cause], after.idle[cause]) for cause in IDLE}
     if before.underfilled is not None and after.underfilled is not None:
         pairs[UNDERFILLED] = (before.underfilled, after.underfilled)

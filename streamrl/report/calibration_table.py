@@ -1,4 +1,4 @@
-"""A calibration as people read it: factors, how sure they are, and what they leave of the errors."""
+"""Show a calibration as a table: factors, their uncertainty, and the remaining errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "-"
 
 
 def calibration_table(calibration: Calibration) -> Table:
-    """Return a row for each stage; what is not known is a dash."""
+    """Return a row for each stage; unknown values are dashes."""
     table = Table(box=None, pad_edge=False, title=_title(calibration), title_justify="left")
     table.add_column("stage")
     table.add_column("speed, of the profiles'")

@@ -1,4 +1,4 @@
-"""A paper's figures beside simulated ones: structs, tables, a picture, and a page in Markdown."""
+"""Show a paper's figures next to simulated ones: tables, a picture, and a page in Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.sim.fidelity.paper_figure import PaperFigure
 
 EXECUTED = "Executed runs and their simulations"
 ASYNCHRONY = "Gain of asynchrony, executed and simulated"
-"""Sections of docs/fidelity.md that `make bench-reality` writes. `streamrl validate` writes all others."""
+"""Section of docs/fidelity.md that `make bench-reality` writes. `streamrl validate` writes all others."""
 PAPER_HEADING = "## The paper\n"
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
 
@@ -68,14 +68,14 @@ def fidelity_page(
     first: Sequence[str] = (),
     stamp: str = "",
 ) -> str:
-    """Write the page: published rows, what the paper's figures met, constants, and each figure with its notes.
+    """Return the page: published rows, agreement with the paper's figures, constants, and each figure with notes.
 
     Args:
         figures: in the order of the page.
-        constants: name, value and origin of everything that was calibrated.
+        constants: name, value and origin of every calibrated constant.
         pictures: folder of the pictures, relative to the page.
-        first: lines that come before the paper.
-        stamp: what was running, and when.
+        first: lines before the paper's.
+        stamp: version and date.
     """
     lines = [
         "# Fidelity: how accurate predictions are",
@@ -113,7 +113,7 @@ def fidelity_page(
 
 
 def with_section(page: str, title: str, lines: Sequence[str]) -> str:
-    """Return a page with a section replaced, or put before the paper's; without lines the page as it is."""
+    """Return a page with a section replaced, or inserted before the paper's; without lines, the page itself."""
     if not lines:
         return page
     text = "\n".join([f"## {title}", "", *lines]).rstrip() + "\n\n"
@@ -126,7 +126,7 @@ def with_section(page: str, title: str, lines: Sequence[str]) -> str:
 
 
 def section_of(page: str, title: str) -> list[str]:
-    """Return the lines of a page's section, none where it has no such one."""
+    """Return the lines of a section; none if the page does not have it."""
     _, _, after = page.partition(f"## {title}\n")
     return after.partition("\n## ")[0].strip().splitlines()
 

@@ -19,16 +19,16 @@ from streamrl.report.study_table import MetricTable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NUM_STEPS = 3  # in the default window: few enough that bubbles have width
+NUM_STEPS = 3  # of the default window: few enough that bubbles are visible
 
 
 def timeline_figure(trace: Trace, path: Path | None = None, steps: Steps | None = None) -> Figure:
-    """Draw who did what when, from the first to the last of `steps`; write a .png or .svg file to a path.
+    """Draw the activities of all sides from the first to the last of `steps`; write a .png or .svg file to a path.
 
-    Without `steps` the window has a few of the steady state, so that bubbles can be seen.
+    Without `steps` the window has a few steps of the steady state, so that bubbles are visible.
 
     Raises:
-        ValueError: the trace has no finished step, or `steps` are none of its steps.
+        ValueError: the trace has no finished step, or `steps` are outside it.
     """
     metrics, system = measure(trace), trace.run.policies.system
     window = _default_steps(metrics) if steps is None else steps
@@ -36,14 +36,14 @@ def timeline_figure(trace: Trace, path: Path | None = None, steps: Steps | None 
 
 
 def idle_figure(named: Mapping[str, Metrics], path: Path | None = None) -> Figure:
-    """Draw the busy and idle shares of each run as one bar; write a .png or .svg file where a path is given."""
+    """Draw the busy and idle shares of each run as one bar; write a .png or .svg file to a path."""
     return _draw(shares_picture("shares", list(named.items())), path)
 
 
 def bubble_figure(runs: Sequence[Bubbles], path: Path | None = None) -> Figure:
-    """Draw the idle GPU-seconds of a step by cause, one bar a run; write a .png or .svg file to a path.
+    """Draw the idle GPU-seconds of a step by cause, one bar for each run; write a .png or .svg file to a path.
 
-    Bubbles too small to be seen are left out.
+    Bubbles that are too small to see are left out.
     """
     return _draw(bubbles_picture("bubbles", runs), path)
 
@@ -51,7 +51,7 @@ def bubble_figure(runs: Sequence[Bubbles], path: Path | None = None) -> Figure:
 def study_figure(
     table: MetricTable, title: str, sentences: Sequence[str], path: Path | None = None
 ) -> Figure:
-    """Draw one metric of a study over sentences that say what it shows; write a .png or .svg file to a path."""
+    """Draw one metric of a study above sentences with its findings; write a .png or .svg file to a path."""
     return _draw(study_picture("study", table, title, "\n".join(sentences)), path)
 
 

@@ -1,4 +1,4 @@
-"""A plan on a terminal: what was chosen, why, what came next, and what would change it."""
+"""Show a plan on a terminal: the choice, its reasons, the runners-up, and changes that would alter it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ VALUES: dict[ObjectiveName, Callable[[float], str]] = {
     "step-time": lambda value: f"{format_duration(value)} a step",
     "pareto": "{:.0f} s x $ a step".format,
 }
-"""How the figure that a plan is judged by is written: with the digits that `simulate` has."""
+"""How to write the figure that a plan is judged by, with the digits of `simulate`."""
 
 
 def plan_report(plan: Plan) -> RenderableType:
-    """Put a plan together for a terminal."""
+    """Lay out a plan for a terminal."""
     parts: list[RenderableType] = [Text(line) for line in head_lines(plan)]
     parts += [Text(), _beside(plan), Text(), _choices(plan), Text(PAIRED)]
     if plan.pareto:
@@ -33,7 +33,7 @@ def plan_report(plan: Plan) -> RenderableType:
 
 
 def head_lines(plan: Plan) -> Iterator[str]:
-    """Say in a few lines what was chosen and why."""
+    """Yield a few lines with the choice and its reasons."""
     chosen, show = plan.allocation, VALUES[plan.objective.name]
     if plan.whole_run is not None:
         yield f"whole run: {headline(plan.whole_run)}"
@@ -94,14 +94,14 @@ def head_lines(plan: Plan) -> Iterator[str]:
 
 
 def _framework_lines(framework: PlannedFramework) -> Iterator[str]:
-    """Say what a framework fills in and takes, and what plans have not for its sake."""
+    """Yield what a framework fills in, which plans it takes, and what they lack because of it."""
     yield from (f"  {fact}" for fact in framework.facts)
     left_out = "; ".join(framework.left_out) or "nothing"
     yield f"  left out, as framework {framework.name} has none: {left_out}"
 
 
 def search_text(plan: Plan) -> str:
-    """Say how much was looked at, and whether anything better may have been missed."""
+    """Return how much was searched, and whether a better plan may have been missed."""
     looked = (
         f"{plan.simulated} of {plan.candidates:,} plans were simulated, {plan.steps} steps each"
     )
@@ -139,7 +139,7 @@ def _beside(plan: Plan) -> Table:
 
 
 def _choices(plan: Plan) -> Table:
-    """List what comes next; those that a line does not tell apart say what else they set."""
+    """Lay out the runners-up. Plans with equal lines also show which other keys they set."""
     table = Table("runner-up", *HEAD, box=None, pad_edge=False)
     seen = {plan.allocation.text}
     for runner in plan.runners_up:
@@ -151,7 +151,7 @@ def _choices(plan: Plan) -> Table:
 
 
 def _unsaid(chosen: Choice, other: Choice) -> str:
-    """Name the keys that set another plan off from the chosen one where neither is said in its line."""
+    """Return the keys that differ from the chosen plan, if both plans have the same line."""
     ours, theirs = chosen.settings, other.settings
     found = [
         f"{key.partition('.')[2]} {theirs.get(key, 'default')}"
@@ -180,14 +180,14 @@ def _pareto(choices: list[Choice]) -> Table:
 
 
 def _step_text(choice: Choice) -> str:
-    """Write the seconds of a step with half their interval."""
+    """Return the seconds of a step with half their interval."""
     return format_step_time(choice.step_time, choice.step_time_interval)
 
 
 def _behind_text(plan: Plan, runner: RunnerUp) -> str:
-    """Say by how much a plan is behind, and where that may be chance, or what the costs of the two may be off by.
+    """Return how far a plan is behind, and whether that may be sampling error or model error.
 
-    What both do alike on the same GPUs is off by the same, and says nothing of which is better.
+    Errors of work that both plans do alike on the same GPUs cancel.
     """
     text = f"{runner.behind:+.1%}"
     if runner.behind_interval is not None:

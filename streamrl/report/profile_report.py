@@ -1,4 +1,4 @@
-"""Write what a profile says of generation: decode curves as tables, notes and figures."""
+"""Show the generation part of a profile: decode curves as tables, notes and figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = tuple(colour.light for colour in SERIES)
 def share_figure(
     series: Sequence[Series], *, over: str, share: str, title: str, path: Path | None = None
 ) -> Figure:
-    """Draw shares of something over a logarithmic axis; write a .png or .svg file where a path is given."""
+    """Draw shares over a logarithmic axis; write a .png or .svg file to a path."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -50,7 +50,7 @@ def share_figure(
 
 
 def generation_table(curve: GenerationCurve) -> Table:
-    """Lay out one GPU's curve: seconds, speed, and how near the datasheet each step comes."""
+    """Lay out one GPU's curve: seconds, speed, and each step's share of the datasheet limits."""
     table = Table(box=None, pad_edge=False, title=_title(curve), title_justify="left")
     for name in (
         "rollouts",
@@ -112,7 +112,7 @@ def _cells(
 
 
 def generation_notes(curves: Sequence[GenerationCurve]) -> list[str]:
-    """Say, a line each, what binds where, which GPU gives most tokens per dollar, and what it rests on."""
+    """Return one line each on the limiting resource, the GPU with the most tokens per dollar, and the sources."""
     notes = []
     for curve in curves:
         notes.append(
@@ -130,7 +130,7 @@ def generation_notes(curves: Sequence[GenerationCurve]) -> list[str]:
 
 
 def generation_figure(curves: Sequence[GenerationCurve], path: Path | None = None) -> Figure:
-    """Draw step time and tokens per dollar over the batch; write a .png or .svg file where a path is given."""
+    """Draw step time and tokens per dollar over the batch size; write a .png or .svg file to a path."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""What would have happened, on a terminal: a record, its simulation and the changed one beside each other."""
+"""Show a recorded run, its simulation and a changed simulation side by side on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamrl.runfile.formatting import format_duration, format_share, format_st
 
 
 def rerun_report(rerun: Rerun) -> RenderableType:
-    """Put the three together for a terminal, and say what the changes would have saved."""
+    """Lay out all three for a terminal, with the saving of the changes."""
     first, last = rerun.recorded.counted_steps
     table = Table(
         f"steps {first} to {last}", "recorded", "simulated", "changed", box=None, pad_edge=False
@@ -31,7 +31,7 @@ def rerun_report(rerun: Rerun) -> RenderableType:
 
 
 def verdict(rerun: Rerun) -> str:
-    """Say in a sentence what the changes would have saved, or cost."""
+    """Return a sentence on what the changes would have saved or cost."""
     ratio, what = rerun.step_time_ratio, ", ".join(rerun.changes) or "no change"
     if ratio.value == 1:
         return f"{what} would have made no difference."
@@ -45,14 +45,14 @@ def verdict(rerun: Rerun) -> str:
 
 
 def error_line(rerun: Rerun) -> str:
-    """Say how far the simulation of the run as it was is off its record."""
+    """Return how far the simulation of the unchanged run is off its record."""
     error = rerun.prediction_error
     way = "longer" if error > 0 else "shorter"
     return f"As it was, a simulated step is {format_share(abs(error))} {way} than a recorded one."
 
 
 def _figures(run: Metrics) -> Iterator[tuple[str, str]]:
-    """Yield what a run's column shows, each with its label."""
+    """Yield the figures of a run's column, each with its label."""
     yield LABELS["step_time"], format_step_time(run.step_time, run.step_time_interval)
     yield "  all steps", format_duration(sum(run.step_times))
     for name in RATIOS[1:]:

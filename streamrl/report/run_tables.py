@@ -1,4 +1,4 @@
-"""Write the figures of a run, and of a prediction beside a measurement, as tables for the terminal and as JSON."""
+"""Write the figures of a run, and of a prediction next to a measurement, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from streamrl.runfile.formatting import (
 
 
 def headline(whole: WholeRun) -> str:
-    """Say in a line what the whole run takes: "200 steps take 15.68 h ± 0.14 and cost $892.7 ± 7.9 (95 % intervals)"."""
+    """Return a line on the whole run: "200 steps take 15.68 h ± 0.14 and cost $892.7 ± 7.9 (95 % intervals)"."""
     sure = " (95 % intervals)" if whole.seconds_interval is not None else ""
     noun, verbs = ("step", ("takes", "costs")) if whole.steps == 1 else ("steps", ("take", "cost"))
     cost = f" and {verbs[1]} {dollars_text(whole)}" if whole.dollars else ""
@@ -33,7 +33,7 @@ def headline(whole: WholeRun) -> str:
 
 
 def price_note(whole: WholeRun) -> str:
-    """Say what it costs and how many steps it is, beside its time: "$892.7 ± 7.9 for 200 steps; 95 % intervals"."""
+    """Return its cost and number of steps: "$892.7 ± 7.9 for 200 steps; 95 % intervals"."""
     noun = "step" if whole.steps == 1 else "steps"
     sure = "; 95 % intervals" if whole.seconds_interval is not None else ""
     cost = f"{dollars_text(whole)} " if whole.dollars else ""
@@ -41,17 +41,17 @@ def price_note(whole: WholeRun) -> str:
 
 
 def time_text(whole: WholeRun) -> str:
-    """Write how long it takes: "15.68 h ± 0.14", "3.27 d ± 0.05 (78.5 h)"."""
+    """Return its duration: "15.68 h ± 0.14", "3.27 d ± 0.05 (78.5 h)"."""
     return long_time(whole.seconds, whole.seconds_interval)
 
 
 def dollars_text(whole: WholeRun) -> str:
-    """Write what it costs: "$892.7 ± 7.9"."""
+    """Return its cost: "$892.7 ± 7.9"."""
     return long_dollars(whole.dollars, whole.dollars_interval)
 
 
 def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
-    """Yield what else is to be said of it: a name, a figure and a note."""
+    """Yield further facts: a name, a figure and a note."""
     for name, pool in whole.pools.items():
         yield f"  {name}", f"${pool.dollars:,.2f}" if pool.dollars else "free", _pool_text(pool)
     if whole.egress:
@@ -68,7 +68,7 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
 
 
 def fact_lines(whole: WholeRun) -> Iterator[str]:
-    """Yield the same as lines of text."""
+    """Yield the same facts as lines of text."""
     for name, figure, note in facts(whole):
         yield f"{name}: {figure}; {note}"
 
@@ -92,13 +92,13 @@ def _count(value: float) -> str:
 
 
 Deviation: TypeAlias = dict[str, float | None]
-"""predicted, measured and error of one figure; the error is None where it is not defined."""
+"""predicted, measured and error of one figure; the error is None if it is undefined."""
 
 COSTS = ("cost_per_step", "cost_per_million_tokens")
-BAR_WIDTH = 24  # characters of a share of 100 %
+BAR_WIDTH = 24  # characters for a share of 100 %
 TWO_SIDES = ("rollout", "trainer")
-"""Sides of a run that the shares of all GPU-seconds say enough of."""
-WORTH_A_WORD = 0.005  # share of a side's GPU-seconds
+"""Sides that the shares of all GPU-seconds describe well enough."""
+WORTH_A_WORD = 0.005  # share of a side's GPU-seconds above which an activity is shown
 UNKNOWN_YIELD = (
     "no replica was seen with max_running rollouts, and costs.profile names none of this run"
 )
@@ -106,7 +106,7 @@ NUM_REWARDS = 5  # shown from the start and from the end of a run
 
 
 def metrics_table(metrics: Metrics) -> Table:
-    """Lay out the figures of one run: speed, cost, and where its GPU-seconds went."""
+    """Lay out the figures of one run: speed, cost, and the use of its GPU-seconds."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -136,7 +136,7 @@ def metrics_table(metrics: Metrics) -> Table:
 
 
 def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
-    """Set a prediction beside what was measured, with its error."""
+    """Lay out a prediction next to its measurement, with the error."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     for title in ("predicted", "measured", "error"):
@@ -144,7 +144,7 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
     for name in RATIOS:
         ours, theirs = getattr(predicted, name), getattr(measured, name)
         if name in COSTS and not (ours or theirs):
-            continue  # nothing was rented
+            continue  # no GPU was rented
         shown = [format_figure(name, value) for value in (ours, theirs)]
         if name == "step_time":
             shown = [
@@ -166,8 +166,8 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
 def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
     """Return the same comparison as data.
 
-    `error` is (predicted - measured) / measured for times, rates and dollars, and predicted - measured,
-    in percentage points, for shares.
+    `error` is (predicted - measured) / measured for times, rates and dollars. For shares it is
+    predicted - measured, in percentage points.
     """
     figures: dict[str, object] = {}
     for name in RATIOS:
@@ -188,7 +188,7 @@ def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
 
 
 def _comparable(predicted: Metrics, measured: Metrics) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what both were busy with, decoding as a whole where only one tells what of it was underfilled."""
+    """Return both busy shares. Decoding is one figure if only one run knows its underfilled part."""
     if UNDERFILLED in predicted.busy and UNDERFILLED in measured.busy:
         return predicted.busy, measured.busy
     return _with_all_decoding(predicted.busy), _with_all_decoding(measured.busy)
@@ -202,7 +202,7 @@ def _with_all_decoding(busy: Mapping[str, float]) -> dict[str, float]:
 
 
 def are_apart(one: Metrics, other: Metrics) -> bool | None:
-    """Return whether the 95 % intervals of two step times lie apart; None where one has none."""
+    """Return whether the 95 % intervals of two step times are disjoint; None if one has none."""
     if one.step_time_interval is None or other.step_time_interval is None:
         return None
     (low, high), (least, most) = one.step_time_interval, other.step_time_interval
@@ -230,7 +230,7 @@ LABELS = {
 
 
 def format_figure(name: str, value: float) -> str:
-    """Write the figure that `Metrics` calls `name` for people."""
+    """Return the figure that `Metrics` calls `name`, for people."""
     if name.startswith("cost"):
         return format_dollars(value)
     if name == "step_time":
@@ -239,7 +239,7 @@ def format_figure(name: str, value: float) -> str:
 
 
 def format_tiers(tiers: Mapping[str, float]) -> str:
-    """Say where the seconds came from; a roofline share is called unmeasured."""
+    """Return the sources of the seconds; a roofline share is called unmeasured."""
     marks = {"roofline": " (unmeasured)"}
     return ", ".join(
         f"{format_share(share, 0)} {tier}{marks.get(tier, '')}"
@@ -249,14 +249,14 @@ def format_tiers(tiers: Mapping[str, float]) -> str:
 
 
 def _errors(found: Uncertainty) -> tuple[str, str]:
-    """Say how far passes of models left out of the fits were off, by stage; whole steps are `validate steps`'."""
+    """Return the errors of passes on models outside the fits, by stage; `validate steps` has those of whole steps."""
     whole = "unknown" if found.step_time is None else f"± {found.step_time:.0%}"
     stages = ", ".join(f"{stage} {error:.0%}" for stage, error in found.stages.items())
     return whole, f"of the step; of models that no fit saw: {stages or 'none was checked'}"
 
 
 def _whole(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
-    """Yield what the whole run takes, or that it is none: the first thing that is said."""
+    """Yield duration and cost of the whole run, or that it is unfinished; this comes first."""
     whole = metrics.whole_run
     if whole is None:
         yield "NOT FINISHED", "", f"[red]{metrics.unfinished}[/]"
@@ -287,7 +287,7 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
         yield "error of kernels", *_errors(metrics.uncertainty)
     if (
         any(metrics.rewards) and metrics.world == "real"
-    ):  # simulated ones only say which groups differ
+    ):  # simulated rewards only say which groups differ
         yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
     if metrics.selection is not None:
         yield from _selected(metrics.selection)
@@ -298,13 +298,13 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
 
 
 def _wasted(shares: Mapping[str, float]) -> str:
-    """Say of which reasons the tokens are that were generated and not trained on."""
+    """Return the reasons why generated tokens were not trained on, with their shares."""
     parts = [f"{reason} {format_share(share)}" for reason, share in shares.items()]
     return f"of those generated in the steps that count: {', '.join(parts)}"
 
 
 def _selected(found: SelectionMetrics) -> Iterable[tuple[str, str, str]]:
-    """Yield how long what was trained on is beside what was generated, where these differ by a percent in any step."""
+    """Yield the length of trained rollouts relative to generated ones, if they differ by a percent in any step."""
     known = [ratio for ratio in found.length_ratio if ratio is not None]
     if any(abs(ratio - 1) > 0.01 for ratio in known):
         first = f"{known[0]:.2f} in the first step, {mean(known):.2f} in the mean step"
@@ -312,7 +312,7 @@ def _selected(found: SelectionMetrics) -> Iterable[tuple[str, str, str]]:
 
 
 def _trainer_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
-    """Yield a row for each trainer: its seconds a step, and what it made of the rollouts."""
+    """Yield a row for each trainer: its seconds per step, and its use of the rollouts."""
     yield (
         "trainers",
         str(len(metrics.trainers)),
@@ -329,7 +329,7 @@ def _trainer_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
 
 
 def _side_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
-    """Yield a row for each side: how much of its GPU-seconds is busy, and what it does and waits for."""
+    """Yield a row for each side: its busy share, its activities and its waits."""
     yield "sides", "busy", "of the side's own GPU-seconds"
     for name, side in metrics.sides.items():
         idle = {f"idle: {cause}": share for cause, share in side.idle.items()}
@@ -354,7 +354,7 @@ def _histogram(staleness: Mapping[int, int]) -> str:
 
 
 def _ends(rewards: list[float]) -> str:
-    """Show the means of the first and the last steps, or every step's where they are few."""
+    """Return the means of the first and the last steps, or of every step if there are few."""
     if len(rewards) <= 2 * NUM_REWARDS:
         return "last; " + " ".join(f"{reward:.3f}" for reward in rewards)
     first, last = mean(rewards[:NUM_REWARDS]), mean(rewards[-NUM_REWARDS:])

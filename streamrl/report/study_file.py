@@ -1,7 +1,7 @@
-"""A what-if study: which run file, which sweeps, and what to look for; ready-made ones are TOML files.
+"""A what-if study: a run file, sweeps over its keys, and a question; ready-made studies are TOML files.
 
-A study file has the key `run`, which no run file has. What it says beside that is what
-`streamrl simulate RUN.toml --sweep … --set … --seeds … --metric …` says, with names for figures.
+A study file has the key `run`, which no run file has. Its other keys correspond to the options of
+`streamrl simulate RUN.toml --sweep … --set … --seeds … --metric …`, with names for figures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from streamrl.report.study_table import Question, check_metrics
 from streamrl.runfile.sweep import Axis, Scale, parse_axis
 
-NUM_SEEDS = 1  # whose interval says what more would
+NUM_SEEDS = 1  # its interval shows what more seeds would add
 DEFAULT_METRICS = ("step_time", "cost_per_million_tokens")
 KEY = "run"
 UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`.*")
@@ -30,11 +30,11 @@ class AxisEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One sweep of a study file."""
 
     sweep: str
-    """As `--sweep` takes it."""
+    """A sweep, as `--sweep` takes it."""
     name: str = ""
-    """What figures call it; its keys where empty."""
+    """Name in figures; the swept keys if empty."""
     labels: list[str] = msgspec.field(default_factory=list)
-    """What figures call its points; their values where empty."""
+    """Names of the points in figures; their values if empty."""
     scale: Scale = "auto"
 
 
@@ -46,7 +46,7 @@ class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     title: str
     question: str = ""
     set: list[str] = msgspec.field(default_factory=list)
-    """As `--set` takes them."""
+    """Settings, as `--set` takes them."""
     axis: list[AxisEntry]
     """The first one is the x axis; the others make the series."""
     seeds: int = NUM_SEEDS
@@ -65,17 +65,17 @@ class Study:
     axes: tuple[Axis, ...]
     num_seeds: int = NUM_SEEDS
     metrics: tuple[str, ...] = DEFAULT_METRICS
-    """Each has a figure and a finding; the first one's stands for the study."""
+    """Each gets a figure and a finding; the first represents the study."""
     finding: Question = field(default_factory=Question)
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` where it asks for nothing, or for metrics that there are not."""
+        """Raise `ValueError` if the study sweeps nothing or names an unknown metric."""
         if not self.axes:
-            raise ValueError("a study needs a sweep: --sweep key=value,value")
+            raise ValueError("a study needs a sweep: add --sweep key=value,value")
         if self.num_seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {self.num_seeds}")
         if not self.metrics:
-            raise ValueError("metrics is empty: leave it out, or name what to draw")
+            raise ValueError("metrics is empty: remove it, or name the metrics to draw")
         check_metrics(self.metrics)
         tolerance = self.finding.tolerance
         if not (isfinite(tolerance) and 0 <= tolerance < 1):
@@ -85,7 +85,7 @@ class Study:
 
 
 def is_study(path: Path) -> bool:
-    """Return whether a file is a study, not a run file; what cannot be read is none."""
+    """Return whether a file is a study, not a run file; False for an unreadable file."""
     try:
         return isinstance(tomllib.loads(path.read_text(encoding="utf-8-sig")).get(KEY), str)
     except (OSError, ValueError, RecursionError):
@@ -96,7 +96,7 @@ def load_study(path: Path) -> Study:
     """Read a study file.
 
     Raises:
-        ValueError: one line that begins with its path and names the key and what is wrong with it.
+        ValueError: the file is wrong; the message is one line with the path, the key and the reason.
     """
     try:
         return _make_study(tomllib.loads(path.read_text(encoding="utf-8-sig")), path.parent)
@@ -123,7 +123,7 @@ def _make_study(table: dict[str, Any], base: Path) -> Study:
 
 
 def _say(error: str) -> str:
-    """Say what msgspec found, with the nearest key where one is unknown."""
+    """Return msgspec's error, with the nearest known key for an unknown one."""
     match = UNKNOWN.fullmatch(error)
     if match is None:
         return error.replace("$.", "")

@@ -26,7 +26,7 @@ Json: TypeAlias = dict[str, object]
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A study and what came out of it."""
+    """A study and its results."""
 
     study: Study
     grid: Grid
@@ -37,16 +37,16 @@ class StudyResult:
         return make_table(metric, self.grid.axes, self.rows)
 
     def sentences(self, metric: str) -> list[str]:
-        """Say what the study found of one metric."""
+        """Return the findings on one metric, as sentences."""
         return find(self.study.finding, self.table(metric))
 
     def finding(self, metric: str) -> str:
-        """Say it in one string."""
+        """Return the same findings as one string."""
         return " ".join(self.sentences(metric))
 
     @property
     def note(self) -> str:
-        """Say what a value of a figure is."""
+        """Return what the values of a figure mean."""
         seeds = self.study.num_seeds
         spread = f"median of {seeds} seeds" if seeds > 1 else "one seed"
         if widest := self.widest:
@@ -62,7 +62,7 @@ class StudyResult:
 
     @property
     def doubts(self) -> list[str]:
-        """Say which combinations are not known as exactly as was asked for, and why."""
+        """Return which combinations are less certain than requested, and why."""
         named: dict[str, list[str]] = {}
         for row in self.rows:
             if row.note:
@@ -72,7 +72,7 @@ class StudyResult:
 
 
 def describe(report: StudyResult) -> Json:
-    """Return a study as data: what was asked, what was found, and every combination's median, least and most."""
+    """Return a study as data: settings, findings, and median, lowest and highest value of every combination."""
     study, grid = report.study, report.grid
     tables = {metric: report.table(metric) for metric in study.metrics}
     return {
@@ -164,7 +164,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
     """One cell of the grid."""
 
     values: dict[str, str]
-    """Of every swept key."""
+    """Value of every swept key."""
     label: str
     place: tuple[int, ...]
     """Its point on every axis."""
@@ -172,14 +172,14 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A combination that cannot run, or does not finish, and why."""
+    """A combination that cannot run or does not finish, and the reason."""
 
     values: dict[str, str]
     reason: str
 
 
 class StudyJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of study.json."""
+    """The part of study.json that is read back."""
 
     title: str
     question: str = ""
@@ -187,10 +187,10 @@ class StudyJson(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 1
     axes: list[Axis]
     findings: dict[str, str]
-    """A sentence or more for each metric."""
+    """One or more sentences for each metric."""
     rows: list[Combination]
     notes: list[str] = []
-    """What keeps combinations from being as exactly known as was asked for."""
+    """Reasons why combinations are less certain than requested."""
     refused: list[RecordedRefusal] = []
     unfinished: list[RecordedRefusal] = []
 
@@ -202,11 +202,11 @@ class RecordedStudy(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     found: StudyJson
     tiers: dict[str, float]
-    """Mean share of busy seconds by tier, where study.csv says."""
+    """Mean share of busy seconds by tier, if study.csv has it."""
 
     @property
     def metrics(self) -> list[str]:
-        """Return the metrics that it is about, the first one first."""
+        """Return its metrics, the main one first."""
         return list(self.found.findings)
 
     def table(self, metric: str) -> MetricTable:
@@ -216,10 +216,10 @@ class RecordedStudy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_study(path: Path, name: str) -> RecordedStudy:
-    """Read study.json beside a study.csv.
+    """Read study.json next to a study.csv.
 
     Raises:
-        ValueError: the file is missing, is no study, or has an axis or row that the others do not know.
+        ValueError: the file is missing, is not a study, or has an axis or row that does not match the others.
     """
     file = path.with_name(STUDY_JSON)
     try:
@@ -233,7 +233,7 @@ def read_study(path: Path, name: str) -> RecordedStudy:
 
 
 def _read_tiers(path: Path) -> dict[str, float]:
-    """Average the columns tiers.measured, tiers.composed and tiers.roofline over all rows."""
+    """Return the means of columns tiers.measured, tiers.composed and tiers.roofline over all rows."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -248,14 +248,14 @@ def _read_tiers(path: Path) -> dict[str, float]:
 
 def _check(found: StudyJson, file: Path) -> None:
     if not found.axes or not found.rows:
-        raise ValueError(f"{file}: a study has an axis and a row at least")
+        raise ValueError(f"{file}: a study needs at least one axis and one row")
     for axis in found.axes:
         if len(axis.point_labels) != len(axis.points):
-            raise ValueError(f"{file}: {axis.title!r} has not one label for each of its points")
+            raise ValueError(f"{file}: {axis.title!r} needs one label for each of its points")
     sizes = [len(axis.points) for axis in found.axes]
     for row in found.rows:
         if len(row.place) != len(sizes) or not all(map(_is_point, row.place, sizes)):
-            raise ValueError(f"{file}: row {row.label!r} is at no point of the axes: {row.place}")
+            raise ValueError(f"{file}: row {row.label!r} is outside the axes: {row.place}")
         for metric in found.findings:
             if metric not in row.metrics:
                 raise ValueError(f"{file}: row {row.label!r} lacks {metric}")

@@ -1,12 +1,12 @@
 """Put the rows of a study into one table for each metric, and state in words what the table shows.
 
-What a study found, said in words that its rows bear out: nothing here is typed in by hand.
+All sentences are derived from the rows:
 
-kind        says
-best        which point is best, and how much worse the worst one is
-knee        from where on, or up to where, a metric stays near its best
-crossover   which series wins where, and where the winner changes
-ratio       how much a metric grows along the first axis, and what each series is to the first one
+    kind        finding
+    best        the best point, and how much worse the worst one is
+    knee        the range of points in which a metric stays near its best
+    crossover   which series wins where, and where the winner changes
+    ratio       the growth of a metric along the first axis, and each series relative to the first one
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAMES = {
 }
 SHARES = ("wasted", "idle", *(f"idle.{c}" for c in IDLE), *(f"busy.{a}" for a in BUSY))
 METRICS = (*RATIOS, "mean_staleness", "dropped", *SHARES)
-"""What a study can be about; `idle` is the sum of its causes."""
+"""Metrics that a study can have; `idle` is the sum of its causes."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -57,12 +57,12 @@ class Spread(msgspec.Struct, frozen=True):
 
     median: float
     least: float
-    """Of the 95 % intervals of all seeds, where there are intervals."""
+    """The lowest end of the 95 % intervals of all seeds, if there are intervals."""
     most: float
 
     @property
     def half(self) -> float:
-        """Half the way from the least to the most."""
+        """Return half the distance from the lowest to the highest value."""
         return (self.most - self.least) / 2
 
 
@@ -72,7 +72,7 @@ class MetricSeries(NamedTuple):
     rest: tuple[int, ...]
     label: str
     spreads: dict[int, Spread]
-    """By point of the first axis; what was refused is missing."""
+    """By point of the first axis; rejected combinations are missing."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,17 @@ class MetricTable:
 
     @property
     def name(self) -> str:
-        """Name the metric for people."""
+        """Return the metric's name for people."""
         return name_of(self.metric)
 
     @property
     def is_less_better(self) -> bool:
-        """Whether the least value is the best."""
+        """Return whether the lowest value is the best."""
         return self.metric in BETTER_LESS or self.metric.startswith("idle")
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Name the points of the first axis."""
+        """Return the names of the first axis's points."""
         return self.axes[0].point_labels
 
     def series(self) -> Iterator[MetricSeries]:
@@ -107,16 +107,16 @@ class MetricTable:
 
     @property
     def is_share(self) -> bool:
-        """Whether values are shares, whose differences count and not their ratios."""
+        """Return whether values are shares, which are compared by difference, not by ratio."""
         return self.metric in SHARES
 
     @property
     def word(self) -> str:
-        """Say which value is the best."""
+        """Return the word for the best value."""
         return "least" if self.is_less_better else "most"
 
     def is_near(self, value: float, best: float, tolerance: float) -> bool:
-        """Whether a value is off by at most `tolerance`, of the best or, for shares, of all GPU-seconds."""
+        """Return whether a value is off by at most `tolerance`: relative to the best, or in GPU-time share for shares."""
         return abs(value - best) <= tolerance * (1.0 if self.is_share else abs(best))
 
     def best(self, values: Iterable[float]) -> float:
@@ -124,7 +124,7 @@ class MetricTable:
         return min(values) if self.is_less_better else max(values)
 
     def format_spread(self, spread: Spread) -> str:
-        """Write a value with half of what it may be, such as "164.7 s ± 1.2"."""
+        """Return a value with half its range, such as "164.7 s ± 1.2"."""
         if self.metric == "step_time" and spread.half:
             return format_step_time(spread.median, (spread.least, spread.most))
         if self.is_share or not spread.half or not spread.median:
@@ -132,14 +132,14 @@ class MetricTable:
         return f"{self.format(spread.median)} ± {spread.half / spread.median * 100:.2g} %"
 
     def format(self, value: float) -> str:
-        """Write a value for people."""
+        """Return a value as text."""
         if self.is_share:
             return format_share(value)
         return format_figure(self.metric, value) if self.metric in RATIOS else f"{value:.3g}"
 
 
 def make_table(metric: str, axes: Sequence[Axis], rows: Iterable[StudyRow]) -> MetricTable:
-    """Put the rows of a study together for one metric."""
+    """Return the table of one metric from the rows of a study."""
     found: dict[tuple[int, ...], list[StudyRow]] = {}
     for row in rows:
         found.setdefault(row.place, []).append(row)
@@ -148,7 +148,7 @@ def make_table(metric: str, axes: Sequence[Axis], rows: Iterable[StudyRow]) -> M
 
 
 def _spread(metric: str, rows: Sequence[StudyRow]) -> Spread:
-    """Put the seeds of a combination together."""
+    """Return the spread over the seeds of a combination."""
     values = [row.figures[metric] for row in rows]
     lows = [value * (1 - row.spread(metric)) for value, row in zip(values, rows, strict=True)]
     highs = [value * (1 + row.spread(metric)) for value, row in zip(values, rows, strict=True)]
@@ -156,12 +156,12 @@ def _spread(metric: str, rows: Sequence[StudyRow]) -> Spread:
 
 
 def label_of(axes: Sequence[Axis], place: Sequence[int]) -> str:
-    """Name a combination by its points' labels."""
+    """Return the labels of a combination's points as one name."""
     return ", ".join(axis.point_labels[at] for axis, at in zip(axes, place, strict=True))
 
 
 def name_of(metric: str) -> str:
-    """Name a metric for people."""
+    """Return the metric's name for people."""
     kind, dot, part = metric.partition(".")
     if dot:
         return f"GPU time {kind} {'for' if kind == 'idle' else 'with'} {part}"
@@ -169,12 +169,12 @@ def name_of(metric: str) -> str:
 
 
 def unit_of(metric: str) -> str:
-    """Return the unit of a metric's values; nothing where they are numbers."""
+    """Return the unit of a metric's values; empty for plain numbers."""
     return "share of GPU-seconds" if metric in SHARES else UNITS.get(metric, "")
 
 
 def check_metrics(metrics: Iterable[str]) -> None:
-    """Raise `ValueError` where a study is asked for a metric that there is not."""
+    """Raise `ValueError` if a metric is unknown."""
     for metric in metrics:
         if metric not in METRICS:
             close = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0.5)
@@ -183,11 +183,13 @@ def check_metrics(metrics: Iterable[str]) -> None:
 
 
 Kind = Literal["best", "knee", "crossover", "ratio"]
-NEAR = 0.02  # relative distance up to which two medians are called alike: what seeds do to a run
+NEAR = (
+    0.02  # relative distance below which two medians count as equal: the effect of seeds on a run
+)
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a study looks for."""
+    """The question of a study."""
 
     kind: Kind = "best"
     tolerance: float = NEAR
@@ -195,10 +197,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def find(finding: Question, table: MetricTable) -> list[str]:
-    """Say what a table shows, in a few sentences.
+    """Return a few sentences on a table.
 
     Raises:
-        ValueError: a crossover is looked for where nothing is compared.
+        ValueError: a crossover is asked for with only one axis.
     """
     return list(SENTENCES[finding.kind](table, finding.tolerance))
 
@@ -221,7 +223,7 @@ def _best(table: MetricTable, tolerance: float) -> Iterator[str]:
 
 
 def _rank(table: MetricTable, tops: list[tuple[str, float]]) -> str:
-    """Set the best of every series beside the best of all."""
+    """Return the best of every series relative to the best of all."""
     best = table.best(value for _, value in tops)
     (top, _), *others = sorted(tops, key=lambda each: abs(each[1] - best))
     parts = [f"{label} comes to {table.format(v)}{_times(table, v, best)}" for label, v in others]
@@ -229,7 +231,7 @@ def _rank(table: MetricTable, tops: list[tuple[str, float]]) -> str:
 
 
 def _knee(table: MetricTable, tolerance: float) -> Iterator[str]:
-    """Name where each series leaves its best; those that never do share a sentence."""
+    """Yield where each series leaves its best; series that never do share a sentence."""
     flat = []
     for series in table.series():
         values = {at: spread.median for at, spread in series.spreads.items()}
@@ -248,9 +250,11 @@ def _knee(table: MetricTable, tolerance: float) -> Iterator[str]:
 
 
 def _crossover(table: MetricTable, tolerance: float) -> Iterator[str]:
-    """Compare the series of the second axis, for each combination of the axes beyond it."""
+    """Compare the series of the second axis, for each combination of further axes."""
     if len(table.axes) < 2:
-        raise ValueError("finding 'crossover' needs two axes: what changes, and what is compared")
+        raise ValueError(
+            "finding 'crossover' needs two axes: the swept one, and the one to compare"
+        )
     beyond = table.axes[2:]
     for rest, found in groupby(sorted(table.series(), key=_beyond), key=_beyond):
         rivals = list(found)
@@ -294,7 +298,7 @@ def _ratio(table: MetricTable, tolerance: float) -> Iterator[str]:
 
 
 def _against_first(table: MetricTable, values: dict[int, float]) -> Iterator[str]:
-    """Set every point beside the first."""
+    """Yield every point relative to the first."""
     base = values[min(values)]
     parts = []
     for at, value in values.items():
@@ -304,7 +308,7 @@ def _against_first(table: MetricTable, values: dict[int, float]) -> Iterator[str
 
 
 def _against(table: MetricTable, series: MetricSeries, base: MetricSeries) -> str:
-    """Say what a series is to the first one, where that is least and where most."""
+    """Return a series relative to the first one, at its lowest and highest ratio."""
     pairs = {
         at: (spread.median, base.spreads[at].median)
         for at, spread in series.spreads.items()
@@ -329,7 +333,7 @@ def _against(table: MetricTable, series: MetricSeries, base: MetricSeries) -> st
 
 
 def _size(table: MetricTable, value: float, base: float) -> float:
-    """Return what a value is to another: their ratio, of shares their difference."""
+    """Return the ratio of two values, or for shares their difference."""
     if table.is_share:
         return value - base
     return value / base if base else 1.0
@@ -348,7 +352,7 @@ assert set(SENTENCES) == set(get_args(Kind))
 
 
 def _say(series: MetricSeries, text: str) -> str:
-    """Put the series before a sentence where there is more than one."""
+    """Return a sentence with the name of its series, if there are several."""
     return f"{series.label}: {text}" if series.label else _capital(text)
 
 
@@ -365,7 +369,7 @@ def _within(table: MetricTable, tolerance: float) -> str:
 
 
 def _worst(table: MetricTable, far: dict[int, float], best: float) -> str:
-    """Say what is farthest from the best; nothing where nothing is far."""
+    """Return the value farthest from the best; empty if none is far."""
     if not far:
         return ""
     worst = max(far, key=lambda at: abs(far[at] - best))
@@ -374,14 +378,14 @@ def _worst(table: MetricTable, far: dict[int, float], best: float) -> str:
 
 
 def _times(table: MetricTable, value: float, base: float, of: str = "") -> str:
-    """Say how many times one value is another, but for shares and where that is no number."""
+    """Return how many times one value is another; for shares or a zero base, another wording."""
     if table.is_share or not base or not isfinite(value / base):
         return ""
     return f", {value / base:.2f} times {of or 'as much'}"
 
 
 def _where(table: MetricTable, near: list[int], places: list[int]) -> str:
-    """Say which points lie together: from one on, up to one, or each by name."""
+    """Return which points form a group: from one on, up to one, or each by name."""
     if near == places[-len(near) :]:
         return (
             f"from {table.points[near[0]]} on" if len(near) > 1 else f"at {table.points[near[0]]}"
@@ -392,7 +396,7 @@ def _where(table: MetricTable, near: list[int], places: list[int]) -> str:
 
 
 def _span(table: MetricTable, ats: list[int], places: list[int]) -> str:
-    """Say from where to where a series wins."""
+    """Return the range in which a series wins."""
     if ats[0] == places[0]:
         return f"up to {table.points[ats[-1]]}"
     if ats[-1] == places[-1]:
@@ -417,7 +421,7 @@ def _winner(table: MetricTable, rivals: list[MetricSeries], at: int) -> MetricSe
 
 
 def _margins(table: MetricTable, rivals: list[MetricSeries], ats: list[int]) -> str:
-    """Say what the next best has, from where it is nearest to the best to where it is farthest."""
+    """Return the values of the next best, where it is closest to the best and where it is farthest."""
     found = []
     for at in ats:
         best, second, *_ = sorted(_badness(table, rival.spreads[at]) for rival in rivals)
@@ -434,7 +438,7 @@ def _margins(table: MetricTable, rivals: list[MetricSeries], ats: list[int]) -> 
 def _crossing(
     table: MetricTable, ats: tuple[int, int], rivals: tuple[MetricSeries, MetricSeries]
 ) -> str:
-    """Say where two series cross, on the straight line between two points of the first axis."""
+    """Return where two series cross, by linear interpolation between two points of the first axis."""
     axis = table.axes[0]
     before, after = (rivals[0].spreads[at].median - rivals[1].spreads[at].median for at in ats)
     between = f"between {table.points[ats[0]]} and {table.points[ats[1]]}"

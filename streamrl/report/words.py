@@ -1,4 +1,4 @@
-"""How the report says things: figures with units, who generates and who trains, and what words mean."""
+"""Words of the report: figures with units, names of sides, and the meaning of terms."""
 
 from __future__ import annotations
 
@@ -63,44 +63,44 @@ GLOSSARY = {
 
 
 def dollars(value: float) -> str:
-    """Write dollars: cents, of less than one three digits, as tables on a terminal have them."""
+    """Return dollars as text: with cents, or three digits below one dollar, as in terminal tables."""
     if value >= 1000:
         return f"${value:,.0f}"
     return "$0.00" if value == 0 else format_dollars(value)
 
 
 def seconds(value: float) -> str:
-    """Write seconds: "13.5 ms", "9.25 s", "243 s"."""
+    """Return seconds as text: "13.5 ms", "9.25 s", "243 s"."""
     if value < 1:
         return f"{value * 1e3:.3g}{NBSP}ms"
     return f"{value:,.0f}{NBSP}s" if value >= 100 else f"{value:.3g}{NBSP}s"
 
 
 def step_seconds(value: float, interval: tuple[float, float] | None) -> str:
-    """Write the seconds of a step with half their 95 % interval, as tables on a terminal have them: "243.1 s ± 2"."""
+    """Return the seconds of a step with half their 95 % interval: "243.1 s ± 2"."""
     return format_step_time(value, interval).replace(" ", NBSP)
 
 
 def rounded(value: float) -> str:
-    """Write a large number with three digits: "20,700"."""
+    """Return a large number with three digits: "20,700"."""
     digits = max(0, len(f"{value:.0f}") - 3)
     return f"{round(value, -digits):,.0f}"
 
 
 def tokens_per_second(value: float) -> str:
-    """Write a rate: "20,700 tokens/s"."""
+    """Return a rate: "20,700 tokens/s"."""
     return f"{rounded(value)}{NBSP}tokens/s"
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Write a share: "14 %", and "0.4 %" rather than "0 %"."""
+    """Return a share: "14 %", and "0.4 %" rather than "0 %"."""
     if 0 < abs(share) < 0.01 and digits == 0:
         digits = 1
     return f"{share * 100:.{digits}f}{NBSP}%"
 
 
 def change(share: float) -> str:
-    """Write a relative change with its sign: "+64 %"; less than a twentieth of a percent is none."""
+    """Return a relative change with its sign: "+64 %"; less than 0.05 % counts as none."""
     if abs(share) < 0.0005:
         return f"±0{NBSP}%"
     digits = 1 if abs(share) < 0.1 else 0
@@ -108,7 +108,7 @@ def change(share: float) -> str:
 
 
 def tiers_text(tiers: Mapping[str, float] | None) -> str:
-    """Say where seconds come from: "97 % composed, 3 % unmeasured"."""
+    """Return the sources of seconds: "97 % composed, 3 % unmeasured"."""
     if tiers is None:
         return "tiers not recorded"
     names = {"roofline": "unmeasured"}
@@ -117,12 +117,12 @@ def tiers_text(tiers: Mapping[str, float] | None) -> str:
 
 
 class PlannedSides(NamedTuple):
-    """Who generates and who trains, as a plan says it, and who else works beside them."""
+    """The sides of a plan: who generates, who trains, and further sides."""
 
     rollout: PlannedSide
     trainer: PlannedSide
     others: dict[str, PlannedSide]
-    """By what it does, as a sentence has it."""
+    """By task, in the words of a sentence."""
 
 
 def planned_sides_of(run: Run) -> PlannedSides:
@@ -163,14 +163,14 @@ def _side(
 
 
 def gpus_text(side: PlannedSide) -> str:
-    """Return the GPUs of a side: "8 H20", with the pool where its name says more."""
+    """Return the GPUs of a side: "8 H20", with the pool if its name adds information."""
     name = "CPU workers" if side.gpu == "cpu" else side.gpu.upper()
     place = "" if side.pool in (side.gpu, "local") else f" in {side.pool}"
     return f"{side.num_gpus}{NBSP}{name}{place}"
 
 
 def split_text(side: PlannedSide) -> str:
-    """Say how a side splits the model: "4 replicas of TP2", "DP4 TP4"."""
+    """Return how a side splits the model: "4 replicas of TP2", "DP4 TP4"."""
     parts = [
         f"{name}{side.degrees[key]}" for key, name in SHORT.items() if side.degrees.get(key, 1) > 1
     ]
@@ -183,7 +183,7 @@ def split_text(side: PlannedSide) -> str:
 
 
 def share_text(follower: SecondaryTrainerConfig) -> str:
-    """Say which complete groups a trainer takes: "one in 2 with staleness at most 2"."""
+    """Return which complete groups a trainer takes: "one in 2 with staleness at most 2"."""
     limits = [f"of {listing(list(follower.families))}"] if follower.families else []
     for what in ("staleness", "reward"):
         least, most = getattr(follower, f"min_{what}"), getattr(follower, f"max_{what}")
@@ -194,7 +194,7 @@ def share_text(follower: SecondaryTrainerConfig) -> str:
 
 
 def rent_text(team: PlannedSides, system: str) -> str:
-    """Say what is rented, for a sentence: "8 H20 to generate and 8 H800 to train"."""
+    """Return the rented GPUs for a sentence: "8 H20 to generate and 8 H800 to train"."""
     rollout, trainer, others = team
     rest = [f"{gpus_text(side)} to {what}" for what, side in others.items()]
     if system == "colocated":
@@ -204,7 +204,7 @@ def rent_text(team: PlannedSides, system: str) -> str:
 
 
 def sides_text(team: PlannedSides, system: str) -> str:
-    """Say who generates, who trains, who else does what and in which mode, for a table."""
+    """Return all sides and the mode for a table."""
     rollout, trainer, others = team
     between = " and" if system == "colocated" else f", {gpus_text(trainer)}"
     parts = [

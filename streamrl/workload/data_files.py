@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read the rows below the header, lines that begin with # left out.
+    """Return the rows below the header; lines that begin with # are skipped.
 
     Raises:
         ValueError: the file cannot be read; the message begins with its path.
@@ -46,23 +46,23 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 Row = dict[str, Any]
-"""What stands in one line or row, as JSON has it: dates as text, bytes in base 64."""
+"""One line or row, as JSON represents it: dates as text, bytes in base 64."""
 
 PARQUET = (".parquet", ".pq")
-MOST_SAID = 300
-"""Characters of what a library says is wrong."""
+MOST_ERROR_CHARS = 300
+"""Maximum characters that an error message takes from a library's error."""
 EXTRA = "pip install 'streamrl[data]'"
 
 
 def read_rows(source: SourceConfig, key: str) -> list[Row]:
-    """Read all rows of a data set, in order.
+    """Return all rows of a data set, in order.
 
     Args:
-        source: which.
-        key: of the run file that names it.
+        source: the data set.
+        key: the run file's key for it, for error messages.
 
     Raises:
-        ValueError: naming key, data set and row that is wrong, or the package that is missing.
+        ValueError: a row is wrong or a package is missing; the message names key, data set and row.
     """
     path = Path(source.prompts)
     is_on_hub = source.prompts.startswith(HUB)
@@ -80,7 +80,7 @@ def read_lines(path: Path, key: str = "") -> Iterator[Row]:
     """Yield the objects of a JSONL file.
 
     Raises:
-        ValueError: naming the file and line that is none.
+        ValueError: a line is not a JSON object; the message names file and line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig").rstrip()
@@ -91,7 +91,9 @@ def read_lines(path: Path, key: str = "") -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair cannot be
+            json.dumps(
+                row, ensure_ascii=False
+            ).encode()  # half of a surrogate pair cannot be encoded
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON: {error}") from None
         if not isinstance(row, dict):
@@ -100,12 +102,12 @@ def read_lines(path: Path, key: str = "") -> Iterator[Row]:
 
 
 def _check_has_one_split(source: SourceConfig, key: str) -> None:
-    """Refuse to choose a part of a file, which has none."""
+    """Raise `ValueError` if a subset or split is set for a single file, which has neither."""
     for name in ("subset", "split"):
         if (value := getattr(source, name)) is not None:
             of = f"{key.removesuffix('prompts')}{name}"
             raise ValueError(
-                f"{of} is of data sets in a directory or on the hub, got {value!r} of the file {source.prompts}"
+                f"{of} applies only to data sets (directory or hub), got {value!r}; {source.prompts} is a file"
             )
 
 
@@ -132,9 +134,11 @@ def _of_data_set(source: SourceConfig, key: str) -> list[Row]:
         else:
             if source.subset is not None:
                 of = f"{key.removesuffix('prompts')}subset"
-                raise ValueError(f"{of} is of data sets on the hub, got {source.subset!r}")
+                raise ValueError(
+                    f"{of} applies only to data sets on the hub, got {source.subset!r}"
+                )
             found = datasets.load_from_disk(source.prompts)
-    except Exception as error:  # of the hub's client, of the network, of the file system
+    except Exception as error:  # from the hub's client, the network or the file system
         raise ValueError(f"{key}: {source.prompts} cannot be loaded: {_line(error)}") from None
     if isinstance(found, datasets.DatasetDict):
         found = found[_split(source, key, list(found))]
@@ -145,7 +149,7 @@ def _of_data_set(source: SourceConfig, key: str) -> list[Row]:
 
 
 def _split(source: SourceConfig, key: str, names: list[str]) -> str:
-    """Return the split that is asked for, or the only one."""
+    """Return the configured split, or the only one."""
     of = f"{key.removesuffix('prompts')}split"
     if source.split is None and len(names) == 1:
         return names[0]
@@ -157,11 +161,11 @@ def _split(source: SourceConfig, key: str, names: list[str]) -> str:
 
 
 def _as_json(rows: list[Row], name: str) -> list[Row]:
-    """Return rows as JSON has them, which is how records travel to verifiers."""
+    """Return rows as plain JSON types, because records travel to verifiers as JSON."""
     try:
         found: list[Row] = msgspec.to_builtins(rows)
     except TypeError as error:
-        raise ValueError(f"{name}: has a column that no text can stand for: {error}") from None
+        raise ValueError(f"{name}: has a column that cannot be written as JSON: {error}") from None
     return found
 
 
@@ -171,5 +175,5 @@ def _check_installed(module: str, what: str) -> None:
 
 
 def _line(error: Exception) -> str:
-    """Return what an error says on one line, and not all of much."""
-    return " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
+    """Return the error's message on one line, cut at `MOST_ERROR_CHARS` characters."""
+    return " ".join(str(error).split())[:MOST_ERROR_CHARS] or type(error).__name__

@@ -1,12 +1,13 @@
-"""Expected lengths of a prompt's rollouts, updated by its past samples and by siblings that have finished.
+"""Compute expected output lengths from past samples of a prompt and from finished siblings.
 
-What a prompt's rollouts are expected to take: a prior, corrected by what it took before.
+The model of a prompt's output length is a prior, corrected by the prompt's known lengths:
 
     log tokens = level + slope (prior - its mean) + u + noise,    u ~ N(0, between),  noise ~ N(0, within)
 
-u is the prompt's own. With n known lengths its posterior mean shrinks their mean by n / (n + within / between): the
-normal model with known variances (Gelman et al., Bayesian Data Analysis, section 2.5). The level is that of the window
-of groups in which a length was drawn, so that lengths which grow from epoch to epoch leave a prompt's place as it was.
+u is the effect of the prompt. Its posterior mean shrinks the mean of n known lengths by n / (n +
+within / between): the normal model with known variances (Gelman et al., Bayesian Data Analysis,
+section 2.5). The level is estimated for each window of groups. So lengths that grow from epoch to
+epoch do not change u.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ import numpy as np
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 
 PRIOR_SAMPLES = 1
-"""Finished rollouts of a prompt that what was expected at first counts for. On real groups (R1-Distill-1.5B on AIME,
-Qwen3-1.7B on GPQA) least squares puts it between 0.5 and 1.5, whether no past sample of the prompt was known or one."""
+"""Weight of the first expectation, in finished rollouts of the prompt. On real groups (R1-Distill-1.5B
+on AIME, Qwen3-1.7B on GPQA) least squares gives 0.5 to 1.5, with no past sample of the prompt or
+with one.
+"""
 
 
 class SiblingLengths:
-    """Expects of a rollout what its finished siblings took, blended with what was expected at first.
+    """Update the expected tokens of a rollout from its finished siblings.
 
-    With n lengths known that is the mean of these and of the first expectation, which counts as `PRIOR_SAMPLES`: an
-    estimate moves towards a new length by the share that the length then has.
+    With n known lengths the expectation is the mean of these and of the first expectation, which
+    counts as `PRIOR_SAMPLES` lengths. So each new length moves the estimate by the weight that it
+    has.
     """
 
     def __init__(self) -> None:
@@ -36,16 +40,16 @@ class SiblingLengths:
         self._group_of: dict[int, int] = {}
 
     def add(self, groups: Iterable[DrawnGroup]) -> None:
-        """Begin with what groups that are drawn say of their rollouts."""
+        """Start with the expected tokens of drawn groups."""
         for drawn in groups:
             expected = dict(zip(drawn.rollouts, drawn.expected_tokens, strict=True))
             self._groups[drawn.group] = _Group(drawn.rollouts, expected)
             self._group_of.update(dict.fromkeys(drawn.rollouts, drawn.group))
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Return what is now expected of the siblings of a rollout that finished.
+        """Return the new expectations of the siblings of a finished rollout.
 
-        None where nothing is: it was aborted, all its siblings have finished, or its group is forgotten.
+        None if the rollout was aborted, all its siblings have finished, or its group was forgotten.
         """
         if event.finish == "aborted" or event.rollout not in self._group_of:
             return None
@@ -58,7 +62,7 @@ class SiblingLengths:
         return ExpectationsChanged(tuple(group.expected), tuple(group.expected.values()))
 
     def forget(self, group: int) -> None:
-        """Expect nothing more of a group."""
+        """Forget a group."""
         if group in self._groups:
             for rollout in self._groups.pop(group).rollouts:
                 del self._group_of[rollout]
@@ -70,10 +74,10 @@ class _Group:
     def __init__(self, rollouts: tuple[int, ...], expected: dict[int, int]) -> None:
         self.rollouts = rollouts
         self.expected = expected
-        """Of each that has not finished, its output tokens, in order of draw."""
+        """Output tokens expected of each unfinished rollout, in order of draw."""
 
     def learn(self, finished: int, tokens: int) -> None:
-        """Blend the length of a rollout that finished into what is expected of the others."""
+        """Update the expectations of the others with the length of a finished rollout."""
         del self.expected[finished]
         num_known = len(self.rollouts) - len(self.expected)
         share = 1 / (PRIOR_SAMPLES + num_known)
@@ -81,51 +85,51 @@ class _Group:
             self.expected[rollout] += round((tokens - expected) * share)
 
 
-WINDOWS_KEPT = 8  # that variances and slope are estimated from: enough to be steady, few enough to follow a training
+WINDOWS_KEPT = 8  # windows for variances and slope: enough for steady estimates, few enough to follow the training
 SLOPE_GROUPS = (
-    8  # groups that a slope of 1 counts for: what was measured of the prior before the run
+    8  # groups that the initial slope of 1 counts for: its weight against the run's own groups
 )
-STEEPEST = 3.0  # of a slope: more is chance, in priors that are nearly all alike
-MOST_WEIGHT = 20.0  # known lengths that a prior may count for, however alike prompts look
+STEEPEST = 3.0  # largest slope: a larger one is chance, from priors that are nearly equal
+MOST_WEIGHT = 20.0  # known lengths that a prior counts for at most, even if all prompts look alike
 LEAST_BETWEEN = 1 / MOST_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
 class KnownGroup:
-    """A group whose rollouts have all finished; lengths are natural logarithms of tokens."""
+    """A group whose rollouts have all finished. Lengths are natural logarithms of tokens."""
 
     prompt: Hashable | None
     prompt_tokens: int
     priors: tuple[float, ...]
-    """What was expected of each rollout before anything was learnt."""
+    """Expected log length of each rollout before any learning."""
     stated: tuple[float, ...]
-    """What was expected of each when it was drawn."""
+    """Expected log length of each rollout when it was drawn."""
     lengths: tuple[float, ...]
 
     @property
     def prior(self) -> float:
-        """The mean of the priors."""
+        """Return the mean of the priors."""
         return sum(self.priors) / len(self.priors)
 
     @property
     def length(self) -> float:
-        """The mean of the lengths."""
+        """Return the mean of the lengths."""
         return sum(self.lengths) / len(self.lengths)
 
 
 class Posterior:
-    """Expected log lengths by prompt; an update and a question each take a few microseconds."""
+    """Expected log lengths by prompt. An update and a query take a few microseconds each."""
 
     def __init__(self) -> None:
         self.slope = 1.0
-        """Of log lengths over priors."""
+        """Slope of log lengths over priors."""
         self.weight = float(PRIOR_SAMPLES)
-        """Known lengths that the prior counts for."""
+        """Weight of the prior, in known lengths."""
         self.level: float | None = None
-        """Mean log length of the last window; None before any."""
+        """Mean log length of the last window; None before the first window."""
         self._prior_level = 0.0
         self._known: dict[Hashable, tuple[int, float]] = {}
-        """By prompt: how many lengths, and the sum of what they were above the level of their window."""
+        """For each prompt, the number of known lengths and the sum of their differences from the level of their window."""
         self._windows: deque[Sequence[KnownGroup]] = deque(maxlen=WINDOWS_KEPT)
 
     def expect(self, prior: float, prompt: Hashable | None) -> float:
@@ -136,13 +140,13 @@ class Posterior:
         return self.blend(prior, count, above)
 
     def blend(self, prior: float, count: int, above: float) -> float:
-        """Return the expected log length of a prompt with `count` lengths, which were `above` the level together."""
+        """Return the expected log length of a prompt with `count` known lengths, whose differences from the level sum to `above`."""
         assert self.level is not None, "blended before any window was learnt"
         own = self.weight * self.slope * (prior - self._prior_level)
         return self.level + (own + above) / (self.weight + count)
 
     def learn(self, window: Sequence[KnownGroup]) -> None:
-        """Enter what a window of successive groups took, and estimate anew."""
+        """Add a window of successive groups, and estimate slope, weight and level again."""
         self.level = float(np.mean([group.length for group in window]))
         self._prior_level = float(np.mean([group.prior for group in window]))
         self._windows.append(window)
@@ -154,13 +158,13 @@ class Posterior:
         self._estimate()
 
     def forget(self, *, keeps_prompts: bool) -> None:
-        """Estimate from the windows to come alone; what prompts took stays known where `keeps_prompts`."""
+        """Discard the windows so far. The lengths of prompts stay known if `keeps_prompts`."""
         self._windows.clear()
         if not keeps_prompts:
             self._known.clear()
 
     def _estimate(self) -> None:
-        """Estimate slope and weight by moments, from the windows kept."""
+        """Estimate slope and weight by moments, from the stored windows."""
         priors, lengths, spreads, sizes = [], [], [], []
         for window in self._windows:
             level = np.mean([group.length for group in window])
@@ -176,7 +180,7 @@ class Posterior:
             self.slope = float(np.clip((x @ y + pseudo) / (x @ x + pseudo), 0.0, STEEPEST))
         num_spare = sum(sizes) - len(sizes)
         if not num_spare:
-            return  # one rollout a group: nothing tells how alike a prompt's rollouts are
+            return  # one rollout a group: no information about the variance within a prompt
         within = sum(spreads) / num_spare
         between = float(np.mean((y - self.slope * x) ** 2)) - within / float(np.mean(sizes))
         if within > 0:

@@ -1,22 +1,23 @@
-"""The ranker of a run while it goes on: it learns from finished rollouts, is tested for drift, and is switched off where it is useless.
+"""Predict output lengths during a run, learn from finished rollouts, detect drift, and switch off a useless ranker.
 
-Is a ranker worth listening to, and does it still know the work? Permutation tests over windows of groups.
+Permutation tests over windows of groups decide whether a ranker is useful:
 
-worse than random    its recall is below chance, and so is its order: among 1,000 in which groups swap expectations it
-                     agrees with the lengths as little as the ten worst, so nobody should listen
-better               the same the other way round: one that was switched off is worth listening to again
-drift                beside the windows since it was fitted, in a window recall or agreement are lower, outputs longer
-                     or shorter, or prompts others; groups, whose rollouts are alike, are what is permuted, so the rate
-                     of false alarms is the one that was asked for, whatever the distribution (Good, Permutation
-                     Tests, 2000)
+    worse than random    Recall and rank agreement are both below chance: among 1,000 random exchanges of expectations
+                         between groups, at most ten agree with the lengths so little. The ranker is switched off.
+    better               The same test in the other direction. The ranker is switched on again.
+    drift                Compared with the windows since the ranker was fitted, recall or agreement are lower, outputs
+                         are longer or shorter, or prompts differ. The ranker is fitted again.
 
-Recall alone, which some six groups of 32 decide, would tell a ranker that says the opposite from chance one time in two.
+The drift test permutes groups, because rollouts of one group are alike. So the rate of false alarms
+is the configured one for every distribution (Good, Permutation Tests, 2000).
 
-The ranker of a run: what it says of rollouts when they are drawn, learns from their ends, and when it is not heeded.
+About six groups of 32 decide the recall. Recall alone would fail to detect an inverted ranker half
+of the time.
 
-Both worlds hold one. It learns and is watched by windows of groups in draw order: those that finish first are short, so
-that an order of ends would tell of other lengths than there are. What it says reaches the engine in `PromptsDrawn`
-and `ExpectationsChanged` alone, so a replay decides as the run did.
+`LengthRanker` learns and is tested in windows of groups in draw order. In order of completion,
+short groups would come first and bias the lengths. The engine receives expectations only in
+`PromptsDrawn` and `ExpectationsChanged`, so a replay decides as the run did. Simulated and real
+runs use the same class.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from streamrl.workload.length_posterior import KnownGroup, Posterior, SiblingLen
 Floats = npt.NDArray[np.float64]
 
 PERMUTATIONS = 999
-REFERENCE_WINDOWS = 2  # that a later window is set beside: more wait longer, fewer see less
+REFERENCE_WINDOWS = 2  # reference of the drift test: more windows delay the test, fewer weaken it
 SURE = 0.01
-"""Chance that a ranker that knows nothing is switched off after a window, or on again."""
+"""Probability that a ranker without information is switched off, or on again, after one window."""
 SHIFTS = (
     "it finds fewer of the longest",
     "its order agrees less with the lengths",
@@ -49,34 +50,34 @@ SHIFTS = (
     "prompts have other lengths",
 )
 RANKER_LOSSES = SHIFTS[:2]
-"""Those which say that what was learnt of prompts does not hold any more."""
+"""Shifts after which the learned lengths of prompts are invalid."""
 
 
 class WindowVerdict(NamedTuple):
-    """What a window says of a ranker."""
+    """Result of the tests on one window."""
 
     recall: float
-    """Share of the window's longest fifth that it put in its own."""
+    """Share of the window's longest fifth that the ranker put into its own longest fifth."""
     at_random: float
-    """The same of expectations that were dealt out to groups at random."""
+    """The same share if expectations are assigned to groups at random."""
     is_worse: bool
     is_better: bool
     shift: str | None
-    """What has changed most since it was fitted; None where nothing has, but for chance."""
+    """The largest significant change since the ranker was fitted; None if there is none."""
 
 
 class RankerMonitor:
-    """Judges a ranker window by window."""
+    """Tests a ranker window by window."""
 
     def __init__(self, false_alarms: float, seed: int) -> None:
-        """Take the chance of an alarm after a window in which nothing has changed."""
+        """Start with the probability of a false alarm after a window without change."""
         self._false_alarms = false_alarms
         self._seed = seed
         self._num_windows = 0
         self._reference: list[Floats] = []
 
     def judge(self, window: Sequence[KnownGroup]) -> WindowVerdict:
-        """Compare what was stated of a window's rollouts, which each group has as many of, with what they took."""
+        """Compare the stated expectations of a window with its lengths. All groups have the same number of rollouts."""
         rng = np.random.default_rng([self._seed, self._num_windows])
         self._num_windows += 1
         long = longest(np.array([group.lengths for group in window]))
@@ -96,12 +97,12 @@ class RankerMonitor:
             shift=self._shift(_features(window, picked * long, stated * lengths), rng),
         )
 
-    def begin_anew(self) -> None:
-        """Take the windows to come as the ones that later ones are set beside: the ranker was fitted anew."""
+    def restart_reference(self) -> None:
+        """Use the next windows as the reference, because the ranker was fitted again."""
         self._reference.clear()
 
     def _shift(self, features: Floats, rng: np.random.Generator) -> str | None:
-        """Return which feature of groups [groups, features] lies further from the reference than chance explains."""
+        """Return the feature of groups [groups, features] that differs from the reference by more than chance."""
         if len(self._reference) < REFERENCE_WINDOWS:
             self._reference.append(features)
             return None
@@ -118,7 +119,7 @@ class RankerMonitor:
 
 
 def longest(values: Floats) -> Floats:
-    """Return 1 for the longest fifth of `values` [groups, rollouts] and those that tie with its shortest; of ties a share."""
+    """Return 1 for the longest fifth of `values` [groups, rollouts]; ties with the shortest of them get a share."""
     count = max(1, round(TAIL_SHARE * values.size))
     shortest = np.partition(values, values.size - count, axis=None)[values.size - count]
     above, tied = values > shortest, values == shortest
@@ -127,7 +128,7 @@ def longest(values: Floats) -> Floats:
 
 
 def _ranks(values: Sequence[float]) -> Floats:
-    """Return the places of values, of those that tie their mean, with mean 0 and spread 1; all 0 where all tie."""
+    """Return the ranks of values, with mean 0 and standard deviation 1. Ties get their mean rank; all 0 if all tie."""
     ordered = np.sort(values)
     places = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
     spread = float(places.std())
@@ -136,7 +137,7 @@ def _ranks(values: Sequence[float]) -> Floats:
 
 
 def _features(window: Sequence[KnownGroup], hits: Floats, agreement: Floats) -> Floats:
-    """Return [groups, len(SHIFTS)], of which sums over groups are compared."""
+    """Return the features of groups [groups, len(SHIFTS)]; the tests compare their sums over groups."""
     found: Floats = np.column_stack(
         [
             -hits.sum(axis=1),
@@ -150,20 +151,18 @@ def _features(window: Sequence[KnownGroup], hits: Floats, agreement: Floats) -> 
 
 
 def _one_sided(scores: Floats) -> Floats:
-    """Return how far standard scores lie out: of recall and agreement, the first, only a loss counts."""
+    """Return the distance of standard scores from 0. For the first two, recall and agreement, only a loss counts."""
     far = np.abs(scores)
     far[..., :2] = scores[..., :2]
     return far
 
 
 def _share(of: npt.NDArray[np.bool_]) -> float:
-    """Return the p-value: how often chance is as far out, what was seen counted in."""
+    """Return the p-value: the share of permutations at least as extreme, including the observed one."""
     return float((1 + of.sum()) / (1 + PERMUTATIONS))
 
 
-LEAST_GROUPS = (
-    8  # of a window that is judged: dropped groups may leave fewer, of which chance says all
-)
+LEAST_GROUPS = 8  # fewest groups of a window for a test: a window can lose groups that were dropped
 
 
 @dataclass(slots=True)
@@ -178,7 +177,7 @@ class _Open:
     lengths: dict[int, float] = field(default_factory=dict)
 
     def known(self) -> KnownGroup:
-        """Return the group as it ended."""
+        """Return the finished group."""
         lengths = tuple(self.lengths[rollout] for rollout in self.drawn.rollouts)
         tokens = max(1, self.drawn.prompt_tokens)
         return KnownGroup(self.prompt, tokens, self.priors, self.stated, lengths)
@@ -186,14 +185,14 @@ class _Open:
 
 @dataclass(slots=True)
 class _Window:
-    """Groups drawn one after the other."""
+    """Successive groups in draw order."""
 
     num_open: int
     known: list[KnownGroup] = field(default_factory=list)
 
 
 class LengthRanker:
-    """A prior, what prompts took before, and a watch over both."""
+    """The ranker of a run: a prior, past lengths of prompts, and a monitor of both."""
 
     def __init__(self, run: Run) -> None:
         config = run.workload.ranker
@@ -205,18 +204,18 @@ class LengthRanker:
         self._watch = RankerMonitor(config.false_alarms, run.seed)
         self._num_drawn = 0
         self._next = 0
-        self._news: ExpectationsChanged | None = None
-        """What a window that has ended says, until anyone can be told."""
+        self._pending: ExpectationsChanged | None = None
+        """Result of the last finished window, until the next event can carry it."""
         self._windows: dict[int, _Window] = {}
         self._open: dict[int, _Open] = {}
         self._group_of: dict[int, int] = {}
         self.is_heeded = True
-        """Whether what it says is passed on; while it is not, all rollouts are expected to be alike."""
+        """Whether expectations are passed on. If not, all rollouts get the same expectation."""
         self.recall: float | None = None
-        """Share of the longest fifth that it found in the last window; None before any."""
+        """Share of the longest fifth that was predicted in the last window; None before the first."""
 
     def draw(self, drawn: DrawnGroup, prompt: Hashable | None) -> DrawnGroup:
-        """Return a group whose expected tokens, its prior, are corrected by what is known."""
+        """Return a group whose expected tokens (the prior) are corrected by known lengths."""
         window = self._num_drawn // self._window
         self._num_drawn += 1
         self._windows.setdefault(window, _Window(self._window))
@@ -229,23 +228,23 @@ class LengthRanker:
         return replace(drawn, expected_tokens=said)
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Enter that a rollout has ended; return what has changed for others, at the end of a window its recall."""
+        """Add a finished rollout. Return the changed expectations, and the recall at the end of a window."""
         if event.finish != "aborted" and event.rollout in self._group_of:
             group = self._open[self._group_of[event.rollout]]
             group.lengths[event.rollout] = math.log(max(1, event.tokens))
             if len(group.lengths) == len(group.drawn.rollouts):
                 self._windows[group.window].known.append(group.known())
                 self._close(group)
-        news, self._news = self._news, None
+        news, self._pending = self._pending, None
         return news
 
     def forget(self, number: int) -> None:
-        """Expect nothing more of a group that was dropped."""
+        """Forget a dropped group."""
         if number in self._open:
             self._close(self._open[number])
 
     def remember(self, lengths: Sequence[tuple[Hashable, int]], priors: Sequence[int]) -> None:
-        """Enter what prompts took in an earlier leg of the run, as (prompt, tokens), and what was expected of each."""
+        """Load lengths from before a restart as (prompt, tokens), with the prior of each."""
         by_prompt: dict[Hashable, list[float]] = {}
         prior_of = dict(zip((prompt for prompt, _ in lengths), map(math.log, priors), strict=True))
         for prompt, tokens in lengths:
@@ -255,7 +254,7 @@ class LengthRanker:
             self._posterior.learn(known)
 
     def _close(self, group: _Open) -> None:
-        """Forget a group, and judge the windows that end with it, oldest first."""
+        """Forget a group, and test the windows that end with it, oldest first."""
         del self._open[group.drawn.group]
         for rollout in group.drawn.rollouts:
             del self._group_of[rollout]
@@ -264,16 +263,16 @@ class LengthRanker:
             known = self._windows.pop(self._next).known
             self._next += 1
             if len(known) >= LEAST_GROUPS:
-                self._news = self._judge(known)
+                self._pending = self._judge(known)
 
     def _judge(self, window: list[KnownGroup]) -> ExpectationsChanged:
         judgement = self._watch.judge(window)
         self.recall = judgement.recall
-        reason = self._heed(judgement)
+        reason = self._switch(judgement)
         if judgement.shift is not None:
             reason = "; ".join(filter(None, (reason, f"it is fitted anew: {judgement.shift}")))
             self._posterior.forget(keeps_prompts=judgement.shift not in RANKER_LOSSES)
-            self._watch.begin_anew()
+            self._watch.restart_reference()
         self._posterior.learn(window)
         lost = tuple(self._unfinished()) if reason and not self.is_heeded else ()
         return ExpectationsChanged(
@@ -286,8 +285,8 @@ class LengthRanker:
             if rollout not in self._open[group].lengths:
                 yield rollout
 
-    def _heed(self, judgement: WindowVerdict) -> str:
-        """Switch the ranker off where it is worse than none, and on again where it is better; return what to say."""
+    def _switch(self, judgement: WindowVerdict) -> str:
+        """Switch the ranker off if it is worse than chance, and on if it is better. Return the reason, or ""."""
         found = f"it finds {judgement.recall:.0%} of the longest fifth, chance {judgement.at_random:.0%}"
         if self.is_heeded and judgement.is_worse:
             self.is_heeded = False
@@ -311,14 +310,14 @@ def _remembered(prompt: Hashable, prior: float, lengths: tuple[float, ...]) -> K
 
 
 class Expectations:
-    """The ranker and the siblings of a run, each where it is asked for; both worlds' workloads ask it."""
+    """The ranker and the sibling updates of a run, each if configured; simulated and real workloads call it."""
 
     def __init__(self, run: Run) -> None:
         self._ranker = None if run.workload.ranker is None else LengthRanker(run)
         self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
 
     def draw(self, drawn: DrawnGroup, prompt: Hashable | None) -> DrawnGroup:
-        """Return a group with what is expected of it, whose expected tokens are a prior."""
+        """Return a group with its expectations; its expected tokens are the prior."""
         if self._ranker is not None:
             drawn = self._ranker.draw(drawn, prompt)
         if self._siblings is not None:
@@ -326,7 +325,7 @@ class Expectations:
         return drawn
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Return what is expected of other rollouts now that this one has ended; None where nothing has changed."""
+        """Return the changed expectations of other rollouts after this one ended; None if there are none."""
         told = None if self._siblings is None else self._siblings.learn(event)
         news = None if self._ranker is None else self._ranker.learn(event)
         if told is None or news is None:
@@ -336,17 +335,17 @@ class Expectations:
         return replace(news, rollouts=tuple(both), tokens=tuple(both.values()))
 
     def forget(self, group: int) -> None:
-        """Expect nothing more of a group that was dropped."""
+        """Forget a dropped group."""
         for each in (self._ranker, self._siblings):
             if each is not None:
                 each.forget(group)
 
     @property
     def recall(self) -> float | None:
-        """Share of the longest fifth that the ranker found lately; None where there is none, or nobody knows yet."""
+        """Return the latest share of the longest fifth that the ranker predicted; None without a ranker or before a window."""
         return None if self._ranker is None else self._ranker.recall
 
     def remember(self, lengths: Sequence[tuple[Hashable, int]], priors: Sequence[int]) -> None:
-        """Enter what prompts took in an earlier leg of the run, as (prompt, tokens), and what was expected of each."""
+        """Load lengths from before a restart as (prompt, tokens), with the prior of each."""
         if self._ranker is not None:
             self._ranker.remember(lengths, priors)

@@ -1,4 +1,4 @@
-"""Families of prompts, by which trainers that follow may take groups."""
+"""Families of prompts, by which secondary trainers can select groups."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 FAMILY = "family"
-"""Of a prompt's record, where it has no task."""
+"""Field of a prompt's record that names its family if it has no task."""
 
 
 def prompt_family(record: Mapping[str, object]) -> str | None:
-    """Return the family that figures of a run count a prompt to: its task, or else its family; None of one without."""
+    """Return the family of a prompt for the figures of a run: its task, else its family; None if it has neither."""
     family = record.get("task", record.get(FAMILY))
     return None if family is None else str(family)
 
 
 def check_families(followers: Sequence[SecondaryTrainerConfig], known: Collection[str]) -> None:
-    """Refuse families that no prompt is of, so that a trainer does not wait for what never comes.
+    """Reject families without any prompt, because a trainer would wait for them forever.
 
     Raises:
-        RunError: naming the trainer's key and the family.
+        RunError: a family has no prompt; the error names the trainer's key and the family.
     """
     for number, follower in enumerate(followers, start=1):
         for family in follower.families:

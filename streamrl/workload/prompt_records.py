@@ -1,4 +1,4 @@
-"""The records of a run's prompts, from whatever data sets: the one way in which they are read."""
+"""Read the records of a run's prompts from its data sets; all code reads prompts here."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from streamrl.workload.data_files import read_rows
 from streamrl.workload.prompt_families import FAMILY
 
 Record = dict[str, Any]
-"""A prompt with what completions to it are scored by: a row, with the run file's names for its columns."""
+"""A prompt and the data for its scorer: a row of the data set, with its columns renamed to the run file's fields."""
 
 MOST_EXPECTED = 10**9
-EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
+EXPECTED = "expected_tokens"  # field with the output tokens that a ranker expects
 
 
 class PromptSource(NamedTuple):
     """The records of one data set."""
 
     key: str
-    """Of the run file, that names it."""
+    """Key of the run file for this data set."""
     name: str
     """Its path, or its name on the hub."""
     records: list[Record]
     is_templated: bool
-    """Whether its prompts are chats that the run file makes."""
+    """Whether the run file's template builds its prompts as chats."""
 
     def line(self, index: int) -> str:
-        """Return what errors call a record: the file, and the line from 1."""
+        """Return the location of a record for errors: the file and the line, from 1."""
         return f"{self.name}:{index + 1}"
 
 
 def read_sources(workload: WorkloadConfig) -> list[PromptSource]:
-    """Read all data sets of a run; `ValueError` names the file, the line and the field that is wrong."""
+    """Read all data sets of a run; a `ValueError` names the file, line and field."""
     numbered = enumerate(workload.sources)
     return [read_source(source, workload.key(place)) for place, source in numbered]
 
 
 def read_source(source: SourceConfig, key: str = "workload.prompts") -> PromptSource:
-    """Read one data set, which the run file names by `key`; see `read_sources` for the errors."""
+    """Read one data set. `key` is its key in the run file; see `read_sources` for the errors."""
     rows = read_rows(source, key)
     fill = None if source.template is None else _compiled(source.template, key)
     records = []
@@ -61,13 +61,13 @@ def read_source(source: SourceConfig, key: str = "workload.prompts") -> PromptSo
 
 
 def family_of(record: Mapping[str, object], source: SourceConfig) -> str:
-    """Return the family that tables of rankers count a prompt to: its task, its family, or its data set."""
+    """Return the family of a prompt in tables of rankers: its task, its family, or its data set."""
     name = source.prompts.removeprefix(HUB) if source.prompts.startswith(HUB) else None
     return str(record.get("task", record.get(FAMILY, name or Path(source.prompts).stem)))
 
 
 def _renamed(row: Record, fields: Mapping[str, str], line: str) -> Record:
-    """Return a row with the fields that columns are named for; the columns stay."""
+    """Return a row with the run file's fields added; the original columns stay."""
     return {**row, **{name: _value(row, column, line, name) for name, column in fields.items()}}
 
 
@@ -77,7 +77,7 @@ def _value(row: Record, column: str, line: str, name: str) -> object:
     place: object = row
     for part in column.split("."):
         if not isinstance(place, dict) or part not in place:
-            raise ValueError(f"{line}: has no {column!r}, which fields.{name} names")
+            raise ValueError(f"{line}: has no field {column!r}, which fields.{name} names")
         place = place[part]
     return place
 
@@ -107,8 +107,8 @@ def _is_chat(prompt: object) -> bool:
 
 
 def _compiled(template: TemplateConfig, key: str) -> Callable[[Record, str], list[Record]]:
-    """Return what makes chat messages of a record, and takes the line for errors."""
-    environment = SandboxedEnvironment(undefined=StrictUndefined, finalize=_written)
+    """Return a function that builds chat messages from a record; it takes the line for errors."""
+    environment = SandboxedEnvironment(undefined=StrictUndefined, finalize=_insertable)
     messages: list[tuple[str, Template]] = []
     for role, text in (("system", template.system), ("user", template.user)):
         try:
@@ -116,7 +116,9 @@ def _compiled(template: TemplateConfig, key: str) -> Callable[[Record, str], lis
                 messages.append((role, environment.from_string(text)))
         except TemplateError as error:
             where = f"{key.removesuffix('prompts')}template.{role}"
-            raise ValueError(f"{where} is no Jinja template: {error}, got {shown(text)}") from None
+            raise ValueError(
+                f"{where} is not a Jinja template: {error}, got {shown(text)}"
+            ) from None
 
     def fill(record: Record, line: str) -> list[Record]:
         return [
@@ -130,16 +132,18 @@ def _compiled(template: TemplateConfig, key: str) -> Callable[[Record, str], lis
 def _rendered(template: Template, record: Record, line: str, role: str) -> str:
     try:
         return template.render(record)
-    except Exception as error:  # whatever its expressions raise: TypeError, ZeroDivisionError, ...
+    except (
+        Exception
+    ) as error:  # an expression can raise anything: TypeError, ZeroDivisionError, ...
         raise ValueError(f"{line}: template.{role} cannot be filled in: {error}") from None
 
 
-def _written(value: object) -> object:
-    """Return a value that stands in a text as it is.
+def _insertable(value: object) -> object:
+    """Return a value that can be inserted into a text as it is.
 
     Raises:
-        TypeError: it is none, such as a list of messages.
+        TypeError: the value is something else, such as a list of messages.
     """
     if isinstance(value, str | int | float | StrictUndefined):
         return value
-    raise TypeError(f"a text or a number is wanted, got {shown(value)}")
+    raise TypeError(f"must be a text or a number, got {shown(value)}")

@@ -1,4 +1,4 @@
-"""Compute the mean lengths of a run and what limits the batch that a replica decodes: memory, max_running or the rollouts there are."""
+"""Compute mean lengths of a run and the limit of a replica's batch: KV memory, max_running or admission."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from streamrl.workload.workload import BLOCK, RecordedGroups, load_source
 
 
 class MeanLengths(NamedTuple):
-    """Tokens of a mean rollout."""
+    """Tokens of an average rollout."""
 
     prompt: float
     output: float
     context: float
-    """Of a rollout while it is decoded, at a moment drawn at random: long ones are seen most."""
+    """Mean context during decoding, at a random moment; long rollouts weigh more because they run longer."""
     cut_off: float
-    """Share of the outputs that would be longer than `rollout.max_tokens`, and end there."""
+    """Share of the outputs that would be longer than `rollout.max_tokens` and are cut off there."""
 
     @property
     def total(self) -> float:
-        """Prompt and output."""
+        """Return prompt plus output tokens."""
         return self.prompt + self.output
 
 
 def mean_lengths(run: Run) -> MeanLengths | None:
-    """Return the mean over the first groups of a run, without drift; None where the run file names no lengths.
+    """Return the mean lengths of the first groups of a run, without drift; None if there are no lengths.
 
-    Lengths that cannot be read are None too: that is a finding on files.
+    Unreadable lengths also give None, because the check of files reports them.
     """
     if run.workload.lengths is None:
         return None
@@ -64,17 +64,17 @@ Limit = Literal["memory", "max_running", "share"]
 
 
 class ReplicaBatch(NamedTuple):
-    """How many rollouts a replica may decode at once, by what would limit it alone."""
+    """Number of rollouts that a replica can decode at once, for each of three limits."""
 
     held: float
-    """That its KV cache holds, each at the context that a running one has on average."""
+    """Rollouts that fit the KV cache, each with the mean context of a running one."""
     max_running: int
     share: float
-    """Of the rollouts that admission lets be generated at once."""
+    """The replica's share of the rollouts that admission lets run at once."""
 
     @property
     def limit(self) -> Limit:
-        """The least of the three; of two alike what there are no more rollouts for."""
+        """Return the smallest of the three limits; on a tie, the share comes first."""
         least = min(self)
         if self.share == least:
             return "share"
@@ -82,7 +82,7 @@ class ReplicaBatch(NamedTuple):
 
 
 def replica_batch(run: Run) -> ReplicaBatch | None:
-    """Return what limits a replica's batch; None where the run file names no lengths.
+    """Return the limits of a replica's batch; None if the run file names no lengths.
 
     Raises:
         ValueError: the model does not fit a replica.
@@ -100,7 +100,7 @@ def replica_batch(run: Run) -> ReplicaBatch | None:
 
 
 def rollouts_under_way(run: Run) -> int:
-    """Return the most rollouts that admission lets be generated at once: of whole batches one after the other one."""
+    """Return the largest number of rollouts that admission lets run at once, in whole batches."""
     window, algorithm = window_of(run.policies, run.algorithm.prompts_per_step), run.algorithm
     if choose_system(run.policies).waits_for_whole_batches:
         groups = min(window.sync_every, algorithm.steps) * algorithm.prompts_per_step

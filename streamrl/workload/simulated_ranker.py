@@ -1,15 +1,15 @@
-"""Expected output lengths: what a ranker would say of rollouts whose true lengths a simulation knows.
+"""Expected output lengths in a simulation, which knows the true lengths.
 
-ranker    a rollout's expected length                             what it needs
-none      the mean of all                                         nothing
-oracle    its true one                                            nothing
-recall    its true one with as much noise as the recall allows    `ranker_recall`
-scores    by its place among real scores of a real ranker         `ranker_scores`
-history   the mean of earlier samples of its prompt               lengths by prompt
-recorded  what the recorded run expected                          a trace
+    ranker    expected length of a rollout                            input
+    none      the mean of all                                         nothing
+    oracle    the true length                                         nothing
+    recall    the true length with noise that matches a recall        `ranker_recall`
+    scores    from its rank among scores of a real ranker             `ranker_scores`
+    history   the mean of earlier samples of its prompt               lengths by prompt
+    recorded  the expectation of the recorded run                     a trace
 
-Dispatch and order use only who comes before whom. A noisy place is turned back into the length that has
-this place among all lengths, so expected lengths are as skewed as true ones.
+Dispatch and order use only ranks. A noisy rank is converted back into the length with this rank
+among all lengths, so expected lengths are as skewed as true ones.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from streamrl.workload.data_files import read_csv
 Lengths = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 Past = Callable[[int, Lengths, int], Lengths]
-"""Gives [num_groups, n] earlier lengths of the prompts of a block, of which these lengths were drawn."""
+"""Returns [num_groups, n] earlier lengths of the prompts of a block, whose rollouts have the given lengths."""
 
-STREAM = 1  # keeps the noise's random numbers apart from those that draw lengths
-MOST_NOISE = 64.0  # standard deviations of a normal score: nothing is left of the length
-HALVINGS = 24  # of the interval that holds the noise: 4e-6 of it is far below what recall shows
+STREAM = 1  # separates the random numbers of noise from those of lengths
+MOST_NOISE = 64.0  # standard deviations of a normal score: the length has no influence left
+HALVINGS = 24  # bisection steps for the noise: 2^-24 of the interval, far below what changes recall
 NEIGHBOURS = 0.02
-"""Share of a ranker's scores, to either side of a length, that stand for it: enough to vary, near enough to
-keep how errors grow towards the tail."""
+"""Share of a ranker's scores, on either side of a length, that it may be replaced by. Large enough to
+vary, and small enough to keep how errors grow towards the tail.
+"""
 
 _PLACES = (np.arange(4096) + 0.5) / 4096
 
 
 @cache
 def _normal_scores() -> Numbers:
-    """Return the standard normal quantile of every place."""
+    """Return the standard normal quantile of every rank."""
     return np.array([NormalDist().inv_cdf(place) for place in _PLACES])
 
 
 class Ranker(Protocol):
-    """Says what to expect of rollouts."""
+    """Predicts the lengths of rollouts."""
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Numbers | Lengths:
         """Return the expected lengths of a block of groups with true `lengths` [num_groups, group_size].
@@ -59,7 +60,7 @@ class Ranker(Protocol):
 
 
 class Oracle:
-    """Knows true lengths."""
+    """Returns the true lengths."""
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Lengths:
         """Return `lengths`."""
@@ -67,11 +68,11 @@ class Oracle:
 
 
 class Noisy:
-    """Finds a given share of the longest 20 %, with normal noise on normal scores of length.
+    """Finds a given share of the longest 20 %, by normal noise on normal scores of length.
 
-    For lognormal lengths this is noise on their logarithm. On StreamRL's histogram recall@20% = 0.87 then
-    gives 0.84 and 0.82 at 10 and 5 %, where Table 4 has 0.82 and 0.76; noise on the logarithm of these
-    bimodal lengths would give 0.81 and 0.61.
+    For lognormal lengths this is noise on their logarithm. On StreamRL's histogram, recall@20% =
+    0.87 then gives 0.84 at 10 % and 0.82 at 5 %; Table 4 has 0.82 and 0.76. Noise on the logarithm
+    of these bimodal lengths would give 0.81 and 0.61.
     """
 
     def __init__(
@@ -83,20 +84,20 @@ class Noisy:
         recall_to: float | None = None,
         correlation: float = 0.0,
     ) -> None:
-        """Take lengths to calibrate on, recall@20% when new and at age 1, and what a group's noise shares."""
+        """Take lengths for the calibration, recall@20% at age 0 and at age 1, and the share of noise that a group has in common."""
         self._population = np.sort(population, axis=None)
         self._correlation = correlation
         self._seed = seed
         z = np.random.default_rng(STREAM).standard_normal(len(self._population))
         scores = normal_scores(self._population, self._population)
         self.noise = calibrate(scores, z, self._population, recall)
-        """Standard deviation of the noise, where that of normal scores is 1."""
+        """Standard deviation of the noise, relative to that of normal scores."""
         self.old_noise = self.noise
         if recall_to is not None:
             self.old_noise = calibrate(scores, z, self._population, recall_to)
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Numbers:
-        """Return expected lengths, noisier with `age`."""
+        """Return expected lengths, with noise that grows with `age`."""
         rng = np.random.default_rng([self._seed, STREAM, block])
         shared = np.sqrt(self._correlation) * rng.standard_normal((len(lengths), 1))
         own = np.sqrt(1 - self._correlation) * rng.standard_normal(lengths.shape)
@@ -107,10 +108,10 @@ class Noisy:
 
 
 class Resampled:
-    """Errs as a real ranker did: a length takes the place that the ranker gave to one of its neighbours.
+    """Repeats the errors of a real ranker: a length gets the score rank of one of its neighbours.
 
-    The neighbours of a length are those with nearly the same place in length. This keeps what normal noise
-    does not: how errors depend on the length.
+    Neighbours of a length are rollouts with nearly the same rank by length. Unlike normal noise,
+    this keeps how errors depend on the length.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Resampled:
         self._seed = seed
         by_score = np.argsort(np.argsort(scores, kind="stable"), kind="stable")
         self._places = ((by_score + 0.5) / len(scores))[np.argsort(true_lengths, kind="stable")]
-        """Places by score of the ranker's rollouts, shortest rollout first."""
+        """Ranks by score of the ranker's rollouts, shortest rollout first."""
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Numbers:
         """Return expected lengths."""
@@ -134,7 +135,7 @@ class Resampled:
 
 
 class History:
-    """Expects of a prompt what its earlier samples were, on average."""
+    """Expects the mean of a prompt's earlier samples."""
 
     def __init__(self, past: Past, num_samples: int) -> None:
         self._past = past
@@ -149,9 +150,9 @@ class History:
 def load_ranker(
     config: LengthsConfig, population: Callable[[], Lengths], past: Past | None, seed: int
 ) -> Ranker | None:
-    """Make the ranker that `workload.lengths` names, or None where lengths tell nothing of what is expected.
+    """Return the ranker that `workload.lengths` names, or None if expectations do not depend on lengths.
 
-    `population` draws lengths to calibrate on; `past` is None where lengths are not known by prompt.
+    `population` draws lengths to calibrate on; `past` is None if lengths are not known by prompt.
 
     Raises:
         ValueError: the scores cannot be read.
@@ -183,7 +184,8 @@ def load_ranker(
 def recall_at(scores: Numbers | Lengths, lengths: Lengths, share: float) -> float:
     """Return the share of the longest `share` that is among the highest `share` by score.
 
-    Lengths that tie with the shortest of the longest, such as those cut at a limit, count as found.
+    Lengths that tie with the shortest of the longest, such as outputs cut at a limit, count as
+    hits.
     """
     if len(scores) != len(lengths) or not len(lengths):
         raise ValueError(f"recall needs a score for each length, got {len(scores)}, {len(lengths)}")
@@ -196,15 +198,15 @@ def recall_at(scores: Numbers | Lengths, lengths: Lengths, share: float) -> floa
 
 
 def _highest(values: Numbers | Lengths, count: int) -> float:
-    """Return the lowest of the `count` highest values, in less time than it takes to sort them."""
+    """Return the lowest of the `count` highest values, without sorting all."""
     place = len(values) - count
     return float(np.partition(values, place)[place])
 
 
 def calibrate(scores: Numbers, noise: Numbers, lengths: Lengths, recall: float) -> float:
-    """Return what to multiply `noise` with so that noisy scores have `recall` of the longest 20 %.
+    """Return the factor of `noise` for which noisy scores have `recall` of the longest 20 %.
 
-    More noise finds fewer, so halving the interval finds it; see `recall_at`.
+    More noise lowers the recall, so bisection works; see `recall_at`.
     """
     low, high = 0.0, MOST_NOISE
     for _ in range(HALVINGS):
@@ -217,31 +219,32 @@ def calibrate(scores: Numbers, noise: Numbers, lengths: Lengths, recall: float) 
 
 
 def place(values: Numbers | Lengths, ordered: Numbers | Lengths) -> Numbers:
-    """Return the share of `ordered` values below each value, half of those equal to it counted."""
+    """Return the share of `ordered` values below each value, plus half of the equal ones."""
     below = np.searchsorted(ordered, values, side="left")
     upto = np.searchsorted(ordered, values, side="right")
     return (below + upto) / (2 * len(ordered))
 
 
 def length_at(places: Numbers, ordered: Lengths) -> Numbers:
-    """Return the length that has each place among `ordered` lengths: the inverse of `place`."""
+    """Return the length at each rank among `ordered` lengths: the inverse of `place`."""
     lengths: Numbers = np.interp(places * len(ordered) - 0.5, np.arange(len(ordered)), ordered)
     return lengths
 
 
 def normal_scores(lengths: Lengths, ordered: Lengths) -> Numbers:
-    """Return each length's place among `ordered` as the normal quantile that has this place."""
+    """Return the normal quantile of each length's rank among `ordered`."""
     scores: Numbers = np.interp(place(lengths, ordered), _PLACES, _normal_scores())
     return scores
 
 
 def read_scores(path: Path) -> tuple[Numbers, Numbers]:
-    """Read a ranker's held-out scores: a CSV file, or one in .gz, with columns score and output_tokens.
+    """Read a ranker's held-out scores from a CSV file, plain or .gz, with columns score and output_tokens.
 
-    Higher means expected to be longer; use one task family, since a mixture flatters any ranker.
+    A higher score means a longer expected output. Use one task family, because a mixture makes any
+    ranker look better.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: the file is wrong; the message names it and the reason.
     """
     key = "workload.lengths.ranker_scores"
     try:

@@ -24,7 +24,7 @@ from streamrl.workload.simulated_ranker import load_ranker
 
 
 class Drift:
-    """The line on which lengths grow, and with them whatever else depends on how old a figure is."""
+    """Linear growth of lengths over a run, and of other figures that change with it."""
 
     def __init__(self, lengths: LengthsConfig, algorithm: AlgorithmConfig) -> None:
         steps = algorithm.steps if lengths.drift_steps is None else lengths.drift_steps
@@ -34,8 +34,8 @@ class Drift:
     def at(self, groups: Floats, first: float, last: float | None) -> Floats:
         """Return a figure for each of `groups`: `first` in the first step, `last` from the end of the drift on.
 
-        A group belongs to the step that it is drawn for where none before it is dropped. Where `last` is
-        absent nothing drifts.
+        A group belongs to the step that it is drawn for if no group before it is dropped. If `last`
+        is None, nothing drifts.
         """
         if last is None:
             return np.full(len(groups), first)
@@ -48,17 +48,17 @@ Lengths = npt.NDArray[np.int64]
 
 
 class RecordedGroups:
-    """The groups of a trace file in the order in which they were drawn.
+    """The groups of a trace file in draw order.
 
-    A group that was lost has no lengths, and none takes its place: the run drew another one for it. One that was
-    under way when the record ended has those of another.
+    A lost group has no lengths and is skipped, because the run drew another one for it. A group
+    that was unfinished at the end of the record gets the lengths of another one.
     """
 
     def __init__(self, path: Path) -> None:
         """Read a trace.
 
         Raises:
-            ValueError: it is none, or holds no group whose lengths are known.
+            ValueError: the file is not a trace, or has no group with known lengths.
         """
         self._path = path
         drawn: dict[int, DrawnGroup] = {}
@@ -83,28 +83,28 @@ class RecordedGroups:
         self._known = finished
 
     def block(self, first: int, num_groups: int, group_size: int) -> tuple[Lengths, Lengths]:
-        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]; past the recorded ones it starts over."""
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]; after the last recorded group it repeats."""
         groups = self._picks(first, num_groups, group_size)
         lengths = [[self._tokens[rollout] for rollout in group.rollouts] for group in groups]
         return np.array(lengths), np.array([group.prompt_tokens for group in groups])
 
     def expected(self, first: int, num_groups: int, group_size: int) -> Lengths:
-        """Return what the recorded run expected of these groups when it drew them, as `block` does lengths."""
+        """Return the recorded expectations of these groups when they were drawn, with the shape of `block`'s lengths."""
         groups = self._picks(first, num_groups, group_size)
         return np.array([group.expected_tokens for group in groups])
 
     def prompts(self, first: int, num_groups: int, group_size: int) -> list[int]:
-        """Return which line of the prompts file each of these groups is of; empty where the record does not say."""
+        """Return the line of the prompts file for each of these groups; empty if the record does not have it."""
         lines = [group.prompt for group in self._picks(first, num_groups, group_size)]
         return [line for line in lines if line is not None] if None not in lines else []
 
     @property
     def known_families(self) -> set[str]:
-        """The families that recorded groups are of, as far as the record says."""
+        """Return the recorded families of groups."""
         return {group.family for group in self._groups if group.family is not None}
 
     def families(self, first: int, num_groups: int, group_size: int) -> list[str | None]:
-        """Return the family of the prompt of each of these groups; None where the record does not say."""
+        """Return the family of each group's prompt; None if the record does not have it."""
         return [group.family for group in self._picks(first, num_groups, group_size)]
 
     def _picks(self, first: int, num_groups: int, group_size: int) -> list[DrawnGroup]:
@@ -116,7 +116,7 @@ class RecordedGroups:
         return [self._pick(place) for place in range(first, first + num_groups)]
 
     def _pick(self, place: int) -> DrawnGroup:
-        """Return the group that was drawn there, or where its lengths are not known one of which they are."""
+        """Return the group that was drawn there; if its lengths are unknown, one with known lengths."""
         if place < len(self._groups) and self._groups[place].group in self._known:
             return self._groups[place]
         return self._finished[place % len(self._finished)]
@@ -127,36 +127,36 @@ def _is_in(group: DrawnGroup, tokens: dict[int, int]) -> bool:
 
 
 BLOCK = (
-    1024  # groups drawn from one random stream: large enough for numpy, fixed so that draws agree
+    1024  # groups from one random stream: large enough for numpy, and fixed so that draws repeat
 )
 
 MOST_NUMBER = (
-    1e15  # of a table of lengths: what an array of whole numbers holds with room for a scale
+    1e15  # largest number in a table of lengths: leaves room for a scale in an integer array
 )
-CALIBRATION = 1 << 16  # lengths that a ranker sees: recall@20% is then true within 0.003
+CALIBRATION = 1 << 16  # lengths for a ranker's calibration: recall@20% is then exact within 0.003
 
 
 class Draw(NamedTuple):
-    """One group, and what only the world knows of it."""
+    """One group, with data that only the workload knows."""
 
     drawn: DrawnGroup
     lengths: tuple[int, ...]
-    """True output tokens of each rollout; empty where generation will tell."""
+    """True output tokens of each rollout; empty if only generation will tell."""
 
 
 class Workload(Protocol):
-    """Where groups come from, in simulated runs and in real ones."""
+    """The source of groups, in simulated and real runs."""
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Return groups `first_group` and following; the same ids always give the same prompts."""
+        """Return `num_groups` groups from `first_group` on; the same ids always get the same prompts."""
         ...
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Return what is expected of other rollouts now that this one has ended; None where nothing has changed."""
+        """Return the changed expectations of other rollouts after this one ended; None if there are none."""
         ...
 
     def forget(self, group: int) -> None:
-        """Expect nothing more of a group that was dropped."""
+        """Forget a dropped group."""
         ...
 
 
@@ -171,7 +171,7 @@ class Source(Protocol):
 
 
 class SimulatedWorkload:
-    """Groups whose true lengths are known beforehand, from `workload.lengths`."""
+    """Groups whose true lengths are known in advance, from `workload.lengths`."""
 
     def __init__(self, run: Run) -> None:
         config = run.workload.lengths
@@ -204,11 +204,11 @@ class SimulatedWorkload:
         return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Return what is now expected of other rollouts, if that is asked for."""
+        """Return the changed expectations of other rollouts, if siblings or a ranker are configured."""
         return self._told.learn(event)
 
     def forget(self, group: int) -> None:
-        """Expect nothing more of a group that was dropped."""
+        """Forget a dropped group."""
         self._told.forget(group)
 
     def _known_families(self) -> set[str]:
@@ -216,7 +216,7 @@ class SimulatedWorkload:
         return source.known_families if isinstance(source, RecordedGroups | Groups) else set()
 
     def _longest(self, first: int, num: int) -> list[int]:
-        """Return the expected tokens of the longest rollout of groups of the data."""
+        """Return the expected tokens of the longest rollout of each group of the data."""
         found = []
         for group in range(first, first + num):
             block, offset = divmod(group, BLOCK)
@@ -271,7 +271,7 @@ class SimulatedWorkload:
         return _Block(self._scaled(lengths, scale), expected, prompts.tolist(), ids, families)
 
     def _pick(self, block: int, rng: np.random.Generator) -> list[int]:
-        """Return which prompts a block of groups is of."""
+        """Return the prompt of each group of a block."""
         assert isinstance(self._source, Groups), "only groups have prompts"
         if self._order is None:
             return self._source.pick(rng, BLOCK)
@@ -283,7 +283,7 @@ class SimulatedWorkload:
         return whole
 
     def _population(self) -> Lengths:
-        """Draw lengths for a ranker to be calibrated on, whatever the run's seed."""
+        """Draw lengths for a ranker's calibration; they do not depend on the run's seed."""
         if isinstance(self._source, RecordedGroups):
             return self._source.block(0, BLOCK, self._group_size)[0]
         rng = np.random.default_rng(CALIBRATION)
@@ -296,16 +296,16 @@ class SimulatedWorkload:
 
 
 class _Block(NamedTuple):
-    """Successive groups, each list by group."""
+    """Successive groups; each list has one entry for each group."""
 
     lengths: list[list[int]]
     expected: list[list[int]]
-    """Empty where nothing is expected."""
+    """Empty if there are no expectations."""
     prompt_tokens: list[int]
     prompts: list[int]
-    """Which prompt each is of; empty where prompts cannot be told apart."""
+    """Prompt of each group; empty if prompts cannot be identified."""
     families: list[str | None]
-    """Of their prompts; empty where nobody heeds them."""
+    """Families of the prompts; empty if no trainer selects by family."""
 
 
 class Histogram:
@@ -329,12 +329,12 @@ class Histogram:
 
 
 class Groups:
-    """Recorded groups, resampled whole: siblings stay together as they were.
+    """Recorded groups, resampled as a whole, so that siblings stay together.
 
     Args:
         groups: output tokens of the rollouts of each prompt.
-        prompt_tokens: of each prompt, or of every one.
-        families: of each prompt, where known.
+        prompt_tokens: tokens of each prompt, or one number for all.
+        families: family of each prompt, if known.
     """
 
     def __init__(
@@ -349,12 +349,12 @@ class Groups:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts whose groups these are."""
+        """Return the number of prompts."""
         return len(self._groups)
 
     @property
     def known_families(self) -> set[str]:
-        """The families that prompts are of."""
+        """Return the families of the prompts."""
         return {family for family in self._families if family is not None}
 
     def families_of(self, picks: list[int]) -> list[str | None]:
@@ -362,20 +362,20 @@ class Groups:
         return [self._families[pick] for pick in picks]
 
     def pick(self, rng: np.random.Generator, num_groups: int) -> list[int]:
-        """Return which prompts groups are of, drawn at random."""
+        """Return random prompts for groups."""
         picks: list[int] = rng.integers(0, len(self._groups), num_groups).tolist()
         return picks
 
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Return lengths [num_groups, group_size] and prompt tokens [num_groups] of prompts drawn at random."""
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups] of random prompts."""
         return self.sample_of(self.pick(rng, num_groups), rng, group_size)
 
     def sample_of(
         self, picks: list[int], rng: np.random.Generator, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Return the same of groups of these prompts; one with too few samples repeats some."""
+        """Return lengths and prompt tokens of groups of these prompts; a prompt with too few samples repeats some."""
         lengths = [
             rng.choice(self._groups[pick], group_size, replace=len(self._groups[pick]) < group_size)
             for pick in picks
@@ -385,7 +385,7 @@ class Groups:
     def past(
         self, picks: list[int], rng: np.random.Generator, lengths: Lengths, num_samples: int
     ) -> Lengths:
-        """Return [num_groups, num_samples] samples of the prompts that `lengths` were drawn of, but others.
+        """Return [num_groups, num_samples] samples of the same prompts, without those in `lengths`.
 
         Raises:
             ValueError: a prompt has too few samples.
@@ -396,7 +396,7 @@ class Groups:
             if len(others) < len(drawn) + num_samples:
                 raise ValueError(
                     f"workload.lengths: a group of {len(drawn)} with {num_samples} past samples "
-                    f"(ranker_history) needs as many of each prompt, but one has {len(others)}"
+                    f"(ranker_history) needs that many samples of each prompt, but one has {len(others)}"
                 )
             for length in drawn.tolist():
                 others.remove(length)
@@ -408,7 +408,7 @@ def load_source(config: LengthsConfig) -> Source | RecordedGroups:
     """Read the distribution that `workload.lengths` names.
 
     Raises:
-        RunError: naming the file and what is wrong with it.
+        RunError: the file is wrong; the error names it and the reason.
     """
     try:
         return _read_source(config)
@@ -448,15 +448,13 @@ def _by_prompt(path: Path, rows: list[dict[str, str]]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for row, length in zip(rows, _output_tokens(path, rows), strict=True):
         if row.get("prompt_id") is None:
-            raise ValueError(
-                f"{path}: row {row} needs a prompt_id: it says which rows are siblings"
-            )
+            raise ValueError(f"{path}: row {row} needs a prompt_id, which marks rows of one group")
         groups.setdefault(row["prompt_id"], []).append(length)
     return list(groups.values())
 
 
 def _prompts_of(path: Path, rows: list[dict[str, str]]) -> list[int]:
-    """Return the tokens of each prompt as its first row has them; nothing where there is no such column."""
+    """Return the tokens of each prompt from its first row; empty without such a column."""
     if "prompt_tokens" not in rows[0]:
         return []
     found: dict[str, int] = {}
@@ -468,7 +466,7 @@ def _prompts_of(path: Path, rows: list[dict[str, str]]) -> list[int]:
 
 
 def _families_of(rows: list[dict[str, str]]) -> list[str | None]:
-    """Return the family of each prompt as its first row has it; None where it has none."""
+    """Return the family of each prompt from its first row; None if it has none."""
     found: dict[str, str | None] = {}
     for row in rows:
         found.setdefault(row["prompt_id"], row.get("family") or None)

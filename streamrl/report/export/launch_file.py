@@ -1,7 +1,7 @@
-"""A shell script that starts a framework with what was planned: an option a line, each with its key and source.
+"""Write a shell script that starts a framework with a plan: one option in each line, with its key and source.
 
-What the framework has no option for stands in comments at its end; a script whose options contradict each other by the
-framework's own rules is not written.
+Settings without an option are in comments at the end. A script is not written if its options
+contradict each other by the framework's own rules.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Argument(NamedTuple):
     option: LaunchOption
     value: Value
     key: str
-    """Of the run file; empty where the value never changes."""
+    """Key of the run file; empty if the value never changes."""
 
 
 class Launchable(NamedTuple):
-    """What a framework is started with, and what of the plan it has nothing for."""
+    """The arguments of a framework, and the settings of the plan that it has no option for."""
 
     framework: Framework
     table: OptionTable
@@ -44,11 +44,10 @@ class Launchable(NamedTuple):
 
 
 def export(run: Run, name: ExportName) -> str:
-    """Return the script that starts a framework with what was planned.
+    """Return the script that starts a framework with a plan.
 
     Raises:
-        RunError: an option needs a whole number that the plan has not, or the framework's own rules forbid what is
-            planned.
+        RunError: the plan has no whole number for an option, or the framework's own rules forbid the plan.
     """
     found = find_arguments(run, name)
     check_relations(found.table.relations, {arg.option.name: arg.value for arg in found.arguments})
@@ -76,7 +75,7 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
 
 
 def check_relations(relations: Iterable[Relation], values: dict[str, Value]) -> None:
-    """Raise `RunError` where options contradict each other by the framework's own rules."""
+    """Raise `RunError` if options contradict each other by the framework's own rules."""
     for relation in relations:
         right = relation.equals or relation.divides
         names = [*relation.product, *right, *([relation.beside] if relation.beside else [])]
@@ -146,7 +145,7 @@ def _lines(found: Launchable) -> Iterator[str]:
 
 
 def _words(argument: Argument, table: OptionTable) -> Iterator[str]:
-    """Yield an option as a shell takes it; a flag that is off is left out."""
+    """Yield an option as shell words; a flag that is off is left out."""
     name, value = argument.option.name, argument.value
     if table.style == "assign":
         prefix = "++" if argument.option.adds else ""

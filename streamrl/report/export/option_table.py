@@ -1,4 +1,4 @@
-"""The options of a framework by name, as profiles/frameworks/options/NAME.toml has them: what of a plan each one takes."""
+"""The options of a framework by name, and the planned value of each (profiles/frameworks/options/NAME.toml)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = PROFILES / "frameworks" / "options"
 
 
 class Launch(ProfileTable, frozen=True, kw_only=True):
-    """A command that starts training; the first that holds is the one."""
+    """A command that starts training; the first one whose conditions hold is used."""
 
     command: str
     when: tuple[str, ...] = ()
@@ -26,49 +26,49 @@ class Launch(ProfileTable, frozen=True, kw_only=True):
 
 
 class LaunchOption(ProfileTable, frozen=True, kw_only=True):
-    """One option, and what it is given: a value of the plan, or one that never changes."""
+    """One option and its value: from the plan, or constant."""
 
     name: str
     of: str = ""
-    """A value of the plan by name; empty where `value` says it."""
+    """Name of a planned value; empty if `value` has the constant."""
     value: Value = ""
     map: dict[str, Value] = msgspec.field(default_factory=dict)
-    """What the framework calls the plan's value; what is not in it the framework has not."""
+    """The framework's names for planned values; a value outside the map is not supported."""
     when: tuple[str, ...] = ()
-    """Facts of a plan that must all hold; "!fact": must not."""
+    """Facts of a plan that must all hold; "!fact" must not hold."""
     covers: tuple[str, ...] = ()
-    """Further values of the plan that need no mention once this option is there."""
+    """Further planned values that need no mention if this option is set."""
     adds: bool = False
-    """Whether the key may be missing in the file that it is set over, so that Hydra has to add it."""
+    """Whether the key may be missing in the framework's file, so that Hydra has to add it."""
     source: str
 
 
 class Relation(ProfileTable, frozen=True, kw_only=True):
-    """What must hold between options: a product equals another, or divides it; left out where an option is not there."""
+    """A rule between options: a product equals another, or divides it; skipped if an option is not set."""
 
     product: tuple[str, ...]
     equals: tuple[str, ...] = ()
     divides: tuple[str, ...] = ()
     beside: str = msgspec.field(default="", name="with")
-    """An option that must be there too for it."""
+    """Another option that must be set for the rule to apply."""
     source: str
 
 
 class Note(ProfileTable, frozen=True, kw_only=True):
-    """What the framework does otherwise, and no option changes."""
+    """A difference of the framework that no option changes."""
 
     text: str
     when: tuple[str, ...] = ()
 
 
 class OptionTable(ProfileTable, frozen=True, kw_only=True):
-    """All options of a framework that a plan has something to say to."""
+    """All options of a framework that depend on a plan."""
 
     framework: ExportName
     style: Literal["assign", "flag"]
     """name=value, or --name value."""
     variables: dict[str, str]
-    """Of the environment, that whoever starts it must set, and what each is."""
+    """Environment variables that the user must set, with their meaning."""
     launch: tuple[Launch, ...]
     options: tuple[LaunchOption, ...]
     relations: tuple[Relation, ...] = ()
@@ -82,10 +82,10 @@ def load_options(name: ExportName) -> OptionTable:
 
 
 def export_name(name: str, key: str) -> ExportName:
-    """Return a framework's name as one whose options are known.
+    """Return a framework's name, checked to have a table of options.
 
     Raises:
-        RunError: they are not; `key` is named.
+        RunError: it has none; the error names `key`.
     """
     for known in get_args(ExportName):
         if known == name:

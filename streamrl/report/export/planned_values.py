@@ -1,6 +1,7 @@
-"""What a plan says, in names that the options of frameworks refer to: values, and facts that hold or do not.
+"""Values and facts of a plan, under the names that the options of frameworks refer to.
 
-A value is None where the plan has no whole number of it, such as rollouts of a mini-batch that do not come out even.
+A value is None if the plan has no whole number for it, such as an uneven number of rollouts in a
+mini-batch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from streamrl.runfile.workload_config import WorkloadConfig
 
 MEGABYTE = 1e6
 IN_FLIGHT = ("load-in-flight", "abort-and-resume")
-"""Ways of loading weights that leave rollouts under way."""
+"""Weight-sync modes that leave rollouts running."""
 ALWAYS: tuple[Value | None, ...] = ()
-"""Of a value that has to be told whatever it is, where no option takes it."""
+"""For a value that must always be mentioned if no option takes it."""
 
 
 class PlannedValue(NamedTuple):
@@ -33,10 +34,10 @@ class PlannedValue(NamedTuple):
 
     name: str
     key: str
-    """Of the run file, or what it is computed from."""
+    """Key of the run file, or the expression that it is computed from."""
     value: Value | None
     plain: tuple[Value | None, ...] | None = None
-    """Values that need no mention where no option takes them; None: it never needs one."""
+    """Values that need no mention if no option takes them; None means never."""
 
 
 def planned_values(run: Run) -> dict[str, PlannedValue]:
@@ -57,7 +58,7 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
 
 
 def planned_facts(run: Run, framework: Framework) -> set[str]:
-    """Return what holds of a plan, its trainer as a back end of the framework has it."""
+    """Return the facts of a plan, with its trainer as a back end of the framework supports it."""
     layout = framework.layout_for(run.trainer)
     named = {
         run.trainer.packing,
@@ -76,7 +77,7 @@ def planned_facts(run: Run, framework: Framework) -> set[str]:
 
 
 def conditions(run: Run) -> dict[str, bool]:
-    """Return the facts that hold of a plan or not, whatever the framework."""
+    """Return whether each fact holds for a plan, independent of the framework."""
     algorithm, system = run.algorithm, choose_system(run.policies)
     return {
         "colocated": run.policies.shares_gpus,
@@ -162,7 +163,7 @@ def _generation(
 def _formats(
     model_dtype: str, rollout: RolloutConfig, trainer_dtype: str | None
 ) -> Iterator[PlannedValue]:
-    """Yield what is kept and computed in another format than the model's."""
+    """Yield formats of storage and computation that differ from the model's."""
     plain = (None, model_dtype)
     yield PlannedValue("rollout_dtype", "rollout.dtype", rollout.dtype, plain)
     yield PlannedValue("rollout_kv_dtype", "rollout.kv_dtype", rollout.kv_dtype, plain)
@@ -276,7 +277,7 @@ def _policies(
 def _late_groups(
     policies: PoliciesConfig, algorithm: AlgorithmConfig, optimizer_steps: int
 ) -> Iterator[PlannedValue]:
-    """Yield how often weights are pushed, and what becomes of groups that are late."""
+    """Yield the interval of weight pushes, and the treatment of late groups."""
     every, prompts = policies.sync_every, algorithm.prompts_per_step
     times = "" if every == 1 else f" x policies.sync_every={every}"
     key = f"algorithm.prompts_per_step{times}"
@@ -313,7 +314,7 @@ class _Nodes(NamedTuple):
 
     @classmethod
     def of(cls, pools: dict[str, PoolConfig], pool: str, num_gpus: int) -> _Nodes:
-        """Spread GPUs over as few nodes as hold them, as many on each."""
+        """Distribute GPUs evenly over the fewest nodes that hold them."""
         nodes = -(-num_gpus // pools[pool].gpus_per_node)
         return cls(nodes, _whole(num_gpus, nodes))
 

@@ -1,4 +1,4 @@
-"""The answer in a sentence or two, and the few figures that stand beside it."""
+"""The answer of the report: one or two sentences, and the key figures next to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.report.page.sources import Sources
 from streamrl.report.run_tables import dollars_text, headline, time_text
 from streamrl.report.words import CAUSES, change, dollars, percent, rounded, step_seconds
 
-SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run
+SAME = 0.02  # relative difference of two costs that counts as equal: the effect of seeds on a run
 
 
 class Tile(NamedTuple):
@@ -23,7 +23,11 @@ class Tile(NamedTuple):
 
 
 def chosen_of(options: list[Option]) -> Option | None:
-    """Return the option that a report is about: the first plan, else of the runs that finish the one with the cheapest tokens, the fastest where one is not paid for."""
+    """Return the option that a report is about.
+
+    This is the first plan. Without a plan it is the finished run with the cheapest tokens, or the
+    fastest one if a run is not paid for.
+    """
     plans = [option for option in options if option.kind == "plan"]
     if plans:
         return plans[0]
@@ -34,7 +38,7 @@ def chosen_of(options: list[Option]) -> Option | None:
 
 
 def answer_of(sources: Sources, options: list[Option]) -> str:
-    """Say what the whole run takes, then what to do and what that costs."""
+    """Return the answer: the whole run, then the recommendation and its cost."""
     chosen = chosen_of(options)
     if chosen is None:
         return _without_runs(sources)
@@ -89,7 +93,7 @@ def _without_runs(sources: Sources) -> str:
 
 
 def _whole(option: Option) -> str:
-    """Say what the whole run takes, or that it is not finished, before anything else."""
+    """Return the duration of the whole run, or that it is unfinished."""
     if option.unfinished:
         return f"Not finished: the run {option.unfinished}. "
     if option.whole_run is None:
@@ -112,7 +116,7 @@ def _cost(option: Option) -> str:
 
 
 def _whole_tiles(option: Option) -> Iterator[Tile]:
-    """Yield the time and the dollars of the whole run."""
+    """Yield the tiles with the time and the dollars of the whole run."""
     whole = option.whole_run
     if whole is not None:
         hours = f"{whole.gpu_hours:,.4g} GPU-hours"

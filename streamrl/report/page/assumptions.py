@@ -1,4 +1,4 @@
-"""What a report takes for granted, each with its value and where that is from."""
+"""The assumptions of a report, each with its value and source."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RUN_FILE = "run file"
 
 
 class Assumption(NamedTuple):
-    """One of them."""
+    """One assumption."""
 
     what: str
     value: str
@@ -51,7 +51,7 @@ class Assumption(NamedTuple):
 def assumptions_of(
     run: Run, model: ModelShape, trace: Trace | None, plan: Plan | None
 ) -> Iterator[Assumption]:
-    """Yield the assumptions behind a run file, and behind its trace and its plan where there are."""
+    """Yield the assumptions of a run file, and of its trace and its plan if there are any."""
     yield from _of_work(run, model)
     yield from _of_framework(run)
     for name, pool in run.cluster.pools.items():
@@ -132,13 +132,13 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
             yield Assumption("predictor of lengths", value, f"{RUN_FILE}: workload.lengths.ranker")
 
 
-def _not_inherited(leader: AlgorithmConfig, own: AlgorithmConfig) -> list[str]:
-    """Return what the leader's section says that a follower's algorithm does not know."""
-    return [key for key, value in own.unknown.items() if getattr(leader, key) != value]
+def _not_inherited(primary: AlgorithmConfig, own: AlgorithmConfig) -> list[str]:
+    """Return the settings of the primary trainer's algorithm that a secondary trainer's algorithm does not have."""
+    return [key for key, value in own.unknown.items() if getattr(primary, key) != value]
 
 
 def _lengths_source(lengths: LengthsConfig) -> str:
-    """Quote the comment at the head of a length profile."""
+    """Return the comment at the head of a length profile."""
     path = PROFILES / "lengths" / f"{lengths.source}.csv"
     if lengths.names_a_file or not path.is_file():
         return f"{RUN_FILE}: workload.lengths.source"
@@ -147,7 +147,7 @@ def _lengths_source(lengths: LengthsConfig) -> str:
 
 
 def _of_framework(run: Run) -> Iterator[Assumption]:
-    """Yield whose training it is, and what of a step that says."""
+    """Yield the framework, and the parts of a step that it determines."""
     framework = framework_of(run.framework.name)
     if framework is None:
         return
@@ -190,7 +190,7 @@ def _of_clock(trace: Trace) -> Iterator[Assumption]:
 
 
 def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Yield each operation of a simulation with how its seconds are known."""
+    """Yield each operation of a simulation with the tier of its seconds."""
     for operation, name in OPERATIONS.items():
         shares = trace.facts.get(operation)
         if isinstance(shares, Mapping):
@@ -202,7 +202,7 @@ def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
 
 
 def sources_of_seconds(trace: Trace) -> list[str]:
-    """Return every source that a simulation names for its seconds; of a profile what the file itself names."""
+    """Return every source of a simulation's seconds; for a profile, the sources in its file."""
     sources = trace.facts.get("sources", [])
     return [_with_origin(str(source)) for source in sources] if isinstance(sources, list) else []
 

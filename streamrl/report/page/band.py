@@ -1,4 +1,4 @@
-"""How far a simulated figure may be from the truth: the spread of its seeds, and what its seconds are made of."""
+"""The uncertainty of a simulated figure: the spread of its seeds, and the model error of its seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from streamrl.runfile.formatting import listing
 
 TIERS: tuple[Tier, ...] = ("measured", "composed", "roofline")
 MEASURED, ROOFLINE = (0.89, 1.11), (0.70, 3.00)
-"""By what factor true seconds may differ from simulated ones, least and most."""
+"""Lowest and highest ratio of true to simulated seconds."""
 UNCHECKED = 0.32
-"""What nine in ten errors of composed seconds are within where the run does not say: the widest that a profile states,
-of training mixtures (profiles/measured/training.toml)."""
+"""Bound of nine in ten errors of composed seconds, if the run does not have it. It is the widest that
+a profile states, for training mixtures (profiles/measured/training.toml).
+"""
 REASONS: dict[Tier, str] = {
     "measured": (
         "Runs on two CPU cores took 9 to 11 % more than their simulation from a profile of that machine "
@@ -46,18 +47,18 @@ class Band:
     """Factors on a figure that grows with seconds; a figure in tokens per second takes their inverses."""
 
     seeds: tuple[float, float] = (1.0, 1.0)
-    """Least and most over the simulated seeds, relative to the figure itself; of one seed the 95 % interval of its mean."""
+    """Lowest and highest of the simulated seeds, relative to the figure; for one seed the 95 % interval of its mean."""
     num_seeds: int = 1
     tiers: Mapping[str, float] | None = None
-    """Share of busy seconds by tier; None where nobody recorded it."""
+    """Share of busy seconds by tier; None if it was not recorded."""
     p90: Mapping[str, float] = field(default_factory=dict)
-    """By operation what nine in ten errors of its composed seconds are within, as its profiles state."""
+    """Bound of nine in ten errors of composed seconds, by operation, as its profiles state."""
     is_timed: bool = False
-    """Whether the seconds were taken from a clock, so that no model of them can be wrong."""
+    """Whether the seconds were measured by a clock, so that there is no model error."""
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Return the least and the most of the figure, relative to it; no width where that is not known."""
+        """Return the lowest and highest value, relative to the figure; both 1 if unknown."""
         if not self.is_known:
             return 1.0, 1.0
         least, most = self.of_tiers
@@ -65,7 +66,7 @@ class Band:
 
     @property
     def of_tiers(self) -> tuple[float, float]:
-        """Return what the tiers alone allow; nothing where they are not recorded."""
+        """Return the factors from the tiers alone; both 1 if they are not recorded."""
         if self.is_timed or self.tiers is None:
             return 1.0, 1.0
         shares = [(self.may_be(tier), self.tiers.get(tier, 0.0)) for tier in TIERS]
@@ -73,7 +74,7 @@ class Band:
         return least, most
 
     def may_be(self, tier: Tier) -> tuple[float, float]:
-        """Return by what factor true seconds of a tier may differ from simulated ones, least and most."""
+        """Return the lowest and highest ratio of true to simulated seconds of a tier."""
         match tier:
             case "measured":
                 return MEASURED
@@ -86,7 +87,7 @@ class Band:
                 assert_never(tier)
 
     def reason(self, tier: Tier) -> str:
-        """Say why the seconds of a tier may be as far off as that."""
+        """Return the reason for a tier's range."""
         by_error: dict[float, list[str]] = {}
         for operation, error in self.p90.items():
             by_error.setdefault(error, []).append(operation)
@@ -96,16 +97,16 @@ class Band:
 
     @property
     def unmeasured(self) -> float:
-        """Share of the busy seconds that come from a datasheet alone."""
+        """Return the share of busy seconds that come from a datasheet alone."""
         return (self.tiers or {}).get("roofline", 0.0)
 
     @property
     def is_known(self) -> bool:
-        """Whether it says how far the figure may be from the truth: seeds alone do not."""
+        """Return whether the model error is known: seeds alone do not show it."""
         return self.is_timed or self.tiers is not None
 
     @property
     def is_wide(self) -> bool:
-        """Whether there is any width to show."""
+        """Return whether the range has a visible width."""
         least, most = self.factors
         return most > least

@@ -1,4 +1,4 @@
-"""Write the sections that compare options: table, bars, speed against cost, differing keys, and one run against another."""
+"""Write the sections that compare options: table, bars, speed against cost, differing keys, and pairs of runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from streamrl.report.words import (
 from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan
 
-MOST_ROWS = 30  # options of a table that is still read
-MOST_KEYS = 24  # of run files that differ; more are told as a number
+MOST_ROWS = 30  # options of a table that people still read
+MOST_KEYS = 24  # differing keys of run files; more are shown as a number
 STAGES = {"generation": "generation", "training": "training", "sync": "weight sync"}
 WORK = (
     *("model.name", "model.path", "algorithm.name", "algorithm.prompts_per_step"),
@@ -34,11 +34,11 @@ WORK = (
     *("workload.lengths.kind", "workload.lengths.source", "workload.lengths.prompt_tokens"),
     *("workload.lengths.scale", "workload.lengths.scale_to"),
 )
-"""Keys that say what is to be done, not how."""
+"""Keys that describe the work, not how it is done."""
 
 
 def compare_options(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
-    """Yield the sections that compare options, where there are any."""
+    """Yield the sections that compare options, if there are several."""
     if not options:
         return
     yield _alternatives(sources, options)
@@ -93,7 +93,7 @@ SCALED = (
 
 
 def _beside(made: PlanMade) -> PageTable:
-    """Set the best of other kinds beside the choice, whether they come next or far behind."""
+    """Return the best plans of other kinds next to the choice, however far behind they are."""
     rows = []
     for each in made.plan.beside:
         what, runner = each.what, each.runner
@@ -177,7 +177,7 @@ def _why(made: PlanMade) -> Iterator[str]:
 
 
 def _openness(plan: Plan) -> str:
-    """Say whether something better may have been missed."""
+    """Return whether a better plan may have been missed."""
     if plan.open_gap is None:
         return "By their estimates none of the plans that were not simulated is better by more than 1 %."
     return (
@@ -205,7 +205,7 @@ def _staleness(plan: Plan) -> str:
 
 
 def _chance(sources: Sources) -> Iterator[str]:
-    """Name the runners-up that are not behind by more than the interval of the difference."""
+    """Yield the runners-up whose gap is within the interval of the difference."""
     for made in sources.plans:
         alike = [
             f"runner-up {place}"
@@ -218,7 +218,7 @@ def _chance(sources: Sources) -> Iterator[str]:
 
 
 def _other_gpus(chosen: Option, options: list[Option]) -> Iterator[str]:
-    """Say what the best alternative with other GPUs costs, where the first ones differ in degrees alone."""
+    """Yield the cost of the best alternative on other GPUs, if the first runners-up differ only in degrees."""
     others = [
         o
         for o in options
@@ -240,7 +240,7 @@ def _work_note(options: list[Option]) -> Iterator[str]:
 
 
 def _apart(options: Sequence[Option]) -> list[Option]:
-    """Leave out runner-ups on the GPUs, and in the mode, of an option before them."""
+    """Return options without runners-up on the same GPUs and mode as an earlier option."""
     kept: list[Option] = []
     for option in options:
         alike = [other for other in kept if _same_gpus(option, other)]
@@ -337,7 +337,7 @@ def _value(value: object) -> str:
 
 
 def against_sections(comparisons: Sequence[RecordedComparison]) -> Iterator[PageSection]:
-    """Yield a section for each two runs that were set against each other."""
+    """Yield a section for each pair of compared runs."""
     for index, recorded in enumerate(comparisons):
         names, against = recorded.found.names, recorded.found.against
         section = PageSection(f"against-{index}", f"Is it worth it? {recorded.name}")

@@ -30,7 +30,7 @@ from streamrl.sim.planner.plan import Change, Plan
 
 
 def whole_section(chosen: Option | None) -> Iterator[PageSection]:
-    """Yield the section of the option that a report is about, where its whole run is known."""
+    """Yield the section on the whole run of the report's option, if it is known."""
     if chosen is None or chosen.whole_run is None:
         return
     section = PageSection("whole", "The whole run")
@@ -52,33 +52,33 @@ NOTE = (
 
 SHIFT = re.compile(r"(?P<what>.+) (?P<sign>[+-])(?P<share>\d+) ?%")
 BY = 0.2
-"""Share by which prices of a run are shifted, as a plan's are."""
+"""Share by which prices of a run are shifted, as in a plan."""
 WANTED = {
     "prices": "price",
     "lengths": "length",
     "bandwidth": "bandwidth",
     "training speed (MFU)": "training|mfu",
 }
-"""What a reader will ask for, and what the name of a swing must have to answer."""
+"""Questions that a reader will have, and the part of a swing's name that answers each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """Swings of one figure."""
+    """Effects of assumptions on one figure."""
 
     of: str
-    """Which option, and which figure."""
+    """The option and the figure."""
     by: str
     swings: list[Swing]
     changes: list[Change]
-    """What a plan says beside the numbers: what would be chosen then."""
+    """Further results of a plan's what-ifs: the plan that would be chosen."""
     missing: list[str]
-    """What nobody varied."""
+    """Assumptions that were not varied."""
     source: str
 
 
 def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
-    """Read a plan's what-ifs; each is planned again, and its figure is that of the chosen plan then."""
+    """Read a plan's what-ifs. Each was planned again; its figure is that of the plan chosen then."""
     base = plan.objective.value
     found: dict[str, dict[str, float]] = {}
     notes: dict[str, str] = {}
@@ -110,7 +110,7 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
 
 
 def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
-    """Shift the price of each pool: what a pool costs is a fixed share of all dollars."""
+    """Shift the price of each pool: the cost of a pool is a fixed share of all dollars."""
     dollars: dict[str, float] = dict(_dollars_by_pool(trace))
     total = sum(dollars.values()) or 1.0
     swings = [
@@ -128,7 +128,7 @@ def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
 
 
 def _dollars_by_pool(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield each pool with the dollars an hour of its allocated GPUs."""
+    """Yield each pool with the dollars per hour of its allocated GPUs."""
     run = trace.run
     found: dict[str, float] = {}
     for side in sides_of(run):
@@ -147,7 +147,7 @@ MOST_REASONS = 6
 
 
 def idle_section(options: Sequence[Option]) -> PageSection:
-    """Show where GPU-seconds went, for every option with a trace."""
+    """Show the use of GPU-seconds of every option with a trace."""
     runs = [(f"{o.letter} · {o.name}", o.run) for o in options if o.run is not None]
     section = PageSection("idle", "Idle by cause")
     if not runs:
@@ -252,7 +252,7 @@ def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
 
 
 def uncertainty_section(options: Sequence[Option]) -> PageSection:
-    """Say how far the figures may be from the truth, and by which method."""
+    """Show the uncertainty of the figures and its method."""
     section = PageSection("uncertainty", "How sure this is")
     chosen = chosen_of(list(options))
     if chosen is None:
@@ -285,7 +285,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
 
 
 def _bands(option: Option) -> Picture:
-    """Draw what seeds alone, tiers alone, and both may do to the cost."""
+    """Draw the range of the cost from seeds alone, tiers alone, and both."""
     cost, found = option.cost_per_million_tokens, option.band
     seeds = "interval of the mean step" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
     ranges = [
@@ -309,7 +309,7 @@ def _unmeasured(option: Option) -> str:
 
 
 def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
-    """Show each what-if study: what was asked, what was found, and its metrics."""
+    """Show each what-if study: its question, its findings and its metrics."""
     for index, study in enumerate(studies):
         found = study.found
         is_named = "what if" in found.title.lower()
@@ -359,7 +359,7 @@ def _spread_cell(table: MetricTable, spread: Spread) -> PageCell:
 
 
 def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator[PageSection]:
-    """List what is taken for granted, and every source of seconds."""
+    """List the assumptions, and every source of seconds."""
     chosen = chosen_of(list(options))
     if chosen is None:
         return

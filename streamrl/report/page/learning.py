@@ -1,4 +1,4 @@
-"""Write the sections on learning: rewards, losses, lengths, samples, and how the trained rollouts differ from the generated ones."""
+"""Write the sections on learning: rewards, losses, lengths, samples, and selection of rollouts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from streamrl.report.pictures.step_curves import Curve, curves_picture
 from streamrl.report.words import ENDS, percent, seconds
 
 MOST_TEXT = 600
-"""Characters of a completion, and of a prompt, that are shown: the ends of a longer one."""
+"""Characters shown of a completion or a prompt; a longer one keeps both ends."""
 MOST_ROWS = 12
 """Steps in the table."""
 COLOURS = ("s-0", "s-1 dashed", "s-2 dotted", "s-3 dash-dot")
 
 
 def figure(value: float) -> str:
-    """Write a figure of a step: three digits."""
+    """Return a figure of a step with three digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 class Panel(NamedTuple):
-    """A picture: its title, the keys of metrics.jsonl with their labels, and how values are written."""
+    """A picture: its title, the keys of metrics.jsonl with their labels, and the format of values."""
 
     title: str
     keys: tuple[tuple[str, str], ...]
@@ -68,7 +68,7 @@ PANELS = (
 
 
 def learning_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
-    """Yield a section for each trainer that left figures of its steps."""
+    """Yield a section for each trainer that recorded its steps."""
     for number, run in enumerate(runs, start=1):
         for place, learned in enumerate(run.learned):
             steps = (
@@ -100,7 +100,7 @@ def _section(name: str, learned: Learned, of_steps: str) -> PageSection:
 
 
 def _rewards_panel(learned: Learned) -> Iterator[Panel]:
-    """Yield the panel of what each of several scorers gave, as many of them as curves can be told apart."""
+    """Yield the panel of rewards by scorer, with as many scorers as curves can be distinguished."""
     named = {key: None for line in learned.steps for key in line if key.startswith(OF_SCORER)}
     keys = tuple((key, key.removeprefix(OF_SCORER)) for key in named)
     for first in range(0, len(keys), len(COLOURS)):
@@ -140,11 +140,11 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("step took", "step_time", seconds),
     ("train", "train_time", seconds),
 )
-"""Of the table: head, key, and how values are written."""
+"""Columns of the table: head, key, and format of values."""
 
 
 def _steps_table(steps: Sequence[Line]) -> PageTable:
-    """Tell some of the steps, evenly over the run, the first and the last among them."""
+    """Return a table of some steps, spread evenly over the run, with the first and the last."""
     last = len(steps) - 1
     rows = min(MOST_ROWS, len(steps))
     places = sorted({round(row * last / max(rows - 1, 1)) for row in range(rows)})
@@ -176,7 +176,7 @@ def _samples_table(group: SampledGroup) -> PageTable:
 
 
 def learning_json(runs: Sequence[RecordedRun]) -> list[dict[str, object]]:
-    """Return the same as data: every line of the steps that stayed, and the samples."""
+    """Return the same as data: the lines of all steps that were kept, and the samples."""
     return [
         {
             "name": run.name,
@@ -190,11 +190,11 @@ def learning_json(runs: Sequence[RecordedRun]) -> list[dict[str, object]]:
 
 
 NOTABLE = 0.01
-"""Share of a length by which a step has to differ before it is called selected."""
+"""Share of a length by which a step must differ to count as selected."""
 
 
 def selection_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
-    """Yield the section, where any run has made a step."""
+    """Yield the section on selection, if any run has finished a step."""
     known = [(run, run.metrics.selection) for run in runs]
     found = [(run, each) for run, each in known if each is not None and each.trained.rollouts]
     if not found:
@@ -226,13 +226,13 @@ def _picture(name: str, run: RecordedRun, found: SelectionMetrics) -> Picture:
 
 
 def is_selective(found: SelectionMetrics) -> bool:
-    """Whether any step trained on something else than what was generated for it."""
+    """Return whether any step trained on other rollouts than those generated for it."""
     known = [ratio for ratio in found.length_ratio if ratio is not None]
     return bool(found.left_out) or any(abs(ratio - 1) > NOTABLE for ratio in known)
 
 
 def describe_selection_bias(found: SelectionMetrics) -> str:
-    """Say in a sentence or two whether steps favoured some lengths."""
+    """Return a sentence or two on whether steps favoured some lengths."""
     if not is_selective(found):
         return "Every step trained on what was generated for it, no longer and no shorter: nothing was selected."
     first = next((ratio for ratio in found.length_ratio if ratio is not None), None)
@@ -249,7 +249,7 @@ def describe_selection_bias(found: SelectionMetrics) -> str:
 
 
 def describe_waste(shares: Mapping[str, float]) -> str:
-    """Say which share of the tokens nothing was learned from, and why; nothing where that is none."""
+    """Return the share of generated tokens without training, and the reasons; empty if there are none."""
     if not shares:
         return ""
     reasons = ", ".join(f"{reason} {percent(share)}" for reason, share in shares.items())
@@ -270,7 +270,7 @@ def _row(name: str, share: Share) -> list[PageCell]:
 
 
 def _families_tables(run: RecordedRun) -> Iterator[PageTable]:
-    """Yield what became of each family's rollouts, where an executed run had several."""
+    """Yield tables of each family's rollouts, if an executed run had several families."""
     lines = run.learned[0].steps if run.learned else ()
     sums: dict[str, dict[str, float]] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""Ways to run, each with its figures: the plan, its runners-up, and recorded runs."""
+"""The options of a report, each with its figures: the plan, its runners-up, and recorded runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from streamrl.sim.planner.plan import Choice
 Kind = Literal["plan", "runner-up", "front", "run"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ASIDE = (".nodes", "policies.latency", "policies.context_time")
-"""Ends of keys that two runs of one plan may differ in."""
+"""Ends of keys in which two runs of one plan may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to run, and what it takes and costs."""
+    """One option of how to run, with its time and cost."""
 
     letter: str = ""
-    """What figures call it."""
+    """Its letter in figures."""
     name: str
     kind: Kind
     what: str
@@ -40,49 +40,49 @@ class Option:
     world: str
     step_time: float
     step_time_interval: tuple[float, float] | None = None
-    """95 % interval of it; None where too few steps tell."""
+    """Its 95 % interval; None with too few steps."""
     note: str = ""
-    """What keeps its figures from being as exactly known as was asked for."""
+    """Reason why its figures are less certain than requested."""
     goodput: float
     cost_per_step: float
     cost_per_million_tokens: float
     dollars_per_hour: float
     band: Band
     staleness: float
-    """Versions that rollouts are behind when they are trained on, on average."""
+    """Mean staleness of rollouts when they are trained on, in versions."""
     source: str
     behind: float | None = None
-    """Share by which a runner-up's objective is above its plan's, over seeds that both were simulated on."""
+    """Share by which a runner-up's objective is above its plan's, over common seeds."""
     run: RecordedRun | None = None
-    """The trace of it, where there is one."""
+    """Its trace, if there is one."""
     whole_run: WholeRun | None = None
-    """What all its training steps take; None of what a plan was chosen before."""
+    """Total of all its training steps; None for runners-up of a plan."""
     unfinished: str = ""
-    """After which step it stopped before its last one, and why: it is no answer then."""
+    """The step after which it stopped early, and why. Such a run cannot be the answer."""
 
     @property
     def is_paid(self) -> bool:
-        """Return whether it costs anything: the cores of one's own machine are not rented."""
+        """Return whether it costs anything: the user's own CPU is not rented."""
         return self.dollars_per_hour > 0
 
     @property
     def cost_range(self) -> tuple[float, float]:
-        """Return the band of dollars per million tokens."""
+        """Return the range of dollars per million tokens."""
         least, most = self.band.factors
         return self.cost_per_million_tokens * least, self.cost_per_million_tokens * most
 
     @property
     def goodput_range(self) -> tuple[float, float]:
-        """Return the band of tokens trained on a second: more seconds are fewer tokens."""
+        """Return the range of trained tokens per second: more seconds mean fewer tokens."""
         least, most = self.band.factors
         return self.goodput / most, self.goodput / least
 
 
 def make_options(sources: Sources) -> list[Option]:
-    """Return all ways to run: each plan and what it was chosen before, then the recorded runs.
+    """Return all options: each plan and its runners-up, then the recorded runs.
 
-    A run of a plan's very allocation is that plan, and lends it its trace; runs that differ in nothing but
-    their seed are one option.
+    A run with a plan's exact allocation is merged into that plan and adds its trace. Runs that
+    differ only in the seed are one option.
     """
     options: list[Option] = []
     for made in sources.plans:
@@ -97,9 +97,9 @@ def make_options(sources: Sources) -> list[Option]:
 
 
 def flatten(run: Run, inputs: Mapping[str, str]) -> dict[str, object]:
-    """Return every key of a run file with its value, of files by the names in `inputs` as far as they were kept.
+    """Return every key of a run file with its value. Files have their names in `inputs` if they were kept.
 
-    A price that the run file leaves out is the GPU's own.
+    If the run file has no price for a pool, its value is the GPU's own price.
     """
     found = {**values_by_key(run), **inputs}
     for name, pool in run.cluster.pools.items():
@@ -138,7 +138,7 @@ def _of_choice(
     tiers: Mapping[str, float] | None,
     value: float | None,
 ) -> Option:
-    """Describe a choice whose objective is `value`, by which its seeds are seen; None where it is not known."""
+    """Return the option of a choice whose objective is `value`, by which its seeds are known; None if unknown."""
     beside = choice.rollout.beside
     others = {} if beside is None else {f"generate as {kind_name(1)}": beside}
     team = PlannedSides(choice.rollout, choice.trainer, others)
@@ -207,7 +207,7 @@ def _of_run(run: RecordedRun) -> Option:
 
 
 def _place_of(options: list[Option], run: RecordedRun) -> int | None:
-    """Find the option that a run is a run of."""
+    """Return the index of the option that a run belongs to."""
     if run.trace.world == "real":
         return None
     found = flatten(run.run, run.inputs)
@@ -218,23 +218,23 @@ def _place_of(options: list[Option], run: RecordedRun) -> int | None:
 
 
 def _is_same(option: Option, found: Mapping[str, object]) -> bool:
-    """Whether a simulation does what an option does, in any seed and whatever its prompts would be."""
+    """Return whether a simulation equals an option, apart from the seed and the prompts."""
     keys = {key: None for key in (*option.config, *found) if not is_aside(key)}
     return all(option.config.get(key) == found.get(key) for key in keys if not _is_data(key))
 
 
 def _is_data(key: str) -> bool:
-    """Whether a key says which prompts are asked, which a simulation does not read."""
+    """Return whether a key names the prompts, which a simulation does not read."""
     return key.startswith(tuple(f"workload.{name}" for name in (*KEYS_OF_ONE_SOURCE, "source")))
 
 
 def is_aside(key: str) -> bool:
-    """Whether a key says nothing of what a run takes: its seed, what was on offer, what is filled in."""
+    """Return whether a key does not affect time: the seed, the offer, or a value that was filled in."""
     return key.partition(".")[0] in ("seed", "simulate", "plan", "execute") or key.endswith(ASIDE)
 
 
 def _merged(option: Option, run: RecordedRun) -> Option:
-    """Add a run to the option that it is a run of: its trace, and what its seed says of the spread."""
+    """Return the option with a run merged into it: its trace, and its seed's part of the spread."""
     band = option.band
     if option.kind == "run":
         ratio = run.metrics.cost_per_million_tokens / option.cost_per_million_tokens

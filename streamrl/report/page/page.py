@@ -1,4 +1,4 @@
-"""Assemble the report of several directories and write it as one HTML page, Markdown or JSON."""
+"""Build the report of several directories and write it as one HTML page, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from streamrl.runfile.formatting import listing
 
 
 class Report(NamedTuple):
-    """What directories hold, and the ways to run that it comes to."""
+    """The data of directories, and the options that follow from it."""
 
     sources: Sources
     options: list[Option]
 
 
 def read_report(directories: Sequence[Path]) -> Report:
-    """Read what directories hold; nothing is simulated.
+    """Read directories; nothing is simulated.
 
     Raises:
-        ValueError: a directory or a file in it, and why it cannot be reported.
+        ValueError: a directory or a file in it cannot be reported; the message has the reason.
     """
     sources = read_sources(directories)
     return Report(sources, make_options(sources))
 
 
 def make_page(report: Report) -> Page:
-    """Say it in words, figures and tables."""
+    """Return the page with words, figures and tables."""
     sources, options = report
     chosen = chosen_of(options)
     return Page(
@@ -63,14 +63,14 @@ def make_page(report: Report) -> Page:
 
 
 def render_html(page: Page) -> str:
-    """Write a page as HTML that needs nothing but itself."""
+    """Return a page as self-contained HTML."""
     return _ENVIRONMENT.get_template("report.html.j2").render(page=page)
 
 
 def render_markdown(page: Page) -> str:
-    """Write a page as Markdown; its figures' numbers are in its tables and captions."""
+    """Return a page as Markdown; the numbers of its figures are in tables and captions."""
     text = _ENVIRONMENT.get_template("report.md.j2").render(page=page)
-    return text.replace("&#39;", "'").replace("&#34;", '"')  # quotes end nothing in Markdown
+    return text.replace("&#39;", "'").replace("&#34;", '"')  # quotes are harmless in Markdown
 
 
 def describe(report: Report) -> dict[str, object]:
@@ -129,7 +129,7 @@ def _title(sources: Sources, options: list[Option]) -> str:
 
 
 def _subtitle(sources: Sources) -> str:
-    """Name the directories with what was found in each."""
+    """Return the directories with the kind of data in each."""
     found: dict[str, list[str]] = {}
     for made in sources.plans:
         found.setdefault(made.name, []).append("plan")
@@ -156,7 +156,7 @@ def _option_json(option: Option) -> dict[str, object]:
 
 
 def _table_text(text: object) -> Markup:
-    """Escape what would end a Markdown table cell or be taken for HTML."""
+    """Escape characters that would end a Markdown table cell or look like HTML."""
     return Markup(Markup.escape(str(text)).replace("|", "\\|").replace("\n", " "))
 
 
@@ -170,7 +170,7 @@ _ENVIRONMENT = Environment(
 
 
 def _code(text: str) -> Markup:
-    """Escape text, and set what stands between backticks as code."""
+    """Escape text, and mark text between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(Markup.escape(text))))
 
 
@@ -179,9 +179,9 @@ _ENVIRONMENT.globals |= {"colours": COLOURS, "rules": rules()}
 
 
 def report_html(directories: Sequence[Path]) -> str:
-    """Return what directories hold as one self-contained page, as `streamrl report` writes it.
+    """Return the data of directories as one self-contained page, as `streamrl report` writes it.
 
     Raises:
-        ValueError: a directory or a file in it, and why it cannot be reported.
+        ValueError: a directory or a file in it cannot be reported; the message has the reason.
     """
     return render_html(make_page(read_report(directories)))

@@ -1,4 +1,4 @@
-"""What a page is made of; the templates turn it into HTML and Markdown."""
+"""The structure of a page; the templates turn it into HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.report.pictures.drawing import Picture
 
 @dataclass(frozen=True)
 class PageCell:
-    """A table cell: what it says, and smaller below it a note."""
+    """A table cell: a text, and a small note below it."""
 
     text: str
     note: str = ""
@@ -19,13 +19,13 @@ class PageCell:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Rows under a head; columns of numbers stand to the right."""
+    """Rows under a head; columns of numbers are right-aligned."""
 
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[PageCell]]
     numbers: Sequence[int] = ()
-    """Columns that are numbers."""
+    """Columns of numbers."""
     strong_row: int | None = None
     """The row of the chosen option."""
 
@@ -41,7 +41,7 @@ class PageSection:
     tables: list[PageTable] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_pair: bool = False
-    """Whether its pictures stand side by side where there is room."""
+    """Whether its pictures are side by side if there is room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,5 +57,5 @@ class Page:
 
 
 def cells(*texts: str) -> list[PageCell]:
-    """Make a row of plain cells."""
+    """Return a row of plain cells."""
     return [PageCell(text) for text in texts]

@@ -1,4 +1,4 @@
-"""Read what the directories of a report hold: a trace, a plan, a study, a run set against another, or several of them."""
+"""Read the directories of a report: traces, plans, studies, comparisons of runs, or several of them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ REPORTED = (TRACE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
 
 
 class Learned(NamedTuple):
-    """What a trainer of an executed run left of its steps."""
+    """The record of a trainer's steps in an executed run."""
 
     who: str
-    """The run's name of the trainer that leads, its own of one that follows."""
+    """The run's name for the primary trainer; its own name for a secondary trainer."""
     steps: Sequence[Line]
-    """The figures of each step that stayed; see `streamrl.executor.trainer.step_record`."""
+    """Figures of each step that was kept; see `streamrl.executor.trainer.step_record`."""
     samples: Sequence[SampledGroup]
-    """What was generated for the first, a middle and the last step of the one that leads."""
+    """Rollouts for the first, a middle and the last step of the primary trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +57,28 @@ class RecordedRun:
     inputs: Mapping[str, str]
     """Names of the files that it was read from, by key of the run file; see `streamrl.record.run_directory`."""
     learned: Sequence[Learned] = ()
-    """Of an executed run: by trainer that has made a step, the one that leads first."""
+    """Of an executed run: each trainer that has finished a step, the primary one first."""
 
     @property
     def run(self) -> Run:
-        """The run file, as it was recorded."""
+        """Return the recorded run file."""
         return self.trace.run
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some of its steps are made, and nothing says that it came to an end: it goes on, or was killed."""
+        """Return whether it has finished steps but no recorded end: it is running, or was killed."""
         is_left = 0 < self.newest_step < self.run.algorithm.steps
         return is_left and not self.metrics.unfinished
 
     @property
     def newest_step(self) -> int:
-        """The last step that was executed; 0 of a simulated run."""
+        """Return the last executed step; 0 for a simulated run."""
         return int(self.learned[0].steps[-1]["step"]) if self.learned else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMade:
-    """What `streamrl plan` chose."""
+    """The result of `streamrl plan`."""
 
     name: str
     path: Path
@@ -87,11 +87,11 @@ class PlanMade:
     """The run file with the allocation filled in."""
     model: ModelShape
     inputs: Mapping[str, str]
-    """As of a recorded run."""
+    """As for a recorded run."""
 
 
 class RecordedComparison(NamedTuple):
-    """A run that was set against another."""
+    """A comparison of two runs."""
 
     name: str
     found: AgainstFile
@@ -99,7 +99,7 @@ class RecordedComparison(NamedTuple):
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything that a report is about, in the order of its directories."""
+    """All data of a report, in the order of its directories."""
 
     runs: list[RecordedRun]
     plans: list[PlanMade]
@@ -111,7 +111,7 @@ def read_sources(directories: Sequence[Path]) -> Sources:
     """Read every directory.
 
     Raises:
-        ValueError: a directory is missing or named twice, holds nothing that can be reported, or a file in it cannot be read.
+        ValueError: a directory is missing, named twice or empty, or a file in it cannot be read.
     """
     sources = Sources([], [], [], [])
     for directory, name in zip(directories, _names(directories), strict=True):
@@ -120,11 +120,11 @@ def read_sources(directories: Sequence[Path]) -> Sources:
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
-    """Name each directory by as many of its last parts as tell it from the others."""
+    """Return a name for each directory: as many of its last parts as make it unique."""
     resolved = [directory.resolve() for directory in directories]
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
-            raise ValueError(f"{directories[index]} is named twice")
+            raise ValueError(f"{directories[index]} is named twice; name each directory once")
     most = max((len(path.parts) for path in resolved), default=1)
     for count in range(1, most + 1):
         names = ["/".join(path.parts[-count:]) for path in resolved]
@@ -135,7 +135,7 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 def _read_directory(directory: Path, name: str, sources: Sources) -> None:
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory")
+        raise ValueError(f"{directory} is not a directory")
     trace, plan, study, against = (directory / file for file in REPORTED)
     if not any(path.exists() for path in (trace, plan, study, against)):
         raise ValueError(f"{directory} holds nothing to report: neither {' nor '.join(REPORTED)}")
@@ -176,7 +176,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
 
 
 def _read_learned(trace: Trace, directory: Path, name: str) -> Iterator[Learned]:
-    """Yield what the trainers of an executed run left beside its trace, where the one that leads has made a step."""
+    """Yield the records of all trainers of an executed run, if the primary trainer has finished a step."""
     if trace.world != "real" or not (directory / METRICS).exists():
         return
     steps = read_metrics(directory)
@@ -198,7 +198,7 @@ def _read_samples(directory: Path) -> Sequence[SampledGroup]:
 
 
 def _model_of(run: Run, directory: Path) -> ModelShape:
-    """Load the shape of the model, which says where it came from, not where it is kept."""
+    """Load the shape of the model; the result names its origin, not its local path."""
     model = load_model(with_kept_inputs(run, directory).model)
     if run.model.path is None:
         return model

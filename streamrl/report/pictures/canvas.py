@@ -1,6 +1,6 @@
-"""Draw a picture with matplotlib, in light colours: title, legend, drawing and caption under each other.
+"""Draw a picture with matplotlib, in light colours: title, legend, drawing and caption.
 
-Only who wants a figure imports this file, so that matplotlib is loaded where something is drawn.
+Import this file only to draw, because it imports matplotlib.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from streamrl.report.pictures.drawing import (
     width_of,
 )
 
-POINTS = 72.0  # of an inch; a unit of a drawing is one
+POINTS = 72.0  # per inch; a unit of a drawing is one point
 DPI = 110
 MARGIN = 18.0  # around everything
 GAP = 12.0  # between title, legend, drawing and caption
-LINE = 1.5  # height of a line of text, of its size
+LINE = 1.5  # height of a line, relative to its font size
 HATCH = "////"
 ANCHORS: dict[Anchor, Literal["left", "center", "right"]] = {
     "start": "left",
@@ -72,7 +72,7 @@ def draw(picture: Picture) -> Figure:
 
 
 def _heading(picture: Picture) -> Drawing:
-    """Lay out the title, and the legend in as many rows as it takes."""
+    """Return the title, and the legend in as many rows as it needs."""
     made = Drawing("heading", "", "", picture.drawing.width)
     _write_lines(made, picture.drawing.title, LARGE, "strong")
     if picture.legend:
@@ -93,7 +93,7 @@ def _heading(picture: Picture) -> Drawing:
 
 
 def _foot(picture: Picture) -> Drawing:
-    """Lay out the caption, a paragraph for each of its lines."""
+    """Return the caption, a paragraph for each of its lines."""
     made = Drawing("foot", "", "", picture.drawing.width)
     for paragraph in picture.caption.splitlines():
         _write_lines(made, paragraph, SMALL, "muted small")
@@ -101,19 +101,19 @@ def _foot(picture: Picture) -> Drawing:
 
 
 def _write_lines(made: Drawing, text: str, size: float, css: str) -> None:
-    """Add a text at the bottom, in as many lines as it takes."""
+    """Add a text at the bottom, wrapped into lines."""
     for line in textwrap.wrap(text, int(made.width / width_of(" ", size))):
         made.text(0, made.height + size, line, css)
         made.height += LINE * size
 
 
 def _measure(text: str) -> float:
-    """Return the width of a text; dollars are no mathematics."""
+    """Return the width of a text; dollar signs do not start mathematics."""
     return float(TextPath((0, 0), text.replace("$", r"\$"), size=SMALL).get_extents().width)
 
 
 def _draw_shapes(axes: Axes, shapes: Sequence[Shape]) -> None:
-    """Draw in order; boxes that follow on each other go in one piece, because a timeline has thousands."""
+    """Draw shapes in order. Adjacent boxes are drawn together, because a timeline has thousands."""
     order = 0
     for is_box, group in groupby(shapes, _is_box):
         if is_box:
@@ -135,7 +135,7 @@ def _draw_boxes(axes: Axes, boxes: Sequence[Rectangle], order: int) -> None:
         for b in boxes
     ]
     colours = [_colour(style_of(box.css), "fill") for box in boxes]
-    # without antialiasing, neighbours leave no seam
+    # without antialiasing, neighbours have no visible seam
     axes.add_collection(
         PolyCollection(corners, facecolors=colours, linewidths=0, antialiaseds=False, zorder=order),
         autolim=False,
@@ -170,7 +170,7 @@ def _hatched(shape: Rectangle, order: int) -> Box:
 
 
 def _line(shape: Polyline, order: int) -> Line2D:
-    """Make a line; matplotlib counts dashes in widths of the line."""
+    """Return a line; matplotlib measures dashes in line widths."""
     style = style_of(shape.css)
     width = style["stroke_width"]
     dashes = [part / width for part in style.get("stroke_dasharray", ())]

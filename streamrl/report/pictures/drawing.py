@@ -29,8 +29,8 @@ class Style(TypedDict, total=False):
     font_weight: int
 
 
-# Okabe and Ito's palette and its neighbours, which the colour-blind can tell apart: an activity, or a
-# cause that a GPU waits for, has one colour everywhere.
+# The palette of Okabe and Ito with neighbouring colours, which colour-blind people can distinguish.
+# An activity, or a cause of waiting, has the same colour everywhere.
 ACTIVITIES = {
     "generate": Colour("#0072B2", "#3d9bd9"),
     "train": Colour("#D55E00", "#D55E00"),
@@ -59,7 +59,7 @@ SERIES = (
     Colour("#6b6f1d", "#cdd165"),
     Colour("#444c56", "#b7c0ca"),
 )
-"""Of lines and groups of bars; dark enough to be told apart on paper."""
+"""For lines and groups of bars; dark enough to distinguish in print."""
 COLOURS = {
     "paper": Colour("#ffffff", "#14181d"),
     "ink": Colour("#1b1f24", "#e8ebef"),
@@ -74,9 +74,9 @@ COLOURS = {
     **{f"c-{name}": colour for name, colour in ACTIVITIES.items()},
 }
 DASHES = ("", "dashed", "dotted", "dash-dot")
-"""Classes that tell lines of one colour apart."""
+"""Classes that distinguish lines of one colour."""
 LEVELS = 5
-"""Shades of one colour."""
+"""Number of shades of one colour."""
 STYLES: dict[str, Style] = {
     "t": {"fill": "ink", "font_size": 13},
     "t small": {"font_size": 12},
@@ -112,12 +112,12 @@ STYLES: dict[str, Style] = {
     },
     **{f"level-{n}": {"fill_opacity": 0.1 + 0.18 * n} for n in range(1, LEVELS + 1)},
 }
-"""By classes that a shape must have; `hatch` is a pattern of `hatching` lines, and each renderer has its own."""
+"""Styles by the classes that a shape must have. `hatch` is a pattern of `hatching` lines; each renderer has its own."""
 
 
 @cache
 def style_of(css: str) -> Style:
-    """Return the style of a shape's classes; a rule that asks for more classes goes before one that asks for fewer."""
+    """Return the style of a shape's classes; a rule with more classes has priority."""
     classes, found = set(css.split()), Style()
     for selector in sorted(STYLES, key=lambda selector: len(selector.split())):
         if classes.issuperset(selector.split()):
@@ -147,8 +147,8 @@ def _css(key: str, value: object) -> str:
             return f"{value}px" if key == "font_size" else str(value)
 
 
-SMALL, LARGE = 12, 14  # sizes of text, in units of a drawing
-WIDTH_OF_CHARACTER = 0.56  # of its size, on average in the fonts that browsers take for sans-serif
+SMALL, LARGE = 12, 14  # font sizes, in units of a drawing
+WIDTH_OF_CHARACTER = 0.56  # of the font size, on average for sans-serif fonts of browsers
 
 Anchor: TypeAlias = Literal["start", "middle", "end"]
 
@@ -163,7 +163,7 @@ class Rectangle:
     height: float
     css: str
     title: str = ""
-    """What a pointer that rests on it is told."""
+    """Tooltip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One line of text whose baseline is at `y`, and whose start, middle or end is at `x`."""
+    """One line of text with its baseline at `y` and its start, middle or end at `x`."""
 
     x: float
     y: float
@@ -201,13 +201,13 @@ Shape: TypeAlias = Rectangle | Polyline | Dot | Text
 
 @dataclass
 class Drawing:
-    """Shapes, later ones over earlier ones; y grows downwards, and a unit is a pixel of the page or a point of print."""
+    """Shapes, later ones over earlier ones; y grows downwards, and a unit is a pixel or a point in print."""
 
     name: str
     """Its id in the page."""
     title: str
     description: str
-    """What it shows, for who cannot see it."""
+    """Description for people who cannot see it."""
     width: float
     height: float = 0.0
     shapes: list[Shape] = field(default_factory=list)
@@ -231,7 +231,7 @@ class Drawing:
         self.shapes.append(Dot(x, y, radius, css, title))
 
     def text(self, x: float, y: float, text: str, css: str = "", anchor: Anchor = "start") -> None:
-        """Add text whose baseline is at `y`, and whose start, middle or end is at `x`."""
+        """Add text with its baseline at `y` and its start, middle or end at `x`."""
         self.shapes.append(Text(x, y, text, css, anchor))
 
     def ticks_below(
@@ -242,7 +242,7 @@ class Drawing:
         show: Callable[[float], str],
         css: str = "grid",
     ) -> None:
-        """Draw a line from the top to the bottom of `rows` at each value, and write it underneath."""
+        """Draw a line from the top to the bottom of `rows` at each value, with the value below it."""
         top, bottom = rows
         for value in values:
             self.line(across(value), top, across(value), bottom, css)
@@ -255,7 +255,7 @@ class Drawing:
         columns: tuple[float, float],
         show: Callable[[float], str],
     ) -> None:
-        """Draw a line from the left to the right of `columns` at each value, and write it to its left."""
+        """Draw a line from the left to the right of `columns` at each value, with the value on its left."""
         left, right = columns
         for value in values:
             self.line(left, up(value), right, up(value), "grid")
@@ -264,20 +264,20 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing, what is said under its title, and what its colours mean."""
+    """A drawing with its title, caption and legend."""
 
     drawing: Drawing
     caption: str
     legend: Sequence[tuple[str, str]] = ()
-    """Classes of a swatch, and what it stands for; an entry without classes is a heading."""
+    """Classes of a swatch and its meaning; an entry without classes is a heading."""
 
 
 SWATCH = (16.0, 12.0)
-KEY_WIDTH = 28.0  # of the swatch of a line, so that its dashes can be told apart
+KEY_WIDTH = 28.0  # of the swatch of a line, so that its dashes are visible
 
 
 def swatch(css: str, x: float = 0.0, y: float = 0.0) -> tuple[float, list[Shape]]:
-    """Return the width and the shapes of a legend's sample of some classes, from its upper left corner.
+    """Return the width and the shapes of a legend's swatch, from its upper left corner.
 
     `key …` is a line with a point, `dot …` a point, `… hatched` a hatched box, all else a box.
     """
@@ -297,13 +297,13 @@ def swatch(css: str, x: float = 0.0, y: float = 0.0) -> tuple[float, list[Shape]
 
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return the function that puts values from `low` to `high` between two places."""
+    """Return a function that maps values from `low` to `high` to positions from `start` to `end`."""
     span = (high - low) or 1.0
     return lambda value: start + (value - low) / span * (end - start)
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round values between two, at most so many."""
+    """Return at most `most` round values between two."""
     span = high - low
     if span <= 0:
         return [low]
@@ -314,12 +314,12 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def width_of(text: str, size: float = SMALL) -> float:
-    """Return about how wide a text is."""
+    """Return the approximate width of a text."""
     return len(text) * size * WIDTH_OF_CHARACTER
 
 
 def shortened(text: str, width: float, size: float = SMALL) -> str:
-    """Cut text that would be wider, and end it in an ellipsis."""
+    """Return text cut to a width, with an ellipsis at the end."""
     most = int(width / (size * WIDTH_OF_CHARACTER))
     return text if len(text) <= most else text[: most - 1].rstrip(" ,(") + "…"
 
@@ -331,11 +331,11 @@ class Element(NamedTuple):
     attributes: dict[str, str]
     text: str = ""
     title: str = ""
-    """What a pointer that rests on it is told."""
+    """Tooltip."""
 
 
 def element(shape: Shape) -> Element:
-    """Return the SVG element of a shape, its lengths with a tenth of a unit."""
+    """Return the SVG element of a shape, with lengths rounded to a tenth of a unit."""
     match shape:
         case Rectangle():
             box = {"x": shape.x, "y": shape.y, "width": shape.width, "height": shape.height}

@@ -9,15 +9,15 @@ from streamrl.report.pictures.drawing import Drawing, Picture, scale, shortened,
 from streamrl.report.words import change, dollars
 
 OPTION_WIDTH = 460.0
-OPTION_ROW = 44.0  # a line of text over a bar
+OPTION_ROW = 44.0  # a line of text above a bar
 OPTION_BAR = 16.0
 OPTION_ROOM = 106.0  # right of the longest bar, for its value
-OVERHANG = 3.0  # left of a label, for letters such as J that reach back
+OVERHANG = 3.0  # left of a label, for letters such as J that extend to the left
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One option's value, with its least and most."""
+    """One option's value with its lowest and highest value."""
 
     label: str
     note: str
@@ -30,7 +30,7 @@ class Bar:
 def bars_picture(
     name: str, title: str, bars: Sequence[Bar], show: Callable[[float], str], better: str
 ) -> Picture:
-    """Draw a bar a row, the whole range of its band as a line over its end."""
+    """Draw a bar in each row, with its range as a line over its end."""
     told = "; ".join(f"{bar.label}: {show(bar.value)}" for bar in bars)
     drawing = Drawing(name, title, f"{better} is better. {told}.", OPTION_WIDTH)
     most = max(max(bar.most, bar.value) for bar in bars)
@@ -71,17 +71,17 @@ COST_LEFT, COST_RIGHT, COST_TOP, COST_ROW = 190.0, 70.0, 6.0, 34.0
 
 @dataclass(frozen=True)
 class Range:
-    """Between which dollars a cost may lie, for one reason."""
+    """The range of a cost in dollars, for one reason."""
 
     label: str
     least: float
     most: float
     is_total: bool = False
-    """Whether it is all reasons together."""
+    """Whether all reasons are included."""
 
     @property
     def told(self) -> str:
-        """Say it in words."""
+        """Return the range in words."""
         return f"{self.label}: {dollars(self.least)} to {dollars(self.most)}"
 
 
@@ -109,31 +109,31 @@ def bands_picture(name: str, title: str, value: float, ranges: Sequence[Range]) 
 TORNADO_WIDTH = 900.0
 TORNADO_LEFT, TORNADO_RIGHT, TORNADO_TOP = 200.0, 20.0, 8.0
 TORNADO_ROW, TORNADO_BAR = 34.0, 20.0
-TORNADO_ROOM = 1.4  # of the widest bar, so that what stands beside it fits
-LEAST = 0.0005  # relative change that counts as one
+TORNADO_ROOM = 1.4  # of the widest bar, so that labels next to it fit
+LEAST = 0.0005  # smallest relative change that is shown
 
 
 @dataclass(frozen=True)
 class Swing:
-    """One thing that may be other than assumed."""
+    """The effect of one assumption."""
 
     what: str
     less: float | None
-    """Relative change of the figure where it is less; None where nobody asked."""
+    """Relative change of the figure for a lower value; None if it was not computed."""
     more: float | None
     note: str = ""
-    """What would be chosen then, where that is another plan."""
+    """The plan that would be chosen then, if it is another one."""
     is_used: bool = True
-    """Whether the figure is of something that uses it at all."""
+    """Whether the figure depends on the assumption at all."""
 
     @property
     def width(self) -> float:
-        """The larger change."""
+        """Return the larger change."""
         return max(abs(self.less or 0.0), abs(self.more or 0.0))
 
 
 def tornado_picture(name: str, of: str, swings: Sequence[Swing], by: str, source: str) -> Picture:
-    """Draw a row for each swing: what a figure would be `of` things that are less and more `by` so much."""
+    """Draw a row for each swing: the figure `of` an option, for each assumption lower and higher `by` a share."""
     ordered = sorted(swings, key=lambda swing: -swing.width)
     told = "; ".join(
         f"{s.what}: {by} less gives {_told(s.less)}, {by} more {_told(s.more)}" for s in ordered
@@ -171,7 +171,7 @@ def tornado_picture(name: str, of: str, swings: Sequence[Swing], by: str, source
 def _draw_swing(
     drawing: Drawing, swing: Swing, y: float, across: Callable[[float], float], by: str
 ) -> None:
-    """Draw both bars with their changes at the outer ends: over each other where both go one way, none without a change."""
+    """Draw both bars with their changes at the outer ends. Bars in one direction overlap; no change draws no bar."""
     drawing.text(TORNADO_LEFT - 12, y + 15, swing.what, "", "end")
     if swing.width < LEAST:
         told = "no change" if swing.is_used else "no change: the plan uses none of it"

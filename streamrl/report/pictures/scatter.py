@@ -1,4 +1,4 @@
-"""Speed against cost: every option as a letter, and the line of those that none beats in both."""
+"""Speed against cost: every option as a letter, and the line of the undominated ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.report.words import dollars
 
 WIDTH, HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
-NEAR = 20.0  # units that a point's letter takes: letters of points nearer than that would overlap
+NEAR = 20.0  # units that a point's letter takes: letters of closer points would overlap
 BESIDE = 11.0  # units from a point to its letter
 MARGIN = 0.08  # of the range, around the outermost points
 CAPTION = "Each letter is an option, at its simulated or executed figures. The line joins those that none beats in both."
@@ -25,14 +25,14 @@ class Point:
     letter: str
     label: str
     speed: float
-    """Tokens trained on a second."""
+    """Trained tokens per second."""
     cost: float
-    """Dollars for a million of them."""
+    """Dollars per million trained tokens."""
     is_chosen: bool
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
-    """Return the points that none beats in both speed and cost, the fastest first."""
+    """Return the points that no other point beats in both speed and cost, the fastest first."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda point: (-point.speed, point.cost)):
         if not kept or point.cost < kept[-1].cost:
@@ -78,7 +78,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def stairs(corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the border of what the front beats, from the fastest point on: as dear as it down to the next one's speed."""
+    """Return the border of the area that the front beats, as steps from the fastest point to the slowest."""
     path = corners[:1]
     for (_, y1), (x2, y2) in pairwise(corners):
         path += [(x2, y1), (x2, y2)]
@@ -88,7 +88,7 @@ def stairs(corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _clusters(
     points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[list[Point]]:
-    """Put points together whose letters would overlap; those of a cluster stand in a row at its rightmost point."""
+    """Group points whose letters would overlap; the letters of a group form a row at its rightmost point."""
     clusters = [[point] for point in points]
 
     def overlap(one: list[Point], other: list[Point]) -> bool:
@@ -107,18 +107,18 @@ def _clusters(
 def _place(
     cluster: list[Point], across: Callable[[float], float], up: Callable[[float], float]
 ) -> tuple[float, float]:
-    """Return where the rightmost point of a cluster is."""
+    """Return the position of the rightmost point of a cluster."""
     right = max(cluster, key=lambda point: point.speed)
     return across(right.speed), up(right.cost)
 
 
 def _letters_at(x: float) -> tuple[float, Anchor]:
-    """Return where letters beside a point stand, and which of their ends is there: at the right border to the left of it."""
+    """Return the position and anchor of letters next to a point; at the right border, they are on its left."""
     return (x - BESIDE, "end") if x > WIDTH - RIGHT - 90 else (x + BESIDE, "start")
 
 
 def _start(x: float, count: int) -> float:
-    """Return where the letters of so many points begin."""
+    """Return the left end of the letters of `count` points."""
     beside, anchor = _letters_at(x)
     return beside - NEAR * count if anchor == "end" else beside
 

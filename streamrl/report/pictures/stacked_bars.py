@@ -21,7 +21,7 @@ from streamrl.report.words import ACTIVITIES, CAUSES, percent, seconds
 
 WIDTH, RIGHT = 900.0, 24.0
 ROW, BAR = 56.0, 26.0
-PAD = 10.0  # a value's plate is wider than its text
+PAD = 10.0  # the background of a value is wider than its text
 
 
 class Segment(NamedTuple):
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
     kind: Literal["busy", "idle"]
     name: str
-    """The activity, or the cause that GPUs wait for."""
+    """The activity, or the cause of waiting."""
     value: float
 
 
@@ -38,7 +38,7 @@ class Stack(NamedTuple):
 
     label: str
     note: str
-    """What stands at the end of the label's line."""
+    """Text at the end of the label's line."""
     segments: list[Segment]
 
 
@@ -49,7 +49,7 @@ def stacked_picture(
     unit: str,
     caption: str,
 ) -> Picture:
-    """Draw a row for each stack to one scale, over an axis named by its unit."""
+    """Draw a row for each stack at one scale, above an axis with its unit."""
     most = max(sum(segment.value for segment in stack.segments) for stack in stacks)
     across = scale(0.0, most, 0.0, drawing.width - RIGHT)
     for row, stack in enumerate(stacks):
@@ -91,7 +91,7 @@ def _draw_row(
 
 
 def _legend(stacks: Sequence[Stack]) -> list[tuple[str, str]]:
-    """Name what any of the bars has, in one order for all pictures."""
+    """Return the names in any of the bars, in the same order for all pictures."""
     seen = {(kind, name) for stack in stacks for kind, name, _ in stack.segments}
     busy = [(f"c-{name}", name) for name in BUSY if ("busy", name) in seen]
     idle = [(f"c-{name} hatched", f"idle: {name}") for name in IDLE if ("idle", name) in seen]
@@ -117,7 +117,7 @@ def shares_picture(name: str, runs: Sequence[tuple[str, Metrics]]) -> Picture:
 
 
 def segments(metrics: Metrics) -> list[Segment]:
-    """Return what the run's GPUs did and waited for, as shares, in one order for all runs."""
+    """Return the activities and waits of the run's GPUs as shares, in the same order for all runs."""
     busy = [Segment("busy", name, metrics.busy.get(name, 0.0)) for name in BUSY]
     idle = [Segment("idle", name, metrics.idle.get(name, 0.0)) for name in IDLE]
     return [segment for segment in (*busy, *idle) if segment.value > LEAST_SHOWN]
@@ -146,7 +146,7 @@ def bubbles_picture(name: str, runs: Sequence[Bubbles]) -> Picture:
 
 
 def _underfilled(run: Bubbles) -> list[Segment]:
-    """Return what decoding lost, where that is known and can be seen."""
+    """Return the loss of decoding in underfilled batches, if it is known and visible."""
     lost = run.underfilled or 0.0
     return [Segment("busy", UNDERFILLED, lost)] if lost > WORTH_SAYING * run.gpu_seconds else []
 

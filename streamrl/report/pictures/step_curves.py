@@ -1,4 +1,4 @@
-"""Figures over the steps of a run: a line each, on one scale."""
+"""Draw figures over the steps of a run: one line each, at one scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.report.pictures.drawing import Drawing, Picture, scale, ticks
 WIDTH, HEIGHT = 440.0, 220.0
 LEFT, RIGHT, TOP, BELOW = 64.0, 12.0, 8.0, 40.0
 MOST_POINTS = 200
-"""Of a line; those of a longer run are means of steps that follow on each other."""
+"""Most points of a line; a longer run is shown as means of successive steps."""
 HEADROOM = 0.05
 
 
@@ -33,10 +33,10 @@ def curves_picture(
     curves: Sequence[Curve],
     show: Callable[[float], str],
 ) -> Picture:
-    """Draw curves over the same steps; values that are no numbers leave a gap.
+    """Draw curves over the same steps; a value that is not a number leaves a gap.
 
     Raises:
-        ValueError: there is no step, or a curve has not a value for each.
+        ValueError: there is no step, or a curve has a different number of values.
     """
     if not steps or any(len(curve.values) != len(steps) for curve in curves):
         raise ValueError(f"{name}: a curve needs a value for each of {len(steps)} steps")
@@ -69,7 +69,7 @@ def _draw(
     across: Callable[[float], float],
     up: Callable[[float], float],
 ) -> None:
-    """Draw one line, thinned out, broken where a value is no number."""
+    """Draw one line, thinned out, with gaps at values that are not numbers."""
     parts = np.array_split(np.arange(len(steps)), min(MOST_POINTS, len(steps)))
     run: list[tuple[float, float]] = []
     for part in [*parts, np.array([], int)]:

@@ -1,4 +1,4 @@
-"""Draw what every replica, trainer, link and verifier did when, over some steps of a run."""
+"""Draw the activities of every replica, trainer, link and verifier over some steps of a run."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ from streamrl.runfile.roles_config import (
 
 WIDTH = 900.0
 LEFT, RIGHT, TOP = 88.0, 12.0, 20.0
-MOST_ROWS = 32  # replicas that stay apart at this size
+MOST_ROWS = 32  # replicas that can be drawn in separate rows
 ROW, HIGHEST, ROOM = (
     12.0,
     24.0,
     192.0,
-)  # of a replica's row: least, most, and of all where they are few
-LANE, BELOW = 16.0, 22.0  # of the row of a trainer or the link, and from one to the next
+)  # of a replica's row: lowest, highest, and of all rows if they are few
+LANE, BELOW = 16.0, 22.0  # height of a trainer's or the link's row, and distance to the next
 COLUMNS = 320  # samples of the running count over a step
-SHORTEST = 1.2  # width of a span that would vanish
+SHORTEST = 1.2  # width of a span that would otherwise be invisible
 Steps = tuple[int, int]
-"""The first and the last of some steps that follow on each other."""
+"""The first and the last of some successive steps."""
 
 
 class Window(NamedTuple):
-    """The time that a picture shows."""
+    """The time range of a picture."""
 
     steps: Steps
     start: float
-    """When the step before the first ended, in seconds since the run's start."""
+    """End of the step before the first, in seconds since the run's start."""
     ends: list[float]
-    """When each step ended."""
+    """End of each step, in seconds since the run's start."""
     across: Callable[[float], float]
-    """Puts instants at their places."""
+    """Maps instants to positions."""
 
     @property
     def end(self) -> float:
-        """Return when the last step ended."""
+        """Return the end of the last step."""
         return self.ends[-1]
 
     @property
     def seconds(self) -> float:
-        """Return how long it is."""
+        """Return its duration."""
         return self.end - self.start
 
 
@@ -82,7 +82,7 @@ def timeline_picture(
     """Draw the first to the last of `steps`; `longest` seconds fill the width, so that pictures compare.
 
     Raises:
-        ValueError: `steps` are none of the run's.
+        ValueError: `steps` are outside the run.
     """
     window, timeline = _window(metrics, steps, longest), read_timeline(trace)
     shown = _evenly(list(timeline.replicas), MOST_ROWS)
@@ -111,7 +111,7 @@ def timeline_picture(
 
 
 def typical_step(metrics: Metrics) -> int:
-    """Return the number of the step nearest the median of those that count, the run's last one left out if it can be."""
+    """Return the step nearest the median of the counted steps; the run's last one is avoided if possible."""
     first, last = metrics.counted_steps
     inner = range(first, max(first + 1, min(last + 1, metrics.num_steps)))
     middle = median(metrics.step_times[step - 1] for step in inner)
@@ -121,7 +121,7 @@ def typical_step(metrics: Metrics) -> int:
 def _window(metrics: Metrics, steps: Steps, longest: float | None) -> Window:
     first, last = steps
     if not 1 <= first <= last <= metrics.num_steps:
-        raise ValueError(f"steps must lie in 1 to {metrics.num_steps}, got {first} to {last}")
+        raise ValueError(f"steps must be from 1 to {metrics.num_steps}, got {first} to {last}")
     ended_at = [*accumulate(metrics.step_times, initial=0.0)]
     start, ends = ended_at[first - 1], ended_at[first : last + 1]
     width = longest or ends[-1] - start
@@ -138,7 +138,7 @@ def _steps_text(window: Window, metrics: Metrics) -> str:
 def lanes_of(
     followers: tuple[SecondaryTrainerConfig, ...], verifier: VerifierConfig, timeline: Timeline
 ) -> dict[str, list[Span]]:
-    """Return by name what is drawn below the replicas: each trainer, the link, and verifiers that have GPUs."""
+    """Return the rows below the replicas by name: each trainer, the link, and verifiers with GPUs."""
     lanes = {
         name: timeline.trainers.get(trainer, [])
         for trainer, name in enumerate(trainer_names(followers))
@@ -155,7 +155,7 @@ def step_words(
     timeline: Timeline,
     window: Window,
 ) -> Iterator[str]:
-    """Say in sentences how busy each resource was."""
+    """Yield sentences on how busy each resource was."""
     took = window.seconds
     shares = [_within(spans, window, "generate") / took for spans in timeline.replicas.values()]
     if shares:
@@ -174,7 +174,7 @@ def step_words(
 
 
 def _underfilled_words(trace: Trace, timeline: Timeline, window: Window) -> Iterator[str]:
-    """Say what of the time in which replicas generate full batches would not have needed."""
+    """Yield how much of the replicas' time full batches would save."""
     parts, kinds = read_parts(trace, (window.start, window.end)), trace.run.rollout.kinds
     took = sum(
         _within(spans, window, "generate") * kinds[timeline.kinds.get(replica, 0)].gpus_per_replica
@@ -186,7 +186,7 @@ def _underfilled_words(trace: Trace, timeline: Timeline, window: Window) -> Iter
 
 
 def _shares_of(spans: Sequence[Span], window: Window) -> str:
-    """Say what a trainer does for how much of the window."""
+    """Return the activities of a trainer with their shares of the window."""
     done = sorted({span.activity for span in spans if _is_seen(span, window)})
     busy = {name: _within(spans, window, name) / window.seconds for name in done}
     idle = max(0.0, round(1 - sum(busy.values()), 9))
@@ -197,7 +197,7 @@ def _shares_of(spans: Sequence[Span], window: Window) -> str:
 def trained_on_replicas(
     rollout: RolloutConfig, trainer: TrainerConfig, shares_gpus: bool, timeline: Timeline
 ) -> dict[int, list[Span]]:
-    """Return what the leading trainer does on the GPUs that it shares with replicas, by replica."""
+    """Return the primary trainer's spans on the GPUs that it shares with replicas, by replica."""
     if not shares_gpus:
         return {}
     spans = timeline.trainers.get(LEADER, [])
@@ -207,7 +207,7 @@ def trained_on_replicas(
 
 
 def _legend(rows: Sequence[Sequence[Span]]) -> list[tuple[str, str]]:
-    """Name what anybody does in the run, a full and an emptying replica apart."""
+    """Return the legend of all activities in the run; full and draining replicas are separate."""
     found = {span.activity: None for spans in rows for span in spans if span.end > span.start}
     shades = [
         (f"c-generate level-{LEVELS}", "generate, many rollouts"),
@@ -222,7 +222,7 @@ def _is_seen(span: Span, window: Window) -> bool:
 
 
 def _within(spans: Sequence[Span], window: Window, activity: str) -> float:
-    """Return the seconds of the window that go into an activity."""
+    """Return the seconds of an activity in the window."""
     return sum(
         max(0.0, min(span.end, window.end) - max(span.start, window.start))
         for span in spans
@@ -231,7 +231,7 @@ def _within(spans: Sequence[Span], window: Window, activity: str) -> float:
 
 
 def _evenly(replicas: list[int], most: int) -> list[int]:
-    """Keep so many, spread evenly over all."""
+    """Return at most `most` replicas, spread evenly over all."""
     if len(replicas) <= most:
         return replicas
     return [replicas[round(i * (len(replicas) - 1) / (most - 1))] for i in range(most)]
@@ -245,7 +245,7 @@ def _draw_replicas(
     window: Window,
     height: float,
 ) -> None:
-    """Shade each replica by how many rollouts run, and lay over it what else it does."""
+    """Shade each replica by its number of running rollouts, and draw its other activities on top."""
     counts = {replica: _running(timeline.rollouts.get(replica, []), window) for replica in shown}
     most = max([1.0, *(float(count.max()) for count in counts.values())])
     trained = trained_on_replicas(
@@ -266,7 +266,7 @@ def _draw_replicas(
 
 
 def _running(spans: Sequence[Span], window: Window) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Count the rollouts that run in the middle of each column of the window."""
+    """Return the number of running rollouts in the middle of each column of the window."""
     columns = COLUMNS * len(window.ends)
     middles = window.start + (np.arange(columns) + 0.5) * window.seconds / columns
     begun = np.searchsorted(np.sort([span.start for span in spans]), middles, side="right")
@@ -307,7 +307,7 @@ def _draw_spans(
 
 
 def _draw_time(drawing: Drawing, window: Window, longest: float, bottom: float) -> None:
-    """Draw a scale from the first step's start on, and where each step ends."""
+    """Draw a time scale from the first step's start, and the end of each step."""
     first, last = window.steps
     since = scale(0.0, longest, LEFT, WIDTH - RIGHT)
     drawing.ticks_below(

@@ -20,20 +20,20 @@ from streamrl.report.words import NBSP
 from streamrl.runfile.sweep import Axis
 
 WIDTH, RIGHT = 900.0, 20.0
-TOP, FLOOR = 30.0, 300.0  # of what lies between the axes
+TOP, FLOOR = 30.0, 300.0  # upper and lower end of the plot area
 MARGIN = 0.08  # of the values' range, above and below them
-INSET = 36.0  # from the vertical axis to the first point of a number
+INSET = 36.0  # from the vertical axis to the first point of a numeric axis
 LINE = 16.0  # from one row of labels to the next
 LONGEST_LABEL = 260.0
 MOST_TICKS = 8
-GROUP = 0.8  # share of the room between two points that bars take
-MOST_LABELLED = 12  # bars that stay apart with their values above them
+GROUP = 0.8  # share of the distance between two points that bars take
+MOST_LABELLED = 12  # bars that can have their values above them
 FILLS = ("", "hatched", "level-2", "level-2 hatched")
-"""Classes that tell bars of one colour apart."""
+"""Classes that distinguish bars of one colour."""
 
 
 def study_picture(name: str, table: MetricTable, title: str, caption: str) -> Picture:
-    """Draw the median of a metric, with a bar from the least to the most seed at every point."""
+    """Draw the median of a metric, with a bar from the lowest to the highest seed at every point."""
     axis, series = table.axes[0], list(table.series())
     told = "; ".join(
         f"{label_of(table.axes, place)}: {table.format(spread.median)}"
@@ -52,7 +52,7 @@ def study_picture(name: str, table: MetricTable, title: str, caption: str) -> Pi
 
 
 def _draw_values(drawing: Drawing, table: MetricTable) -> tuple[float, Callable[[float], float]]:
-    """Draw the vertical axis; return its place and the function that puts values at theirs."""
+    """Draw the vertical axis; return its position and the function that maps values to positions."""
     least = min(spread.least for spread in table.spreads.values())
     high = max(spread.most for spread in table.spreads.values())
     low = least if table.axes[0].places else 0.0  # bars are lengths
@@ -74,7 +74,7 @@ def _percent(share: float) -> str:
 
 
 def _places(axis: Axis, left: float) -> list[float]:
-    """Return where each point of the axis is."""
+    """Return the position of each point of the axis."""
     right, count = WIDTH - RIGHT, len(axis.points)
     if axis.drawn_as == "even":
         slot = (right - left) / count
@@ -86,7 +86,7 @@ def _places(axis: Axis, left: float) -> list[float]:
 
 
 def _draw_points(drawing: Drawing, axis: Axis, places: Sequence[float]) -> None:
-    """Write labels under the axis, each in the first row where it has room, and end the drawing there."""
+    """Write labels under the axis, each in the first row with enough room, and end the drawing there."""
     labels, unit = _without_unit(axis.point_labels)
     ends: list[float] = []
     for x, label in zip(places, labels, strict=True):
@@ -101,7 +101,7 @@ def _draw_points(drawing: Drawing, axis: Axis, places: Sequence[float]) -> None:
 
 
 def _without_unit(labels: Sequence[str]) -> tuple[list[str], str]:
-    """Return the labels of points without the unit that all have, and that unit."""
+    """Return the labels of points without their common unit, and that unit."""
     parts = [label.rpartition(" ") for label in labels]
     units = {unit for _, _, unit in parts}
     if len(labels) < 2 or len(units) > 1 or not all(value for value, _, _ in parts):
@@ -123,7 +123,7 @@ def _draw_line(
     for at, x, spread in found:
         if spread.most > spread.least:
             drawing.line(x, up(spread.least), x, up(spread.most), f"spread s-{colour}")
-        told = _told(table, series, at)
+        told = _tooltip(table, series, at)
         drawing.dot(x, up(spread.median), 4.5, f"point s-{colour}", told)
 
 
@@ -134,7 +134,7 @@ def _draw_bars(
     places: Sequence[float],
     up: Callable[[float], float],
 ) -> None:
-    """Draw a group at every point, values above the bars where they have room."""
+    """Draw a group of bars at every point, with values above the bars if there is room."""
     room = GROUP * (WIDTH - RIGHT - places[0]) / (len(places) - 0.5)  # of a group
     texts = [table.format(spread.median) for one in series for spread in one.spreads.values()]
     width = room / len(series)
@@ -142,7 +142,7 @@ def _draw_bars(
     for index, one in enumerate(series):
         for at, spread in one.spreads.items():
             x = places[at] - room / 2 + index * width
-            _draw_bar(drawing, one, (x, 0.92 * width), spread, up, _told(table, one, at))
+            _draw_bar(drawing, one, (x, 0.92 * width), spread, up, _tooltip(table, one, at))
             if is_labelled:
                 text, y = table.format(spread.median), up(spread.most) - 5
                 drawing.text(x + 0.46 * width, y, text, "small", "middle")
@@ -167,8 +167,8 @@ def _draw_bar(
         drawing.line(middle, up(spread.least), middle, up(spread.most), "whisker")
 
 
-def _told(table: MetricTable, series: MetricSeries, at: int) -> str:
-    """Say what a pointer that rests on a point is told."""
+def _tooltip(table: MetricTable, series: MetricSeries, at: int) -> str:
+    """Return the tooltip of a point."""
     spread = series.spreads[at]
     label = ", ".join(text for text in (table.points[at], series.label) if text)
     least, most = table.format(spread.least), table.format(spread.most)
@@ -177,13 +177,13 @@ def _told(table: MetricTable, series: MetricSeries, at: int) -> str:
 
 
 def _look(series: MetricSeries) -> tuple[int, int]:
-    """Return the number of a series' colour, by the second axis, and of its dashes or fill, by those beyond."""
+    """Return the index of a series' colour (second axis) and of its dashes or fill (further axes)."""
     first, *others = series.rest or (0,)
     return first % len(SERIES), (first // len(SERIES) + sum(others)) % len(DASHES)
 
 
 def _legend(table: MetricTable, series: Sequence[MetricSeries]) -> list[tuple[str, str]]:
-    """Name the series by the axes that they are points of; a single axis needs none."""
+    """Return the legend of the series, named by their axes; none for a single axis."""
     if len(table.axes) == 1:
         return []
     heading = ", ".join(axis.title for axis in table.axes[1:])
