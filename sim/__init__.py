@@ -1,4 +1,25 @@
-"""Simulated time: the hardware as SimPy processes, which never hold a decision."""
+"""The simulator: predicts the time, the cost and the GPU idle time of a run, and plans runs with these predictions.
+
+Files to read first:
+
+- `world.py`: `SimWorld` drives the engine; it starts a SimPy process for each command and returns events.
+- `replica.py`: continuous batching with a bounded KV cache.
+- `trainer.py`: passes and optimizer steps.
+- `transfer.py`: weight pushes.
+- `verifier.py`: verifier workers and reward-model replicas.
+- `steady_state.py`: simulates until the mean step time is known; most callers begin here.
+- `batch_generation.py`: generation of one batch alone, for the planner's estimates.
+
+The folders are `costs` (seconds and bytes of every operation), `planner`, `studies` (sweeps and
+comparisons), `calibration`, `checkup` and `fidelity` (predictions against published measurements).
+
+Rules:
+
+- The engine makes every decision. The simulated world only executes commands and reports events.
+- Every duration comes from `Costs`, which also says where it comes from. Processes have no constants.
+- A seed always gives the same trace, byte by byte. Each kind of random draw has its own stream, so
+  new draws must not use an existing one.
+"""
 
 if (
     __name__ != "streamrl.sim"

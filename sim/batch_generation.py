@@ -1,9 +1,8 @@
-"""Which groups each step generates and trains on, and the seconds in which idle replicas generate such a batch.
+"""List the groups that each step generates and trains on, and compute how long idle replicas take for them.
 
-Seconds in which a run's replicas generate one batch, alone: the engine deals it, each replica is simulated.
-
-Nothing trains meanwhile and no weights are loaded, so no replica waits for anyone, and each can be simulated
-by itself: without SimPy's queue that takes a tenth of a step's simulation.
+The engine distributes the batch, and every replica is simulated alone. Nothing trains and no
+weights are loaded meanwhile, so replicas never wait for each other. Without SimPy's event queue
+this takes a tenth of the time of a full step's simulation.
 """
 
 from __future__ import annotations
@@ -40,37 +39,38 @@ from streamrl.sim.world_interface import Disruptions, SimRollout, rollouts_of
 from streamrl.workload.workload import Draw, Workload
 
 LAST = 4
-"""One in so many of the replicas that are simulated is there because it may be the last."""
+"""One in `LAST` simulated replicas is chosen because it may finish last."""
 
 
 class Finish(NamedTuple):
-    """One rollout's end."""
+    """The end of one rollout."""
 
     time: float
-    """Seconds since the batch was dealt."""
+    """Seconds since the batch was distributed."""
     tokens: int
     """Output tokens."""
     group: int = 0
-    """Whose rollout it is."""
+    """Group of the rollout."""
     replica: int = 0
-    """Who generated it."""
+    """Replica that generated it."""
     weight: float = 1.0
-    """Replicas that this one stands for; 0 where its end is that of another like it."""
+    """Number of replicas that this one represents; 0 if the end was copied from a similar rollout."""
 
 
 def generate_batch(
     run: Run, costs: Costs, batch: Sequence[Draw], most: int | None = None
 ) -> list[Finish]:
-    """Return the end of every rollout of a batch, the first first; those with a weight were simulated.
+    """Return the end of every rollout of a batch, sorted by time; simulated ones have a weight above 0.
 
     Args:
         run: the run file.
-        costs: its seconds.
-        batch: what is generated.
-        most: replicas that are simulated: of more, those that may be the last, and some that stand for all others.
+        costs: costs of the run.
+        batch: groups to generate.
+        most: limit on simulated replicas; those that may finish last and a sample of the others are
+            simulated.
 
     Raises:
-        ValueError: a policy reckons with `policies.latency` and nobody has filled it in.
+        ValueError: a policy needs `policies.latency`, and it is missing.
     """
     shares: dict[int, list[Generate]] = defaultdict(list)
     for command in dispatch_batch(run, batch):
@@ -103,17 +103,17 @@ def _like_those(
     rollouts: Mapping[int, SimRollout],
     commands: Iterable[Generate],
 ) -> Iterator[Finish]:
-    """Yield ends of rollouts whose replicas others stand for: each that of one of about its length, in turn.
+    """Yield ends for the rollouts of replicas that were not simulated, each copied from a rollout of similar length.
 
-    They count for nothing but the end of their group.
+    They only affect the time at which their group is complete.
     """
     known = sorted((each.tokens, each.time) for each in finishes if each.weight > 1)
     lengths = [tokens for tokens, _ in known]
     for number, command in enumerate(commands):
         drawn = rollouts[command.rollout]
         first, end = bisect_left(lengths, drawn.length), bisect_right(lengths, drawn.length)
-        place = first + number % (end - first) if first < end else min(first, len(known) - 1)
-        yield Finish(known[place][1], drawn.length, drawn.group, command.replica, 0.0)
+        index = first + number % (end - first) if first < end else min(first, len(known) - 1)
+        yield Finish(known[index][1], drawn.length, drawn.group, command.replica, 0.0)
 
 
 def _most_steps(
@@ -122,10 +122,10 @@ def _most_steps(
     rollouts: Mapping[int, SimRollout],
     share: Sequence[Generate],
 ) -> float:
-    """Bound the decode steps of a replica's share: all its work at what memory or places hold, and the longest rollout.
+    """Bound the decode steps of a replica's share: total work at full occupancy, plus the longest rollout.
 
-    That is Graham's bound on list scheduling (1969). Where memory is short a share with many tokens ends last, not the
-    one with the longest rollout.
+    This is Graham's bound on list scheduling (1969). If memory limits the batch, the share with the
+    most tokens ends last, and not the share with the longest rollout.
     """
     drawn = [rollouts[command.rollout] for command in share]
     held = sum(each.length * (each.prompt_tokens + each.length / 2) for each in drawn)
@@ -135,7 +135,7 @@ def _most_steps(
 
 
 def _sampled(steps: Mapping[int, float], most: int) -> dict[int, float]:
-    """Return the replicas to simulate of those that need so many steps, each with how many it stands for."""
+    """Choose the replicas to simulate by their decode steps, and return how many replicas each represents."""
     if len(steps) <= most:
         return dict.fromkeys(steps, 1.0)
     order = sorted(steps, key=lambda replica: (-steps[replica], replica))
@@ -146,7 +146,7 @@ def _sampled(steps: Mapping[int, float], most: int) -> dict[int, float]:
 
 
 def dispatch_batch(run: Run, batch: Sequence[Draw]) -> list[Generate]:
-    """Return what the run's policies send to its replicas when a batch is drawn and all of them are idle."""
+    """Return the commands by which the run's policies send a batch to idle replicas."""
     algorithm = replace(run.algorithm, steps=1, prompts_per_step=len(batch))
     engine = build_engine(replace(run, algorithm=algorithm))
     drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in batch))
@@ -157,7 +157,7 @@ def dispatch_batch(run: Run, batch: Sequence[Draw]) -> list[Generate]:
 
 
 class _Alone:
-    """The surroundings of a replica while nobody else is there."""
+    """The world of a single replica that is simulated alone."""
 
     def __init__(self, run: Run, costs: Costs, rollouts: Mapping[int, SimRollout]) -> None:
         self.env = _OneProcess()
@@ -175,16 +175,16 @@ class _Alone:
 
 
 class _OneProcess(simpy.Environment):
-    """Simulated time for one process: what it waits for is what comes next, so nothing is queued for it."""
+    """Simulated time for one process: its next event is always the next event, so no queue is needed."""
 
     now = 0.0
 
     def __init__(self) -> None:
         super().__init__()
         self._pause = simpy.Timeout(self, 0.0)
-        """Stands for whatever the process waits for."""
+        """Placeholder for any event that the process waits for."""
         self._seconds = 0.0
-        """Until that comes; infinitely many where nobody is there who could bring it about."""
+        """Seconds until that event; infinite if nothing will trigger it."""
         self._process: Generator[simpy.Event, Any, Any]
 
     def timeout(self, delay: float = 0, value: Any = None) -> simpy.Timeout:
@@ -200,7 +200,7 @@ class _OneProcess(simpy.Environment):
         return super().process(generator)
 
     def work(self) -> None:
-        """Go on until the process waits for ever."""
+        """Run the process until it waits forever."""
         for _ in self._process:
             if self._seconds == inf:
                 break
@@ -208,14 +208,16 @@ class _OneProcess(simpy.Environment):
 
 
 class StepEnds(NamedTuple):
-    """When rollouts of a step are finished, the first first."""
+    """The ends of a step's rollouts, sorted by time."""
 
     at_once: list[Finish]
-    """All that are drawn, where none waits to be: what a step has to do where others are under way meanwhile."""
+    """Ends of all drawn rollouts if all of them start at once, as when steps overlap."""
     in_turn: list[Finish]
-    """Those that are trained on, where a group is drawn as the one whose place it takes is passed over.
+    """Ends of the trained rollouts if a replacement is drawn only when its group has been
+    rejected.
 
-    Each round of such groups takes what it takes alone, from there on; all together take no less than at once.
+    Each round of replacements takes as long as it takes alone. All rounds together take at least as
+    long as `at_once`.
     """
 
 
@@ -224,17 +226,17 @@ class StepBatch:
     """The groups that are drawn for one step."""
 
     drawn: list[Draw]
-    """All of them, in their order: as many as the step trains on, then one for each that is passed over."""
+    """All groups in order: first the step's prompts, then one replacement for each rejected group."""
     passed_over: frozenset[int] = frozenset()
-    """Ids of those that the trainer leaves out."""
+    """Ids of the groups that the trainer rejects."""
 
     @property
     def trained(self) -> list[Draw]:
-        """The groups that the step is made of."""
+        """The groups that the step trains on."""
         return [draw for draw in self.drawn if draw.drawn.group not in self.passed_over]
 
     def generate(self, run: Run, costs: Costs, most: int | None = None) -> StepEnds:
-        """Return the ends of its rollouts where replicas do nothing else; for `most` and what is raised see `generate_batch`."""
+        """Return the ends of its rollouts on idle replicas; `most` and errors are those of `generate_batch`."""
         at_once = generate_batch(run, costs, self.drawn, most)
         if not self.passed_over:
             return StepEnds(at_once, at_once)
@@ -243,17 +245,17 @@ class StepBatch:
         for drawn in self._rounds():
             begins = dict(zip((draw.drawn.group for draw in drawn), vacant, strict=True))
             alone = generate_batch(run, costs, drawn, most)
-            found = sorted(each._replace(time=each.time + begins[each.group]) for each in alone)
-            complete = {each.group: each.time for each in found}
+            shifted = sorted(each._replace(time=each.time + begins[each.group]) for each in alone)
+            complete = {each.group: each.time for each in shifted}
             vacant = sorted(complete[group] for group in complete if group in self.passed_over)
-            ends += found
+            ends += shifted
         slower = max(1.0, at_once[-1].time / max(each.time for each in ends))
         kept = (each for each in ends if each.group not in self.passed_over)
         in_turn = sorted(each._replace(time=each.time * slower) for each in kept)
         return StepEnds(at_once, in_turn)
 
     def _rounds(self) -> Iterator[list[Draw]]:
-        """Yield the groups that are drawn first, those for the passed over among them, and so on."""
+        """Yield the first groups, then the replacements for those that were rejected, and so on."""
         left, num = iter(self.drawn), len(self.trained)
         while drawn := list(islice(left, num)):
             yield drawn
@@ -261,7 +263,7 @@ class StepBatch:
 
 
 def step_batches(run: Run, workload: Workload) -> Iterator[StepBatch]:
-    """Yield what every step of a run generates, the first first, as if groups were complete in the order of their ids."""
+    """Yield the batch of every step in order, assuming that groups are complete in the order of their ids."""
     algorithm, first = run.algorithm, 0
     while True:
         batch = StepBatch(workload.draw(first, algorithm.prompts_per_step))
@@ -274,11 +276,11 @@ def step_batches(run: Run, workload: Workload) -> Iterator[StepBatch]:
 def _filled(
     rewards: SimRewards, algorithm: AlgorithmConfig, workload: Workload, drawn: list[Draw]
 ) -> StepBatch:
-    """Draw a group for each that is passed over, until a step has cost as many as it may."""
+    """Draw a replacement for each rejected group, up to the limit of `max_gen_batches`."""
     drawn = [*drawn]
     most = (algorithm.max_gen_batches - 1) * algorithm.prompts_per_step
     passed_over: set[int] = set()
-    for draw in drawn:  # which grows meanwhile
+    for draw in drawn:  # the list grows during the loop
         if len(passed_over) == most:
             break
         group = draw.drawn

@@ -1,8 +1,8 @@
-"""The cores that roles compute on: each has its own, or all share those of one host.
+"""The cores that roles compute on: each role has its own, or all roles share those of one host.
 
-Where cores are shared a role works off its seconds at the speed that the company leaves it, and whenever somebody
-begins or ends all others go on with what is left of theirs at another speed (processor sharing). Times are exact:
-between two such instants speeds are constant.
+On shared cores a role works at a speed that depends on the other active roles. When a role begins
+or ends, all others continue their remaining work at a new speed (processor sharing). Speeds are
+constant between two such events, so times are exact.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from streamrl.sim.costs.cpu_contention import ALONE, CoreSharing, RoleKind
 
 
 class WorkTime(Protocol):
-    """What one role waits with: seconds of work, which may take longer."""
+    """The clock of one role: its seconds of work may take longer than simulated seconds."""
 
     def work(self, seconds: float) -> simpy.Event:
-        """Return what happens when so many seconds of work are done."""
+        """Return an event that occurs when `seconds` of work are done."""
         ...
 
     def leave(self) -> float:
-        """Break the work off; return the seconds of it that are done."""
+        """Stop the work, and return the seconds of it that are done."""
         ...
 
 
 class Cores:
-    """Give each role its time."""
+    """Creates the clocks of roles."""
 
     def __init__(self, env: simpy.Environment, sharing: CoreSharing | None = None) -> None:
-        """Take the cores of a run.
+        """Set up the cores of a run.
 
         Args:
             env: simulated time.
-            sharing: what roles lose that compute at the same time; None where nobody takes anything from another.
+            sharing: slowdown of roles that compute at the same time; None if roles do not slow each
+                other down.
         """
         self._env = env
         self._shared = None if sharing is None else _SharedCores(env, sharing)
 
     def time_of(self, kind: RoleKind) -> WorkTime:
-        """Return the time of a role that comes up."""
+        """Return the clock of a new role."""
         return OwnTime(self._env) if self._shared is None else SharedTime(self._shared, kind)
 
 
 class OwnTime:
-    """Of a role that nobody slows down: a second of work takes a second."""
+    """The clock of a role with its own cores: one second of work takes one second."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -63,12 +64,12 @@ class OwnTime:
 
 
 class SharedTime:
-    """Of a role that shares cores."""
+    """The clock of a role on shared cores."""
 
     def __init__(self, cores: _SharedCores, kind: RoleKind) -> None:
         self.kind = kind
         self.left = 0.0
-        """Seconds of work that are not done."""
+        """Seconds of work that remain."""
         self._cores = cores
         self._seconds = 0.0
         self._done: simpy.Event
@@ -85,17 +86,17 @@ class SharedTime:
         return self._seconds - self.left
 
     def go_on(self, seconds: float) -> None:
-        """Take so many seconds of work as done."""
+        """Count `seconds` of work as done."""
         self.left = max(0.0, self.left - seconds)
 
     def end(self) -> None:
-        """Take all of it as done."""
+        """Count all of the work as done."""
         self.left = 0.0
         self._done.succeed()
 
 
 class _SharedCores:
-    """Who computes now, and who will be done first."""
+    """The roles that compute now, and the one that will finish first."""
 
     def __init__(self, env: simpy.Environment, sharing: CoreSharing) -> None:
         self._env = env
@@ -103,32 +104,32 @@ class _SharedCores:
         self._busy: dict[SharedTime, None] = {}
         self._speeds = ALONE
         self._since = 0.0
-        """When speeds changed last."""
+        """Simulated time of the last change of speeds."""
         self._next: simpy.Event | None = None
-        """The end of the work that will be done first, unless somebody begins or leaves before."""
+        """End of the work that will finish first, unless another role begins or leaves earlier."""
 
     def enter(self, role: SharedTime) -> simpy.Event:
-        """Begin to work off what is left of a role's work; return what happens at its end."""
+        """Start the remaining work of a role, and return the event of its end."""
         self._go_on()
         self._busy[role] = None
         self._look_ahead()
         return self._env.event()
 
     def leave(self, role: SharedTime) -> None:
-        """End a role's work, done or not."""
+        """Remove a role, whether its work is done or not."""
         if role in self._busy:
             self._go_on()
             del self._busy[role]
             self._look_ahead()
 
     def _go_on(self) -> None:
-        """Work off what was done since speeds changed last."""
+        """Count the work that was done since speeds last changed."""
         elapsed, self._since = self._env.now - self._since, self._env.now
         for role in self._busy:
             role.go_on(elapsed * self._speeds[role.kind])
 
     def _look_ahead(self) -> None:
-        """Set the speeds of those who compute now, and wait for the first to be done."""
+        """Set the speeds of the active roles, and wait for the first to finish."""
         self._next = None
         if not self._busy:
             return
@@ -143,7 +144,7 @@ class _SharedCores:
         return role.left / self._speeds[role.kind]
 
     def _end(self, event: simpy.Event) -> None:
-        """End the work that is done first; an event that others have overtaken says nothing."""
+        """End the work that finishes first; ignore an event that is out of date."""
         if event is self._next:
             role = event.value
             assert isinstance(role, SharedTime), "whose work it is the end of"

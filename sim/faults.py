@@ -1,4 +1,4 @@
-"""Failures in a simulated run: GPUs that fail at random, and the faults that the run file plans."""
+"""Failures in a simulated run: random GPU failures, and the faults that the run file plans."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from streamrl.sim.verifier import Verifier
 from streamrl.sim.world_interface import WorldInterface
 
 STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
-"""Keep draws of failures apart from those of lengths and prompts, whatever the seed."""
+"""Random streams of failures, separate from those of lengths and prompts for every seed."""
 REASON = "a GPU failed"
 
 
 def time_to_failure(run: Run, num_gpus: int, *stream: int, trainer: int | None = None) -> float:
-    """Return the seconds that `num_gpus` of a trainer, or of a replica, work before one fails: infinitely many at a rate of 0.
+    """Return the seconds until one of `num_gpus` GPUs of a trainer or replica fails; infinite at a rate of 0.
 
-    Exponential with mean 1 / (rate x GPUs), from a stream of its own, so that replica 3 of a seed fails after the
-    same time whatever the others do.
+    The time is exponential with mean 1 / (rate x GPUs). Each role has its own random stream, so
+    replica 3 of a seed fails after the same time whatever the others do.
     """
     rate = failures_per_gpu_day(run, trainer) * num_gpus / SECONDS_PER_DAY
     if not rate:
@@ -50,7 +50,7 @@ def time_to_failure(run: Run, num_gpus: int, *stream: int, trainer: int | None =
 
 
 class Failures:
-    """Watches replicas and trainers, and has each lost when its time has come."""
+    """Lets replicas and trainers die at random times."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class Failures:
         self._lose_replica = lose_replica
         self._lose_trainer = lose_trainer
         self._num_started: dict[int, int] = {}
-        """How often each trainer was started."""
+        """Starts of each trainer so far."""
 
     def watch(self, replica: Replica) -> None:
-        """Let a replica that begins to serve fail later, if it is still there then."""
+        """Schedule the failure of a new replica; it has no effect if the replica is gone by then."""
         run = self._around.run_file.of_kind(replica.kind)
         seconds = time_to_failure(run, run.rollout.gpus_per_replica, STREAM, replica.id)
         if seconds < inf:
             self._around.env.process(self._fail(replica, seconds, self._lose_replica))
 
     def watch_trainer(self, trainer: Trainer) -> None:
-        """Let a trainer that is started fail later, where trainers do."""
+        """Schedule the failure of a new trainer, if the run has trainer failures."""
         run = self._around.run_file
         if not failures_per_gpu_day(run, trainer.id):
             return
@@ -95,7 +95,7 @@ Process = Generator[simpy.Event, Any, None]
 
 
 class Victims(WorldInterface, Protocol):
-    """A world whose resources can be struck."""
+    """A world whose roles can fail."""
 
     replicas: dict[int, Replica]
     trainers: dict[int, Trainer]
@@ -109,20 +109,20 @@ class Victims(WorldInterface, Protocol):
 
 
 class Strike(NamedTuple):
-    """A fault that struck."""
+    """A fault that has occurred."""
 
     fault: Fault
     time: float
 
 
 class SimFaults:
-    """Strikes as the plan says; told each command before it is carried out, and each event before it is heard."""
+    """Injects the planned faults; sees each command before it starts and each event before it is handled."""
 
     def __init__(self, victims: Victims) -> None:
-        """Take the plan of a run.
+        """Read the planned faults of a run.
 
         Raises:
-            RunError: it has a fault that cannot be simulated.
+            RunError: a planned fault cannot be simulated.
         """
         run = victims.run_file
         for number, fault in enumerate(run.faults):
@@ -133,11 +133,13 @@ class SimFaults:
         self._hindrances = victims.disruptions
         self._plan = FaultPlan.of(run)
         self._refused: dict[int | type[Command], Struck] = {}
-        """What will end in a failure instead of its result: generation by rollout, the others by kind."""
+        """Commands that will fail instead of returning a result: generation by rollout, others by
+        type.
+        """
         self.strikes: list[Strike] = []
 
     def strike(self, command: Command, version: int) -> None:
-        """Let what a command is about to be handed to suffer what the plan has for it, if anything."""
+        """Apply the faults that are planned for the role that is about to receive a command."""
         now = self._victims.env.now
         fault = self._plan.strike(command, version, now)
         if fault is not None:
@@ -145,7 +147,7 @@ class SimFaults:
             self._carry_out(fault.config, command)
 
     def result(self, event: Event) -> Event:
-        """Return what comes of a command whose event this is: a failure where its result is refused, or gets lost."""
+        """Return the event of a command, or a failure if its result is refused or lost."""
         match event:
             case Generated(rollout):
                 return self._fail(rollout, event, "an answer that is none")
@@ -190,13 +192,13 @@ class SimFaults:
                 assert_never(fault.kind)
 
     def _lose_replica(self, replica_id: int, hang_time: float) -> Process:
-        """Let a replica die, where it hangs after as long as it takes to notice that."""
+        """Let a replica die; if it hangs, its loss is noticed after `hang_time` seconds."""
         replicas = self._victims.replicas
         yield self._victims.env.timeout(
             0
-        )  # what emitted the event that led here comes to rest first
+        )  # let the process that emitted the causing event finish first
         if hang_time and replica_id in replicas:
-            replicas[replica_id].stop()  # and nobody hears of it
+            replicas[replica_id].stop()  # and ignore the result
             yield self._victims.env.timeout(hang_time)
         if replica_id in replicas:
             self._victims.lose(replica_id, f"a fault: it {_how(hang_time)}")
@@ -207,13 +209,13 @@ class SimFaults:
             self._victims.lose_trainer(LEADER, "a fault: it died")
 
     def _lose_reward_model(self, hang_time: float) -> Process:
-        for _ in range(2):  # one that is idle has taken by then what it is struck with
+        for _ in range(2):  # an idle replica has started the affected command by then
             yield self._victims.env.timeout(0)
         for victim in self._victims.verifier.reward_models()[:1]:
             victim.lose(f"a fault: it {_how(hang_time)}", hang_time)
 
     def _slow_down(self, fault: FaultConfig) -> Process:
-        """Let pushes that begin from now on take longer, for a while."""
+        """Slow down the weight pushes that begin from now on, for a while."""
         assert fault.factor is not None and fault.duration is not None
         self._hindrances.slowness = fault.factor
         yield self._victims.env.timeout(fault.duration)

@@ -1,7 +1,8 @@
-"""The way between who decides, on the trainer's side, and a replica in another datacenter: what is said arrives later.
+"""The network latency between the controller, next to the trainer, and a replica in another datacenter.
 
-Over a link each command, and each event that comes back, takes the link's latency. What is sent first arrives first; of
-a replica that is lost all arrives that it had sent, and nothing that was on its way to it.
+Over a link, each command and each event takes the link's latency. Messages arrive in the order in
+which they were sent. If a replica is lost, all its sent events arrive, but no command that was on
+the way to it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ S = TypeVar("S", Generate, LoadWeights, Abort)
 
 
 class DelayedChannel:
-    """Commands there and events back, each under way for as long as the other."""
+    """Delays commands to a replica and events from it by the same latency."""
 
     def __init__(self, env: simpy.Environment, seconds: float, emit: Callable[[Event], None]):
-        """Begin with nothing under way.
+        """Create an empty channel.
 
         Args:
             env: simulated time.
-            seconds: one way.
-            emit: takes note of an event that has arrived.
+            seconds: latency in one direction.
+            emit: receives each event that has arrived.
         """
         self.seconds = seconds
         self._env = env
@@ -36,22 +37,22 @@ class DelayedChannel:
         self._back: deque[Event] = deque()
 
     def send(self, command: S, take: Callable[[S], None]) -> None:
-        """Let `take` have a command once it has arrived."""
+        """Pass a command to `take` after the latency."""
         self._there.append((command, lambda: take(command)))
         self._wait(self._arrive_there)
 
     def emit(self, event: Event) -> None:
-        """Let an event be known once it has arrived."""
+        """Pass on an event after the latency."""
         self._back.append(event)
         self._wait(self._arrive_back)
 
     def bring_back(self) -> None:
-        """Let all events arrive now that are under way."""
+        """Deliver all events that are under way now."""
         while self._back:
             self._emit(self._back.popleft())
 
     def cut(self) -> list[Command]:
-        """Let nothing arrive any more; return the commands that were under way, and end in an event of their own."""
+        """Cancel all messages; return the commands that were under way, each of which must end in an event."""
         lost: list[Command] = [c for c, _ in self._there if not isinstance(c, Abort)]
         self._there.clear()
         self._back.clear()

@@ -1,4 +1,4 @@
-"""Jobs on all cores: answers in the order of the jobs, counted as they come in."""
+"""Run jobs on all cores, and return answers in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, as_completed, 
 from typing import TypeVar
 
 LONGEST_WAIT = 1e6
-"""Seconds, as no wait may be without end."""
+"""Longest wait in seconds, because an unlimited wait cannot be interrupted."""
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
@@ -20,7 +20,7 @@ def answers(
     jobs: Iterable[Job],
     watch: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """Return the answer to each job; `watch` is called as each comes in."""
+    """Return the answer to each job; `watch` is called for each answer that arrives."""
     futures = [pool.submit(work, job) for job in jobs]
     for _ in as_completed(futures):
         watch()
@@ -34,14 +34,14 @@ def answers_in_time(
     watch: Callable[[], None],
     until: float,
 ) -> dict[int, Answer]:
-    """Return the answers to jobs by their place, of the first at least; what has not begun by an instant is left.
+    """Return answers by job index, at least of the first job; jobs that have not begun at `until` are skipped.
 
     Args:
-        pool: who works.
-        work: what is done.
-        jobs: on what, the most wanted first.
-        watch: called as each answer comes in.
-        until: an instant of `time.perf_counter`.
+        pool: workers.
+        work: function to call for each job.
+        jobs: its arguments, most important first.
+        watch: called for each answer that arrives.
+        until: deadline, an instant of `time.perf_counter`.
     """
     futures = [pool.submit(work, job) for job in jobs]
     num_told = 0

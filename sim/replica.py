@@ -1,14 +1,13 @@
-"""A simulated replica: continuous batching and admission of rollouts to a bounded KV cache.
+"""A simulated replica: continuous batching, and admission of rollouts to a bounded KV cache.
 
-The KV cache of a simulated replica, and which rollouts are let into it.
+Two admission policies decide which queued rollouts join the batch:
 
-on-demand  while what a rollout has now fits: what outgrows the cache later is preempted and computed again
-reserve    while the longest that it and all that run may become fits: fewer run, and none is ever preempted
+on-demand  if its current tokens fit; if the cache fills up later, a rollout is preempted and
+recomputed reserve    if the maximum length of all running rollouts fits: fewer run, and none is
+ever preempted
 
-A simulated replica: continuous batching over a bounded KV cache.
-
-Between two changes of the batch every running rollout gains one token a decode step, so the time of n
-steps has a closed form and a rollout costs a few events, however long it is:
+Between two changes of the batch, every running rollout gains one token per decode step. So the time
+of n steps has a closed form, and a rollout of any length costs only a few events:
 
     b rollouts with S context tokens:  n * a(b) + c * (n * S + b * n * (n - 1) / 2)
 """
@@ -38,32 +37,34 @@ from streamrl.sim.world_interface import SimRollout, WorldInterface
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One `Generate` on this replica."""
+    """One `Generate` command on this replica."""
 
     rollout: int
     prefix: int
-    """Whose prompt it shares: its group, or itself where the backend shares none."""
+    """Key of the shared prompt: the group, or the rollout itself if the back end shares no
+    prefixes.
+    """
     priority: int
     prompt_tokens: int
     begun_with: int
-    """Output tokens that it came with."""
+    """Output tokens that it already had when it arrived."""
     done: int
-    """Output tokens made so far, counted when it joined the batch."""
+    """Output tokens so far, counted when it joined the batch."""
     length: int
-    """Output tokens at which it finishes."""
+    """Output tokens when it is finished."""
     brings_cache: bool = False
-    """Whether its context comes from another replica, not to be computed."""
+    """Whether its KV cache is transferred from another replica instead of being recomputed."""
     finish_at: int = 0
-    """Decode step of the replica with which it finishes."""
+    """Decode step of the replica in which it finishes."""
     version: int = 0
     began_at: float | None = None
     prefill_time: float = 0.0
     computed: int = 0
-    """Tokens of its prefix that passes have computed while it waits for the rest."""
+    """Tokens of its prefix that are already prefilled while it waits for the rest."""
 
     @classmethod
     def of(cls, command: Generate, drawn: SimRollout, *, shares_prefixes: bool) -> Attempt:
-        """Return the attempt that a command asks for."""
+        """Return the attempt for a command."""
         return cls(
             rollout=command.rollout,
             prefix=drawn.group if shares_prefixes else command.rollout,
@@ -77,13 +78,13 @@ class Attempt:
 
     @property
     def ahead(self) -> int:
-        """Tokens of its context less the replica's step: the same from one to the next while it runs."""
+        """Context tokens minus the replica's step number; constant while the rollout runs."""
         return self.prompt_tokens + self.length - self.finish_at
 
     def ended(
         self, finish: Finish, now: float, cache_use: float | None = None, num_preempted: int = 0
     ) -> Generated:
-        """Return the event of its end at `now` seconds, with what its replica tells of the cache."""
+        """Return the event of its end at `now` seconds, with the replica's cache statistics."""
         run_time = 0.0 if self.began_at is None else now - self.began_at
         rollout, tokens, version, prefill_time = (
             self.rollout,
@@ -98,33 +99,33 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class KvCache:
-    """Tokens whose keys and values a replica holds, a prompt once for all that share it."""
+    """Counts the tokens in a replica's KV cache; a shared prompt counts once."""
 
     capacity: int
     """Tokens that fit."""
     held: int = 0
     num_rollouts: int = 0
     prompt_tokens: int = 0
-    """Of all prompts in it, each once."""
+    """Tokens of all cached prompts, each counted once."""
     _sharing: dict[int, int] = field(default_factory=dict)
-    """Running rollouts by prefix: the first of a group prefills the prompt for all."""
+    """Running rollouts by prefix; the first one of a group prefills the prompt for all."""
 
     @property
     def room(self) -> int:
-        """Tokens that still fit."""
+        """Free tokens."""
         return self.capacity - self.held
 
     @property
     def use(self) -> float:
-        """Share that is held."""
+        """Share of the capacity that is in use."""
         return self.held / self.capacity
 
     def lacks_prompt(self, attempt: Attempt) -> bool:
-        """Whether no running rollout has brought the prompt."""
+        """Return whether the prompt is not cached yet."""
         return attempt.prefix not in self._sharing
 
     def enter(self, attempt: Attempt, tokens: int) -> None:
-        """Hold `tokens` more for a rollout that joins the batch, its prompt among them where it lacked."""
+        """Add a rollout that joins the batch with `tokens` new tokens, including its prompt if it was missing."""
         if self.lacks_prompt(attempt):
             self._sharing[attempt.prefix] = 0
             self.prompt_tokens += attempt.prompt_tokens
@@ -133,11 +134,11 @@ class KvCache:
         self.held += tokens
 
     def grow(self, steps: int) -> None:
-        """Hold a token more of each rollout for each decode step."""
+        """Add one token per decode step for each rollout."""
         self.held += steps * self.num_rollouts
 
     def leave(self, attempt: Attempt) -> None:
-        """Free what a rollout has, and the prompt with the last that shares it."""
+        """Free the tokens of a rollout, and the prompt if no other rollout shares it."""
         self.held -= attempt.done
         self.num_rollouts -= 1
         siblings = self._sharing[attempt.prefix] - 1
@@ -150,36 +151,36 @@ class KvCache:
 
 
 class Admission(Protocol):
-    """Which rollouts are let in."""
+    """Decides which rollouts may join the batch."""
 
     def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
-        """Whether a rollout may join whose prefill computes `fresh` tokens, while `riding` others make one each."""
+        """Return whether a rollout may join that prefills `fresh` tokens while `riding` others each make a token."""
         ...
 
 
 class OnDemand:
-    """Let in whatever fits now, with the one token that its prefill makes."""
+    """Admits a rollout if its current tokens and the one of its prefill fit."""
 
     def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
-        """Whether what is there now leaves room."""
+        """Return whether the current tokens fit."""
         return cache.held + riding + fresh + 1 <= cache.capacity
 
 
 class Reserve:
-    """Keep room for `max_tokens` of every rollout that runs."""
+    """Reserves space for `max_tokens` of every running rollout."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
 
     def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
-        """Whether what all may become leaves room."""
+        """Return whether the maximum length of all rollouts fits."""
         prompt = fresh - attempt.done
         longest = (cache.num_rollouts + 1) * self._max_tokens
         return cache.prompt_tokens + prompt + longest <= cache.capacity
 
 
 def choose_admission(rollout: RolloutConfig) -> Admission:
-    """Return the policy that a run file names."""
+    """Return the admission policy that the run file names."""
     match rollout.admission:
         case "on-demand":
             return OnDemand()
@@ -190,12 +191,12 @@ def choose_admission(rollout: RolloutConfig) -> Admission:
 
 
 ROUNDING = 1e-9
-"""Share of a decode step by which an instant may miss a step's end in floating point."""
+"""Share of a decode step by which a computed instant may miss the step's end in floating point."""
 Emit: TypeAlias = Callable[[Event], None]
 
 
 class Replica:
-    """One process: load, admit and prefill, decode to the next change of the batch, and again."""
+    """One process: load weights, admit and prefill, decode until the batch changes, and repeat."""
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class Replica:
         kind: int = 0,
         emit: Emit | None = None,
     ) -> None:
-        """Begin to serve `version`, as a replica of a kind; `emit` brings to its world what happens, at once where absent."""
+        """Start a replica of a kind with weights `version`; events go to `emit`, or directly to the world."""
         self._env = around.env
         self._time = around.cores.time_of("generating")
         self._costs = around.costs.of_kind(kind)
@@ -219,27 +220,31 @@ class Replica:
         self.kind = kind
         self.version = version
         self._queue: list[tuple[int, int]] = []
-        """Heap of (priority, rollout); what was aborted meanwhile is no longer in `_queued`."""
+        """Heap of (priority, rollout); aborted rollouts remain here but are no longer in
+        `_queued`.
+        """
         self._queued: dict[int, Attempt] = {}
         self._running: dict[int, Attempt] = {}
         self._finishing: list[tuple[int, int]] = []
         self._by_length: list[tuple[int, int]] = []
-        """Heap of (-tokens of context beyond the replica's step, rollout), where contexts are padded."""
+        """Heap of (-context tokens beyond the replica's step, rollout), used if contexts are
+        padded.
+        """
         self._cache = KvCache(self._costs.kv_capacity)
         self._admission = choose_admission(rollout)
         self._step = 0
         self._context = 0
         self._is_full = False
         self._freed_at = self._num_freed = 0
-        """Decode step with which rollouts ended last, and how many did."""
+        """Last decode step in which rollouts ended, and how many ended in it."""
         self.has_stopped = False
         self._aborted: list[int] = []
         self.num_preempted = 0
-        """Times that a running rollout was put off as no room was left."""
-        self._num_told = 0 if around.run_file.policies.follows_pressure else None
-        """How many of these ends of rollouts have told of; None where no policy asks."""
+        """Number of preemptions, because the cache was full."""
+        self._num_reported = 0 if around.run_file.policies.follows_pressure else None
+        """Preemptions that were already reported in events; None if no policy uses them."""
         self.recompute_time = 0.0
-        """Seconds of computing again what rollouts had made before."""
+        """Seconds of prefill of tokens that rollouts had generated before."""
         self._load: LoadWeights | None = None
         self._idle: simpy.Event | None = None
         self._is_decoding = False
@@ -255,20 +260,20 @@ class Replica:
             self._notice()
 
     def abort(self, rollout: int) -> None:
-        """End a rollout with what it has made so far, at the end of the decode step."""
+        """End a rollout with its current tokens, at the end of the decode step."""
         self._aborted.append(rollout)
         self._notice()
 
     def load(self, command: LoadWeights) -> None:
-        """Take new weights, once drained or at the end of the decode step."""
+        """Load new weights, after draining or at the end of the decode step."""
         self._load = command
         self._notice()
 
     def stop(self) -> Sequence[Command | Generated]:
-        """End here and now; return how all ends that was asked for, also since it was stopped before.
+        """Stop the replica now, and return how all its commands end.
 
-        Of a rollout that has new tokens what it has made, on which another replica goes on; of all else the command,
-        which is lost.
+        A rollout with new tokens ends in a `Generated` event, so that another replica can continue
+        it. All other commands are returned as lost.
         """
         if not self.has_stopped:
             if self._is_decoding and self._running:
@@ -279,7 +284,7 @@ class Replica:
                 self._queued[attempt.rollout] = attempt
             self.process.interrupt("stopped")
         self.has_stopped = True
-        self._is_decoding = False  # and so nobody wakes it up
+        self._is_decoding = False  # so that nothing wakes it up
         ends = [self._broken_off(self._queued[rollout]) for rollout in sorted(self._queued)]
         return ends if self._load is None else [*ends, self._load]
 
@@ -315,12 +320,12 @@ class Replica:
         self._emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
 
     def _admit(self) -> float | None:
-        """Begin the pass that takes queued rollouts in; return its seconds, None where there is nothing to take."""
+        """Begin the pass that admits queued rollouts, and return its seconds; None if none can be admitted."""
         if self._load is not None or self._is_full or not self._queue:
             return None
         joined: list[Attempt] = []
         tokens, again, pairs, num_prefixes, step_time, transfer_time = 0, 0, 0.0, 0, 0.0, 0.0
-        places = self._max_running - self._num_stale_places()
+        places = self._max_running - self._num_stale_slots()
         budget = self._costs.tokens_per_pass - len(self._running)
         while self._queue and len(self._running) < places and tokens < budget:
             priority, rollout = self._queue[0]
@@ -358,9 +363,10 @@ class Replica:
         return transfer_time + step_time + prefill_time
 
     def _receive(self, attempt: Attempt, fresh: int) -> float:
-        """Take a rollout in whose KV cache comes over the network; return the seconds of that.
+        """Admit a rollout whose KV cache is transferred over the network, and return the seconds of the transfer.
 
-        The replica does nothing else meanwhile, as in a prefill: rollouts move to replicas that stand idle.
+        The replica does nothing else meanwhile, as in a prefill, because rollouts move to idle
+        replicas.
         """
         attempt.prefill_time = self._costs.cache_transfer.time(attempt.prompt_tokens + attempt.done)
         attempt.brings_cache = False
@@ -368,7 +374,7 @@ class Replica:
         return attempt.prefill_time
 
     def _ride_along(self) -> float:
-        """Let what runs make a token in the pass that prefills, where the backend does; return its seconds."""
+        """Let running rollouts make a token in the prefill pass, if the back end does this; return its seconds."""
         num_running = len(self._running)
         if not self._costs.rides_along or not num_running:
             return 0.0
@@ -376,15 +382,15 @@ class Replica:
         self._advance(1)
         return step_time
 
-    def _num_stale_places(self) -> int:
-        """Return the places that were freed but stay empty, because the queue has not heard of them yet."""
+    def _num_stale_slots(self) -> int:
+        """Return the slots that were freed but stay empty until the queue learns of them."""
         is_stale = self._step - self._freed_at < self._costs.refill_passes
         return self._num_freed if is_stale and self._running else 0
 
     def _prefill(
         self, joined: list[Attempt], tokens: int, pairs: float, num_prefixes: int
     ) -> float:
-        """Compute prefixes or parts of them; this also makes the next token of each that joined."""
+        """Return the seconds to prefill prefixes or parts of them; each joined rollout also gets its next token."""
         beside = len(self._running) - len(joined)
         prefill_time = self._costs.prefill_time(tokens, pairs, beside, num_prefixes)
         for attempt in joined:
@@ -392,14 +398,14 @@ class Replica:
         return prefill_time
 
     def _decode(self) -> Generator[simpy.Event, Any, None]:
-        """Decode until a rollout finishes, the KV cache is full, or someone calls."""
+        """Decode until a rollout finishes, the KV cache is full, or a command arrives."""
         num_running = len(self._running)
         room = self._cache.room // num_running
         if room < 1:
             self._preempt()
             return
         steps = min(self._next_finish() - self._step, room)
-        if self._queue and self._num_stale_places():
+        if self._queue and self._num_stale_slots():
             steps = min(steps, self._freed_at + self._costs.refill_passes - self._step)
         self._is_decoding = True
         try:
@@ -415,23 +421,23 @@ class Replica:
         self._end_finished()
 
     def _advance(self, steps: int) -> None:
-        """Give every running rollout a token for each of `steps` passes."""
+        """Add a token to every running rollout for each of `steps` passes."""
         self._step += steps
         self._context += steps * len(self._running)
         self._cache.grow(steps)
 
     def _time_of(self, steps: int) -> float:
-        """Seconds of the next `steps` decode steps with the batch as it is."""
+        """Return the seconds of the next `steps` decode steps with the current batch."""
         curve, num_running = self._costs.decode, len(self._running)
         context = steps * self._attended() + num_running * steps * (steps - 1) / 2
         return steps * curve.base[num_running] + curve.per_context_token[num_running] * context
 
     def _steps_in(self, elapsed: float) -> int:
-        """Decode steps after `elapsed` seconds of work, the one under way counted."""
+        """Return the decode steps after `elapsed` seconds of work, including the current one."""
         return ceil(self._progress(elapsed) - ROUNDING)
 
     def _progress(self, elapsed: float) -> float:
-        """Decode steps after `elapsed` seconds of work: the inverse of `_time_of`."""
+        """Return the fractional decode steps after `elapsed` seconds of work: the inverse of `_time_of`."""
         curve, num_running = self._costs.decode, len(self._running)
         per_token = curve.per_context_token[num_running]
         slope = per_token * num_running / 2
@@ -439,14 +445,14 @@ class Replica:
         return 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
 
     def _attended(self) -> float:
-        """Return the tokens that the next decode step pays for."""
+        """Return the context tokens that the next decode step reads."""
         share = self._costs.padded_share
         if not share:
             return self._context
         return self._context + share * (self._padded() - self._context)
 
     def _padded(self) -> int:
-        """Return the tokens that there would be if every running rollout were as long as the longest."""
+        """Return the context tokens if every running rollout were padded to the longest."""
         by_length = self._by_length
         while True:
             ahead, rollout = by_length[0]
@@ -462,7 +468,7 @@ class Replica:
         heappush(self._queue, (attempt.priority, attempt.rollout))
 
     def _join(self, attempt: Attempt, fresh: int, num_new: int = 1) -> None:
-        """Put a rollout into the batch with the `num_new` tokens that its prefill made."""
+        """Add a rollout to the batch with the `num_new` tokens of its prefill."""
         del self._queued[attempt.rollout]
         if attempt.began_at is None:
             attempt.began_at = self._env.now
@@ -477,14 +483,14 @@ class Replica:
         self._cache.enter(attempt, fresh + num_new)
 
     def _leave(self, attempt: Attempt) -> None:
-        """Take a rollout out of the batch with the tokens it has now."""
+        """Remove a rollout from the batch with its current tokens."""
         del self._running[attempt.rollout]
         attempt.done = attempt.length - (attempt.finish_at - self._step)
         self._context -= attempt.prompt_tokens + attempt.done
         self._cache.leave(attempt)
 
     def _next_finish(self) -> int:
-        """Return the decode step with which the next rollout finishes."""
+        """Return the decode step in which the next rollout finishes."""
         finishing = self._finishing
         while True:
             step, rollout = finishing[0]
@@ -499,15 +505,15 @@ class Replica:
             step, rollout = heappop(finishing)
             attempt = self._running.get(rollout)
             if attempt is None or attempt.finish_at != step:
-                continue  # aborted or preempted meanwhile
+                continue  # was aborted or preempted
             self._leave(attempt)
             self._is_full = False
-            self._free_place()
+            self._free_slot()
             is_cut = attempt.length >= self._max_tokens
             self._end(attempt, "length" if is_cut else "stop")
 
-    def _free_place(self) -> None:
-        """Note a place whose rollout ended with this decode step."""
+    def _free_slot(self) -> None:
+        """Count a slot whose rollout ended with this decode step."""
         if self._freed_at != self._step:
             self._freed_at, self._num_freed = self._step, 0
         self._num_freed += 1
@@ -527,15 +533,16 @@ class Replica:
         self._emit(self._ended(attempt, finish))
 
     def _ended(self, attempt: Attempt, finish: Finish) -> Generated:
-        if self._num_told is None:
+        if self._num_reported is None:
             return attempt.ended(finish, self._env.now)
-        put_off, self._num_told = self.num_preempted - self._num_told, self.num_preempted
+        put_off, self._num_reported = self.num_preempted - self._num_reported, self.num_preempted
         return attempt.ended(finish, self._env.now, self._cache.use, put_off)
 
     def _preempt(self) -> None:
-        """Put the rollout that joined last back into the queue; its KV cache is recomputed later.
+        """Preempt the rollout that joined last; its KV cache is recomputed later.
 
-        Nothing joins again before a rollout finishes, so that the same one is not preempted in circles.
+        No rollout joins again before one finishes, so that the same rollout is not preempted again
+        and again.
         """
         attempt = self._running[next(reversed(self._running))]
         self._leave(attempt)
@@ -544,7 +551,7 @@ class Replica:
         self.num_preempted += 1
 
     def _notice(self) -> None:
-        """Let the process look again, at the end of the decode step if one is under way."""
+        """Wake the process up, at the end of the current decode step."""
         if self._idle is not None:
             self._idle.succeed()
             self._idle = None

@@ -1,7 +1,8 @@
-"""Simulate a run until its mean step time is known: its steady state, whatever the length of its training.
+"""Simulate a run until its mean step time is known: its steady state, for a training of any length.
 
-The engine knows of no last step, so that nothing winds down, and the world is left while things are under way. A
-step more than those that count is simulated: what was under way at the end of them has told of itself by then.
+The engine has no last step here, so the run does not wind down, and the simulation stops in the
+middle of it. One step more than those that count is simulated. By then, work that was under way at
+the end of the counted steps has been reported.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 GROWTH = 1.1
-"""How many times as many steps there are when it is looked again whether they are enough: looking costs little for
-each step then, and few are simulated in vain."""
+"""Factor by which the number of steps grows between two checks of the precision. Checks cost
+little then, and few steps are wasted.
+"""
 LOOKS = 2
-"""Looks in a row that must find enough: one alone finds it too early where the first steps are alike by luck, which
-makes 95 % intervals hold 80 to 90 % of the time."""
+"""Consecutive checks that must succeed. With one check, runs stop too early if the first steps are
+similar by chance: 95 % intervals then cover 80 to 90 %.
+"""
 
 T = TypeVar("T", bound=StepTrace)
 
@@ -49,10 +52,10 @@ class UnfinishedError(RuntimeError):
     """A run stopped by itself before its last step."""
 
     def __init__(self, unfinished: str) -> None:
-        """Say so.
+        """Create the error.
 
         Args:
-            unfinished: after which step and why, as `Speed` has it.
+            unfinished: the last step and the reason, as in `Speed`.
         """
         super().__init__(f"not finished: the run {unfinished}")
 
@@ -63,18 +66,20 @@ def simulate_steady(
     workload: Workload | None = None,
     costs: Costs | None = None,
 ) -> Trace:
-    """Simulate a run file until `[simulate]` is satisfied; where lengths drift or faults are planned, the whole training.
+    """Simulate a run file until the precision of `[simulate]` is reached.
+
+    If lengths drift or faults are planned, the whole training is simulated.
 
     Args:
         run: the run file.
-        watch: told each policy version as it is made.
-        workload: what is generated; that of the run where absent.
-        costs: seconds of what is done; those of the run where absent.
+        watch: called with each new policy version.
+        workload: prompts and lengths; those of the run if None.
+        costs: costs of the run; loaded if None.
 
     Raises:
-        ValueError: the run file asks for what its profiles or memory do not allow.
-        UnfinishedError: it stops before it has a step.
-        RuntimeError: nothing is left that could happen.
+        ValueError: the run file does not fit its profiles or the GPU memory.
+        UnfinishedError: the run stops before its first step.
+        RuntimeError: the run is stuck.
     """
     return _simulate(run, StepTrace, watch, workload, costs)
 
@@ -84,12 +89,12 @@ def measure_steady(
     watch: Callable[[int], None] = lambda version: None,
     workload: Workload | None = None,
 ) -> Metrics:
-    """Simulate as `simulate_steady` does and measure as it goes, in memory that hardly grows with the steps.
+    """Simulate like `simulate_steady`, but compute metrics on the way, so that memory hardly grows with the steps.
 
     Raises:
-        ValueError: the run file asks for what its profiles or memory do not allow.
-        UnfinishedError: it stops before it has a step.
-        RuntimeError: nothing is left that could happen.
+        ValueError: the run file does not fit its profiles or the GPU memory.
+        UnfinishedError: the run stops before its first step.
+        RuntimeError: the run is stuck.
     """
     return _simulate(run, MeasuredTrace, watch, workload).measure()
 
@@ -122,7 +127,7 @@ def _open(
 
 
 def _check_whole(run: Run) -> None:
-    """Refuse faults of which it is not known how often they strike in steps beyond those that are simulated."""
+    """Reject planned faults if not all steps are simulated, because their rate in the other steps is unknown."""
     most, steps = run.simulate.max_steps, run.algorithm.steps
     if run.faults and steps > most:
         text = (
@@ -133,12 +138,12 @@ def _check_whole(run: Run) -> None:
 
 
 def open_world(run: Run, workload: Workload | None = None) -> SimWorld:
-    """Return a run's world before its first event, which knows of no last step; see `simulate_steady`."""
+    """Return a run's world without a last step, before its first event; see `simulate_steady`."""
     return _open(run, StepTrace, workload)[0]
 
 
 def sampled(run: Run) -> Run:
-    """Return a run whose lengths drift as far in `simulate.max_steps` steps as in its whole training, if that is longer."""
+    """Return a run whose lengths drift over at most `simulate.max_steps` steps as far as in its whole training."""
     lengths, steps, most = run.workload.lengths, run.algorithm.steps, run.simulate.max_steps
     if lengths is None or not lengths.drifts or steps <= most:
         return run
@@ -149,7 +154,7 @@ def sampled(run: Run) -> Run:
 
 
 class Enough:
-    """Whether the steps that were simulated are enough."""
+    """Decides when enough steps were simulated."""
 
     def __init__(
         self,
@@ -157,19 +162,20 @@ class Enough:
         steps: LeaderSteps,
         is_known: Callable[[Steady, float], bool] = Steady.is_within,
     ) -> None:
-        """Take note of what is asked for.
+        """Set the precision to reach.
 
         Args:
             run: the run file.
-            steps: those that were made, as they are made.
-            is_known: whether, with these steps, what is wanted is known within a share: the mean step time, or the
-                ratio of two.
+            steps: finished steps; it grows during the simulation.
+            is_known: whether these steps determine the wanted value within a relative error, such
+                as the mean
+                step time or the ratio of two.
         """
         self._run = run
         self._steps = steps
         self._is_known = is_known
         self._num_found = 0
-        """Looks in a row that found enough."""
+        """Consecutive checks that succeeded."""
         self._next_look = min(LEAST_STEPS, run.simulate.max_steps)
         self._most = run.simulate.max_steps
         self._is_whole = not run.has_steady_state
@@ -177,10 +183,10 @@ class Enough:
             self._most = min(self._most, run.algorithm.steps)
 
     def is_there(self) -> bool:
-        """Return whether no further step is needed; to be asked once after each."""
+        """Return whether no further step is needed; call it once after each step."""
         steps = self._steps
         if steps.num_made > self._most:
-            return True  # the one more has been made
+            return True  # this was the extra step
         if self._is_whole or self._num_found == LOOKS or len(steps) < self._next_look:
             return self._num_found == LOOKS
         self._next_look = ceil(GROWTH * len(steps))
@@ -195,7 +201,7 @@ class Enough:
         return False
 
     def _lacks_failures(self, step_time: float) -> bool:
-        """Return whether too few failures were seen, though there will be enough."""
+        """Return whether too few failures occurred, in a run where enough are to be expected."""
         run = self._run
         per_day = replica_failures_per_day(run)
         per_day += failures_per_gpu_day(run, LEADER) * run.trainer.num_gpus

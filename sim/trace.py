@@ -1,4 +1,4 @@
-"""Traces of simulations: one that keeps all entries, and one that measures them block by block."""
+"""Traces of simulations: one keeps all entries, the other measures and drops them block by block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.sim.costs.costs import Costs
 
 
 class StepTrace(Trace):
-    """A trace that tells the leader's steps as they are made."""
+    """A trace that also lists the steps of the primary trainer as they end."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StepTrace(Trace):
 
 
 class MeasuredTrace(StepTrace):
-    """A trace that measures its entries block by block, so that a long run takes hardly more memory than a short one."""
+    """A trace that measures its entries block by block, so that memory hardly grows with the run."""
 
     def __init__(
         self, run: Run, costs: Costs, *, is_endless: bool, file: IO[bytes] | None = None
@@ -51,7 +51,7 @@ class MeasuredTrace(StepTrace):
         self._reader = RunReader(self)
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
-        """Add one entry; once a block is full, measure and drop it."""
+        """Add one entry; if the block is full, measure and drop it."""
         super().record(time, event, commands)
         if len(self._own) >= BLOCK:
             self._reader.read(self._own)
@@ -59,7 +59,7 @@ class MeasuredTrace(StepTrace):
             self._own.clear()
 
     def measure(self) -> Metrics:
-        """Compute every figure of the run, which is over.
+        """Compute all metrics of the finished run.
 
         Raises:
             ValueError: it has no finished step.

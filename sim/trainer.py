@@ -1,4 +1,4 @@
-"""A simulated trainer: one command at a time, each for as long as its tokens cost."""
+"""A simulated trainer: it executes one command at a time, and the duration depends on the tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Work = Generator[simpy.Event, Any, None]
 
 
 class Trainer:
-    """One process: take the next work, do it, and again."""
+    """One process: take the next command, execute it, and repeat."""
 
     def __init__(self, around: WorldInterface, trainer_id: int, costs: TrainerCosts) -> None:
         self._around = around
@@ -44,12 +44,12 @@ class Trainer:
         self._process = around.env.process(self._run())
 
     def start(self, command: StartTrainer) -> None:
-        """Come up with the weights of a version."""
+        """Start with the weights of a version."""
         started = TrainerStarted(command.trainer, command.version)
         self._take(command, self._work(self._start_time, started))
 
     def score(self, command: Score) -> None:
-        """Run the forward passes that training needs first."""
+        """Run the forward passes that come before training."""
         scored = Scored(command.rollouts, command.trainer)
         self._take(command, self._compute(self._line.score, scored))
 
@@ -63,17 +63,17 @@ class Trainer:
         self._take(command, self._update(Stepped(command.version, command.trainer)))
 
     def save(self, command: SaveCheckpoint) -> None:
-        """Write a checkpoint in no time: the host does it while the GPUs go on."""
+        """Write a checkpoint in zero time, because the host does it while the GPUs continue."""
         self._take(command, self._work(0.0, CheckpointSaved(command.version, command.trainer)))
 
     def stop(self) -> list[Command]:
-        """End here and now; return what was asked for and is lost."""
+        """Stop now, and return the commands that are lost."""
         self.has_stopped = True
         self._process.interrupt("stopped")
         return list(self._under_way)
 
     def _take(self, command: Command, work: Work) -> None:
-        """Begin with a command, after those before it."""
+        """Queue a command after those before it."""
         self._under_way.append(command)
         self._inbox.put(work)
 
@@ -91,7 +91,7 @@ class Trainer:
         self._around.emit(event)
 
     def _update(self, event: Stepped) -> Work:
-        """Let the pipelines run dry, and update the weights."""
+        """Let the pipelines drain, and update the weights."""
         now = self._around.env.now
         seconds = self._line.finish(now) - now + self._costs.step_time
         yield from self._work(seconds, event)
@@ -99,7 +99,7 @@ class Trainer:
     def _compute(
         self, put_through: Callable[[list[int], float], float], event: Scored | Trained
     ) -> Work:
-        """Put rollouts through passes until more could come; what is still in the pipeline goes on beside."""
+        """Run passes over rollouts until the first stage is free; the pipeline continues with them in the background."""
         rollouts = [self._around.rollouts[rollout] for rollout in event.rollouts]
         lengths = [rollout.prompt_tokens + rollout.length for rollout in rollouts]
         now = self._around.env.now

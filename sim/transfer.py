@@ -1,4 +1,4 @@
-"""The simulated way of weights from the trainer to the replicas: a wire with a queue."""
+"""The simulated transfer of weights from the trainer to the replicas: a wire with a queue."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ class Link:
         self._wire = simpy.Resource(env, capacity=1)
 
     def carry(self, wire_time: float) -> Generator[simpy.Event, Any, None]:
-        """Wait for the wire and hold it for `wire_time` seconds."""
+        """Wait for the wire and occupy it for `wire_time` seconds."""
         with self._wire.request() as turn:
             yield turn
             yield self._env.timeout(wire_time)
 
 
 class Transfer:
-    """One process: prepare a push, send it over the wire, and see its last bucket arrive."""
+    """One process: prepare a push, send it over the wire, and wait until its last bucket arrives."""
 
     def __init__(self, around: WorldInterface) -> None:
         self._around = around
         self._link = Link(around.env)
         self._core = around.cores.time_of("handling")
-        """Of the threads that prepare and unpack a push: beside training, on a host whose cores all share."""
+        """Clock of the threads that prepare and unpack a push; they compete with training if the
+        host's cores are shared.
+        """
         self._inbox = simpy.Store(around.env)
         self._under_way: deque[PushWeights] = deque()
         self._process = around.env.process(self._run())
 
     def push(self, command: PushWeights) -> None:
-        """Send a version to where replicas can load it, after those before it."""
+        """Send a version to where replicas can load it, after earlier versions."""
         self._under_way.append(command)
         self._inbox.put(command)
 
     def stop(self) -> list[Command]:
-        """End what is under way, as its sender is gone; return what is lost."""
+        """Stop the transfers of a lost sender, and return the lost commands."""
         lost: list[Command] = list(self._under_way)
         if lost:
             self._under_way.clear()
@@ -56,7 +58,7 @@ class Transfer:
         while True:
             try:
                 yield from self._send((yield self._inbox.get()))
-            except simpy.Interrupt:  # broken off: the next one
+            except simpy.Interrupt:  # this push was stopped: continue with the next one
                 self._core.leave()
 
     def _send(self, command: PushWeights) -> Generator[simpy.Event, Any, None]:

@@ -1,4 +1,4 @@
-"""The simulated verifier pool: workers, reward-model replicas, and the rewards of simulated rollouts."""
+"""The simulated verifiers: workers, reward-model replicas, and the rewards of simulated rollouts."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards
 from streamrl.sim.world_interface import WorldInterface
 
 REWARD = 0.0
-"""Of a simulated rollout, which has no text to reward."""
+"""Reward of a simulated rollout, because there is no text to score."""
 BEST = 1.0
-"""Of one in a group whose rewards differ."""
+"""Reward of the best rollout in a group whose rewards differ."""
 BYTES = 8
 MEAN = "mean of "
-"""Keeps draws of means apart from those of whether rewards differ."""
+"""Prefix that separates the random draws of means from those of differing rewards."""
 
 
 class SimRewards:
-    """Rewards differ in as many groups, and groups have means, as the run file says: the same in every run of a seed.
+    """Draws rewards with the statistics of the run file; a seed always gives the same rewards.
 
-    Where nobody heeds the one or the other, there is nothing of it.
+    It draws only those statistics that a trainer uses.
     """
 
     def __init__(self, run: Run) -> None:
-        """Take what the run file says.
+        """Read the reward statistics of a run.
 
         Raises:
-            RunError: a trainer takes groups by their rewards, and the run file says nothing of these.
+            RunError: a trainer selects groups by reward, and the run file has no reward statistics.
         """
         self._seed = run.seed
         self._size = run.algorithm.group_size
@@ -62,10 +62,10 @@ class SimRewards:
 
     def _mean(self, group: int) -> float:
         place = bisect_right(self._edges, self._draw(f"{MEAN}{group}"))
-        return self._means[min(place, len(self._means) - 1)]  # shares may add up to a bit less
+        return self._means[min(place, len(self._means) - 1)]  # rounding
 
     def _draw(self, what: str) -> float:
-        """Return a number from 0 on, below 1."""
+        """Return a random number in [0, 1)."""
         digest = blake2b(f"{self._seed} {what}".encode(), digest_size=BYTES).digest()
         number: float = int.from_bytes(digest, "little") / 2.0 ** (8 * BYTES)
         return number
@@ -75,8 +75,8 @@ def _unknown(followers: Sequence[SecondaryTrainerConfig]) -> RunError:
     number = next(n for n, each in enumerate(followers, start=1) if each.filters_by_reward)
     key = "workload.group_rewards"
     text = (
-        f"{key} is missing: {trainer_key(number)} takes groups by their rewards, and nobody knows but you what share "
-        "of them has which mean, such as [[0.0, 0.25], [1.0, 0.75]]"
+        f"{key} is missing, but {trainer_key(number)} selects groups by reward. "
+        "Set each mean reward of a group and its share of groups, such as [[0.0, 0.25], [1.0, 0.75]]"
     )
     return RunError(key, None, list, text)
 
@@ -85,7 +85,7 @@ Work = Generator[simpy.Event, Any, None]
 
 
 class ToScore(NamedTuple):
-    """A rollout that waits for its score, which its group may not live to see."""
+    """A rollout that waits for its score; its group may be dropped before."""
 
     command: Verify
     length: int
@@ -93,7 +93,7 @@ class ToScore(NamedTuple):
 
 
 class RewardQueue:
-    """Rollouts that wait for the next replica that is idle, first come, first served."""
+    """Rollouts that wait for an idle replica, first come, first served."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -101,24 +101,24 @@ class RewardQueue:
         self._arrival = env.event()
 
     def put(self, rollout: ToScore) -> None:
-        """Let a rollout wait."""
+        """Add a rollout to the queue."""
         self._waiting.append(rollout)
         arrival, self._arrival = self._arrival, self._env.event()
         arrival.succeed()
 
     def wait(self) -> Work:
-        """Wait until there is one, and all are there that come at the same instant."""
+        """Wait until there is a rollout, and until all rollouts of that instant have arrived."""
         while not self._waiting:
             yield self._arrival
             yield self._env.timeout(0)
 
     def take(self, most: int) -> list[ToScore]:
-        """Return so many that waited longest, or all."""
+        """Return the `most` rollouts that have waited longest, or all if there are fewer."""
         return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
 
 class RewardReplica:
-    """One process: waits, computes, and comes up again where it was lost."""
+    """One process: wait, compute, and restart after a failure."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class RewardReplica:
         queue: RewardQueue,
         tell: Callable[[Verify], None],
     ) -> None:
-        """Begin to come up.
+        """Start the replica.
 
         Args:
             around: time, cores and rollouts.
             costs: seconds of its calls.
-            queue: what it takes rollouts from, beside other replicas.
-            tell: takes each rollout that is scored.
+            queue: rollouts to score, shared with other replicas.
+            tell: receives each scored rollout.
         """
         self._around, self._costs, self._queue, self._tell = around, costs, queue, tell
         self._most = around.run_file.verifier.max_rollouts_per_call
@@ -143,11 +143,11 @@ class RewardReplica:
 
     @property
     def has_work(self) -> bool:
-        """Whether it scores anything just now."""
+        """Whether it is scoring now."""
         return bool(self._under_way)
 
     def lose(self, reason: str, hang_time: float = 0.0) -> None:
-        """Let it die, or stop and be noticed after a while; call it from a process of your own."""
+        """Let it die, or hang and be noticed after `hang_time` seconds; call this from another process."""
         self._process.interrupt((reason, hang_time))
 
     def _run(self) -> Work:
@@ -169,7 +169,7 @@ class RewardReplica:
                 loss = struck.cause
 
     def _score(self) -> Work:
-        """Score what waits, as much as a call has room for; nothing where another replica was first."""
+        """Score waiting rollouts, as many as fit in a call; do nothing if another replica took them first."""
         self._under_way = self._queue.take(self._most)
         if not self._under_way:
             return
@@ -189,9 +189,9 @@ class RewardReplica:
 
 
 class Verifier:
-    """One process a worker, first come, first served; what a rollout takes of the host's cores comes before.
+    """One process per worker, first come, first served, after each rollout's CPU time on the host.
 
-    Replicas of a reward model take several rollouts at a time.
+    Replicas of a reward model score several rollouts per call.
     """
 
     def __init__(self, around: WorldInterface) -> None:
@@ -207,7 +207,7 @@ class Verifier:
         self._queue = RewardQueue(around.env)
         self._models: list[RewardReplica] = []
         self._lengths: dict[int, int] = {}
-        """Tokens of rollouts on their way to these, whose groups may be dropped before."""
+        """Tokens of rollouts that wait for a reward model; their groups may be dropped before."""
         if (costs := around.costs.rewards) is not None:
             for _ in range(around.run_file.verifier.workers):
                 self._models.append(RewardReplica(around, costs, self._queue, self._tell))
@@ -216,7 +216,7 @@ class Verifier:
                 around.env.process(self._run())
 
     def verify(self, command: Verify) -> None:
-        """Reward a rollout after those before it; a verifier that takes no time answers at once."""
+        """Score a rollout after earlier ones; a verifier without a duration answers at once."""
         if self._models:
             drawn = self._around.rollouts[command.rollout]
             self._lengths[command.rollout] = drawn.prompt_tokens + drawn.length
@@ -226,11 +226,11 @@ class Verifier:
             self._pass_on(command)
 
     def reward_models(self) -> list[RewardReplica]:
-        """Return the replicas of a reward model, those with work first."""
+        """Return the replicas of a reward model, busy ones first."""
         return sorted(self._models, key=lambda model: not model.has_work)
 
     def _handle(self) -> Generator[simpy.Event, Any, None]:
-        """Let rollouts take what they take of the cores, one after the other, as one process decides."""
+        """Spend the CPU time of each rollout one after the other, because one process makes the decisions."""
         while True:
             command: Verify = yield self._unhandled.get()
             yield self._core.work(self._handling_time)
@@ -260,5 +260,5 @@ class Verifier:
 
     @property
     def _stall_time(self) -> float:
-        """Seconds for which it still stands still."""
+        """Seconds that remain of a stall."""
         return max(0.0, self._around.disruptions.stalled_until - self._around.env.now)

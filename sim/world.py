@@ -1,4 +1,4 @@
-"""The simulated world: one SimPy process for each resource, and a clock that jumps from event to event."""
+"""The simulated world: one SimPy process per resource, and a clock that jumps from event to event."""
 
 from __future__ import annotations
 
@@ -66,29 +66,30 @@ from streamrl.sim.world_interface import Disruptions, SimRollout, rollouts_of
 from streamrl.workload.workload import Draw, SimulatedWorkload, Workload
 
 KEPT_STEPS = 2
-"""Steps of the leader's for which a group is still known after the last trainer is done with it: what replicas still
-make of a dropped one is looked up until it is aborted."""
+"""Steps of the primary trainer for which a group is kept after the last trainer is done with it.
+Replicas may still generate a dropped group until it is aborted.
+"""
 
 
 class LiveRollouts:
-    """What was drawn and is not done with, so that a long run takes no more memory than a short one."""
+    """The rollouts that are still in use; finished ones are removed, so that memory does not grow."""
 
     def __init__(self, num_trainers: int) -> None:
         self.rollouts: dict[int, SimRollout] = {}
-        """By id; looked up where a rollout is generated or trained on."""
+        """Rollouts by id, for generation and training."""
         self._groups: dict[int, tuple[int, ...]] = {}
         self._done_with = GroupReferences(num_trainers)
         self._leaving: dict[int, int] = {}
-        """By group: the leader's version when the last trainer was done with it."""
+        """By group: version of the primary trainer when the last trainer was done with it."""
         self._version = 0
 
     def add(self, draws: list[Draw]) -> None:
-        """Take groups that were drawn."""
+        """Add new groups."""
         self.rollouts.update(rollouts_of(draws))
         self._groups.update((draw.drawn.group, draw.drawn.rollouts) for draw in draws)
 
     def end_step(self, version: int, groups: Iterable[int], trainer: int) -> None:
-        """Take note that a trainer has made a step of groups; forget what all were done with long before."""
+        """Record that a trainer has made a step from these groups, and forget groups that are long finished."""
         for group in groups:
             self.leave(group, trainer)
         if trainer == LEADER:
@@ -98,12 +99,12 @@ class LiveRollouts:
                 self._forget(group)
 
     def leave(self, group: int, trainer: int) -> None:
-        """Take note that a trainer is done with a group."""
+        """Record that a trainer is done with a group."""
         if self._done_with.leave(group, trainer):
             self.drop(group)
 
     def drop(self, group: int) -> None:
-        """Take note that nobody trains on a group any more."""
+        """Record that no trainer uses a group any more."""
         self._done_with.drop(group)
         if group in self._groups:
             self._leaving[group] = self._version
@@ -115,15 +116,16 @@ class LiveRollouts:
 
 
 COLLECTED_STEPS = 50
-"""Steps after which what they have left in cycles is collected: often enough for memory to stay flat."""
-YOUNGEST = 0  # generation: what was made since the last time
+"""Steps between two garbage collections of reference cycles; often enough to keep memory flat."""
+YOUNGEST = 0  # generation: objects made since the last collection
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Leave garbage to the worlds that run meanwhile.
+    """Turn off automatic garbage collection while worlds run.
 
-    A run makes many objects and few cycles: looking for some always costs 5 to 10 %.
+    A run makes many objects and few cycles, and automatic collection would cost 5 to 10 % of the
+    time.
     """
     was_collecting = gc.isenabled()
     gc.disable()
@@ -135,7 +137,7 @@ def collecting_seldom() -> Iterator[None]:
 
 
 class SimWorld(World[Trace]):
-    """Carries commands out in simulated seconds."""
+    """Executes commands in simulated time."""
 
     def __init__(
         self,
@@ -146,17 +148,17 @@ class SimWorld(World[Trace]):
         is_endless: bool = False,
         trace: StepTrace | None = None,
     ) -> None:
-        """Make a world before its first event.
+        """Create a world before its first event.
 
         Args:
             run: the run file.
-            costs: its seconds.
-            workload: what is generated.
-            is_endless: whether it goes on past the last step, until it is left.
-            trace: what records it; where absent, one that keeps all entries.
+            costs: its costs.
+            workload: prompts and lengths.
+            is_endless: whether the run continues after its last step, until the caller stops.
+            trace: records the run; if None, a trace that keeps all entries.
 
         Raises:
-            RunError: a trainer wants groups that are never as stale.
+            RunError: a trainer asks for groups of a staleness that never occurs.
         """
         check_reach(run.policies, run.followers)
         trace = trace or StepTrace(run, costs, is_endless=is_endless)
@@ -168,16 +170,18 @@ class SimWorld(World[Trace]):
         self.steps = trace.steps
         self._live_rollouts = LiveRollouts(run.num_trainers)
         self._stepping: dict[int, tuple[int, ...]] = {}
-        """Groups of the step that each trainer makes: a lost one makes it again of them."""
+        """Groups of the current step of each trainer; a restarted trainer repeats the step with
+        them.
+        """
         self.rollouts: dict[int, SimRollout] = self._live_rollouts.rollouts
         self.replicas: dict[int, Replica] = {}
         self._channels: dict[int, DelayedChannel] = {}
-        """To the replicas behind a link."""
+        """Channels to the replicas behind a link."""
         self._workload = workload
         self._next_group = 0
         self.trainers: dict[int, Trainer] = {}
         self._leads_as = LEADER
-        """Whose costs the trainer that leads has."""
+        """Trainer whose costs apply to the primary trainer; it changes with a promotion."""
         self.disruptions = Disruptions()
         self._transfer = Transfer(self)
         self.verifier = Verifier(self)
@@ -194,14 +198,14 @@ class SimWorld(World[Trace]):
         watch: Callable[[int], None] = lambda version: None,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> Trace:
-        """Simulate to the end, or until `is_enough`, which is asked after each step.
+        """Simulate to the end, or until `is_enough` returns true after a step.
 
         Args:
-            watch: told each policy version as it is made.
-            is_enough: whether the world may be left as it is then.
+            watch: called with each new policy version.
+            is_enough: called after each step; returns whether to stop there.
 
         Raises:
-            RuntimeError: nothing is left that could happen, but the run is not over.
+            RuntimeError: the run is stuck.
         """
         with collecting_seldom():
             for _ in self.walk(watch):
@@ -210,10 +214,10 @@ class SimWorld(World[Trace]):
         return self.trace
 
     def walk(self, watch: Callable[[int], None] = lambda version: None) -> Iterator[None]:
-        """Simulate to the end, and halt after each step of the leader's, to go on when the next is asked for.
+        """Simulate to the end, and yield after each step of the primary trainer.
 
         Raises:
-            RuntimeError: as `run` does.
+            RuntimeError: the run is stuck.
         """
         try:
             yield from self._walk(watch)
@@ -236,7 +240,7 @@ class SimWorld(World[Trace]):
                 yield
 
     def emit(self, event: Event) -> None:
-        """Let the engine handle `event`, and forget what the trainers have stepped past."""
+        """Pass `event` to the engine, and remove rollouts that all trainers have used."""
         if self.faults is not None:
             event = self.faults.result(event)
         if isinstance(event, Stepped):
@@ -245,7 +249,7 @@ class SimWorld(World[Trace]):
         super().emit(event)
 
     def start(self, command: Command) -> None:
-        """Hand a command to the resource it is for."""
+        """Pass a command to its resource."""
         if self.faults is not None:
             self.faults.strike(command, self.engine.version)
         match command:
@@ -296,13 +300,13 @@ class SimWorld(World[Trace]):
                 assert_never(command)
 
     def lose(self, replica_id: int, reason: str) -> None:
-        """Let a replica die, as a failure would."""
+        """Let a replica die."""
         ends = self._take_away(replica_id)
         self.emit(ReplicaLost(replica_id, reason))
         self._fail(ends, reason)
 
     def lose_trainer(self, trainer_id: int, reason: str) -> None:
-        """Let a trainer die, and with one that leads the push that it sends."""
+        """Let a trainer die; if it is the primary trainer, its push is lost too."""
         lost = self.trainers.pop(trainer_id).stop()
         if trainer_id == LEADER:
             lost += self._transfer.stop()
@@ -310,31 +314,31 @@ class SimWorld(World[Trace]):
         self._fail(lost, reason)
 
     def _fail(self, ends: Sequence[Command | Generated], reason: str) -> None:
-        """Tell how work of who was lost ends: a command fails, a rollout with new tokens is broken off."""
+        """Report how lost work ends: a command fails, and a rollout with new tokens is interrupted."""
         for end in ends:
             self.emit(end if isinstance(end, Generated) else Failed(end, reason))
 
     def _take_away(self, replica_id: int) -> list[Command | Generated]:
-        """Let all arrive that a replica has sent, and stop it; return how all ends that it was asked for."""
-        way = self._channels.get(replica_id)
-        if way is not None:
-            way.bring_back()
+        """Deliver all events that a replica has sent, and stop it; return how its commands end."""
+        channel = self._channels.get(replica_id)
+        if channel is not None:
+            channel.bring_back()
         ends = list(self.replicas.pop(replica_id).stop())
-        if way is not None:
+        if channel is not None:
             ends += self._channels.pop(replica_id).cut()
         return ends
 
     def _send(self, command: S, take: Callable[[S], None]) -> None:
-        """Let a replica take a command, over a link once it has arrived."""
-        way = self._channels.get(command.replica)
-        if way is None:
+        """Pass a command to a replica, after the link's latency if there is a link."""
+        channel = self._channels.get(command.replica)
+        if channel is None:
             take(command)
         else:
-            way.send(command, take)
+            channel.send(command, take)
 
     def _abort(self, command: Abort) -> None:
         replica = self.replicas.get(command.replica)
-        if replica is not None:  # of a lost one the `Failed` is on its way
+        if replica is not None:  # if the replica is lost, a `Failed` is already on its way
             self._send(command, lambda sent: replica.abort(sent.rollout))
 
     def _draw(self, command: DrawPrompts) -> None:
@@ -348,8 +352,8 @@ class SimWorld(World[Trace]):
         seconds, emit = self.costs.of_kind(command.kind).message_time, self.emit
         yield self.env.timeout(seconds + self.run_file.rollout.start_time)
         if seconds:
-            way = self._channels[command.replica] = DelayedChannel(self.env, seconds, self.emit)
-            emit = way.emit
+            channel = self._channels[command.replica] = DelayedChannel(self.env, seconds, self.emit)
+            emit = channel.emit
         replica = Replica(self, command.replica, command.version, command.kind, emit)
         self.replicas[command.replica] = replica
         self._failures.watch(replica)
@@ -361,7 +365,7 @@ class SimWorld(World[Trace]):
         emit(ReplicaStarted(command.replica, command.version, cache_tokens=tokens))
 
     def _stop_replica(self, command: StopReplica) -> Generator[simpy.Event, Any, None]:
-        yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
+        yield self.env.timeout(0)  # let the process that emitted the causing event finish first
         self._take_away(command.replica)
         self.emit(ReplicaStopped(command.replica))
 
@@ -373,14 +377,14 @@ class SimWorld(World[Trace]):
         trainer.start(command)
 
     def _stop_trainer(self, command: StopTrainer) -> Generator[simpy.Event, Any, None]:
-        yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
+        yield self.env.timeout(0)  # let the process that emitted the causing event finish first
         trainer = self.trainers.pop(command.trainer, None)
-        if trainer is not None:  # one that was lost meanwhile has ended
+        if trainer is not None:  # None if it was lost meanwhile
             trainer.stop()
         self.emit(TrainerStopped(command.trainer))
 
     def _promote(self, command: Promote) -> Generator[simpy.Event, Any, None]:
-        yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
+        yield self.env.timeout(0)  # let the process that emitted the causing event finish first
         self.emit(TrainerLeaving(command.trainer))
 
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
@@ -389,10 +393,12 @@ class SimWorld(World[Trace]):
 
 
 def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> Trace:
-    """Simulate a run file from its first prompt to its last step; see `streamrl.sim.steady_state` for its steady state.
+    """Simulate a run file from its first prompt to its last step.
+
+    For the steady state see `streamrl.sim.steady_state`.
 
     Raises:
-        ValueError: the run file asks for what its profiles or memory do not allow.
+        ValueError: the run file does not fit its profiles or the GPU memory.
     """
     costs = Costs.load(run)
     return SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run(watch)

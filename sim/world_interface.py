@@ -17,7 +17,7 @@ from streamrl.workload.workload import Draw
 
 
 class WorldInterface(Protocol):
-    """A clock to wait with, the run and its costs, the rollouts by id, and someone to tell what happened."""
+    """The clock, the run and its costs, the rollouts by id, and a receiver of events."""
 
     @property
     def env(self) -> simpy.Environment:
@@ -26,7 +26,7 @@ class WorldInterface(Protocol):
 
     @property
     def cores(self) -> Cores:
-        """What roles compute on."""
+        """Cores that roles compute on."""
         ...
 
     @property
@@ -36,41 +36,41 @@ class WorldInterface(Protocol):
 
     @property
     def costs(self) -> Costs:
-        """Seconds, bytes and capacities of its hardware."""
+        """Seconds, bytes and capacities of the run's hardware."""
         ...
 
     @property
     def disruptions(self) -> Disruptions:
-        """What keeps resources from their usual pace just now."""
+        """Current slowdowns and stalls."""
         ...
 
     @property
     def rollouts(self) -> Mapping[int, SimRollout]:
-        """Every rollout that was drawn, by id."""
+        """All drawn rollouts by id."""
         ...
 
     def emit(self, event: Event) -> None:
-        """Take note that something happened, at this instant."""
+        """Report an event at this instant."""
         ...
 
 
 @dataclass(slots=True)
 class Disruptions:
-    """What keeps resources from their usual pace."""
+    """Current slowdowns and stalls of resources."""
 
     slowness: float = 1.0
-    """How many times as long as it should a push takes that begins now."""
+    """Factor on the duration of a push that begins now."""
     stalled_until: float = 0.0
-    """Seconds since the run's start before which verifiers look at nothing."""
+    """Instant until which verifiers are stalled, in seconds since the run's start."""
 
 
 class SimRollout(msgspec.Struct, frozen=True, gc=False):
-    """What only the world knows of a rollout, from the moment it is drawn."""
+    """The data of a rollout that only the world knows, from the moment it is drawn."""
 
     group: int
     prompt_tokens: int
     length: int
-    """Output tokens that it will have."""
+    """Output tokens when it is finished."""
 
 
 def rollouts_of(draws: Iterable[Draw]) -> dict[int, SimRollout]:
