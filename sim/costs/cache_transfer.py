@@ -1,11 +1,12 @@
-"""Moving a rollout's KV cache from one replica to another: each GPU sends its shard to its counterpart.
+"""Compute the time to move a rollout's KV cache to another replica; each GPU sends its shard to its counterpart.
 
-    seconds of a token  =  bytes of its keys and values on one GPU / bandwidth between two GPUs
+    seconds per token  =  bytes of its keys and values on one GPU / bandwidth between two GPUs
 
-Within a node, or another NVLink domain, that is NVLink, else a GPU's share of its node's network, or of the way through host memory
-where the network ends there and that is slower. In a pool of several nodes every move counts as one between
-nodes: which replica stands where is not modelled. What a rollout keeps whatever its length (windows, linear states) is not
-counted. Nothing else on the wire is waited for.
+Within a node, or another NVLink domain, the bandwidth is that of NVLink. Otherwise it is a GPU's
+share of its node's network. If the network ends in host memory, it is the slower of the network and
+the host link. In a pool of several nodes every move counts as one between nodes, because the
+placement of replicas is not modelled. States of a fixed size (windows, linear attention) are not
+counted, nor is waiting for other traffic.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from streamrl.sim.costs.weight_sync import SyncSide
 
 @dataclass(frozen=True)
 class CacheTransfer:
-    """Seconds in which a rollout's cache reaches another replica."""
+    """The time to move a rollout's cache to another replica."""
 
     token_time: float
-    """Seconds of each token of context."""
+    """Seconds per token of context."""
     provenance: Provenance
-    """Roofline: line rates are a datasheet's, and no transfer of caches was timed."""
+    """Roofline: line rates come from a datasheet, and no cache transfer was measured."""
 
     @classmethod
     def of(cls, replica: ReplicaHardware) -> CacheTransfer:
-        """Return what the pool of the replicas allows."""
+        """Compute the transfer from the pool of the replicas."""
         config = replica.config
         side = SyncSide.of(replica.pool, config.num_gpus)
         num_bytes = replica.longest_model.shard_kv_bytes_per_token(
@@ -38,12 +39,12 @@ class CacheTransfer:
         return cls(num_bytes / _bandwidth(side), Provenance.of("roofline", _sources(side)))
 
     def time(self, context: int) -> float:
-        """Return the seconds of a rollout that has `context` tokens of prompt and output."""
+        """Return the seconds for a rollout with `context` tokens of prompt and output."""
         return context * self.token_time
 
 
 def _bandwidth(side: SyncSide) -> float:
-    """Return the bytes a second from a GPU of one replica to one of another."""
+    """Return the bytes per second from a GPU of one replica to a GPU of another."""
     if side.pool.num_gpus <= side.pool.domain:
         return side.gpu.nvlink
     if side.network.is_through_host:

@@ -1,17 +1,21 @@
-"""Seconds in which shared GPUs turn from generating to training and back: policies.system = "colocated".
+"""Compute how long shared GPUs need to switch between generation and training: policies.system = "colocated".
 
     generate ─► sleep ─► onload ─► score, train, step ─► reshard ─► offload ─► wake ─► generate
 
-sleep     KV cache and the replica's weights are discarded, as new ones follow: no bytes move
-onload    host memory to GPU: weights of actor, critic and reference, and the optimizers
-reshard   every GPU is sent what its replica's shard has beyond the shard that it trains
-offload   GPU to host memory: what the step changed, weights and optimizers; gradients are dropped, and
-          host memory still has the reference
-wake      what arrived is copied into the replica's weights, and quantised where these are narrow; the cache is empty
+- sleep: the replica's KV cache and weights are discarded. No bytes move, because new weights
+  follow.
+- onload: weights of actor, critic and reference and the optimizer states go from host memory to the
+  GPU.
+- reshard: every GPU receives the part of its replica's shard that it does not train.
+- offload: changed weights and optimizer states go to host memory. Gradients are dropped, and the
+  reference needs no copy.
+- wake: the received weights are copied into the replica, and quantised if it uses a narrow format.
+  The cache starts empty.
 
-What fits beside the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and does not move.
-Bytes cross at the datasheet's bandwidths. What takes longest are a framework's own calls, for every tensor and
-memory map: `framework.switch_time`, by default that of the framework or of published switches (profiles/frameworks).
+Data that fits next to the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and
+does not move. Bytes move at datasheet bandwidths. The framework's own calls, for every tensor and
+memory map, take the longest: `framework.switch_time`. Its default comes from the framework or from
+published switches (profiles/frameworks).
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ TIER: Tier = "roofline"
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Bytes on one GPU that a change of phase moves."""
+    """Bytes that a change of phase moves on one GPU."""
 
     onloaded: float
     offloaded: float
     resharded: float
-    """What the GPU is sent by others."""
+    """Bytes that the GPU receives from others."""
     woken: float
-    """The replica's shard."""
+    """Bytes of the replica's shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +56,14 @@ class PhaseChange:
     reshard_time: float
     wake_time: float
     switch_time: float
-    """Of the framework, beside bytes that move."""
+    """Seconds of the framework's own calls, in addition to moving bytes."""
     sent_bytes: int
-    """Bytes that reshards send between all GPUs."""
+    """Bytes that all GPUs together send in a reshard."""
     sources: tuple[str, ...]
 
     @classmethod
     def load(cls, run: Run) -> PhaseChange:
-        """Compute the change of a run whose sides share their GPUs.
+        """Compute the phase change of a run whose trainer and replicas share GPUs.
 
         Raises:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
@@ -73,7 +77,7 @@ class PhaseChange:
     def of(
         cls, replica: ReplicaHardware, trainer: TrainerHardware, switch_time: float
     ) -> PhaseChange:
-        """Compute the change of GPUs that a kind of replica and a trainer share."""
+        """Compute the phase change of GPUs that a kind of replica and a trainer share."""
         moved = count_moved(replica, trainer)
         num_gpus = max(replica.config.num_gpus, trainer.config.num_gpus)
         side = SyncSide.of(replica.pool, num_gpus)
@@ -93,15 +97,15 @@ class PhaseChange:
 
     @property
     def push_time(self) -> float:
-        """Seconds from the end of a step until replicas can wake."""
+        """Seconds from the end of a step until replicas can wake up."""
         return self.reshard_time + self.offload_time + self.onload_time + self.switch_time
 
     def sync_costs(self) -> SyncCosts:
-        """Return the change as a push and a load, which is how it stands in a trace.
+        """Return the change as a push and a load, the form that traces use.
 
-        The push after step s has the onload that comes between generating and training in step s + 1: no
-        GPU does anything else meanwhile, so a step takes as long, and those seconds are called sync too.
-        Step 1 finds its states on the GPUs, and the last step makes way for nothing.
+        The push after step s also contains the onload between generation and training in step s +
+        1. GPUs are idle meanwhile, so the step time is the same, and those seconds also count as
+        sync. Step 1 finds its states on the GPUs, and nothing is offloaded after the last step.
         """
         return SyncCosts(
             wire_bytes=self.sent_bytes,
@@ -115,7 +119,7 @@ class PhaseChange:
 
 
 def sync_costs(run: Run) -> SyncCosts:
-    """Return what a run's weights take on their way, or where its sides share their GPUs its change of phase.
+    """Return the cost of a weight sync, or of a phase change if trainer and replicas share GPUs.
 
     Raises:
         ValueError: a profile is missing or wrong.
@@ -128,8 +132,9 @@ def sync_costs(run: Run) -> SyncCosts:
 def count_moved(replica: ReplicaHardware, trainer: TrainerHardware) -> PhaseBytes:
     """Count the bytes that a change of phase moves on the GPU that moves most.
 
-    With `trainer.offload` models come and go within score, train and step, whose seconds have that; the
-    actor steps last, so that its weights are there to be sent. Of a model that is alone the optimizer does.
+    With `trainer.offload`, models are moved within score, train and step, whose seconds include
+    this. The actor steps last, so its weights are on the GPU for the reshard. A single model only
+    moves its optimizer states.
     """
     config, trained = trainer.config, _trained_shard(trainer)
     needed, is_kept = fullest_stage(replica).weights, not is_narrow(replica.precision.weights)
@@ -148,25 +153,25 @@ def count_moved(replica: ReplicaHardware, trainer: TrainerHardware) -> PhaseByte
 
 
 def _trained_shard(trainer: TrainerHardware) -> float:
-    """Bytes of one model's weights that a GPU of the trainer keeps."""
+    """Return the bytes of one model's weights that a GPU of the trainer keeps."""
     parameters = shard_parameters(trainer.model, trainer.config)
     ways = trainer.config.copies if trainer.config.zero == 3 else 1
     return parameters * BYTES[trainer.dtype] / ways
 
 
 def _room_beside_generator(replica: ReplicaHardware) -> float:
-    """Bytes of a GPU that weights and KV cache of a replica leave free."""
+    """Return the bytes of a GPU that the replica's weights and KV cache leave free."""
     return replica.gpu.usable_memory * (1 - replica.config.memory_utilization)
 
 
 def _wire(
     rollout: RolloutConfig, trainer: TrainerConfig, side: SyncSide
 ) -> tuple[float, tuple[str, ...]]:
-    """Return the bytes a second that a GPU is sent in a reshard, and the profiles that say so.
+    """Return the bytes per second that a GPU receives in a reshard, and the profiles used.
 
-    The ranks that hold one copy of the weights between them send each other what they lack (as the
-    3D-HybridEngine does: Sheng et al. 2025, HybridFlow, arXiv 2409.19256, section 5); where the trainer
-    leaves GPUs of replicas out, those are sent theirs from other nodes.
+    The ranks that together hold one copy of the weights send each other the missing parts, as in
+    the 3D-HybridEngine (Sheng et al. 2025, HybridFlow, arXiv 2409.19256, section 5). GPUs of
+    replicas that do not train receive their shards from other nodes.
     """
     gpu = f"profiles/gpus/{side.pool.gpu}.toml"
     split = trainer.tensor_parallel * trainer.pipeline_parallel

@@ -1,11 +1,8 @@
-"""Corrections of profile seconds: factors of a calibration file, and a framework's own seconds per step and per switch.
+"""Correct profile seconds by calibration factors, and add a framework's own seconds per step and per switch.
 
-Seconds that a framework takes of its own, each with where it comes from: of a step, and of a switch of shared GPUs.
-
-What nothing measured stands for, and what the framework has not, is said beside them.
-
-A figure is, in this order: the run file's, its calibration's, that of the framework it names, and what published frameworks
-usually take.
+Each of these figures comes with its source. Unmeasured figures and unknown features of a framework
+are listed among the sources. A figure is taken from the first of these that has it: the run file,
+its calibration, the framework that it names, the usual values of published frameworks.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from streamrl.runfile.simulation_config import FrameworkConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Corrections:
-    """What the calibration that a run names says of its GPUs; nothing where it names none."""
+    """The calibration factors that apply to a run's GPUs; neutral if the run names no calibration."""
 
     calibration: Calibration | None
     path: str
@@ -34,7 +31,7 @@ class Corrections:
 
     @classmethod
     def of(cls, resolved: ResolvedRun) -> Corrections:
-        """Read what a run names, for its first kind of replica and the trainer that leads.
+        """Read the calibration of a run for its first kind of replica and its primary trainer.
 
         Raises:
             RunError: as `load_calibration`.
@@ -49,36 +46,36 @@ class Corrections:
 
     @property
     def generation_factor(self) -> float:
-        """How fast prefill and decode are relative to the profiles."""
+        """Speed of prefill and decode relative to the profiles."""
         return self._factor("generation", self.generates_on)
 
     @property
     def training_factors(self) -> tuple[float, float]:
-        """The same of passes that score, and of those that train with the optimizer step."""
+        """Speeds of scoring passes, and of training passes with the optimizer step, relative to the profiles."""
         return self._factor("score", self.trains_on), self._factor("train", self.trains_on)
 
     @property
     def sync_factor(self) -> float:
-        """The same of a push and a load of weights."""
+        """Speed of a push and a load of weights relative to the profiles."""
         return self._factor("sync", self.generates_on)
 
     @property
     def sync_source(self) -> str | None:
-        """What the calibration says of the seconds of a weight sync; None where it says nothing of them."""
+        """Source text of the weight-sync correction; None if there is none."""
         if self.calibration is None or self.calibration.sync is None:
             return None
         return self.calibration.tell("sync", self.generates_on, self.path)
 
     @property
     def overhead_time(self) -> float | None:
-        """Seconds of a step beside its stages; None where it says nothing of them."""
+        """Seconds of a step in addition to its stages; None if the calibration has none."""
         if self.calibration is None or self.calibration.overhead is None:
             return None
         return self.calibration.overhead.seconds
 
     @property
     def sources(self) -> dict[str, str]:
-        """By operation what it says of its seconds; those that it says nothing of are left out."""
+        """Source texts of the corrections by operation; uncorrected operations are left out."""
         if self.calibration is None:
             return {}
         tell, path = self.calibration.tell, self.path
@@ -100,7 +97,7 @@ FOLDER, ENGINE = "profiles/frameworks", "costs.engine"
 
 
 class StatedTime(NamedTuple):
-    """Seconds of a framework."""
+    """Seconds that a framework takes, and their source."""
 
     seconds: float
     source: str
@@ -109,13 +106,13 @@ class StatedTime(NamedTuple):
 def own_step_time(
     framework: FrameworkConfig, corrections: Corrections, profile: str | None, num_parameters: int
 ) -> StatedTime:
-    """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs.
+    """Return a framework's own seconds per step; published values are for GPU clusters and not for CPUs.
 
     Args:
         framework: its section of the run file.
-        corrections: what a calibration says.
+        corrections: the calibration.
         profile: `costs.profile`.
-        num_parameters: of the model that is trained.
+        num_parameters: parameters of the trained model.
     """
     if framework.step_time is None:
         calibrated = corrections.overhead_time
@@ -130,12 +127,12 @@ def own_step_time(
 
 
 def own_switch_time(framework: FrameworkConfig, gpu: str, num_parameters: int) -> StatedTime:
-    """Return the seconds of a framework's calls when GPUs turn from training to generating and back; none of CPUs.
+    """Return the seconds of a framework's calls to switch between training and generation; 0 on CPUs.
 
     Args:
         framework: its section of the run file.
         gpu: the GPU of the trainer.
-        num_parameters: of the model that is trained.
+        num_parameters: parameters of the trained model.
     """
     if framework.switch_time is None and gpu == "cpu":
         return StatedTime(0.0, "framework.switch_time is none on CPUs")
@@ -143,7 +140,7 @@ def own_switch_time(framework: FrameworkConfig, gpu: str, num_parameters: int) -
 
 
 def framework_sources(run: Run) -> Iterator[str]:
-    """Yield what a framework that is named makes of a run: its keys, and the seconds that it takes of its own."""
+    """Yield the effects of the named framework on a run: its keys and its own seconds."""
     framework = framework_of(run.framework.name)
     if framework is None:
         return

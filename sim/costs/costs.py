@@ -1,4 +1,4 @@
-"""Seconds of every operation of a run, each from the best tier that has data, and where each comes from."""
+"""Load the seconds of every operation of a run, each from the best tier that has data, and record their sources."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from streamrl.sim.costs.weight_sync import SyncCosts
 
 @dataclass(frozen=True)
 class NoTraining:
-    """Of a trainer that only counts: nothing takes it any time, as far as anybody has measured."""
+    """Costs of a trainer that only counts tokens: it takes no time."""
 
     optimizer_time: float = 0.0
     overhead_time: float = 0.0
 
     def line(self) -> TrainerSchedule:
-        """Return a line that is never in the way."""
+        """Return a schedule that never delays anything."""
         return SerialSchedule(lambda lengths: 0.0, lambda lengths: 0.0)
 
 
@@ -62,22 +62,22 @@ class TrainerCosts:
 
     training: TrainingCosts | MeasuredTraining | NoTraining
     training_factor: float = 1.0
-    """Seconds of score, train and the optimizer step are divided by it."""
+    """Divisor of the seconds of score, train and the optimizer step."""
 
     @property
     def step_time(self) -> float:
-        """Seconds of gradient reduction, optimizer step, and what the framework does beside."""
+        """Seconds of gradient reduction, the optimizer step, and the framework's own work."""
         training = self.training
         return training.optimizer_time / self.training_factor + training.overhead_time
 
     def line(self) -> TrainerSchedule:
-        """Return the trainer's passes, before the first."""
+        """Return an empty schedule of the trainer's passes."""
         line = self.training.line()
         return line if self.training_factor == 1.0 else ScaledSchedule(line, self.training_factor)
 
 
 class ScaledSchedule:
-    """Another line, so many times as fast."""
+    """Another schedule, faster by a factor."""
 
     def __init__(self, line: TrainerSchedule, factor: float) -> None:
         self._line, self._factor = line, factor
@@ -97,17 +97,17 @@ class ScaledSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class SecondaryTrainerCosts(TrainerCosts):
-    """Of a trainer that follows, from its own section of the run file."""
+    """Costs of a secondary trainer, from its own section of the run file."""
 
     name: str
     provenance: Provenance
 
     @classmethod
     def load(cls, run: Run, trainer: int) -> SecondaryTrainerCosts:
-        """Put the costs of one trainer of a run together.
+        """Load the costs of one secondary trainer.
 
         Raises:
-            ValueError: a profile is missing, or the trainer does not fit its memory.
+            ValueError: a profile is missing, or the trainer does not fit in its memory.
         """
         seen, config = run.as_seen_by(trainer), run.costs
         name = run.followers[trainer - 1].name
@@ -135,53 +135,62 @@ class SecondaryTrainerCosts(TrainerCosts):
 
 
 CHECKED = {"bfloat16", "float16"}
-"""Formats of caches in the decode steps that errors of engines are stated of, and of weights beside fp8."""
+"""Formats for which engine errors were measured: formats of the cache in decode, and of weights
+other than fp8.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(TrainerCosts):
-    """Seconds, bytes and capacities of one run's hardware; as `TrainerCosts` those of the trainer that leads."""
+    """Seconds, bytes and capacities of one run's hardware; as `TrainerCosts`, those of the primary trainer."""
 
     decode: DecodeCurve
     prefill: PrefillCurve | MeasuredPrefill
     kv_capacity: int
-    """Tokens whose keys and values a replica holds."""
+    """Tokens that fit in a replica's KV cache."""
     sync: SyncCosts
     cache_transfer: CacheTransfer
     rides_along: bool = False
-    """Whether running rollouts make a token in a pass that prefills for others."""
+    """Whether running rollouts make a token in a pass that prefills others."""
     padded_share: float = 0.0
-    """Share of what a token of context costs that a decode step pays for each of a running rollout as long as the longest;
-    the rest it pays for those that there are."""
+    """Share of the context cost that a decode step pays for padding every rollout to the longest
+    one. The rest depends on the real context tokens.
+    """
     tokens_per_pass: float = inf
-    """Tokens that one forward pass of a replica takes: one of each running rollout, the rest of prefixes."""
+    """Limit on tokens per forward pass of a replica: one for each running rollout, the rest from
+    prefixes.
+    """
     refill_passes: int = 0
-    """Passes from the end of a rollout to the one that the next in the queue joins."""
+    """Passes between the end of a rollout and the pass that the next queued rollout joins."""
     sharing: CoreSharing | None = None
-    """What roles lose that compute on one host; None where nobody takes anything from another."""
+    """Slowdown of roles that share one host's cores; None if roles do not slow each other down."""
     message_time: float = 0.0
-    """Seconds that a command takes to a replica, and an event back, over a link: its latency."""
+    """Seconds that a command or an event takes over a link: its latency."""
     handling_time: float = 0.0
-    """CPU seconds that a rollout takes of those who decide, reward and serve calls of replicas, on a host whose cores they
-    share."""
+    """CPU seconds per rollout in the controller, verifier and replica server, on a host whose
+    cores they share.
+    """
     generation_factor: float = 1.0
-    """Seconds of prefill are divided by it; those of `decode` are already."""
+    """Divisor of the prefill seconds; the seconds in `decode` are already divided."""
     followers: tuple[SecondaryTrainerCosts, ...] = ()
-    """Of the trainers that follow, in order."""
+    """Costs of the secondary trainers, in order."""
     rewards: StatedRewards | ModelRewards | None = None
-    """Of the replicas of a reward model; None where there is none."""
+    """Costs of the reward-model replicas; None if there are none."""
     others: tuple[Costs, ...] = ()
-    """Of a run that had replicas of one kind of `rollout.others` alone, in order."""
+    """For each kind in `rollout.others`, in order: costs of a run with replicas of this kind only."""
     provenance: dict[str, Provenance]
-    """Where the seconds of each operation come from: prefill, decode, score, train, sync, cache_transfer
-    where a run moves caches, and verify where a reward model's seconds do not stand in the run file."""
+    """Source of the seconds of each operation: prefill, decode, score, train and sync. Also
+    cache_transfer if the run moves caches, and verify if a reward model's seconds are not in the
+    run file.
+    """
 
     @classmethod
     def load(cls, run: Run) -> Costs:
-        """Put the costs of a run together.
+        """Load the costs of a run.
 
         Raises:
-            ValueError: a profile is missing, a side does not fit its memory, or nobody models its back end.
+            ValueError: a profile is missing, a side does not fit in its memory, or the back end has
+                no model.
         """
         if run.rollout.others:
             return _with_others(run)
@@ -247,7 +256,10 @@ class Costs(TrainerCosts):
 
     @property
     def load_time(self) -> float:
-        """Seconds in which a replica copies pushed weights into its GPUs."""
+        """Return the full batch's decode costs of each kind of replica, for the trace.
+
+        Reserved memory limits the batch by itself, so the cache capacity is None then.
+        """
         return self.sync.load_time
 
     def decode_yields(self, admission: AdmissionName) -> list[DecodeYield]:

@@ -1,12 +1,17 @@
-"""How much slower roles are that compute at the same time on the cores of one host, as a profile measured it.
+"""Compute how much roles slow each other down on the cores of one host, from a measured profile.
 
-Threads take turns where there are more of them than cores, and each gets as much as any other. What a role loses beyond
-its turns is what caches, memory and hardware threads give to those that run meanwhile, as large a share of its seconds
-for each of them, and what it finds gone when its turn comes, by how long it waited. These are one figure for every pair
-of kinds and one for each kind, fitted to all companies that a profile measured (so many replicas that decode, alone or
-beside a trainer). One company by itself says little, as the host's pace changes by more from one minute to the next. The
-process that decides, the verifier, and what serves calls in replicas are not among them: while they handle a rollout,
-that is one thread more.
+If there are more threads than cores, threads take turns, and each gets the same share. Roles lose
+time in two more ways:
+
+- Caches, memory and hardware threads are shared. Each role that runs at the same time costs a fixed
+  share.
+- After a wait, a role finds its caches cold. This costs a share of the waiting time.
+
+There is one factor for every pair of kinds and one for each kind. They are fitted to all measured
+combinations, such as several decoding replicas with or without a trainer. A single combination says
+little, because the host's speed changes more from one minute to the next. The controller, the
+verifier and the replica servers have no factors. While they handle a rollout, they count as one
+more thread.
 """
 
 from __future__ import annotations
@@ -22,14 +27,15 @@ from streamrl.hardware.profile_fit import MEDIAN, fit_positive
 
 RoleKind = Literal["generating", "training", "handling"]
 Speeds: TypeAlias = Mapping[RoleKind, float]
-"""Of those of each kind that compute, as shares of their speeds alone."""
+"""Speed of the active roles of each kind, relative to their speed alone."""
 ALONE: Speeds = {"generating": 1.0, "training": 1.0, "handling": 1.0}
 
 
 class CoreLosses(NamedTuple):
-    """By what share of its seconds work takes longer.
+    """Relative increase of work time.
 
-    For each other role that runs beside it all the time, and in turns: were it to wait for them all the time.
+    One factor applies to each other role that runs at the same time, the other to time spent
+    waiting.
     """
 
     generating_by_generating: float = 0.0
@@ -48,19 +54,19 @@ class CoreSharing:
 
     cores: float
     threads: int = 1
-    """Of each role that generates or trains."""
+    """Threads of each role that generates or trains."""
     losses: CoreLosses = NO_LOSSES
 
     @classmethod
     def of(cls, rows: Sequence[SharingRow], host: Host) -> CoreSharing | None:
-        """Return what a profile says; None where it says nothing."""
+        """Return the sharing that a profile measured; None if it has no data."""
         if not rows:
             return None
         turns = cls(host.cores, host.threads)
         return cls(turns.cores, turns.threads, turns._fit(rows))
 
     def speeds(self, generating: int, training: int, handling: int = 0) -> Speeds:
-        """Return the speeds while so many of each kind compute; a second trainer counts as a replica."""
+        """Return the speeds for this number of active roles by kind; a second trainer counts as a replica."""
         trains = min(training, 1)
         replicas = generating + training - trains
         share, beside = self._turns(replicas + trains, handling)
@@ -73,15 +79,15 @@ class CoreSharing:
         return {"generating": share / generates, "training": share / learns, "handling": share}
 
     def _turns(self, roles: int, handling: int) -> tuple[float, float]:
-        """Return the share of its time that a thread runs, and that of it for which another role's run beside."""
-        own = min(self.threads, self.cores)  # of a role that has more, alone too
+        """Return the share of time that a thread runs, and the share of that in which another role's thread runs too."""
+        own = min(self.threads, self.cores)  # a role with more threads shares cores with itself
         threads = roles * own + handling
         if threads <= self.cores:
             return 1.0, 1.0
         return self.cores / threads, (self.cores - own) / (threads - own)
 
     def _fit(self, rows: Sequence[SharingRow]) -> CoreLosses:
-        """Return the losses that come nearest to what all companies lost beyond their turns; none gains."""
+        """Fit the losses to all measured combinations, beyond the loss by taking turns; no loss is negative."""
         generates, learns = [], []
         for row in rows:
             share, beside = self._turns(row.generating + row.training, 0)
@@ -94,6 +100,6 @@ class CoreSharing:
 
 
 def _factors(rows: Sequence[tuple[float, ...]], num: int) -> list[float]:
-    """Return the `num` factors, none below 0, with which the columns but the last add up to about the last."""
+    """Return the `num` factors >= 0 with which the other columns add up to about the last one."""
     table = np.array(rows, dtype=float).reshape(-1, num + 1)
     return fit_positive(table[:, :-1], table[:, -1], np.ones(len(table)))

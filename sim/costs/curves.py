@@ -1,15 +1,16 @@
-"""Seconds of a replica's decode steps, plain or speculative, and of its prefill passes, tabulated for fast lookup.
+"""Tabulate the seconds of a replica's decode steps, plain or speculative, and of its prefill passes.
 
-Decode steps in which some tokens are drafted and then checked together: multi-token prediction, or a small model.
-
-With k drafted tokens, each accepted with probability a where all before it were, a step makes
+Speculative decoding drafts some tokens and checks them together, with multi-token prediction or a
+small model. With k drafted tokens, each accepted with probability a if all before it were, a step
+makes
 
     1 + a + a^2 + … + a^k = (1 - a^(k+1)) / (1 - a)
 
-tokens of a rollout (Leviathan et al. 2023, arXiv 2211.17192, equation 1): one that the check itself gives, and those accepted. It
-takes k steps of the draft, and one of the model with k + 1 tokens of each rollout: they share its weights and the reads of its
-cache, so that a small batch, as in the tail of a step, gains most, and one that is bound by arithmetic loses. The curve has the
-seconds of one token on average; how many a single step accepts is not drawn.
+tokens of a rollout (Leviathan et al. 2023, arXiv 2211.17192, equation 1): one from the check
+itself, and the accepted ones. It takes k steps of the draft model, and one step of the model with k
++ 1 tokens of each rollout. These tokens share the reads of weights and cache. So a small batch
+gains most, as in the tail of a step, and a batch that is limited by FLOPs loses. The curve has the
+mean seconds per token. The number of accepted tokens of a single step is not drawn.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from streamrl.sim.costs.inference import SHORTEST_CONTEXT, Shard
 from streamrl.sim.costs.kernels import Estimate, total
 
 KNOTS_PER_DOUBLING = 3
-"""Points at which prefill passes are composed; between them seconds are linear in tokens."""
+"""Prefill passes are composed at this number of points per doubling of tokens, with linear
+interpolation.
+"""
 LONGEST_PROMPT = 2.0**17
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCurve:
-    """A replica's decode step: `base[b] + per_context_token[b] * S` seconds for b rollouts with S tokens in all."""
+    """A replica's decode step: `base[b] + per_context_token[b] * S` seconds for b rollouts with S tokens in total."""
 
     base: list[float]
     per_context_token: list[float]
@@ -50,13 +53,15 @@ class DecodeCurve:
 def compose_decode(shard: Shard, max_running: int, longest: float, capacity: float) -> DecodeCurve:
     """Compose the decode step for every batch up to `max_running`.
 
-    Products and overheads depend on the batch alone. Attention is fitted, at batches of powers of two, by a
-    straight line in the tokens of context, least squares of relative errors up to `longest` tokens a rollout
-    and `capacity` tokens in all; between those batches the line's two numbers are interpolated. A batch takes
-    no less than a smaller one: where a kernel is faster for more rollouts, an engine pads.
+    Products and overheads depend on the batch alone. Attention is fitted at batches of powers of
+    two: a straight line in the tokens of context, with least squares of relative errors. The fit
+    has up to `longest` tokens a rollout and `capacity` tokens in total. Between those batches, the
+    two parameters of the line are interpolated. A batch takes at least as long as a smaller one: if
+    a kernel is faster for more rollouts, an engine pads.
 
-    Attention ranks have equal shares of the rollouts. A pipeline of p stages has p batches under way, or one for each
-    rollout where these are fewer; a token of every rollout takes p turns of the slowest stage.
+    Attention ranks have equal shares of the rollouts. A pipeline of p stages has p batches under
+    way, or one for each rollout if there are fewer. A token of every rollout takes p turns of the
+    slowest stage.
     """
     running = np.arange(1.0, max_running + 1)
     under_way = np.minimum(running, shard.pipeline_parallel)
@@ -80,15 +85,16 @@ def compose_decode(shard: Shard, max_running: int, longest: float, capacity: flo
 
 
 def fullest_share(shard: Shard) -> float:
-    """Return the share of the layers that the stage has which has most."""
+    """Return the share of the layers on the largest stage."""
     layers = shard.model.num_layers
     return max(stage_layers(layers, shard.pipeline_parallel)) / layers
 
 
 def _base(shard: Shard, batch: Floats, together: Floats) -> Estimate:
-    """Return the seconds of a decode step beside attention: of all stages, each as long as the slowest.
+    """Return the seconds of a decode step without attention; every stage takes as long as the slowest.
 
-    `batch` are the rollouts of the fullest attention rank, `together` those of all ranks in one pass.
+    `batch` is the number of rollouts on the fullest attention rank, `together` that of all ranks in
+    one pass.
     """
     slowdown, stages = shard.engine.constants.slowdown, shard.pipeline_parallel
     tokens = batch * shard.queries
@@ -130,12 +136,12 @@ def _attention_line(
 class PrefillCurve:
     """Seconds of prefill passes.
 
-    Where passes mix prefill with decode, as vLLM's do, a prefill costs what it adds to the decode step that
-    it rides on: close to nothing while that step is bound by reading the weights.
+    If passes mix prefill with decode, as in vLLM, a prefill costs the seconds that it adds to the
+    decode step. This is close to zero while the decode step is limited by reading the weights.
     """
 
     def __init__(self, shard: Shard, max_running: int, *, is_mixed: bool) -> None:
-        """Compose passes of up to a chunk of tokens beside up to `max_running` decoding rollouts."""
+        """Compose passes of up to a chunk of tokens, together with up to `max_running` decoding rollouts."""
         num_knots = 1 + int(np.log2(PREFILL_CHUNK + max_running) * KNOTS_PER_DOUBLING)
         knots = np.geomspace(1, PREFILL_CHUNK + max_running, num_knots).round()
         tokens = np.array(sorted(set(knots.tolist())))
@@ -162,13 +168,13 @@ class PrefillCurve:
     def time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
     ) -> float:
-        """Return the seconds that prefill adds: of attention ranks as much to each, of pipeline stages that of the slowest.
+        """Return the seconds that prefill adds; the slowest pipeline stage counts, and all attention ranks wait.
 
         Args:
             num_tokens: new tokens of context.
-            context_pairs: tokens that they attend to, in all.
+            context_pairs: tokens that they attend to, in total.
             num_running: rollouts that decode meanwhile.
-            num_rollouts: rollouts that the tokens are of, which makes no difference to kernels.
+            num_rollouts: rollouts of these tokens; it does not matter for kernels.
         """
         if self._ranks > 1:
             num_tokens = ceil(num_tokens / self._ranks)
@@ -190,7 +196,7 @@ class PrefillCurve:
 
 
 class _Line:
-    """A piecewise linear function; flat beyond its ends."""
+    """A piecewise linear function that is constant beyond its ends."""
 
     def __init__(self, places: Floats, values: Floats) -> None:
         self._places: list[float] = places.tolist()
@@ -208,7 +214,7 @@ class _Line:
 
 
 def accepted_tokens(config: SpeculativeConfig) -> float:
-    """Return the tokens that a step makes of each rollout on average."""
+    """Return the mean number of tokens that a step makes for each rollout."""
     assert config.acceptance is not None, "check_run wants it"
     return sum(config.acceptance**place for place in range(config.tokens + 1))
 
@@ -216,7 +222,7 @@ def accepted_tokens(config: SpeculativeConfig) -> float:
 def compose_speculative(
     shard: Shard, config: SpeculativeConfig, max_running: int, longest: float, capacity: float
 ) -> DecodeCurve:
-    """Compose the decode step by which rollouts get a token each on average; arguments as of `compose_decode`."""
+    """Compose a decode step with one token per rollout on average; arguments as in `compose_decode`."""
     checked = replace(shard, queries=config.tokens + 1)
     check, draft = (
         compose_decode(one, max_running, longest, capacity)
@@ -234,7 +240,7 @@ def compose_speculative(
 
 
 def _draft_shard(shard: Shard, config: SpeculativeConfig) -> Shard:
-    """Return the draft on the same tensor ranks, without what an engine takes of a step beside its layers."""
+    """Return the draft model on the same tensor ranks, without the engine's overhead per step."""
     bare = msgspec.structs.replace(shard.engine.constants, step=0.0, request=0.0, logit=0.0)
     engine = msgspec.structs.replace(shard.engine, constants=bare)
     draft = draft_of(shard.model, config)

@@ -1,38 +1,38 @@
-"""Seconds of a mixture layer's experts in inference: imbalance, expert parallelism, and kernels that pad or skip rows.
+"""Compute the seconds of a mixture layer's experts in inference: imbalance, expert parallelism, padded or skipped rows.
 
-Seconds of experts in fp8 where rows are padded to whole blocks: DeepGEMM's contiguous layout, as vLLM 0.11.1 calls it.
+Imbalance. Routers distribute tokens unevenly, but tables were measured with even shares. A step
+with few tokens is limited by reading expert weights. Each token chooses `topk` of `experts`. If all
+are equally likely, an expert stays unread with probability (1 - topk/experts)^tokens. If GPUs share
+the experts, all wait for the GPU that reads most.
 
-vLLM takes DeepGEMM for experts with a scale for each block of 128 by 128, at any batch since its pull 26197. An expert's
-rows begin at a whole block of 128, and as the host does not know how many blocks will be used, products run over the most
-that there may be: one for each expert that the GPU holds, and the rows of all tokens. Blocks of experts that no token
-chose are computed too, with weights of the first one (`deepgemm_moe_permute` of its deep_gemm_utils.py), and so is the
-activation between both products. At a small batch that outweighs the bytes that fp8 saves.
+Padded rows: fp8 experts in DeepGEMM's contiguous layout, as vLLM 0.11.1 calls it. vLLM uses
+DeepGEMM for experts with a scale for each block of 128 by 128, at any batch since its pull 26197.
+An expert's rows begin at a whole block of 128. The host does not know how many blocks will be used.
+So products run over the maximum: one block for each expert on the GPU, plus the rows of all tokens.
+Blocks without tokens are computed too, with the weights of the first expert (`deepgemm_moe_permute`
+of its deep_gemm_utils.py). The same holds for the activation between both products. At a small
+batch this costs more than fp8 saves.
 
-Seconds of experts that GPUs share out, of kernels that were measured where one GPU has them all: Marlin's, weights in int4.
-
-A GPU of e ranks is given tokens with all their choices, and skips those of others' experts. That leaves two things beside
-its share. Marlin chooses its blocks, 8 to 64 rows of one expert, as if all choices were of experts that it holds, so an
-expert's rows are padded to what e times as many would fill. And the activation and the sum pass over rows of all choices:
+Skipped rows: kernels for int4 weights (Marlin) on several GPUs, measured with all experts on one
+GPU. Each of e ranks receives tokens with all their choices, and skips those of experts on other
+ranks. This has two costs. Marlin chooses its block size, 8 to 64 rows of one expert, as if all
+choices were for its own experts. So rows are padded for e times as many tokens. And the activation
+and the sum run over all rows:
 
     seconds = fixed + (seconds of one GPU at T tokens - fixed) x experts read / experts read at T
             + bytes of rows that were skipped / (PASSING x bandwidth)
 
-T tokens give an expert of one GPU as many rows as are computed here, padding included. SGLang 0.5.14 and vLLM 0.24.0 were
-measured with Kimi K2's experts (7168 x 2048, 8 of 384) on 2 to 128 ranks (PyPI aiconfigurator-core 0.12.0, Apache-2.0). From
-SGLang 0.5.14's own rows of one GPU, its ranks follow within 17 % from 16 tokens on. From the tables here, of 0.5.10, they are
-off by 6 % in median on H200 and 13 % on H100, vLLM's by 10 % and 6 %; by half at worst, where the rows of one GPU are noisy.
+T is the number of tokens for which an expert on one GPU has as many rows as here, including
+padding. SGLang 0.5.14 and vLLM 0.24.0 were measured with Kimi K2's experts (7168 x 2048, 8 of 384)
+on 2 to 128 ranks (PyPI aiconfigurator-core 0.12.0, Apache-2.0). Computed from SGLang 0.5.14's own
+rows of one GPU, its ranks are within 17 % from 16 tokens on. Computed from the 0.5.10 tables here,
+the median error is 6 % on H200 and 13 % on H100. That of vLLM is 10 % and 6 %. The largest error is
+50 %, where the rows of one GPU are noisy.
 
-Seconds of a layer's experts: routers deal tokens out unevenly, and tables were measured with even shares.
-
-A step of few tokens is bound by the experts whose weights it reads. Of `experts` each token chooses `topk`, so
-that under even odds each stays unread with probability (1 - topk/experts)^tokens; where GPUs share the experts
-out, all wait for the one that has most to read.
-
-Seconds of a layer's experts on a GPU that is sent the tokens of its own experts alone, as with attention ranks.
-
-Tables of many expert ranks were measured where every GPU has all tokens and passes over those of the others: at 16,384 of
-them 128 ranks take as long as 32. Where tokens are sent, a GPU of e ranks does for its experts what one of `NEAR` ranks
-does for as many tokens of each, beside what any call takes:
+Dispatched tokens: with attention ranks, a GPU only receives the tokens of its own experts. In
+tables of many expert ranks, every GPU has all tokens and skips those of other experts. At 16,384
+tokens, 128 ranks take as long as 32. With dispatch, a GPU of e ranks does the same work as one of
+`NEAR` ranks with the same number of tokens per expert, in addition to the fixed time of a call:
 
     seconds = fixed + (seconds of NEAR ranks - fixed) x experts that it reads / experts that one of NEAR ranks reads
 """
@@ -51,15 +51,19 @@ from streamrl.sim.costs.kernels import Estimate, Kernels
 BLOCK = 128
 """Rows of a block."""
 PRODUCT_TIME = 10e-6
-"""Seconds of a grouped product beside its blocks: a GPU with one expert takes 35.6 us for two products, each further
-expert adds 15.7 us (profiles/measured/h800/moe.deepgemm.fp8.csv)."""
+"""Seconds of a grouped product without its blocks. A GPU with one expert takes 35.6 us for two
+products, and each further expert adds 15.7 us (profiles/measured/h800/moe.deepgemm.fp8.csv).
+"""
 SMALL_KERNELS, SMALL_TIME = 9, 4.5e-6
-"""Kernels around the two products, and the seconds of one with little to do. They quantise rows, count them by expert,
-clear and write the blocks' experts, scatter rows, lay scales out, activate, quantise again, and gather; eight such and
-the two products of Triton take 35 us (profiles/measured/h200/moe.vllm.fp8.csv: one token, one expert a GPU)."""
+"""Number of kernels around the two products, and the seconds of one with little work. They
+quantise rows, count them by expert, clear and write the experts of blocks, scatter rows, lay out
+scales, activate, quantise again, and gather. Eight of them and the two Triton products take 35 us
+(profiles/measured/h200/moe.vllm.fp8.csv: one token, one expert a GPU).
+"""
 ACTIVATION_BYTES = 9
-"""Bytes a row and channel between the products: gate and up are read and their product written in 16 bits, which is read
-again and written in 8."""
+"""Bytes per row and channel between the products: gate and up are read, and their product is
+written in 16 bits. Then it is read again and written in 8 bits.
+"""
 
 
 def padded_time(
@@ -71,10 +75,10 @@ def padded_time(
     tensor_parallel: int,
     expert_parallel: int,
 ) -> Estimate:
-    """Return the seconds of one layer's routed experts for `tokens` tokens, which read the weights of `num_read`.
+    """Return the seconds of one layer's routed experts for `tokens` tokens that read `num_read` experts' weights.
 
-    A block takes what its products do of the FLOPs that the GPU reaches, or what its weights take of the bandwidth, if
-    that is more and they are not those of another block.
+    A block takes the longer of two times: its products at the GPU's achieved FLOP/s, and reading
+    its weights. Weights that another block of the same expert has read are not read again.
     """
     gpu, held = kernels.gpu, experts.num_experts / expert_parallel
     width = experts.intermediate_size / (tensor_parallel if expert_parallel == 1 else 1)
@@ -91,14 +95,18 @@ def padded_time(
 
 
 FULL = 0.9 * 64
-"""Rows of an expert from which on blocks are the largest: a block is taken as soon as rows fill nine tenths of it
-(`fused_marlin_moe`)."""
+"""Rows per expert from which blocks are the largest: a block size is chosen when rows fill nine
+tenths of it (`fused_marlin_moe`).
+"""
 PASSING = 0.4
-"""Share of the bandwidth at which rows that no product was computed for are passed over: with 128 ranks and 4,096 tokens or
-more, SGLang 0.5.14 and vLLM 0.24.0 take 1.3 to 1.9 TB/s for these bytes on H100 and H200."""
+"""Share of the bandwidth for rows that are skipped without a product. With 128 ranks and 4,096
+tokens or more, SGLang 0.5.14 and vLLM 0.24.0 reach 1.3 to 1.9 TB/s for these bytes on H100 and
+H200.
+"""
 ROW_BYTES = 6, 2
-"""Of a row in 16 bits, for each channel of the expert (gate and up are read, their product written) and of the model (what
-the sum reads)."""
+"""Bytes of a row in 16 bits: per channel of the expert (gate and up are read, their product
+written), and per channel of the model (read by the sum).
+"""
 
 
 def skipping_time(
@@ -113,13 +121,13 @@ def skipping_time(
     """Return the seconds of one layer's routed experts for `tokens` tokens of all `ranks`.
 
     Args:
-        kernels: of the GPUs; their table of experts has one expert rank alone.
+        kernels: of the GPUs; their table of experts has one expert rank only.
         tokens: (n,) of a pass.
         experts: of a layer.
         num_read: (n,) experts whose weights the fullest GPU reads.
         hidden_size: of the model.
-        ranks: GPUs that share the experts out, whole ones each.
-        given: share of the tokens that a GPU is given.
+        ranks: GPUs that share the experts; each has whole experts.
+        given: share of the tokens that a GPU receives.
     """
     count, chosen = experts.num_experts, experts.experts_per_token
     shape = {
@@ -144,7 +152,7 @@ def skipping_time(
 
 
 def _fixed(kernels: Kernels, experts: Experts, shape: Mapping[str, float]) -> float:
-    """Return the seconds that a call takes beside its experts: what is left of a token's without those it reads."""
+    """Return the fixed seconds of a call: those for one token, minus the reads of its experts."""
     chosen, more = experts.experts_per_token, experts.num_experts / 2
     if more <= chosen:
         return 0.0
@@ -153,7 +161,7 @@ def _fixed(kernels: Kernels, experts: Experts, shape: Mapping[str, float]) -> fl
 
 
 def _passed(kernels: Kernels, num_bytes: Floats) -> Estimate:
-    """Return the seconds in which rows of other GPUs' experts are passed over."""
+    """Return the seconds to skip the rows of other GPUs' experts."""
     gpu = kernels.gpu
     seconds = num_bytes / (PASSING * gpu.memory_bandwidth)
     source = f"rows of experts elsewhere on {gpu.name}: {PASSING:.0%} of its bandwidth, as SGLang 0.5.14 and vLLM 0.24.0 on H100 and H200"
@@ -161,9 +169,9 @@ def _passed(kernels: Kernels, num_bytes: Floats) -> Estimate:
 
 
 EVEN = "even"
-"""Distribution of a table whose tokens were dealt out evenly."""
+"""Name of the distribution of a table that was measured with even shares."""
 FURTHEST = {1: 0.0, 2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766, 32: 2.070, 64: 2.344}
-"""Standard deviations by which the largest of n normal values exceeds their mean, on average."""
+"""Mean excess of the largest of n normal values over their mean, in standard deviations."""
 
 
 def experts_time(
@@ -179,8 +187,8 @@ def experts_time(
 ) -> Estimate:
     """Return the seconds of one layer's routed experts for `tokens` tokens of all GPUs that share the layer.
 
-    A table of even shares is asked where it reads as many experts as the fullest GPU does, and grows from
-    there as it does with tokens.
+    A table of even shares is read at the number of tokens that reads as many experts as the fullest
+    GPU. From there it grows with the tokens as the table does.
 
     Args:
         kernels: of the GPUs.
@@ -188,8 +196,8 @@ def experts_time(
         experts: of a layer.
         hidden_size: of the model.
         tensor_parallel: GPUs that share a layer.
-        expert_parallel: GPUs that share its experts out, whole ones each.
-        is_padded: whether those in fp8 go in padded blocks (`streamrl.sim.costs.experts`).
+        expert_parallel: GPUs that share its experts; each has whole experts.
+        is_padded: whether fp8 experts use padded blocks (`streamrl.sim.costs.experts`).
         num_fused: shared experts that are computed with the routed ones.
     """
     num_read = num_experts_read(tokens, experts, expert_parallel) + num_fused
@@ -218,7 +226,7 @@ def experts_time(
 
 
 def num_experts_read(tokens: Floats, experts: Experts, expert_parallel: int = 1) -> Floats:
-    """Return how many experts the fullest of `expert_parallel` GPUs reads, on average."""
+    """Return the mean number of experts that the fullest of `expert_parallel` GPUs reads."""
     held = experts.num_experts / expert_parallel
     missed = (1 - experts.experts_per_token / experts.num_experts) ** tokens
     spread = np.sqrt(held * missed * (1 - missed))
@@ -228,7 +236,7 @@ def num_experts_read(tokens: Floats, experts: Experts, expert_parallel: int = 1)
 
 
 NEAR = 8
-"""Ranks up to which tables are asked as they are: those of a node."""
+"""Largest number of ranks for which tables are used directly: the ranks of a node."""
 
 
 def dispatched_experts_time(
@@ -240,10 +248,10 @@ def dispatched_experts_time(
     *,
     is_padded: bool = False,
 ) -> Estimate:
-    """Return the seconds of one layer's routed experts for `tokens` tokens of all `ranks` GPUs.
+    """Return the seconds of one layer's routed experts for `tokens` tokens of all `ranks` GPUs, sent by all-to-all.
 
-    Padded blocks (`streamrl.sim.costs.experts`) are counted, of the rows that a GPU is sent, and so are choices that it skips
-    of tokens that it is sent (`streamrl.sim.costs.experts`).
+    The padding of blocks counts only the rows that a GPU receives. Skipped choices of received
+    tokens count too (`streamrl.sim.costs.experts`).
     """
     num_read = num_experts_read(tokens, experts, ranks)
     if ranks > 1 and not kernels.has_expert_ranks:

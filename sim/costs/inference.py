@@ -1,8 +1,9 @@
-"""A replica's decode step and prefill, composed of operators.
+"""Compose a replica's decode step and prefill from operators.
 
-One layer is four matrix products (queries, keys and values; output; gate and up; down), attention, the
-collectives of tensor parallelism and elementwise kernels; the head is one product more. Beside them a step
-takes the overheads of the inference engine (`streamrl.sim.costs.overheads`), the same for every model and GPU.
+One layer has four matrix products (queries, keys and values; output; gate and up; down), attention,
+the collectives of tensor parallelism, and elementwise kernels. The head is one more product. The
+inference engine adds overheads (`streamrl.sim.costs.overheads`), which are the same for every model
+and GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from streamrl.sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from streamrl.sim.costs.overheads import ServingEngine, load_engine
 
 SHORTEST_CONTEXT = 512.0
-"""Tokens from which decode attention is fitted: where its tables begin."""
+"""Tokens from which decode attention is fitted: the smallest context in its tables."""
 NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
-"""Bytes of elementwise kernels in 16 bits: a layer reads and writes the residual stream around two norms
-(4 passes of 2 + 2 bytes a channel), gate and up once and their product (3 of 2 bytes a channel of the MLP);
-sampling reads and writes the logits in float32 twice."""
+"""Bytes of elementwise kernels in 16 bits, per channel or logit. A layer reads and writes the
+residual stream around two norms (4 passes of 2 + 2 bytes). The MLP's gate, up and product pass once
+(3 of 2 bytes). Sampling reads and writes the logits in float32 twice.
+"""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One GPU's part of a replica."""
+    """The part of a replica on one GPU."""
 
     model: ModelShape
     kernels: Kernels
@@ -37,15 +39,19 @@ class Shard:
     expert_parallel: int = 1
     engine: ServingEngine = field(default_factory=load_engine)
     pipeline_parallel: int = 1
-    """Stages of the replica, of whose layers this counts all: `streamrl.sim.costs.curves` deals them out."""
+    """Stages of the replica. This object counts the layers of all stages;
+    `streamrl.sim.costs.curves` divides them.
+    """
     data_parallel: int = 1
-    """Groups of tensor ranks that attend each to their own tokens, and share the experts out."""
+    """Groups of tensor ranks; each attends to its own tokens, and all share the experts."""
     overlaps_dispatch: bool = False
-    """Whether tokens of one half of a batch are on their way while GPUs compute the other, where that is faster."""
+    """Whether the all-to-all of one half of a batch overlaps with computing the other half, if
+    that is faster.
+    """
     queries: int = 1
-    """Tokens of each rollout in a decode step: several where drafted ones are checked."""
+    """Tokens of each rollout in a decode step; more than one if drafted tokens are checked."""
     wires: Interconnect | None = None
-    """Absent where NVLink joins all of a replica."""
+    """None if NVLink joins all GPUs of a replica."""
 
     @property
     def num_gpus(self) -> int:
@@ -55,10 +61,11 @@ class Shard:
     # A layer ------------------------------------------------------------------------------------------
 
     def products(self, tokens: Floats, routed: Floats | None = None) -> Estimate:
-        """Seconds of all layers but their attention over cached tokens, for `tokens` new ones a pass.
+        """Return the seconds of all layers without attention over cached tokens, for `tokens` new tokens per pass.
 
-        With attention ranks it is the fullest that has as many, and what experts give is brought back by the trade of
-        tokens; `routed` are those of all ranks, each as many where absent.
+        With attention ranks, `tokens` is the number on the fullest rank, and the all-to-all is
+        included. `routed` is the number on all ranks together; if None, all ranks have the same
+        number.
         """
         routed = tokens * self.data_parallel if routed is None else routed
         computed = self._computed(tokens, routed)
@@ -74,7 +81,7 @@ class Shard:
         return Estimate(seconds, whole.unmeasured * (seconds / whole.seconds), whole.sources)
 
     def _computed(self, tokens: Floats, routed: Floats) -> Estimate:
-        """What GPUs do of that, the trade of tokens left out."""
+        """Return the seconds of the same layers without the all-to-all."""
         model, degree = self.model, self.tensor_parallel
         layers = [self._projections(tokens) * model.num_attention_layers]
         if model.linear is not None:
@@ -91,7 +98,7 @@ class Shard:
         return total([*layers, self.kernels.traffic(norms)])
 
     def head(self, rollouts: Floats) -> Estimate:
-        """Seconds of logits and sampling for the last token of each rollout."""
+        """Return the seconds of logits and sampling for the last token of each rollout."""
         vocab = self.model.vocab_size / self.tensor_parallel
         product = self.kernels.wide_time("gemm", rollouts, n=vocab, k=self.model.hidden_size)
         return product + self.kernels.traffic(SAMPLE_BYTES * vocab * rollouts)
@@ -101,7 +108,7 @@ class Shard:
         return BYTES[self.kernels.wire_dtype]
 
     def _linear_projections(self, tokens: Floats, linear: LinearAttention) -> Estimate:
-        """Queries, keys, values and their gates; what is convolved; the output."""
+        """Return the seconds of the products for queries, keys, values, gates and output, and of the convolution."""
         degree, hidden = self.tensor_parallel, float(self.model.hidden_size)
         products = self._linear(tokens, linear.projected_dim / degree, hidden)
         mixed = 2 * self._width * tokens * linear.mixed_dim / degree
@@ -121,7 +128,7 @@ class Shard:
         )
 
     def _all_reduce(self, tokens: Floats) -> Estimate:
-        """The sum of what tensor ranks have of the residual stream; of several domains it is made in each and between."""
+        """Return the seconds of the all-reduce over tensor ranks, within and between NVLink domains."""
         backend, kernels = self.engine.constants.all_reduce, self.kernels
         if backend is not None:
             kernels = kernels.with_backend("all_reduce", backend)
@@ -133,14 +140,14 @@ class Shard:
         return within + self.wires.reduced_between(num_bytes / near, self.tensor_parallel // near)
 
     def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
-        """A product with weights: some engines bring its inputs to a narrow format in a kernel of its own."""
+        """Return the seconds of a product with weights; some engines quantise its inputs in a separate kernel."""
         product = self.kernels.time("gemm", tokens, n=n, k=k)
         if not is_narrow(self.kernels.dtype) or not self.engine.constants.quantises_apart:
             return product
         return product + self.kernels.time("quantise", tokens, k=k)
 
     def _latent_projections(self, tokens: Floats) -> Estimate:
-        """Down to latent vectors and up to heads; the products absorbed into attention count as one each."""
+        """Return the seconds of projections to latent vectors and heads; each product absorbed into attention counts as one."""
         latent, hidden = self.model.latent, float(self.model.hidden_size)
         assert latent is not None
         heads = self.model.num_heads / self.tensor_parallel
@@ -188,7 +195,7 @@ class Shard:
         return total([routed, router, self._mlp(tokens, shared)])
 
     def _dispatched_experts(self, dealt: Floats, experts: Experts) -> Estimate:
-        """Experts that all ranks share out."""
+        """Return the seconds of experts that all ranks share."""
         hidden, ranks = self.model.hidden_size, self.expert_parallel
         is_padded = self.engine.constants.pads_experts
         return dispatched_experts_time(
@@ -196,7 +203,7 @@ class Shard:
         )
 
     def _all_to_all(self, tokens: Floats) -> Estimate:
-        """The way of `tokens` of each attention rank to experts and back, in all layers; tensor ranks share it."""
+        """Return the seconds of both all-to-alls in all layers, for `tokens` of each attention rank."""
         model, share = self.model, tokens / self.tensor_parallel
         assert self.wires is not None and model.experts is not None
         ranks, dtype = self.expert_parallel, self.kernels.dtype
@@ -204,7 +211,7 @@ class Shard:
         return one * model.num_expert_layers
 
     def sent_on(self, tokens: Floats) -> Estimate:
-        """Seconds in which a stage sends the residual stream to the next one, each tensor rank its share."""
+        """Return the seconds to send the residual stream to the next stage; each tensor rank sends its share."""
         assert self.wires is not None
         num_bytes = tokens * self.model.hidden_size * self._width / self.tensor_parallel
         return self.wires.sent_on(num_bytes, self.num_gpus)
@@ -212,7 +219,7 @@ class Shard:
     # Attention ----------------------------------------------------------------------------------------
 
     def decode_attention(self, rollouts: int, contexts: Floats) -> Estimate:
-        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens."""
+        """Return the seconds of attention in all layers; each rollout reads `contexts` cached tokens."""
         model = self.model
         found = []
         if model.num_full_layers:
@@ -230,7 +237,7 @@ class Shard:
         return total(found)
 
     def _decode_layer(self, rollouts: int, contexts: Floats) -> Estimate:
-        """Seconds of one layer that attends to keys and values, of the cache's format."""
+        """Return the seconds of one attention layer, in the format of the cache."""
         model, degree, kernels = self.model, self.tensor_parallel, self.kernels
         if model.latent is not None:
             return kernels.cached_time(
@@ -258,7 +265,7 @@ class Shard:
         )
 
     def prefill_attention(self, sequences: float, contexts: Floats) -> Estimate:
-        """Seconds of causal attention in all layers over `sequences` prompts of `contexts` tokens each."""
+        """Return the seconds of causal attention in all layers over `sequences` prompts of `contexts` tokens each."""
         model, found = self.model, []
         if model.num_full_layers:
             found.append(self._prefill_layer(sequences, contexts) * model.num_full_layers)
@@ -277,14 +284,14 @@ class Shard:
         )
 
     def _windowed_layer(self, sequences: float, contexts: Floats) -> Estimate:
-        """Of tokens past the window each has as many pairs as two of those before on average."""
+        """Return the seconds of a windowed layer: a token past the window has twice the mean pairs of one within it."""
         window = float(self.model.sliding_window or 0)
         first = self._prefill_layer(sequences, np.minimum(contexts, window))
         times = np.maximum(1.0, 2 * contexts / window - 1)
         return Estimate(first.seconds * times, first.unmeasured * times, first.sources)
 
     def _heads(self) -> tuple[float, float]:
-        """Query and key heads on this GPU, counted in the 128 channels that were measured."""
+        """Return the query and key heads on this GPU, in units of the measured 128 channels."""
         wide = self.model.head_dim / HEAD_DIM
         heads = self.model.num_heads / self.tensor_parallel
         return heads * wide, max(1.0, self.model.num_kv_heads / self.tensor_parallel) * wide
@@ -292,7 +299,7 @@ class Shard:
     # The datasheet's view -----------------------------------------------------------------------------
 
     def step_work(self, num_running: int, context: int) -> tuple[float, float]:
-        """FLOPs and bytes of memory traffic of one decode step on this GPU, at `context` tokens a rollout."""
+        """Return the FLOPs and bytes of memory traffic of one decode step on this GPU, at `context` tokens a rollout."""
         model, degree = self.model, self.tensor_parallel
         cache = model.shard_kv_bytes_per_token(self.kernels.cache_dtype, degree)
         tables = model.num_embedding_parameters / degree
@@ -310,7 +317,7 @@ class Shard:
     # Overheads ----------------------------------------------------------------------------------------
 
     def overhead(self, rollouts: Floats, share: float = 1.0) -> Estimate:
-        """Seconds of a step beside its operators; of a stage that has a share of the layers."""
+        """Return the overhead of a step in seconds, for a stage with this share of the layers."""
         gpu = self.kernels.gpu
         if not self.kernels.is_measured:
             assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
@@ -321,7 +328,7 @@ class Shard:
         return Estimate(seconds, np.zeros_like(seconds), (self.engine.source,))
 
     def waiting(self, seconds: Floats) -> Estimate:
-        """Seconds by which the host is still launching kernels after `seconds` of them."""
+        """Return the seconds that the host needs to launch kernels beyond their `seconds` on the GPU."""
         launching = self.engine.constants.launch * self.model.num_layers
         is_modelled = float(self.kernels.is_measured)
         waited = np.maximum(0.0, launching - seconds) * is_modelled

@@ -1,19 +1,18 @@
-"""NVLink domains and networks between the GPUs of a replica, and seconds of all-reduce and all-to-all across them.
+"""Compute seconds of all-reduce and all-to-all between a replica's GPUs, over NVLink domains and networks.
 
-What connects the GPUs of a replica, and seconds of what crosses more than one NVLink domain: datasheet rates, marked so.
+All-reduce. Within an NVLink domain, kernel tables have the collectives. Tensor ranks of k domains
+first reduce within each domain. Then each GPU reduces its share between domains over its own
+network port. Finally they gather within the domain. Rates between domains come from datasheets, and
+the source says so.
 
-Within a domain kernel tables have the collectives. Tensor ranks of k domains reduce within each domain, then each GPU its
-share between domains over its own network port, then gather within the domain.
-
-Seconds in which tokens go to the experts of other GPUs and come back: wide expert parallelism of a replica.
-
-Few tokens go straight to each of their experts (DeepEP's low-latency kernels), many once to each node and GPU that has any of
-them (its normal ones). What goes over the network hides what goes over NVLink, or the other way round:
+All-to-all: wide expert parallelism sends tokens to the experts of other GPUs and back. Few tokens
+go directly to each of their experts (DeepEP's low-latency kernels). Many tokens go once to each
+node and GPU that has any of them (its normal kernels). Network and NVLink traffic overlap:
 
     seconds = START_TIME + max(bytes over the network / its bandwidth, bytes over NVLink / its bandwidth) / ACHIEVED
 
-This has the twelve published latencies of 8 to 256 H800 within 10 % (tests/test_all_to_all.py). Nothing was measured on
-the GPUs and tokens that are asked about, so it counts as a roofline.
+This is within 10 % of the twelve published latencies of 8 to 256 H800 (tests/test_all_to_all.py).
+It was not measured on other GPUs and numbers of tokens, so it counts as a roofline.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ class Interconnect:
     """A pool's NVLink domains and the network between them."""
 
     domain: int
-    """GPUs that NVLink joins."""
+    """GPUs in an NVLink domain."""
     nvlink: float
-    """Bytes a second of a GPU within its domain, one direction."""
+    """Bytes per second of a GPU within its domain, one direction."""
     network: float
-    """Bytes a second of a GPU to other domains, one direction."""
+    """Bytes per second of a GPU to other domains, one direction."""
     latency: float
     """Seconds of a message between domains."""
     source: str
 
     @classmethod
     def of(cls, pool: PoolConfig) -> Interconnect:
-        """Return those of a pool."""
+        """Return the interconnect of a pool."""
         gpu, transport = gpu_of(pool), load_transport(pool.transport)
         return cls(
             domain=pool.domain,
@@ -58,14 +57,15 @@ class Interconnect:
         )
 
     def reduced_between(self, num_bytes: Floats, domains: int) -> Estimate:
-        """Return the seconds of an all-reduce of `num_bytes` a GPU between domains, within which it was reduced."""
+        """Return the seconds to all-reduce `num_bytes` per GPU between domains, after the reduction within each."""
         wire = 2 * (domains - 1) / domains * num_bytes / self.network
         return unmeasured(wire + 2 * ceil(log2(domains)) * self.latency, self.source)
 
     def sent_on(self, num_bytes: Floats, num_gpus: int) -> Estimate:
         """Return the seconds in which a GPU sends `num_bytes` to the next stage of a replica of `num_gpus`.
 
-        Stages are in different domains unless all of the replica is in one, where no message is waited for.
+        Stages are in different domains, unless the whole replica is in one domain. Then there is no
+        latency.
         """
         if num_gpus <= self.domain:
             return unmeasured(num_bytes / self.nvlink, self.source)
@@ -73,20 +73,24 @@ class Interconnect:
 
 
 START_TIME, ACHIEVED = 40e-6, 0.9
-"""Seconds of a dispatch or combine of no tokens, and share of the wires' rates that a large one reaches, of DeepEP's
-low-latency kernels on H800 with a 400 Gbps port each, 128 tokens a GPU (deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT)."""
+"""Seconds of a dispatch or combine without tokens, and share of line rate that a large one
+reaches. Source: DeepEP's low-latency kernels on H800 with a 400 Gbps port each, 128 tokens per GPU
+(deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT).
+"""
 MOST_DIRECT = 256
-"""Tokens of a GPU up to which the low-latency kernels are used (the same page, their buffers' advice)."""
+"""Most tokens per GPU for which the low-latency kernels are used (same source, advice about
+buffers).
+"""
 SCALE = 1 + 4 / 128
-"""Bytes of a value that is dispatched in fp8, with a float32 scale for each 128."""
+"""Bytes of a value that is dispatched in fp8, with a float32 scale for each 128 values."""
 
 
 def routed_copies(
     tokens: Floats, experts: Experts, ranks: int, domain: int
 ) -> tuple[Floats, Floats]:
-    """Return the copies of a token that a GPU sends to other domains, and to other GPUs of its own, by how many tokens it has.
+    """Return copies per token that a GPU sends to other domains, and to other GPUs of its own domain.
 
-    Of the `ranks` GPUs that share the experts out, each has as many of them.
+    Experts are shared by `ranks` GPUs, and each GPU has the same number of `tokens`.
     """
     chosen, near = experts.experts_per_token, min(domain, ranks)
     direct = (chosen * (1 - near / ranks), chosen * (near - 1) / ranks)
@@ -103,7 +107,7 @@ def all_to_all_time(
 ) -> Estimate:
     """Return the seconds of one layer's dispatch and combine, for `tokens` of each GPU.
 
-    Weights in fp8 are sent inputs in fp8; outputs come back in 16 bits.
+    Inputs of fp8 experts are sent in fp8; outputs come back in 16 bits.
     """
     outside, inside = routed_copies(tokens, experts, ranks, wires.domain)
     seconds = np.zeros(len(tokens))

@@ -1,4 +1,4 @@
-"""Seconds of single operators on one kind of GPU: from its tables, or else from its roofline."""
+"""Return the seconds of single operators on one kind of GPU, from its tables or from its roofline."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from streamrl.hardware.tiers import Provenance
 
 MEASURED = PROFILES / "measured"
 DTYPE_OF_ATTENTION = "bfloat16"
-"""Keys and values stay in 16 bits where weights are in 8."""
+"""Keys and values stay in 16 bits if weights are in 8 bits."""
 OF_KEPT = ("gemm", "moe")
 """Operators that read weights."""
 LEAST = {"n": 64.0, "k": 64.0}
-"""Shape of a product that is next to nothing: its seconds are those of a launch."""
+"""Shape of a tiny product, whose seconds are those of a kernel launch."""
 OF_WEIGHTS = ("gemm", "quantise", "moe")
 """Operators that run in the dtype of the weights."""
 ALIKE = {
@@ -39,22 +39,24 @@ ALIKE = {
     **{dtype: (dtype,) for dtype in FORMATS if dtype != "fp8"},
     "float32": ("float32",),
 }
-"""Dtypes whose tables stand for each other: the two 16-bit ones run at one rate."""
+"""Dtypes that can use each other's tables: both 16-bit dtypes run at the same rate."""
 NEAREST = {"int8": "fp8", "mxfp8": "fp8"}
-"""Formats that nobody measured, and the one of as many bits whose tables say how far kernels get from the roofline: against
-a bare roofline a format would win for want of a table. Every second is marked as unmeasured."""
+"""Unmeasured formats, and the measured format with as many bits whose distance from the roofline
+they take. With a bare roofline, a format would win only because it has no table. All these seconds
+are marked as unmeasured.
+"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, how many of them no measurement stands behind, and what stands behind the others."""
+    """Seconds, how many of them are unmeasured, and the sources of the measured ones."""
 
     seconds: Floats
     unmeasured: Floats
     sources: tuple[str, ...] = ()
 
     def __add__(self, other: Estimate) -> Estimate:
-        """One after the other."""
+        """Add two estimates, one after the other."""
         return Estimate(
             self.seconds + other.seconds,
             self.unmeasured + other.unmeasured,
@@ -62,12 +64,12 @@ class Estimate:
         )
 
     def __mul__(self, times: float) -> Estimate:
-        """The same `times` over."""
+        """Repeat an estimate `times` times."""
         return Estimate(self.seconds * times, self.unmeasured * times, self.sources)
 
     @property
     def provenance(self) -> Provenance:
-        """Say which share of all these seconds is composed of measurements."""
+        """Return the share of all these seconds that is composed of measurements."""
         share = float(np.sum(self.unmeasured) / np.sum(self.seconds))
         shares = {"composed": 1 - share, "roofline": share}
         return Provenance(
@@ -77,7 +79,7 @@ class Estimate:
 
 
 def unmeasured(seconds: Floats, source: str) -> Estimate:
-    """Return seconds that no measurement stands behind."""
+    """Return seconds without a measurement."""
     return Estimate(seconds, seconds, (source,))
 
 
@@ -101,22 +103,22 @@ class Kernels:
         tables: Mapping[str, str] | None = None,
         kept: str | None = None,
     ) -> None:
-        """Take the GPU's own choice of tables, or `tables` in its place, or those of one backend on it.
+        """Choose the tables: the GPU's default, `tables` instead, or those of one backend.
 
-        Keys and values are never narrower than 16 bits, unless `cache_dtype` says so. Weights are `kept` in a narrower
-        format than the one that computes where that says so.
+        Keys and values have at least 16 bits, unless `cache_dtype` says otherwise. If `kept` is
+        given, weights are stored in this narrower format and computed in `dtype`.
 
         Raises:
-            ValueError: nothing of that backend was measured on this GPU.
+            ValueError: the backend was not measured on this GPU.
         """
         self._gpu_name = gpu_name
         self.gpu = load_gpu(gpu_name)
         self.dtype = dtype
         self.kept = kept or dtype
-        """Format of weights."""
+        """Format of stored weights."""
         wide = DTYPE_OF_ATTENTION if width_of(dtype) <= BYTES[DTYPE_OF_ATTENTION] else dtype
         self.wire_dtype = wide
-        """Dtype of what GPUs send each other, and in which attention computes."""
+        """Dtype of messages between GPUs and of attention."""
         self.cache_dtype = cache_dtype or wide
         """Dtype of keys and values."""
         self._tables = dict(self.gpu.tables if tables is None else tables)
@@ -124,7 +126,7 @@ class Kernels:
             self._tables |= _tables_of(gpu_name, backend)
 
     def with_backend(self, operator: str, backend: str) -> Kernels:
-        """Return these kernels but for one operator, which is another backend's."""
+        """Return these kernels with one operator of another backend."""
         measured_on = self._tables.get(operator, self._gpu_name).partition("/")[0]
         tables = self._tables | {operator: f"{measured_on}/{backend}"}
         return Kernels(
@@ -137,11 +139,11 @@ class Kernels:
 
     @property
     def has_narrow_cache(self) -> bool:
-        """Whether keys and values are narrower than what attention computes in."""
+        """Whether keys and values are narrower than the dtype of attention."""
         return BYTES[self.cache_dtype] < BYTES[self.wire_dtype]
 
     def was_measured_with(self, operator: str, backend: str) -> bool:
-        """Whether there is a table of an operator over this cache with a backend, on the GPU that its own table is of."""
+        """Return whether a backend has a table of an operator over this cache, on the GPU of the current table."""
         place = f"{self._tables.get(operator, self._gpu_name).partition('/')[0]}/{backend}"
         return table_path(place, operator, self.cache_dtype) is not None
 
@@ -151,19 +153,19 @@ class Kernels:
         return bool(self._tables)
 
     def distribution(self, operator: str) -> str:
-        """Return how an operator's table dealt tokens out over experts: evenly where nothing says otherwise."""
+        """Return how tokens were distributed over experts in an operator's table; evenly by default."""
         surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
 
     @property
     def has_expert_ranks(self) -> bool:
-        """Whether experts were measured where several GPUs share them out, or not at all."""
+        """Whether experts were measured on several GPUs that share them, or not at all."""
         dtype = self.kept if self.kept in WEIGHT_ONLY else self.dtype
         surface = _surface(self._place("moe", dtype), "moe", dtype)
         return surface is None or surface.largest("expert_parallel") > 1
 
     def backend(self, operator: str) -> str | None:
-        """Return whose kernels an operator's table has; None where there is no table."""
+        """Return the backend of an operator's table; None if there is no table."""
         surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
         return surface.table.facts.backend if surface else None
 
@@ -181,14 +183,14 @@ class Kernels:
         return self._timed(operator, dtype, columns, shape)
 
     def wide_time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
-        """Return the seconds of an operator whose weights are never narrow: routers and heads."""
+        """Return the seconds of an operator whose weights always have 16 bits: routers and heads."""
         return self._timed(operator, self.wire_dtype, columns, shape)
 
     def cached_time(self, operator: str, contexts: Floats, **shape: float) -> Estimate:
-        """Return the seconds of decode attention over contexts that are kept in `cache_dtype`.
+        """Return the seconds of decode attention over contexts that are cached in `cache_dtype`.
 
-        Where a narrower or wider cache was not measured, it is read as fast as one of fewer or more tokens: decode attention
-        is bound by its reads.
+        If this format was not measured, the tokens are scaled by its width, because reads limit
+        decode attention.
         """
         share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
         if share == 1:
@@ -220,18 +222,19 @@ class Kernels:
         return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
 
     def _place(self, operator: str, dtype: str) -> str:
-        """Return "GPU/BACKEND" of an operator's table: one dtype may have its own."""
+        """Return "GPU/BACKEND" of an operator's table; a dtype may have its own."""
         return self._tables.get(f"{operator}.{dtype}") or self._tables.get(operator, "")
 
     def traffic(self, num_bytes: Floats) -> Estimate:
-        """Return the seconds in which the GPU's memory moves bytes, by its roofline."""
+        """Return the seconds to move bytes through the GPU's memory, by its roofline."""
         bandwidth = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         return unmeasured(num_bytes / bandwidth, f"roofline of {self.gpu.name}: memory traffic")
 
     def _widened(self, operator: str, columns: Floats, shape: dict[str, float]) -> Estimate:
-        """Seconds of a product whose weights are read narrow and widened before they are multiplied.
+        """Return the seconds of a product whose weights are read narrow and widened before the multiplication.
 
-        Where it was not measured by the roofline, but no less than a wide product of the same rows that is next to nothing.
+        Without a measurement it is the roofline, but at least a wide product of the same rows of
+        minimal size.
         """
         surface = None
         if self.kept in WEIGHT_ONLY:
@@ -281,9 +284,9 @@ _COLUMN = {
 
 
 def peak_of(gpu: Gpu, dtype: str) -> Peak:
-    """Return a GPU's datasheet for one dtype.
+    """Return a GPU's datasheet values for one dtype.
 
-    Weights of a format that nothing multiplies are multiplied in 16 bits.
+    Weights in a format without hardware units are multiplied in 16 bits.
 
     Raises:
         ValueError: the hardware has no units for that dtype.
@@ -300,7 +303,7 @@ def peak_of(gpu: Gpu, dtype: str) -> Peak:
 
 
 def table_path(place: str, operator: str, dtype: str) -> Path | None:
-    """Find the table of an operator at "GPU/BACKEND", in this dtype or one that runs alike."""
+    """Find the table of an operator at "GPU/BACKEND", in this dtype or one with the same rate."""
     gpu, _, backend = place.partition("/")
     for kind in ALIKE[dtype]:
         path = MEASURED / gpu / f"{operator}.{backend}.{kind}.csv"

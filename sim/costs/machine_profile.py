@@ -1,4 +1,4 @@
-"""The costs of a run from a profile that was measured for its model on its machine."""
+"""Load the costs of a run from a profile that was measured for its model on its machine."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from streamrl.sim.costs.weight_sync import Payload, SyncCosts, link_hop, sending
 
 @dataclass(frozen=True)
 class MeasuredPrefill:
-    """Seconds that prefixes add to a pass, each rollout's own work counted."""
+    """Seconds that prefixes add to a pass, plus the work to start and end rollouts."""
 
     fit: PassFit
     turnover: float
-    """Seconds that a rollout adds to the replica's passes by coming and going; counted as it comes."""
+    """Seconds for starting and ending a rollout, all counted when it starts."""
     provenance: Provenance
 
     def time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int
     ) -> float:
-        """Return the seconds beside what `num_running` decoding rollouts take; alone, those of the whole pass."""
+        """Return the seconds in addition to `num_running` decoding rollouts; without those, of the whole pass."""
         added = self.fit.beside(num_rollouts, num_tokens, context_pairs)
         added += self.turnover * num_rollouts
         return added if num_running else added + self.fit.alone
@@ -69,20 +69,24 @@ class MeasuredTraining:
     num_scored: int
     """Models that score rollouts before training."""
     num_trained: int
-    """Models that a step updates: a critic takes what the actor does, though its last layer has one output."""
+    """Models that a step updates. A critic costs as much as the actor, although its last layer has
+    one output.
+    """
     informative_share: float
     """Share of rollouts that the passes compute; the others are sent and skipped."""
     trained_group_share: float
-    """Share of groups of which they compute any."""
+    """Share of groups with at least one computed rollout."""
     group_size: int
     max_tokens_per_pass: int
     packing: Packing
 
     overhead_time: float = 0.0
-    """Seconds of a step beside, where a run file states them: calls were measured with all that they do."""
+    """Further seconds per step, if the run file sets them; measured calls already include all
+    their work.
+    """
 
     def line(self) -> TrainerSchedule:
-        """Return the trainer's passes, before the first: of one GPU there is no pipeline to fill."""
+        """Return an empty schedule of the trainer's passes; one GPU has no pipeline."""
         return SerialSchedule(self.score_time, self.train_time)
 
     def train_time(self, lengths: Sequence[int]) -> float:
@@ -90,7 +94,7 @@ class MeasuredTraining:
         return self._call_time(lengths) + self.num_trained * self._computed(self.train, lengths)
 
     def score_time(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
+        """Return the seconds of the scoring passes over rollouts (prompt + output tokens)."""
         return self._call_time(lengths) + self.num_scored * self._computed(self.score, lengths)
 
     def _call_time(self, lengths: Sequence[int]) -> float:
@@ -98,7 +102,7 @@ class MeasuredTraining:
         return fixed + per_token * sum(lengths)
 
     def _computed(self, one: PassFit, lengths: Sequence[int]) -> float:
-        """Return the seconds of passes over those rollouts that are computed; none where no group has any."""
+        """Return the seconds of passes over the computed rollouts; 0 if no group has any."""
         each = passes(lengths, self.max_tokens_per_pass, self.packing)
         share = self.informative_share
         any_taught = 1 - (1 - self.trained_group_share) ** ceil(len(lengths) / self.group_size)
@@ -109,9 +113,9 @@ class MeasuredTraining:
 def passes(
     lengths: Sequence[int], max_tokens: int, packing: Packing
 ) -> list[tuple[int, int, float]]:
-    """Return (rollouts, tokens, pairs of tokens) of each pass: by falling length, as many as fill `max_tokens`.
+    """Return (rollouts, tokens, pairs of tokens) of each pass: longest first, up to `max_tokens` per pass.
 
-    Padded rollouts count as if all of a pass were as long as its longest.
+    Padded rollouts count with the length of the longest one in their pass.
     """
     found: list[tuple[int, int, float]] = []
     longest = 0
@@ -128,7 +132,7 @@ def passes(
 
 @dataclass(frozen=True, kw_only=True)
 class MachineCosts:
-    """What the profile of a machine says of a run, in fields that `Costs` has too."""
+    """The costs from a machine's profile, in fields that `Costs` has too."""
 
     decode: DecodeCurve
     prefill: MeasuredPrefill
@@ -140,14 +144,15 @@ class MachineCosts:
     sharing: CoreSharing | None
     handling_time: float
     provenance: Provenance
-    """Of every operation but `decode`, which has its own."""
+    """Source of every operation except `decode`, which has its own."""
 
     @classmethod
     def load(cls, run: Run, path: Path) -> MachineCosts:
         """Read the seconds of every operation of a run from a profile.
 
         Raises:
-            RunError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
+            RunError: the file is no profile, or its model, GPU, dtype, backend or parallelism
+                differs.
         """
         try:
             as_measured = read_measured(path)
@@ -217,7 +222,7 @@ def _source(profile: MeasuredProfile, path: Path) -> str:
 
 
 def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
-    """Say where a run may go beyond what was measured."""
+    """List the ways in which a run goes beyond the measurements."""
     most = max(row.running for row in profile.decode)
     longest = max(row.context for row in profile.decode)
     wanted = longest_sequence(run.rollout, run.workload)
@@ -263,13 +268,18 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
 
 
 HANDSHAKES = 4
-"""Ways over a link that a push to a relay takes beside its bytes: sent and acknowledged, told to unpack, told of."""
+"""One-way latencies of a push to a relay, in addition to its bytes: send, acknowledge, unpack
+command, reply.
+"""
 OBJECT_BYTES, OBJECT_WAYS = 100 * 1024, 4
-"""What is larger is an object of Ray's store, which the far node asks for, once it has asked who has it (Ray's
-`max_direct_call_object_size`, and its object manager)."""
+"""Larger messages become objects in Ray's store, which the remote node looks up and requests
+(Ray's `max_direct_call_object_size`, and its object manager). Second value: one-way latencies for
+this.
+"""
 CALLS, CALLS_IN_PLACE = 5, 3
-"""Calls of roles that a push over a link takes, for the trainer to write, and for relays to pack, read, receive and
-unpack; and that on one machine, where nothing is read or received."""
+"""Calls of a push over a link: the trainer writes, and relays pack, read, receive and unpack.
+Second value: calls on one machine, where nothing is read or received.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,18 +288,18 @@ class _Push:
 
     payload: Payload
     num_parameters: int
-    """Of the model."""
+    """Parameters of the model."""
     sync: SyncConfig
     link: LinkConfig | None
-    """Between replicas and trainer; None within one pool."""
+    """Link between replicas and trainer; None within one pool."""
     is_over_ray: bool
 
 
 def _sync(profile: MeasuredProfile, push: _Push, path: Path, measured: Provenance) -> SyncCosts:
-    """Return what a push takes, to the directory that all replicas read, or to relays.
+    """Return the costs of a push, to the directory that all replicas read or to relays.
 
     Raises:
-        RunError: the profile does not know relays.
+        RunError: the profile has no relay measurements.
     """
     if push.sync.mode != "full" or push.link is not None:
         return _relayed(profile, push, path, measured)
@@ -305,9 +315,10 @@ def _sync(profile: MeasuredProfile, push: _Push, path: Path, measured: Provenanc
 
 
 def _relayed(profile: MeasuredProfile, push: _Push, path: Path, measured: Provenance) -> SyncCosts:
-    """Return what a push over relays takes: what is sent is made of it, crosses the link, and is made weights of.
+    """Return the costs of a push over relays: encode, cross the link, decode to weights.
 
-    Where no adapters were measured, they are merged about as fast as whole weights are copied and checked.
+    If adapters were not measured, merging them is assumed as fast as copying and checking whole
+    weights.
     """
     mode, link = push.sync.mode, push.link
     rows = {row.mode: row for row in profile.relay}
@@ -340,14 +351,14 @@ def _relayed(profile: MeasuredProfile, push: _Push, path: Path, measured: Proven
 
 
 def _over_ray(profile: MeasuredProfile, push: _Push) -> float:
-    """Return what a push that stays on its machine takes more where roles are actors: relays and their calls."""
+    """Return the extra seconds of a push on one machine if roles are Ray actors: relays and their calls."""
     if not push.is_over_ray or profile.push_over_ray is None:
         return 0.0
     return max(0.0, profile.push_over_ray.seconds[MEDIAN] - profile.push.seconds[MEDIAN])
 
 
 def _calls_over_ray(profile: MeasuredProfile, push: _Push) -> float:
-    """Return what calls of a push over relays take where roles are actors: in a run, more than what they ask for."""
+    """Return the seconds of a push's calls over relays if roles are actors, beyond the work that they request."""
     pushed = "full" if profile.lora_rank is None else "lora"
     row = next((row for row in profile.relay if row.mode == pushed), None)
     if row is None:

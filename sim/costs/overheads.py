@@ -1,17 +1,20 @@
-"""An inference engine and its version: what a decode step takes beside its operators, and which of them it uses.
+"""Load an inference engine's constants: its overheads per decode step, and the operators that it uses.
 
-| term       | seconds of                                                                           |
+| term       | seconds of
+|
 |------------|--------------------------------------------------------------------------------------|
-| `step`     | each step: scheduling, inputs, hand-over                                             |
-| `layer`    | each layer: gaps between kernels, elementwise kernels that no table has              |
-| `launch`   | each layer's launches by the host, without CUDA graphs: kernels wait for them        |
-| `request`  | each running rollout: scheduling, detokenising, handing over                         |
-| `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them          |
-| `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables       |
+| `step`     | each step: scheduling, inputs, outputs
+| | `layer`    | each layer: gaps between kernels, elementwise kernels that have no table
+| | `launch`   | each layer's launches by the host, without CUDA graphs: kernels wait for them
+| | `request`  | each running rollout: scheduling, detokenising, returning results
+| | `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them
+| | `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables
+|
 
-They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each. Which kernels an
-engine uses is no fit: its code says so, or its release. Its fp8 has no constant of its own: rows in fp8 of vLLM 0.11 are
-predicted from measured kernels and from what its code computes beside what is asked for.
+`benchmarks/fit_decode.py` fits them to published steps, and `profiles/engines/` has one file per
+engine. The choice of kernels is not fitted; it comes from the engine's code or release notes. fp8
+has no constant of its own. fp8 steps of vLLM 0.11 are predicted from measured kernels and from the
+extra work in its code.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration
 
 TERMS = ("step", "layer", "launch", "request", "logit")
-"""Those that are durations; 0 where an engine has none."""
+"""Constants that are durations; 0 if an engine has none."""
 
 
 class Overheads(ProfileTable, frozen=True, kw_only=True):
-    """Seconds of a decode step beside its operators, by what they grow with."""
+    """Overheads of a decode step, by the quantity with which they grow."""
 
     step: Duration = Duration(0)
     layer: Duration = Duration(0)
@@ -40,29 +43,36 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     logit: Duration = Duration(0)
     slowdown: float = 1.0
     reads_cache_per_head: bool = False
-    """Whether query heads that share keys and values take as long as if each had its own: kernels of 2023 that read
-    them for each head (TensorRT-LLM issue 407)."""
+    """Whether attention reads shared keys and values once per query head, as kernels of 2023 did
+    (TensorRT-LLM issue 407).
+    """
     all_reduce: str | None = None
-    """Backend of its all-reduces; the GPU's choice where absent. vLLM had but NCCL's until 2024 (pull 2192)."""
+    """Backend of its all-reduces; None for the GPU's default. vLLM had only NCCL until 2024 (pull
+    2192).
+    """
 
     narrow_attention: str | None = None
-    """Backend of its decode attention over a narrow cache, on GPUs where that was measured; the GPU's choice where absent."""
+    """Backend of its decode attention over a narrow cache, on GPUs where that was measured; None
+    for the GPU's default.
+    """
     quantises_apart: bool = False
-    """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
+    """Whether separate kernels quantise the inputs of fp8 products, each row with its own scale."""
     pads_experts: bool = False
-    """Whether grouped fp8 experts go in padded blocks of 128 rows (`streamrl.sim.costs.experts`)."""
+    """Whether grouped fp8 experts use padded blocks of 128 rows (`streamrl.sim.costs.experts`)."""
     fuses_shared_experts: bool = False
-    """Whether shared experts are computed as one more routed expert, as SGLang's deepseek_v2.py does where GPUs slice them."""
+    """Whether shared experts count as one more routed expert, as in SGLang's deepseek_v2.py if
+    GPUs slice them.
+    """
 
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
 
 
 class HeldOut(ProfileTable, frozen=True, kw_only=True):
-    """Relative errors of rows predicted by constants that were fitted without their shape."""
+    """Relative errors of steps predicted by constants that were fitted without their model shape."""
 
     median: float
-    """Of absolute errors."""
+    """Median of the absolute errors."""
     p90: float
     bias: float
     """Median of the signed errors."""
@@ -76,17 +86,19 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     licence: str
     date: datetime.date
     fitted_on: str
-    """Which published rows, and which constants were taken from elsewhere."""
+    """The published rows, and the constants that come from elsewhere."""
     gpus: list[str]
-    """On which rows were measured, six or more."""
+    """GPUs with six or more measured rows."""
     rows: int
     constants: Overheads
     spread: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
-    """Least and greatest value of each constant, over the fits that leave one shape out: seconds, or a factor."""
+    """Least and greatest value of each constant over leave-one-shape-out fits: seconds, or a
+    factor.
+    """
     held_out: HeldOut | None = None
-    """Absent where one shape is all there is."""
+    """None if there is only one shape."""
     fp8_gpus: list[str] = msgspec.field(default_factory=list)
-    """On which rows in fp8 were measured, six or more, where constants are fitted to others."""
+    """GPUs with six or more measured fp8 rows, if constants are fitted to other rows."""
     held_out_fp8: HeldOut | None = None
     """Errors of those rows."""
     left_out: dict[str, Overheads] = msgspec.field(default_factory=dict)
@@ -95,12 +107,12 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
 
 @cache
 def decode_errors(engine: str, gpu: str, *, in_fp8: bool = False) -> HeldOut | None:
-    """Return the errors of decode steps on a GPU, on shapes left out: None where nobody checked.
+    """Return the held-out errors of decode steps on a GPU; None if they were not checked.
 
-    In fp8 of the engine itself alone, as what it computes beside what it is asked for is its own.
-
-    Of the engine itself where it was measured on such GPUs, otherwise the largest of those that were: overheads are
-    an engine's own, but what kernel tables miss is the GPU's.
+    If the engine was measured on such GPUs, these are its own errors. Otherwise they are the
+    largest among the engines that were, because errors of kernel tables depend on the GPU. For fp8
+    only the engine's own errors are used, because its extra work differs from that of other
+    engines.
     """
     alike = {gpu, load_gpu(gpu).tables.get("gemm", gpu).partition("/")[0]}
     own = load_engine(engine)
@@ -114,6 +126,6 @@ def decode_errors(engine: str, gpu: str, *, in_fp8: bool = False) -> HeldOut | N
 
 @cache
 def load_engine(name: str = CostsConfig().engine) -> ServingEngine:
-    """Read an engine by its file name in profiles/engines; `RunError` with all names where there is none."""
+    """Read an engine by its file name in profiles/engines; if it does not exist, `RunError` lists all names."""
     check_engine(name)
     return read_profile(PROFILES / "engines" / f"{name}.toml", ServingEngine)

@@ -1,4 +1,4 @@
-"""Fill in the latencies and shares that policies need and the run file leaves out, from the costs."""
+"""Compute the latencies and shares that policies need, if the run file does not set them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from streamrl.sim.costs.costs import Costs
 
 Points: TypeAlias = tuple[tuple[int, float], ...]
 HALVINGS = 60
-"""Of the interval in which shares are looked for."""
+"""Bisection steps in the search for shares."""
 
 
 def fill_policies(run: Run, costs: Costs) -> Run:
-    """Return the run with the seconds that its policies ask for; those that it states stay."""
+    """Return the run with the seconds that its policies need; values in the run file stay."""
     run = fill_kinds(run, costs)
     if not needs_latency(run.policies):
         return run

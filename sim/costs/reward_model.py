@@ -1,4 +1,4 @@
-"""Seconds of a reward model's calls: stated in the run file, measured in a profile, or composed of operators."""
+"""Compute the seconds of a reward model's calls: from the run file, a measured profile, or operators."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ TO_MEASURE = "streamrl profile MODELDIR --reward-model DIR measures it"
 
 @dataclass(frozen=True)
 class StatedRewards:
-    """So many seconds for each rollout."""
+    """Fixed seconds per rollout, from the run file."""
 
     rollout_time: float
     provenance: None = None
-    """It stands in the run file."""
+    """None, because the run file sets the value."""
 
     def call_time(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a call that scores rollouts (prompt + output tokens)."""
@@ -43,7 +43,7 @@ class StatedRewards:
 
 @dataclass(frozen=True)
 class ModelRewards:
-    """Forward passes over padded rollouts, the longest first, as `executor` makes them."""
+    """Forward passes over padded rollouts, the longest first, as in `executor`."""
 
     pass_costs: PassFit | PrefillCurve
     max_tokens_per_pass: int
@@ -64,10 +64,10 @@ class ModelRewards:
 def reward_costs(
     reward: RewardHardware | None, config: CostsConfig
 ) -> StatedRewards | ModelRewards | None:
-    """Return what a run's reward model costs; None where it has none.
+    """Return the costs of a run's reward model; None if it has none.
 
     Raises:
-        RunError: nobody knows, or a GPU does not hold it.
+        RunError: its shape is unknown, or it does not fit on a GPU.
     """
     if reward is None:
         return None
@@ -85,10 +85,10 @@ def reward_costs(
 
 
 def _measured(reward: RewardHardware, path: Path) -> ModelRewards:
-    """Return the seconds of a profile of this machine.
+    """Read the seconds from a profile of this machine.
 
     Raises:
-        RunError: it has none of a reward model, or of another one, or on another GPU.
+        RunError: the profile has no reward model, or its model or GPU differs.
     """
     profile = scaled_to_mean_speed(read_measured(path))
     key, shape = reward.key, reward.shape
@@ -115,7 +115,7 @@ def _check_gpu(reward: RewardHardware, measured: str, path: Path) -> None:
 
 
 def _composed(reward: RewardHardware, shape: ModelShape, config: CostsConfig) -> PrefillCurve:
-    """Compose its passes as those of an inference engine that prefills and does nothing else."""
+    """Compose its passes like those of an inference engine that only prefills."""
     assert reward.pool is not None, "check_rewards wants one"
     shard = Shard(
         shape,

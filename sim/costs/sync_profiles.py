@@ -1,4 +1,4 @@
-"""Read profiles/transports and profiles/sync: what moving weights was measured to cost."""
+"""Read profiles/transports and profiles/sync: measured costs of moving weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Transport(ProfileTable, frozen=True, kw_only=True):
     efficiency: float
     """Share of line rate that large messages reach."""
     message_latency: Duration
-    """Seconds that one message of a collective costs beside its bytes."""
+    """Seconds of one message of a collective in addition to its bytes."""
     is_through_host: bool
     """Whether bytes arrive in host memory and are copied to the GPU from there."""
 
@@ -28,45 +28,51 @@ class Transport(ProfileTable, frozen=True, kw_only=True):
 
 
 class SyncBackend(ProfileTable, frozen=True, kw_only=True):
-    """One library's way of moving weights: what it adds to the time that bytes need on the wire."""
+    """One library that moves weights, and the time that it adds to the bytes on the wire."""
 
     name: str
     source: str
     date: datetime.date
     fitted_to: list[str]
-    """The measured rows that the constants come from; none where nothing is published."""
+    """Measured rows that the constants come from; empty if nothing is published."""
     setup_time: Duration
     tensor_time: Duration
     """Seconds for each tensor: gather, launch, load."""
     offload_bandwidth: Bandwidth | None = None
-    """Rate at which all weights go to host memory before anything is sent; absent where they do not."""
+    """Bytes per second at which all weights go to host memory before the transfer; None if they do
+    not.
+    """
     sender_bandwidth: Bandwidth | None = None
-    """The most that the sender gives, its gathering counted; absent where gathering is counted by itself."""
+    """Most bytes per second of the sender, including its gather; None if the gather is counted
+    separately.
+    """
     broadcast_share: float
-    """Share of the bytes that go to every receiver whole; of the rest each takes its own shard."""
+    """Share of the bytes that every receiver gets in full; of the rest each receives its own
+    shard.
+    """
 
     def __post_init__(self) -> None:
         check_positive(self, ("setup_time", "tensor_time", "broadcast_share"))
 
     def fixed_time(self, num_bytes: float, num_tensors: int) -> float:
-        """Seconds before, or beside, the bytes on their way."""
+        """Return the seconds before, or in parallel to, the bytes on the wire."""
         offload = num_bytes / self.offload_bandwidth if self.offload_bandwidth else 0.0
         return self.setup_time + num_tensors * self.tensor_time + offload
 
 
 class Delta(ProfileTable, frozen=True, kw_only=True):
-    """What it costs to find and pack the values that a step changed."""
+    """Costs to find and pack the values that a step changed."""
 
     name: str
     source: str
     date: datetime.date
     fitted_to: list[str]
     bytes_per_value: float
-    """Bytes on the wire for one changed value, its index counted, compressed."""
+    """Compressed bytes on the wire for one changed value, including its index."""
     compare_bandwidth: Bandwidth
-    """Bytes of all weights a second."""
+    """Bytes of all weights per second."""
     codec_bandwidth: Bandwidth
-    """Bytes of the payload a second."""
+    """Bytes of the payload per second."""
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -74,13 +80,13 @@ class Delta(ProfileTable, frozen=True, kw_only=True):
 
 @cache
 def load_transport(name: str) -> Transport:
-    """Read profiles/transports."""
+    """Read a file of profiles/transports."""
     return read_profile(find_profile("transports", name, ".toml"), Transport)
 
 
 @cache
 def load_backend(name: str) -> SyncBackend:
-    """Read a way of moving weights from profiles/sync."""
+    """Read a weight-sync backend from profiles/sync."""
     return read_profile(find_profile("sync", name, ".toml"), SyncBackend)
 
 

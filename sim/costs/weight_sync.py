@@ -1,22 +1,20 @@
-"""Seconds and bytes of a weight synchronisation: gather, encode, cross the link, broadcast, load.
-
-What a connection over a long link takes beside its bytes: TCP begins slowly, and begins anew after each pause.
-
-A sender has ten segments under way at first (RFC 6928) and twice as many with every round trip, until the link is full; a
-connection that rested for longer than a retransmission timeout starts from there again (RFC 5681, section 4.1), as that
-between two pushes of weights does.
-
-Seconds of a weight synchronisation: gather, encode, cross the link, broadcast, load.
+"""Compute the seconds and bytes of a weight sync: gather, encode, cross the link, broadcast, load.
 
     trainer ranks ──gather──► root(s) ──link──► one node ──tree──► nodes ──NVLink──► GPUs ──load──► weights
 
-The payload is cut into equal buckets that follow each other through the legs, so n buckets take
+The payload is cut into equal buckets that pass the hops one after the other, so n buckets take
 
-    sum of every leg's time for one bucket  +  (n - 1) * the slowest leg's time for one bucket
+    sum of every hop's time for one bucket  +  (n - 1) * the slowest hop's time for one bucket
 
-Across pools one copy crosses the link however many replicas wait; in one pool every data-parallel rank is
-the root of a tree with its share of the bytes (StreamRL, arXiv 2504.15930, section 6). A push runs beside
-generation, as if replicas kept what arrives in buffers of their own; only the load pauses a replica.
+Between pools, one copy crosses the link for all replicas. In one pool, every data-parallel rank is
+the root of a tree with its share of the bytes (StreamRL, arXiv 2504.15930, section 6). A push runs
+in parallel to generation, as if replicas had separate receive buffers; only the load pauses a
+replica.
+
+A long link adds TCP's slow start, which begins again after each pause. A sender has ten segments
+under way at first (RFC 6928), and doubles them with every round trip until the link is full. A
+connection that was idle for longer than a retransmission timeout begins again (RFC 5681, section
+4.1). This is the case between two pushes of weights.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from streamrl.sim.costs.sync_profiles import (
 
 @dataclass(frozen=True)
 class Payload:
-    """One copy of what is sent."""
+    """One copy of the transferred data."""
 
     num_bytes: int
     num_tensors: int
@@ -72,14 +70,14 @@ class Payload:
 
 
 def _sent_bytes(replica: ReplicaHardware, sync: SyncConfig) -> int:
-    """Bytes of all weights: as replicas keep them, or as they are trained where each replica quantises its own."""
+    """Return the bytes of all weights: in the replicas' format, or in the trainer's if each replica quantises its own."""
     if sync.quantise_at == "trainer":
         return weight_bytes(replica)
     return replica.model.num_parameters * BYTES[replica.precision.wide]
 
 
 def num_tensors(model: ModelShape) -> int:
-    """Tensors of a checkpoint as the hub has it, each expert's projections apart."""
+    """Return the number of tensors in a checkpoint on the hub, counting each expert's projections separately."""
     linear = sum(count for _, _, count in linear_layers(model))
     per_layer = 2 + 3 * model.has_qkv_bias + 2 * model.has_qk_norm
     if model.latent is not None:
@@ -100,11 +98,11 @@ INITIAL_WINDOW = 10 * 1448.0
 
 
 def sending_time(num_bytes: float, bandwidth: float, round_trip: float) -> float:
-    """Return the seconds until the last byte has left over one connection that rested.
+    """Return the seconds until the last byte has left over one idle connection.
 
     Args:
-        num_bytes: what is sent.
-        bandwidth: bytes a second that the link carries.
+        num_bytes: bytes to send.
+        bandwidth: bytes per second of the link.
         round_trip: seconds to the other end and back.
     """
     seconds, sent, window = 0.0, 0.0, INITIAL_WINDOW
@@ -121,19 +119,19 @@ COPY_TRAFFIC = 2
 
 @dataclass(frozen=True)
 class Hop:
-    """A stretch of the way that one bucket after the other takes."""
+    """A part of the route that buckets pass one after the other."""
 
     bandwidth: float
     message_latency: float = 0.0
 
     def time(self, num_bytes: float) -> float:
-        """Seconds of one bucket."""
+        """Return the seconds of one bucket."""
         return num_bytes / self.bandwidth + self.message_latency
 
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """Seconds of a payload on its way: until its slowest leg begins, in that leg, and after it."""
+    """Seconds of a payload: until its slowest hop begins, in that hop, and after it."""
 
     fill_time: float
     hold_time: float
@@ -164,52 +162,52 @@ class SyncSide:
 
     @classmethod
     def of(cls, pool: PoolConfig, num_gpus: int) -> SyncSide:
-        """Read what the pool of a side is made of."""
+        """Read the hardware of a side from its pool."""
         return cls(pool, gpu_of(pool), num_gpus, load_transport(pool.transport))
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the side's GPUs fill, or NVLink domains of several."""
+        """Nodes that the side's GPUs fill, or NVLink domains of several nodes."""
         return -(-self.num_gpus // self.pool.domain)
 
     @property
     def rank_bandwidth(self) -> float:
-        """Bytes a second between a GPU of this side and another node."""
+        """Bytes per second between a GPU of this side and another node."""
         return self.gpu.network * self.network.efficiency
 
     @property
     def node_bandwidth(self) -> float:
-        """Bytes a second between two of them, all their network cards together."""
+        """Bytes per second between two nodes, with all their network cards."""
         return self.rank_bandwidth * self.pool.domain
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncCosts:
-    """Seconds and bytes of one weight synchronisation."""
+    """Seconds and bytes of one weight sync."""
 
     wire_bytes: int
     """Bytes that leave the trainer for the replicas."""
     fill_time: float
-    """Seconds of a push before its bytes move at their pace: setup, encoding, the first bucket's way."""
+    """Seconds of a push before it holds the wire: setup, encoding, the first bucket's way."""
     wire_time: float
     """Seconds for which a push holds the wire."""
     drain_time: float
-    """Seconds of the last bucket's way, the link's latency and calls of roles counted."""
+    """Seconds of the last bucket after the wire, including the link's latency and calls of roles."""
     unpack_time: float = 0.0
-    """Seconds after that in which weights are made of what arrived, on cores that others may want: a host's."""
+    """Seconds after that to decode weights, on host cores that other roles may use."""
     load_time: float
-    """Seconds in which a replica takes pushed weights over, while it generates nothing."""
+    """Seconds in which a replica loads pushed weights and does not generate."""
     tier: Tier
     sources: tuple[str, ...]
     """Files of profiles/ that the figures come from."""
 
     @property
     def push_time(self) -> float:
-        """Seconds of a push that finds the wire free."""
+        """Seconds of a push if the wire is free."""
         return self.fill_time + self.wire_time + self.drain_time + self.unpack_time
 
     def calibrated(self, corrections: Corrections) -> SyncCosts:
-        """Return what it takes by a calibration, where that knows the GPUs of the replicas."""
+        """Return the costs corrected by a calibration, if it has the GPUs of the replicas."""
         source = corrections.sync_source
         if source is None:
             return self
@@ -226,7 +224,7 @@ class SyncCosts:
 
     @classmethod
     def load(cls, run: Run) -> SyncCosts:
-        """Put the costs of a run's synchronisation together; loads are those of the kind of replica named first.
+        """Compute the costs of a run's weight sync; the load is that of the first kind of replica.
 
         Raises:
             ValueError: a profile is missing or wrong.
@@ -239,7 +237,7 @@ class SyncCosts:
 
     @classmethod
     def to_one_kind(cls, resolved: ResolvedRun) -> SyncCosts:
-        """Put the costs of a push together that goes to one kind of replica."""
+        """Compute the costs of a push to one kind of replica."""
         run, replica, trainer = resolved.run, resolved.replica, resolved.trainer
         route = _Route(
             replica=replica,
@@ -257,13 +255,13 @@ class SyncCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Route:
-    """The way from a run's trainer to its replicas."""
+    """The route from a run's trainer to its replicas."""
 
     replica: ReplicaHardware
     trainer: TrainerHardware
     sync: SyncConfig
     merges_adapters: bool
-    """Whether replicas load whole weights that adapters were merged with."""
+    """Whether replicas load whole weights with merged adapters."""
     link: LinkConfig | None
     backend: SyncBackend
     payload: Payload
@@ -303,7 +301,7 @@ class _Route:
         return fixed + self._quantise_time("trainer")
 
     def _quantise_time(self, where: str) -> float:
-        """Seconds in which that side brings all weights to the format that replicas keep, each GPU its share of a copy."""
+        """Return the seconds in which a side quantises all weights to the replicas' format; each GPU has a share of a copy."""
         if self.sync.mode != "full" or self.sync.quantise_at != where:
             return 0.0
         config, gpu = self.trainer.config, self.sender.gpu
@@ -315,7 +313,7 @@ class _Route:
         return quantised_bytes(replica.model, replica.precision, trained) / ways / achieved
 
     def _hops(self) -> list[Hop]:
-        """Everything that a broadcast bucket passes, in order."""
+        """Return all hops of a broadcast bucket, in order."""
         legs = [Hop(load_delta().codec_bandwidth)] if self._is_delta else []
         legs += self._sender()
         if self.link is not None:
@@ -324,10 +322,10 @@ class _Route:
         return [*legs, *[network] * self._depth(), Hop(self.receiver.gpu.nvlink)]
 
     def _sender(self) -> list[Hop]:
-        """What the sender gives where it was measured, else the all-gather of a rank's shards.
+        """Return the measured rate of the sender, or else the all-gather of a rank's shards.
 
-        Each of k roots gathers its k-th of the bytes, of which (n-1)/n lie on the n-1 other ranks that a copy
-        of the weights is split over.
+        Each of k roots gathers 1/k of the bytes. (n-1)/n of these are on the n-1 other ranks that
+        share a copy of the weights.
         """
         if self.backend.sender_bandwidth is not None:
             return [Hop(self.backend.sender_bandwidth)]
@@ -341,10 +339,11 @@ class _Route:
         return [Hop(roots * wire * split / (split - 1))]
 
     def _depth(self) -> int:
-        """Hops over the receiving pool's network.
+        """Return the number of hops over the receiving pool's network.
 
-        Two complementary binary trees reach n nodes in about log2(n) hops, each node sending no more than it
-        receives (Sanders, Speck, Traeff 2009, doi 10.1016/j.parco.2009.09.001; NCCL's double trees).
+        Two complementary binary trees reach n nodes in about log2(n) hops, and each node sends no
+        more than it receives (Sanders, Speck, Traeff 2009, doi 10.1016/j.parco.2009.09.001; NCCL's
+        double trees).
         """
         if self._is_one_node:
             return 0
@@ -352,7 +351,7 @@ class _Route:
         return (num_nodes - 1).bit_length()
 
     def _shard_time(self, num_bytes: float) -> float:
-        """Seconds in which every GPU of every replica is sent its own shard: the busiest of three ends."""
+        """Return the seconds in which every GPU of every replica receives its own shard: the busiest of three ends."""
         config, ways = self.replica.config, weight_ranks(self.replica)
         copies = num_bytes * config.replicas
         if self._is_one_node:
@@ -365,10 +364,11 @@ class _Route:
         )
 
     def _load_time(self) -> float:
-        """Copy the shard within the GPU; first from host memory where the network ends there.
+        """Return the seconds to copy the shard within the GPU, and first from host memory if the network ends there.
 
-        A delta passes over the whole shard (vLLM stages a sparse update at the size of the weights). Adapters that are
-        merged become whole weights in host memory. Measured backends have the copy from the host in their constants.
+        A delta passes over the whole shard (vLLM stages a sparse update at the size of the
+        weights). Merged adapters become whole weights in host memory. The constants of measured
+        backends include the copy from the host.
         """
         gpu, ways = self.receiver.gpu, weight_ranks(self.replica)
         is_whole = self._is_delta or self.merges_adapters
@@ -388,7 +388,7 @@ class _Route:
         return any(network.is_through_host for network in [self.receiver.network, *link])
 
     def _tier(self) -> Tier:
-        """Composed where the constants are fitted to what is sent: all weights, over RDMA."""
+        """Return composed if the constants were fitted to this transfer: all weights, over RDMA."""
         is_fitted = bool(self.backend.fitted_to) and self.sync.mode == "full"
         return "composed" if is_fitted and not self._is_through_host else "roofline"
 
@@ -407,8 +407,8 @@ def _side_by_side(
 ) -> SyncCosts:
     """Return the costs of a push to several kinds of replicas, from those of each alone.
 
-    Each pool is sent the weights over its own way at the same time, until the last one has them; loads are those of
-    the first kind.
+    All pools receive the weights at the same time over their own routes, and the push ends with the
+    slowest. The load is that of the first kind.
     """
     broadcast = payload.num_bytes * load_backend(sync.backend).broadcast_share
     num_pools = len({kind.pool for kind in rollout.kinds})
@@ -426,13 +426,13 @@ def _side_by_side(
 
 
 def link_hop(link: LinkConfig) -> Hop:
-    """Return what a link carries by its transport."""
+    """Return the hop of a link, by its transport."""
     transport = load_transport(link.transport)
     return Hop(link.bandwidth * transport.efficiency, transport.message_latency)
 
 
 def weight_ranks(replica: ReplicaHardware) -> float:
-    """Return the GPUs that a replica's weights are split over; with attention ranks by what a GPU of one has of them."""
+    """Return the number of GPUs that share a replica's weights; with attention ranks, total over the part on one GPU."""
     config = replica.config
     if config.data_parallel == 1:
         return config.tensor_parallel * config.pipeline_parallel

@@ -1,48 +1,56 @@
-"""Seconds of one layer's forward and backward passes on one GPU, with LoRA adapters and context parallelism.
+"""Compute the seconds of one layer's forward and backward passes on one GPU, with LoRA adapters and context parallelism.
 
-Seconds that LoRA adapters add to a layer: bytes through memory, beside which their products are few.
-
-| bytes through memory, times a value       | fused                      | otherwise                  |
-|-------------------------------------------|----------------------------|----------------------------|
-| forward: of a layer's inputs, its outputs | 1, 2: added as it is made  | 1, 4: written, then added  |
-| backward: the same of their gradients     | 3, 2                       | 5, 2                       |
-
-A reads the inputs, B's product comes to the outputs; backward, the outputs' gradient is read for that of B and for what goes on
-to A, the inputs are read again for that of A, and what comes out is added to the inputs' gradient. A roofline: nothing
-published says what adapters alone take.
-
-Seconds of one layer's passes over a micro-batch on one GPU, term by term.
+One layer's passes over a micro-batch, term by term:
 
 | term        | forward                                                                | backward |
 |-------------|------------------------------------------------------------------------|----------|
-| products    | FLOPs at the rate that kernel tables give for their size               | twice, once beside adapters |
-| adapters    | bytes through memory, `streamrl.sim.costs.training.layer`                | its own  |
-| attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
-| linear      | of layers with linear attention that of a chunked prefill, by tokens   | 2.55 x   |
-| activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
-| softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
-| experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
-| permutation | tokens into the order of their experts and back, through memory        | twice    |
-| trade       | all-to-all: once a node and GPU where copies are saved, else each copy | as much  |
-| slices      | ranks of one expert gather its tokens, and scatter their sums          | as much  |
-| routing     | counts of tokens that hosts and GPUs wait for                          | as much  |
-| reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
+| products    | FLOPs at the rate that kernel tables give for their size               | twice, once
+with adapters | | adapters    | bytes through memory, see below
+| its own  | | attention   | the prefill kernel's seconds, a straight line in tokens and pairs
+| 2.8 x    | | linear      | linear-attention layers: seconds of a chunked prefill, by tokens
+| 2.55 x   | | activations | bytes that are kept, times `activation_traffic`, through memory
+| twice    | | softmax     | `logit_traffic` bytes a logit through memory, on the last stage
+| twice    | | experts     | grouped products at a rate that falls with few tokens or few channels
+| twice    | | permutation | tokens into the order of their experts and back, through memory
+| twice    | | all-to-all  | once per node and GPU if copies are saved, else each copy
+| as much  | | slices      | ranks of one expert gather its tokens, and scatter their sums
+| as much  | | routing     | counts of tokens that hosts and GPUs wait for
+| as much  | | reduce      | tensor ranks gather and scatter the hidden state twice
+| 1.5 x    |
 
-Recomputation adds the forward pass to the backward one, or (mlp) the MLP's share of it, or (selective) what it takes
-to make norms and activations again. Every term is a constant, so much a token, and so much a pair of tokens.
+Recomputation adds the forward pass to the backward pass. With `mlp` it adds only the MLP's share,
+and with `selective` only norms and activations. Every term has a constant part, a part per token,
+and a part per pair of tokens.
 
-What context ranks send each other, so that the tokens of one attend to those of the others, and what of it shows.
+LoRA adapters add bytes through memory; their products are small in comparison:
 
-| exchange   | bytes that a rank sends of one layer, forward                           | backward | hidden behind            |
+| bytes through memory, times a value       | fused                      | otherwise
+|
+|-------------------------------------------|----------------------------|----------------------------|
+| forward: of a layer's inputs, its outputs | 1, 2: added as it is made  | 1, 4: written, then added
+| | backward: the same of their gradients     | 3, 2                       | 5, 2
+|
+
+In the forward pass, A reads the inputs, and B's product is added to the outputs. The backward pass
+reads the outputs' gradient twice: for the gradient of B, and for the gradient that goes on to A. It
+reads the inputs again for the gradient of A, and adds the result to the inputs' gradient. This is a
+roofline, because no published measurement isolates adapters.
+
+Context ranks exchange data so that the tokens of one attend to those of the others:
+
+| exchange   | bytes that a rank sends of one layer, forward                           | backward |
+hidden behind            |
 |------------|-------------------------------------------------------------------------|----------|--------------------------|
-| ring       | keys and values of its tokens, c - 1 times, to its neighbour            | twice    | attention over the parts |
-| all-gather | the same to all, by rings over all ports of a node                      | twice    | nothing                  |
-| all-to-all | of its tokens' queries, keys, values and output the heads of the others | as much  | nothing                  |
+| ring       | keys and values of its tokens, c - 1 times, to its neighbour            | twice    |
+attention over the parts | | all-gather | the same to all, by rings over all ports of a node
+| twice    | nothing                  | | all-to-all | of its tokens' queries, keys, values and
+output the heads of the others | as much  | nothing                  |
 
-The backward pass of the first two needs keys and values again, and returns their gradients (ring attention: Liu et al. 2023,
-arXiv 2310.01889; gathered: Llama 3, arXiv 2407.21783, section 3.3.2; heads dealt out: DeepSpeed Ulysses, arXiv 2309.14509).
-Parts of a sequence are paired so that each rank has as many pairs of tokens. That kernels run slower on the short parts of a
-ring is not counted.
+The backward pass of the first two needs keys and values again, and returns their gradients.
+Sources: ring attention (Liu et al. 2023, arXiv 2310.01889), all-gather (Llama 3, arXiv 2407.21783,
+section 3.3.2), all-to-all of heads (DeepSpeed Ulysses, arXiv 2309.14509). Each rank gets two parts
+of a sequence, so that all ranks have the same number of pairs. Slower kernels on the short parts of
+a ring are not counted.
 """
 
 from __future__ import annotations
@@ -69,10 +77,10 @@ class Pass:
     fixed: float = 0.0
     per_token: float = 0.0
     per_pair: float = 0.0
-    """For each pair of a token and one before it."""
+    """Seconds for each pair of a token and one before it."""
 
     def __add__(self, other: Pass) -> Pass:
-        """One after the other."""
+        """Add two passes, one after the other."""
         return Pass(
             fixed=self.fixed + other.fixed,
             per_token=self.per_token + other.per_token,
@@ -80,7 +88,7 @@ class Pass:
         )
 
     def __mul__(self, times: float) -> Pass:
-        """The same `times` over."""
+        """Repeat a pass `times` times."""
         return Pass(
             fixed=self.fixed * times,
             per_token=self.per_token * times,
@@ -88,13 +96,13 @@ class Pass:
         )
 
     def shared(self, ranks: int) -> Pass:
-        """Return the seconds of one of `ranks` that share the micro-batch; a product of few tokens is slow as before."""
+        """Return the seconds of one of `ranks` that share the micro-batch; a product of few tokens stays slow."""
         return Pass(
             fixed=self.fixed, per_token=self.per_token / ranks, per_pair=self.per_pair / ranks
         )
 
     def time(self, tokens: Floats, pairs: Floats) -> Floats:
-        """Return the seconds of micro-batches of so many tokens and pairs."""
+        """Return the seconds of micro-batches with these tokens and pairs."""
         return self.fixed + self.per_token * tokens + self.per_pair * pairs
 
 
@@ -106,14 +114,14 @@ def product(rate: GemmRate, columns: float, rows: float) -> Pass:
 
 
 class AdapterPasses(NamedTuple):
-    """What adapters add to a mean layer, where the actor learns them."""
+    """Seconds that adapters add to a mean layer, if the actor trains adapters."""
 
     forward: Pass
     backward: Pass
 
 
 def adapters_of(ranks: Ranks, flops: float) -> AdapterPasses:
-    """Return what they add on one GPU.
+    """Return the seconds that adapters add on one GPU.
 
     Args:
         ranks: the trainer's.
@@ -138,42 +146,50 @@ def adapters_of(ranks: Ranks, flops: float) -> AdapterPasses:
 
 
 BACKWARD = 2.0
-"""Forward passes that a backward pass costs: one for the gradient of inputs, one for that of weights."""
+"""Cost of a backward pass in forward passes: the gradients of inputs and of weights."""
 ATTENTION_BACKWARD = 2.8
-"""Forward passes of attention that its backward pass costs: five products instead of two, at 640 and 570
-TFLOP/s (FlashAttention-3, arXiv 2407.08608, Figures 5 and 6: causal, 128 channels, 16K tokens)."""
+"""Cost of attention's backward pass in forward passes: five products instead of two, at 640 and
+570 TFLOP/s (FlashAttention-3, arXiv 2407.08608, Figures 5 and 6: causal, 128 channels, 16K tokens).
+"""
 LINEAR_BACKWARD = 2.55
-"""Forward passes of linear attention that its backward pass costs. FLA's kernels on Hopper: with the speed-ups f, b and t of
-forward, backward and both that another kernel has over them, it is (1 - t / f) / (t / b - 1): 2.48 to 2.60 for six shapes of
-32 and 64 heads, 4K to 64K tokens (github.com/NVIDIA/Megatron-LM pull 5564)."""
+"""Cost of linear attention's backward pass in forward passes, from FLA's kernels on Hopper. If
+another kernel has the speed-ups f, b and t in forward, backward and both, the cost is (1 - t / f) /
+(t / b - 1). It is 2.48 to 2.60 for six shapes of 32 and 64 heads, 4K to 64K tokens
+(github.com/NVIDIA/Megatron-LM pull 5564).
+"""
 REDUCE_BACKWARD = 1.5
-"""Forward passes' collectives of tensor ranks that a backward pass has: inputs are gathered again for the
-gradient of weights (Korthikanti et al. 2022, section 4.2.2)."""
+"""Collectives of tensor ranks in a backward pass, relative to the forward pass: inputs are
+gathered again for the gradient of weights (Korthikanti et al. 2022, section 4.2.2).
+"""
 REDUCES = 4
 """Gathers and scatters of tensor ranks in one layer's forward pass, two of each."""
 MLP_REDUCES = 0.5
-"""Share of those that are the MLP's."""
+"""Share of those that belong to the MLP."""
 SELECTIVE = 0.3
-"""Share of a forward pass's activation traffic that making norms and activations again takes."""
+"""Share of a forward pass's activation traffic that recomputing norms and activations takes."""
 QUANTISE_BYTES = 6
-"""Bytes through memory of a value in 16 bits that becomes fp8: it is read for its scale and read again, and written by rows
-and by columns, as both passes multiply it (Transformer Engine's current scaling)."""
+"""Bytes through memory to quantise a 16-bit value to fp8. It is read for its scale and read again.
+Then it is written by rows and by columns, because both passes multiply it (Transformer Engine's
+current scaling).
+"""
 PASS_TOKENS = 16384
-"""Tokens of a pass that attention is measured in, or one sequence if that is longer."""
+"""Tokens of a pass at which attention is measured, or one sequence if that is longer."""
 LENGTHS = np.geomspace(512, 65536, 8)
-"""Tokens of a sequence over which attention is made a straight line."""
+"""Tokens of a sequence over which the straight line of attention is fitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of a model on a GPU of the trainer, averaged over layers with experts and without."""
+    """One layer of a model on a GPU of the trainer, averaged over layers with and without experts."""
 
     ranks: Ranks
     gemm: GemmRate
     experts: ExpertRate
     constants: Constants
     narrow: GemmRate | None = None
-    """Of products of linear layers in fp8, whose inputs are quantised first; those of `gemm` where None."""
+    """Rate of products of linear layers in fp8, whose inputs are quantised first; if None, `gemm`
+    is used.
+    """
 
     # Passes ---------------------------------------------------------------------------------------
 
@@ -184,7 +200,7 @@ class Layer:
         return self._computed() + added + attention + self._reduced() + self._routed()
 
     def backward(self) -> Pass:
-        """Return the backward pass, with what it computes again."""
+        """Return the backward pass with its recomputation."""
         backward = (
             self._computed() * BACKWARD
             + (self._projections() + self._mlps(is_moved=False)) * -self.ranks.frozen
@@ -208,7 +224,7 @@ class Layer:
                 assert_never(self.ranks.trainer.recompute)
 
     def head(self) -> Pass:
-        """Return the forward pass of the output head and its softmax, on the stage that has them."""
+        """Return the forward pass of the output head and its softmax, for the last stage."""
         moved = self._unfused() * self.constants.logit_traffic * self._logits
         return self._unembedded() + Pass(per_token=moved / self.ranks.gpu.memory_bandwidth)
 
@@ -219,7 +235,7 @@ class Layer:
     # Terms ----------------------------------------------------------------------------------------
 
     def _computed(self) -> Pass:
-        """Return what a backward pass does twice where all weights learn."""
+        """Return the part of a forward pass that costs twice as much backward if all weights are trained."""
         return self._projections() + self._activations() + self._mlps()
 
     @property
@@ -230,7 +246,7 @@ class Layer:
         return product(self.gemm, self._logits, self.ranks.model.hidden_size)
 
     def _mlps(self, *, is_moved: bool = True) -> Pass:
-        """Return a mean layer's, with what brings tokens to experts and back or without."""
+        """Return a mean layer's MLP, with or without the all-to-all of experts."""
         model = self.ranks.model
         dense, found = model.num_dense_layers / model.num_layers, Pass()
         if dense:
@@ -240,13 +256,13 @@ class Layer:
         return found
 
     def _product(self, columns: float, rows: float) -> Pass:
-        """(tokens, rows) times (rows, columns), of a linear layer."""
+        """Return the product (tokens, rows) times (rows, columns) of a linear layer."""
         if self.narrow is None:
             return product(self.gemm, columns, rows)
         return product(self.narrow, columns, rows) + self._quantised(rows)
 
     def _quantised(self, values: float) -> Pass:
-        """Bring a token's inputs to fp8; fused kernels write them so, in two layouts, instead of in 16 bits."""
+        """Return the quantisation of a token's inputs to fp8; fused kernels write fp8 in two layouts instead of 16 bits."""
         if self.narrow is None or self.ranks.trainer.kernels == "fused":
             return Pass()
         return Pass(per_token=QUANTISE_BYTES * values / self.ranks.gpu.memory_bandwidth)
@@ -284,7 +300,7 @@ class Layer:
         return self._product(2 * width, hidden) + self._product(hidden, width)
 
     def _activations(self) -> Pass:
-        """Return elementwise work; `_mixture` has the traffic of what is dealt to experts."""
+        """Return elementwise work; `_mixture` has the traffic of tokens that experts receive."""
         ranks, constants = self.ranks, self.constants
         found = layer_activations(ranks.model)
         kept = (found.total - found.dispatched) * ranks.width
@@ -292,7 +308,7 @@ class Layer:
         return Pass(per_token=moved / ranks.trainer.tensor_parallel / ranks.gpu.memory_bandwidth)
 
     def _unfused(self) -> float:
-        """Return the traffic of elementwise work, times that of fused kernels."""
+        """Return the traffic of elementwise work relative to fused kernels."""
         match self.ranks.trainer.kernels:
             case "fused":
                 return 1.0
@@ -304,7 +320,7 @@ class Layer:
                 assert_never(self.ranks.trainer.kernels)
 
     def attention(self) -> Pass:
-        """Return the attention to keys and values of a forward pass; context ranks may each have some heads for all tokens."""
+        """Return the attention of a forward pass; context ranks may each have some heads for all tokens."""
         ranks, trainer = self.ranks, self.ranks.trainer
         dealt = trainer.context_parallel if trainer.context_exchange == "all-to-all" else 1
         wide, split = ranks.model.head_dim / HEAD_DIM, trainer.tensor_parallel * dealt
@@ -313,7 +329,7 @@ class Layer:
         return self._seen(line) * (dealt * self.constants.attention)
 
     def _seen(self, line: Pass) -> Pass:
-        """Return a mean layer's attention: of full layers, and of windows that every token has all of."""
+        """Return a mean layer's attention over full and windowed layers; every token counts with its full window."""
         model = self.ranks.model
         found = line * (model.num_full_layers / model.num_layers)
         if model.num_windowed_layers:
@@ -322,7 +338,7 @@ class Layer:
         return found
 
     def _linear(self) -> Pass:
-        """Return a mean layer's linear attention in a forward pass: training runs the kernels of prefill."""
+        """Return a mean layer's linear attention in a forward pass; training runs the prefill kernels."""
         linear = self.ranks.model.linear
         if linear is None:
             return Pass()
@@ -343,16 +359,16 @@ class Layer:
     # Experts --------------------------------------------------------------------------------------
 
     def _copies(self) -> float:
-        """Tokens, each counted for every expert that it goes to, on one GPU for one of its micro-batch."""
+        """Return the tokens on one GPU for one of its micro-batch, each counted once per chosen expert."""
         experts, trainer = self.ranks.model.experts, self.ranks.trainer
         assert experts is not None
         return experts.experts_per_token * trainer.expert_slices / trainer.tensor_parallel
 
     def _imbalance(self) -> float:
-        """Return the tokens of the fullest rank over those of a mean one.
+        """Return the tokens of the fullest rank relative to a mean rank.
 
-        A rank has the mean of its experts, whose tokens deviate by `imbalance` of theirs; of e ranks the fullest is
-        sqrt(2 ln e) deviations above the mean (the largest of e normal values).
+        A rank has the mean of its experts, whose relative deviation is `imbalance`. The fullest of
+        e ranks is sqrt(2 ln e) deviations above the mean (the largest of e normal values).
         """
         experts, trainer = self.ranks.model.experts, self.ranks.trainer
         ranks = trainer.expert_parallel
@@ -362,7 +378,7 @@ class Layer:
         return 1 + deviation * sqrt(2 * log(ranks))
 
     def _mixture(self, *, is_moved: bool) -> Pass:
-        """Return grouped products, permutation, and the experts that all tokens pass through."""
+        """Return grouped products, permutation, and the experts that process all tokens."""
         ranks, constants, rate = self.ranks, self.constants, self.experts
         experts, trainer = ranks.model.experts, ranks.trainer
         assert experts is not None
@@ -385,7 +401,7 @@ class Layer:
         return found + self._mlp(experts.num_shared_experts * experts.intermediate_size)
 
     def _routed(self) -> Pass:
-        """Return the wait for token counts, both all-to-alls of expert ranks, and what ranks of one expert gather and scatter."""
+        """Return the wait for token counts, both all-to-alls of expert ranks, and the collectives of ranks of one expert."""
         model, constants = self.ranks.model, self.constants
         if model.experts is None:
             return Pass()
@@ -397,9 +413,10 @@ class Layer:
         return routed + Pass(per_token=sliced) * share
 
     def _slice_time(self) -> float:
-        """Seconds in which ranks of one expert gather each other's copies for a token of the micro-batch.
+        """Return the seconds in which ranks of one expert gather each other's copies for a token of the micro-batch.
 
-        Where copies are saved they are sent to every one of these ranks at once (Megatron's flex dispatcher).
+        If copies are saved, a token is sent to all of these ranks at once (Megatron's flex
+        dispatcher).
         """
         ranks, trainer = self.ranks, self.ranks.trainer
         if not trainer.shards_experts or trainer.dispatch == "deduplicated":
@@ -409,10 +426,10 @@ class Layer:
         return (trainer.expert_slices - 1) * own * num_bytes / ranks.gpu.nvlink
 
     def _all_to_all_time(self) -> float:
-        """Seconds of one all-to-all for a token of the micro-batch.
+        """Return the seconds of one all-to-all for a token of the micro-batch.
 
-        Where copies are saved, a token crosses to each other node, and then to each GPU, at most once, however
-        many of its experts are there (as DeepEP and HybridEP send it).
+        If copies are saved, a token goes at most once to each other node and each GPU, even if
+        several of its experts are there (as in DeepEP and HybridEP).
         """
         ranks, trainer, experts = self.ranks, self.ranks.trainer, self.ranks.model.experts
         degree = trainer.expert_parallel
@@ -435,9 +452,9 @@ class Layer:
 
 @lru_cache(maxsize=1024)
 def _attention_line(gpu: str, dtype: str, heads: float, caches: float) -> Pass:
-    """Fit a straight line in tokens and pairs to the prefill kernel, least squares of relative errors.
+    """Fit a straight line in tokens and pairs to the prefill kernel, by least squares of relative errors.
 
-    As many sequences as fill a pass share a call: a short one alone would not fill the GPU.
+    A call has as many sequences as fill a pass, because a single short one would not fill the GPU.
     """
     kernels = Kernels(gpu, dtype)
     seconds = []
@@ -455,16 +472,18 @@ def _attention_line(gpu: str, dtype: str, heads: float, caches: float) -> Pass:
 
 
 RETURNS = 2.0
-"""Times that a backward pass sends what a forward one does, where keys and values are sent and not heads."""
+"""Transfers of a backward pass relative to the forward pass, if keys and values are sent and not
+heads.
+"""
 
 
 def late_forward(layer: Layer) -> Pass:
-    """Return the seconds by which a layer waits for other ranks in its forward pass; less than none where it does not."""
+    """Return the seconds for which a layer's forward pass waits for other ranks; negative if it does not wait."""
     return Pass(per_token=_sent(layer.ranks)) + _meanwhile(layer) * -1.0
 
 
 def late_backward(layer: Layer) -> list[Pass]:
-    """Return the same of its backward pass, and of the forward one that full recomputation adds."""
+    """Return the same for its backward pass, and for the forward pass that full recomputation adds."""
     again = [late_forward(layer)] if layer.ranks.trainer.recompute == "full" else []
     times = 1.0 if layer.ranks.trainer.context_exchange == "all-to-all" else RETURNS
     hidden = _meanwhile(layer) * -ATTENTION_BACKWARD
@@ -472,7 +491,7 @@ def late_backward(layer: Layer) -> list[Pass]:
 
 
 def _meanwhile(layer: Layer) -> Pass:
-    """Return the attention of a rank that computes while keys and values are under way: all parts but the last."""
+    """Return the attention that a rank computes during the exchange: all parts but the last."""
     ranks = layer.ranks.trainer.context_parallel
     if layer.ranks.trainer.context_exchange != "ring":
         return Pass()
@@ -480,7 +499,7 @@ def _meanwhile(layer: Layer) -> Pass:
 
 
 def _sent(ranks: Ranks) -> float:
-    """Seconds of one layer's forward exchange, for each token of a micro-batch."""
+    """Return the seconds of one layer's forward exchange, for each token of a micro-batch."""
     trainer = ranks.trainer
     degree, near = trainer.context_parallel, ranks.context_ranks_of_a_node
     queries, caches = context_channels(ranks.model, trainer)

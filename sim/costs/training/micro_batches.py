@@ -17,13 +17,14 @@ def distribute_rollouts(
     time_of: Callable[[int], float],
     trainer: TrainerConfig,
 ) -> list[list[int]]:
-    """Deal rollouts out to ranks, each to the one that has the least to do.
+    """Distribute rollouts over ranks; each goes to the rank with the least work.
 
     Args:
         lengths: tokens of each rollout, prompt and output.
-        loads: (ranks,) seconds that each rank has to do already.
+        loads: (ranks,) seconds of work that each rank already has.
         time_of: seconds of a rollout.
-        trainer: whose `order` says whether the longest are dealt out first, or rollouts as they come.
+        trainer: its `order` says whether the longest rollouts come first, or rollouts keep their
+            order.
     """
     ranks = [(load, rank) for rank, load in enumerate(loads)]
     heapify(ranks)
@@ -36,10 +37,11 @@ def distribute_rollouts(
 
 
 def micro_batches(lengths: Sequence[int], trainer: TrainerConfig) -> list[MicroBatch]:
-    """Put a rank's rollouts together, in order.
+    """Pack a rank's rollouts into micro-batches, in order.
 
-    A micro-batch has at most `micro_batch` rollouts, and `max_tokens_per_pass` tokens unless one rollout has more.
-    Packed rollouts follow each other without padding; padded ones are all as long as the longest.
+    A micro-batch has at most `micro_batch` rollouts. It has at most `max_tokens_per_pass` tokens,
+    unless a single rollout has more. Packed rollouts follow each other without padding; padded ones
+    have the length of the longest.
     """
     is_packed, most, room = (
         trainer.packing == "packed",

@@ -1,24 +1,20 @@
-"""Pipeline schedules of a trainer: 1F1B and interleaved, and when a trainer can take more work.
+"""Compute pipeline schedules of a trainer, 1F1B and interleaved, and when the trainer can take more work.
 
-The interleaved schedule: each GPU has several thin slices of the model, so that a pipeline fills sooner.
+1F1B. Stage s of p holds at most p - s micro-batches between their forward and their backward pass.
+A micro-batch enters a stage when the stage before has sent it and earlier work is done. A stage
+runs forward passes until it is full, then backward and forward passes in turn (Narayanan et al.
+2021, arXiv 2104.04473). New micro-batches keep the pipeline full if they come before the last one
+has left the first stage. Otherwise it drains and fills again. Passes without a backward pass
+(scores) go through in one direction.
 
-Device s of p holds chunks s, s + p, s + 2p … of p v slices. Forward passes run through groups of p micro-batches,
-chunk after chunk; a device does (p - s - 1) 2 + (v - 1) p of them before forward and backward take turns
-(Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the order is Megatron-LM's).
+Interleaved. Each GPU has several thin slices of the model, so that the pipeline fills sooner.
+Device s of p holds chunks s, s + p, s + 2p … of p v slices. Forward passes run through groups of p
+micro-batches, chunk after chunk. A device runs (p - s - 1) 2 + (v - 1) p of them before forward and
+backward passes alternate (same paper, section 2.2; the order is Megatron-LM's).
 
-The stages of one data-parallel rank, each free from a time of its own: one forward, one backward in turn.
-
-Stage s of p holds at most p - s micro-batches between their forward and their backward pass. A micro-batch enters
-a stage once the one before has sent it, and the stage has done what came earlier: forward passes until it is full,
-then backward and forward in turn (1F1B: Narayanan et al. 2021, arXiv 2104.04473). Micro-batches that come before
-the last has left the first stage keep the pipeline full; otherwise it drains, and fills again.
-
-Passes without a backward one (scores) go through in one direction.
-
-A trainer's passes one after the other, as commands bring them: when it can take more, and when all is done.
-
-Each data-parallel rank works off what it was dealt, and waits for the others at the step. Ranks that share out
-experts, or gather weights for every micro-batch, go in step instead: all wait for the slowest.
+Each data-parallel rank works on its own share, and waits for the others at the optimizer step.
+Ranks that share experts, or gather weights for every micro-batch, run in lockstep: all wait for the
+slowest.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rol
 from streamrl.sim.costs.training.stage_times import StageTimes
 
 Seconds = Sequence[Sequence[float]]
-"""(micro-batches, devices x chunks): of each slice, in the order of the model."""
+"""(micro-batches, devices x chunks): seconds of each slice, in the order of the model."""
 
 
 class _Op(NamedTuple):
@@ -53,11 +49,11 @@ def interleave(
     free_at: Sequence[float],
     sends: Sequence[float],
 ) -> list[float]:
-    """Put micro-batches through; return when each device is free.
+    """Run micro-batches through the pipeline, and return when each device is free.
 
     Args:
         forward: seconds of forward passes.
-        backward: of backward passes; None where there are none, as of scores.
+        backward: seconds of backward passes; None for scoring.
         chunks: slices of each device.
         free_at: (devices,) when each can begin.
         sends: (micro-batches,) seconds of each between two slices.
@@ -94,7 +90,7 @@ def interleave(
 
 
 def _order(device: int, devices: int, chunks: int, num_micro: int) -> list[_Op]:
-    """Return what a device does, in order; micro-batches are a multiple of devices, or all are warm-up."""
+    """Return a device's passes in order; micro-batches are a multiple of devices, or all are warm-up."""
     turns = range(num_micro * chunks)
     forward = [_at(turn, devices, chunks, is_forward=True) for turn in turns]
     backward = [_at(turn, devices, chunks, is_forward=False) for turn in turns]
@@ -112,7 +108,9 @@ def _at(turn: int, devices: int, chunks: int, *, is_forward: bool) -> _Op:
 
 
 ROUNDING = 1e-12
-"""Share of an instant by which two sums of the same durations may differ: what comes so late is not late."""
+"""Share of an instant by which two sums of the same durations may differ; such a delay does not
+count.
+"""
 
 
 class _Batch(NamedTuple):
@@ -125,17 +123,19 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class Pipeline:
-    """See the module."""
+    """The stages of one data-parallel rank, with a 1F1B schedule."""
 
     num_stages: int
     free_at: list[float] = field(default_factory=list)
-    """When each stage has done all that it was given."""
+    """When each stage has finished all its work."""
     open_until: float = 0.0
-    """When the last micro-batch leaves the first stage: what comes by then finds the pipeline full."""
+    """When the last micro-batch leaves the first stage; one that comes by then finds the pipeline
+    full.
+    """
     _waiting: list[deque[_Batch]] = field(default_factory=list)
-    """Micro-batches of which each stage has yet to do the backward pass."""
+    """Micro-batches whose backward pass each stage has yet to run."""
     _returned_at: list[deque[float]] = field(default_factory=list)
-    """When the stage after has sent the gradients of those back, of as many as it has done."""
+    """When the next stage has returned the gradients of those, for the passes it has finished."""
 
     def __post_init__(self) -> None:
         self.free_at = [0.0] * self.num_stages
@@ -145,7 +145,7 @@ class Pipeline:
     def train(
         self, forward: Sequence[float], backward: Sequence[float], send: float, now: float
     ) -> None:
-        """Put a micro-batch through that is there at `now`, given its seconds on each stage and between two."""
+        """Run a micro-batch that arrives at `now`, with its seconds on each stage and between two stages."""
         if self.num_stages == 1:
             self.open_until = max(self.free_at[0], now) + forward[0] + backward[0]
             self.free_at[0] = self.open_until
@@ -166,7 +166,7 @@ class Pipeline:
         self.open_until = free_at[0]
 
     def score(self, forward: Sequence[float], send: float, now: float) -> None:
-        """Put a micro-batch through in one direction."""
+        """Run a micro-batch through in one direction."""
         self.drain()
         ready_at = now
         for stage in range(self.num_stages):
@@ -176,23 +176,23 @@ class Pipeline:
         self.open_until = self.free_at[0]
 
     def drain(self) -> float:
-        """Do the backward passes that are left; return when all stages are free."""
+        """Run the remaining backward passes, and return when all stages are free."""
         for stage in range(self.num_stages - 1, -1, -1):
             while self._waiting[stage]:
                 self._go_back(stage)
         return max(self.free_at)
 
     def pause(self, seconds: float, now: float) -> None:
-        """Let every stage spend seconds in which nothing else can be done, once it is free."""
+        """Block every stage for `seconds` once it is free."""
         self.drain()
         self.free_at = [max(now, free) + seconds for free in self.free_at]
 
     def resume_at(self, instant: float) -> None:
-        """Let no stage do more before `instant`, by when all are free."""
+        """Block all stages until `instant`, by which all are free."""
         self.free_at = [instant] * self.num_stages
 
     def occupy(self, free_at: Sequence[float]) -> None:
-        """Take when another order of passes leaves each stage free, and the first one open."""
+        """Set when each stage is free after another schedule, and when the first one is open."""
         self.free_at, self.open_until = list(free_at), free_at[0]
 
     def _go_back(self, stage: int) -> None:
@@ -204,14 +204,14 @@ class Pipeline:
 
 
 class TrainerSchedule(Protocol):
-    """What a simulated trainer asks for seconds."""
+    """The schedule of a simulated trainer."""
 
     def score(self, lengths: Sequence[int], now: float) -> float:
-        """Put rollouts (tokens of prompt and output) through forward passes; return when more can come."""
+        """Run forward passes over rollouts (tokens of prompt and output); return when more can come."""
         ...
 
     def train(self, lengths: Sequence[int], now: float) -> float:
-        """Put rollouts through forward and backward passes; return when more can come."""
+        """Run forward and backward passes over rollouts; return when more can come."""
         ...
 
     def finish(self, now: float) -> float:
@@ -224,7 +224,7 @@ TimeOf: TypeAlias = Callable[[Sequence[int]], float]
 
 
 class SerialSchedule:
-    """One rank without a pipeline, whose commands take so many seconds each."""
+    """One rank without a pipeline, with fixed seconds per command."""
 
     def __init__(self, score_time: TimeOf, train_time: TimeOf) -> None:
         self._score_time, self._train_time = score_time, train_time
@@ -260,25 +260,25 @@ class PipelinedSchedule:
         mini_batch: float = inf,
         update_time: float = 0.0,
     ) -> None:
-        """Begin with every rank free.
+        """Create a schedule in which every rank is free.
 
         Args:
             stages: seconds of micro-batches.
             trainer: how ranks share the work.
-            scores: for every model that scores rollouts, the seconds in which it comes from host memory.
-            trains: the same for every model that is trained.
-            share: of the seconds of passes that are spent; rollouts of advantage 0 are skipped.
+            scores: seconds to load each scoring model from host memory.
+            trains: the same for every trained model.
+            share: share of the rollouts that passes compute; rollouts of advantage 0 are skipped.
             epochs: times that rollouts are trained on.
-            mini_batch: rollouts between two optimizer steps; the last of a step is the trainer's own command.
-            update_time: seconds of an optimizer step before that.
+            mini_batch: rollouts between two optimizer steps; the last step is a command of its own.
+            update_time: seconds of the optimizer steps before the last.
         """
         self._stages, self._trainer = stages, trainer
         self._scores, self._trains, self._share = scores, trains, share
         self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
         self._num_trained = 0
-        """Rollouts since the last optimizer step, or those of it that are under way."""
+        """Rollouts since the last optimizer step."""
         self._batch: list[int] = []
-        """Rollouts of the step so far, where there are epochs to come."""
+        """Rollouts of the step so far, if more epochs follow."""
         self._goes_in_step = trainer.zero >= 2 or trainer.shards_experts
         num_clocks = 1 if self._goes_in_step else trainer.data_parallel
         self._ranks = [Pipeline(trainer.pipeline_parallel) for _ in range(num_clocks)]
@@ -306,7 +306,7 @@ class PipelinedSchedule:
         return self._open_until(now)
 
     def finish(self, now: float) -> float:
-        """See `TrainerSchedule`; now that the batch is whole, what it is trained on again follows."""
+        """Run the remaining epochs over the whole batch; see `TrainerSchedule`."""
         for _ in range(1, self._epochs if self._batch else 1):
             self._update()
             self._train_in_mini_batches(self._batch, now)
@@ -343,14 +343,14 @@ class PipelinedSchedule:
                     rank.train(one, other, send, now)
 
     def _update(self) -> None:
-        """Make an optimizer step between two mini-batches: every rank waits for the slowest."""
+        """Run an optimizer step between two mini-batches: every rank waits for the slowest."""
         done_at = max(rank.drain() for rank in self._ranks) + self._update_time
         for rank in self._ranks:
             rank.resume_at(done_at)
         self._num_trained = 0
 
     def _wait(self, seconds: float, now: float) -> None:
-        """Let every stage spend seconds in which nothing else can be done."""
+        """Block every stage for `seconds`."""
         if seconds:
             for rank in self._ranks:
                 rank.pause(seconds, now)
@@ -373,7 +373,7 @@ class PipelinedSchedule:
     ) -> list[list[list[float]]]:
         """Return, for each clock, the seconds of each micro-batch in every slice.
 
-        Ranks that go in step keep one clock: a micro-batch takes as long as on the rank where it takes longest.
+        Ranks in lockstep share one clock: a micro-batch takes as long as on the slowest rank.
         """
         rows = iter((times_of([b for part in dealt for b in part]) * share).tolist())
         by_rank = [list(islice(rows, len(part))) for part in dealt]
@@ -398,7 +398,7 @@ class PipelinedSchedule:
         sends: Sequence[float],
         now: float,
     ) -> None:
-        """Put a command through by itself; micro-batches of no work make them a multiple of the stages."""
+        """Run a command's micro-batches alone; empty ones fill up to a multiple of the stages."""
         if not forward:
             return
         missing = -len(forward) % self._trainer.pipeline_parallel
@@ -413,5 +413,5 @@ class PipelinedSchedule:
         rank.occupy(free_at)
 
     def _open_until(self, now: float) -> float:
-        """Return when a mean rank can take more; one that was dealt nothing can at once."""
+        """Return when a mean rank can take more work; a rank without work can at once."""
         return fmean(max(now, rank.open_until) for rank in self._ranks)

@@ -1,6 +1,7 @@
-"""The constants of training, fitted to published steps: the file profiles/measured/training.toml.
+"""Load the constants of training, fitted to published steps: the file profiles/measured/training.toml.
 
-`benchmarks/fit_training.py` fits them and writes the profile; `streamrl.sim.costs.training.layer` says what each is for.
+`benchmarks/fit_training.py` fits them and writes the profile. `streamrl.sim.costs.training.layer`
+explains the terms that use them.
 """
 
 from __future__ import annotations
@@ -20,51 +21,63 @@ PATH = PROFILES / "measured" / "training.toml"
 
 
 class Constants(ProfileTable, frozen=True, kw_only=True):
-    """What the fit found."""
+    """The fitted constants."""
 
     activation_traffic: float
-    """Bytes through memory in a forward pass for each byte of activations that it keeps, with fused kernels."""
+    """Bytes through memory in a forward pass for each byte of activations that it keeps, with
+    fused kernels.
+    """
     logit_traffic: float
     """Bytes through memory for each logit in a forward pass, with fused kernels."""
     uncompiled_traffic: float
-    """Times that of fused kernels where elementwise operations are not fused."""
+    """Traffic relative to fused kernels if elementwise operations are not fused."""
     eager_traffic: float
-    """Times that of fused kernels where the modules of a model run one operation after the other."""
+    """Traffic relative to fused kernels if a model's modules run one operation after the other."""
     attention: float
     """Seconds of attention in training for each second of the same kernel in inference."""
     permutation_traffic: float
-    """Bytes through memory for each byte of tokens that are put in the order of their experts and back."""
+    """Bytes through memory for each byte of tokens that are sorted by expert and back."""
     unfused_traffic: float
-    """The same in addition, where permutation is an operation of its own."""
+    """Additional bytes if the permutation is a separate operation."""
     routing_time: float
-    """Seconds of a layer with experts and direction in which hosts and GPUs wait for token counts."""
+    """Seconds for which hosts and GPUs wait for token counts, per layer with experts and
+    direction.
+    """
     imbalance: float
-    """Standard deviation of tokens over experts, relative to their mean, where the router chooses freely."""
+    """Standard deviation of tokens over experts, relative to their mean, with free choice of the
+    router.
+    """
     trade: float
-    """Seconds of an all-to-all of expert ranks for each second that its bytes take at the datasheet's bandwidth."""
+    """Seconds of an all-to-all of expert ranks for each second that its bytes take at the
+    datasheet's bandwidth.
+    """
     trade_overlap: float
-    """Share of that which is hidden behind another micro-batch, where the trainer overlaps them."""
+    """Share of the all-to-all that is hidden behind another micro-batch, if the trainer overlaps
+    them.
+    """
     reduce: float
-    """The same of collectives of tensor ranks."""
+    """Seconds of collectives of tensor ranks for each second at the datasheet's bandwidth."""
     collective: float
-    """The same of collectives of data-parallel ranks."""
+    """Seconds of collectives of data-parallel ranks for each second at the datasheet's bandwidth."""
     gather_overlap: float
-    """Share of what ZeRO 3 gathers and scatters that is hidden behind computing, where that lasts long enough."""
+    """Share of ZeRO 3's gathers and scatters that is hidden behind computing, if that lasts long
+    enough.
+    """
     step_time: float
-    """Seconds of a step beside passes, collectives and the optimizer's traffic."""
+    """Seconds of a step in addition to passes, collectives and the optimizer's traffic."""
 
     def __post_init__(self) -> None:
         check_positive(self)
 
 
 class GemmRate(ProfileTable, frozen=True, kw_only=True):
-    """How fast matrix products of 16 bits run on one kind of GPU.
+    """Rate of 16-bit matrix products on one kind of GPU.
 
     (m, k) times (k, n) runs at `flops` / (1 + tokens / m + columns / n + rows / k).
     """
 
     flops: float
-    """FLOP/s of a product without end."""
+    """FLOP/s of an infinitely large product."""
     tokens: float
     columns: float
     rows: float
@@ -77,9 +90,10 @@ class GemmRate(ProfileTable, frozen=True, kw_only=True):
 
 
 class ExpertRate(ProfileTable, frozen=True, kw_only=True):
-    """How fast grouped products of experts run on one kind of GPU.
+    """Rate of grouped products of experts on one kind of GPU.
 
-    With m tokens of each expert and w channels of it on a GPU: at `flops` / (1 + tokens / m + width / w).
+    With m tokens of each expert and w channels of it on a GPU: `flops` / (1 + tokens / m + width /
+    w).
     """
 
     flops: float
@@ -93,7 +107,7 @@ class ExpertRate(ProfileTable, frozen=True, kw_only=True):
 
 
 class Errors(ProfileTable, frozen=True, kw_only=True):
-    """Relative errors of the seconds of a step, on shapes the fit had not seen."""
+    """Relative errors of step times, on shapes that were left out of the fit."""
 
     rows: int
     median: float
@@ -114,25 +128,25 @@ class TrainingProfile(ProfileTable, frozen=True, kw_only=True):
     spread: dict[str, tuple[float, float]]
     """Least and largest value of each constant over fits that leave a shape out."""
     triton_attention: dict[str, float]
-    """Seconds of the attention that llm-foundry's rows were measured with, times those of the kernel table, by GPU."""
+    """Seconds of llm-foundry's Triton attention relative to the kernel table, by GPU."""
     without: dict[str, Constants]
-    """The constants of a fit that left a model out, by its name among published steps."""
+    """Constants of a fit that left a model out, by its name among published steps."""
     triton_without: dict[str, dict[str, float]]
     """`triton_attention` of a fit that left a model out, by the model's name."""
     held_out: dict[str, Errors]
-    """By kind of model: dense, mixture."""
+    """Errors by kind of model: dense, mixture."""
     gemm: dict[str, GemmRate]
-    """By name of a GPU in profiles/gpus."""
+    """Rates by name of a GPU in profiles/gpus."""
     experts: dict[str, ExpertRate]
-    """By name of a GPU in profiles/gpus."""
+    """Rates by name of a GPU in profiles/gpus."""
     gemm_fp8: dict[str, GemmRate]
-    """As `gemm`, in fp8, of GPUs whose products were measured so."""
+    """Like `gemm` in fp8, for GPUs with measured fp8 products."""
     experts_fp8: dict[str, ExpertRate]
 
 
 @functools.cache
 def load_training_profile(path: Path = PATH) -> TrainingProfile:
-    """Read the profile; `ValueError` with file and key where something is wrong."""
+    """Read the profile; `ValueError` names the file and the key of an error."""
     try:
         return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8-sig")), TrainingProfile)
     except ValueError as error:

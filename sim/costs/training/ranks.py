@@ -1,4 +1,4 @@
-"""The trainer's GPUs: how they share one model, and what they send each other."""
+"""Describe the trainer's GPUs: how they share one model, and how long their collectives take."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Ranks:
     model: ModelShape
     gpu: Gpu
     gpu_name: str
-    """Of its profile, where its kernel tables are found."""
+    """Name of the GPU whose kernel tables are used."""
     trainer: TrainerConfig
     nvlink_domain: int
-    """GPUs that NVLink joins: those of a node, or of several."""
+    """GPUs in an NVLink domain: those of one or several nodes."""
     dtype: str
-    """Of weights, activations and what GPUs send each other."""
+    """Dtype of weights, activations and messages between GPUs."""
     computes_in: str
     """Format of the products of linear layers."""
     frozen: float = 0.0
-    """Share of the trained models that learn adapters beside weights that stay."""
+    """Share of the trained models that train adapters on frozen weights."""
     adapter_rank: int = 0
     trained: float = 1.0
-    """Share of a model's parameters that learn, on average over trained models."""
+    """Share of a model's parameters that are trained, on average over trained models."""
     collective: float = 1.0
     """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
 
@@ -63,12 +63,12 @@ class Ranks:
 
     @property
     def network(self) -> float:
-        """Bytes a second that one GPU sends to another node, one direction."""
+        """Bytes per second that one GPU sends to another node, one direction."""
         return self.gpu.network
 
     @property
     def context_ranks_of_a_node(self) -> int:
-        """Context ranks that stand next to each other in a node or NVLink domain, each with its tensor ranks."""
+        """Adjacent context ranks in a node or NVLink domain, each with its tensor ranks."""
         trainer = self.trainer
         return min(trainer.context_parallel, max(1, self.nvlink_domain // trainer.tensor_parallel))
 
@@ -77,7 +77,8 @@ class Ranks:
     def gather_time(self) -> float:
         """Seconds in which ZeRO 3 gathers the weights of a stage once.
 
-        Every micro-batch gathers them for its forward and for its backward pass, and scatters gradients.
+        Every micro-batch gathers them for its forward and its backward pass, and scatters
+        gradients.
         """
         return self._data_time(self.width) if self.trainer.zero == 3 else 0.0
 
@@ -86,17 +87,18 @@ class Ranks:
         return self._data_time(GRADIENT_BYTES * self.trained) if self.trainer.zero >= 2 else 0.0
 
     def reduce_time(self) -> float:
-        """Seconds in which a step sums gradients over ranks, as far as micro-batches have not, and gathers new weights.
+        """Return the seconds in which a step reduces the remaining gradients over ranks and gathers new weights.
 
-        ZeRO 0 reduces gradients and gathers their sums, 1 reduces them and gathers weights, 2 gathers weights.
+        ZeRO 0 reduces gradients and gathers their sums, 1 reduces them and gathers weights, 2
+        gathers weights.
         """
         width = {0: 2 * GRADIENT_BYTES, 1: GRADIENT_BYTES + self.width, 2: self.width, 3: 0}
         return self._data_time(width[self.trainer.zero] * self.trained)
 
     def _data_time(self, num_bytes: float) -> float:
-        """Seconds of a ring over all copies of each parameter on the fullest stage, `num_bytes` of each.
+        """Return the seconds of a ring over all copies of each parameter on the fullest stage, `num_bytes` of each.
 
-        Experts that ranks share out have fewer copies.
+        Experts that ranks share have fewer copies.
         """
         trainer = self.trainer
         experts = shared_out_parameters(self.model, trainer)
@@ -107,7 +109,7 @@ class Ranks:
         )
 
     def ring_time(self, num_bytes: float, ranks: int, spacing: int = 1) -> float:
-        """Seconds in which a ring gathers a message of `num_bytes`, or reduces and scatters it.
+        """Return the seconds in which a ring gathers a message of `num_bytes`, or reduces and scatters it.
 
         Each of r ranks sends (r-1)/r of it. An all-reduce is both, one after the other.
         """
@@ -115,10 +117,10 @@ class Ranks:
         return self.collective * share * num_bytes / self._ring_bandwidth(ranks, spacing)
 
     def _ring_bandwidth(self, ranks: int, spacing: int) -> float:
-        """Bytes a second that each of `ranks` GPUs, `spacing` apart, sends around their rings.
+        """Return the bytes per second that each of `ranks` GPUs, `spacing` apart, sends around their rings.
 
-        Inside a node, or another NVLink domain, over NVLink. Beyond it every rank of a node brings its own network port, and a ring
-        crosses to the next node through one of them.
+        Within a node or NVLink domain, rings use NVLink. Beyond it, every rank of a node has its
+        own network port, and a ring goes to the next node through one of them.
         """
         if ranks * spacing <= self.nvlink_domain:
             return self.gpu.nvlink
@@ -128,7 +130,7 @@ class Ranks:
     # Optimizer ------------------------------------------------------------------------------------
 
     def update_time(self) -> float:
-        """Seconds in which one model's optimizer reads gradients, and reads and writes its state."""
+        """Return the seconds in which one model's optimizer reads gradients, and reads and writes its state."""
         learning = self.model.num_parameters * self.trained
         num_bytes = learning * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency

@@ -1,4 +1,4 @@
-"""The stages of a trainer's pipeline: what each computes for a micro-batch, and what it sends on."""
+"""Compute the seconds of a trainer's pipeline stages: computing a micro-batch and sending it on."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from streamrl.sim.costs.training.micro_batches import MicroBatch
 from streamrl.sim.costs.training.ranks import Ranks
 
 Lines: TypeAlias = tuple[Floats, Floats]
-"""(slices,) seconds of a micro-batch, and (2, slices) seconds of its tokens and of its pairs."""
+"""(slices,) seconds of a micro-batch, and (2, slices) seconds per token and per pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds of every slice of the model, the first first, by direction; a stage has one, interleaved ones several."""
+    """Seconds of every slice of the model in order; a stage has one slice, or several if interleaved."""
 
     forward: tuple[Pass, ...]
     backward: tuple[Pass, ...]
     scored: tuple[Pass, ...]
-    """Of a forward pass that no backward one follows."""
+    """Forward passes without a backward pass."""
     gather_time: float = 0.0
     """Seconds of ZeRO 3 for the forward pass of a micro-batch, hidden or not."""
     scatter_time: float = 0.0
@@ -41,15 +41,15 @@ class StageTimes:
     overlap: float = 0.0
     """Share of both that is hidden behind computing that lasts long enough."""
     send: float = 0.0
-    """Seconds from stage to stage, of each token."""
+    """Seconds from stage to stage per token."""
     late_forward: tuple[tuple[Pass, ...], ...] = ()
-    """By which context ranks wait for each other beside that, each exchange by itself, where it is more than 0."""
+    """Further waiting of context ranks for each other, one entry per exchange; counts if above 0."""
     late_backward: tuple[tuple[Pass, ...], ...] = ()
     late_scored: tuple[tuple[Pass, ...], ...] = ()
 
     @classmethod
     def compose(cls, ranks: Ranks, layer: Layer) -> StageTimes:
-        """Put layers and head together; collectives of data-parallel ranks are the slowest stage's."""
+        """Combine layers and head; collectives of data-parallel ranks are those of the slowest stage."""
         shared = ranks.trainer.context_parallel
         passes = (layer.forward(), layer.backward(), layer.head())
         forward, backward, head = (one.shared(shared) for one in passes)
@@ -73,7 +73,7 @@ class StageTimes:
 
     @classmethod
     def assumed(cls, ranks: Ranks, efficiency: float) -> StageTimes:
-        """Return the stages at a share of peak FLOP/s; recomputation and collectives are part of it."""
+        """Return the stages at a share of peak FLOP/s, which includes recomputation and collectives."""
         model, trainer = ranks.model, ranks.trainer
         ways = trainer.tensor_parallel * trainer.context_parallel
         narrow, achieved = (
@@ -92,7 +92,7 @@ class StageTimes:
         return cls(forward=forward, backward=backward, scored=forward)
 
     def at(self, score: float, train: float) -> StageTimes:
-        """Return the stages where passes that score, and those that train, are so many times as fast."""
+        """Return the stages with scoring and training passes faster by these factors."""
         if score == train == 1.0:
             return self
         return replace(
@@ -178,7 +178,7 @@ class StageTimes:
 
 
 def _lines(passes: Sequence[Pass]) -> Lines:
-    """Put the passes of all slices together."""
+    """Combine the passes of all slices."""
     fixed = np.array([one.fixed for one in passes])
     slopes = np.array(
         [[one.per_token for one in passes], [one.per_pair for one in passes]],
@@ -196,9 +196,9 @@ def _divided(lates: tuple[tuple[Pass, ...], ...], factor: float) -> tuple[tuple[
 
 
 def _send_time(ranks: Ranks) -> float:
-    """Seconds of a token between stages, each tensor rank sending its share.
+    """Return the seconds of a token between stages; each tensor rank sends its share.
 
-    Stages are in different nodes unless all of the trainer is in one.
+    Stages are in different nodes, unless the whole trainer is in one.
     """
     trainer = ranks.trainer
     if trainer.pipeline_parallel == 1:

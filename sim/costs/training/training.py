@@ -1,10 +1,12 @@
-"""What training costs: seconds of the trainer's commands, and how well they are known.
+"""Compute the seconds of the trainer's commands, and how well they are known.
 
-A stage takes seconds for a micro-batch by its tokens and its pairs of tokens. How many comes from, in this order:
-1. `trainer.efficiency` of the run file, a share of peak FLOP/s (tier roofline);
-2. the terms of `streamrl.sim.costs.training.layer`, fitted to published training in profiles/measured/training.toml, where
-   that knows the GPU and the dtype;
-3. the GPU's own assumed `training_efficiency` (tier roofline).
+A stage's seconds for a micro-batch depend on its tokens and its pairs of tokens. They come from the
+first of these that is available:
+
+1. `trainer.efficiency` of the run file, a share of peak FLOP/s (tier roofline)
+2. the terms of `streamrl.sim.costs.training.layer`, fitted to published training in
+   profiles/measured/training.toml, if it has the GPU and the dtype
+3. the GPU's own assumed `training_efficiency` (tier roofline)
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ MEASURED_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """Seconds in which one model comes from host memory, and what it changed goes back there."""
+    """Seconds to load one model from host memory, and to move its changes back."""
 
     score_time: float = 0.0
     """Weights in; they do not change."""
@@ -52,9 +54,10 @@ class Switches:
 
     @classmethod
     def of(cls, state: ModelState, host_link: float, *, is_alone: bool = False) -> Switches:
-        """Move a model's bytes over `host_link` bytes a second, one direction at a time.
+        """Return the seconds of a model's bytes at `host_link` bytes per second, one direction at a time.
 
-        A model that is alone keeps its weights and gradients on the GPUs: its optimizer comes for the step.
+        A single model keeps its weights and gradients on the GPUs; only its optimizer states move
+        for the step.
         """
         weights, gradients, optimizer = state.weights, state.gradients, state.optimizer
         if is_alone:
@@ -76,14 +79,14 @@ class TrainingCosts:
     num_trained: int
     """Models that a step updates."""
     informative_share: float
-    """Share of rollouts that have a gradient; the trainer skips the others, and scores none of them."""
+    """Share of rollouts that have a gradient; the trainer neither scores nor trains the others."""
     switches: Switches
     optimizer_time: float
-    """Seconds of gradient reduction and one optimizer step, of all trained models."""
+    """Seconds of gradient reduction and one optimizer step, for all trained models."""
     overhead_time: float
     """Seconds of a step for data, rewards and logging."""
     mini_batch: float
-    """Rollouts between two optimizer steps; inf where a batch has one, whatever its size."""
+    """Rollouts between two optimizer steps; inf if a batch has one step."""
     epochs: int
     """Times that a batch is trained on."""
     provenance: Provenance
@@ -91,7 +94,7 @@ class TrainingCosts:
 
     @classmethod
     def load(cls, run: Run) -> TrainingCosts:
-        """Put the costs of the trainer that leads a run together.
+        """Load the costs of a run's primary trainer.
 
         Raises:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
@@ -118,12 +121,12 @@ class TrainingCosts:
         computed_share: float,
         overhead_time: float,
     ) -> TrainingCosts:
-        """Put the costs of a trainer together, on hardware that no profile was measured of.
+        """Compute a trainer's costs from operators, without a machine profile.
 
         Args:
             trainer: its model, GPUs and section of the run file.
             framework: its section of the run file.
-            factors: how fast passes that score and passes that train are relative to the profiles.
+            factors: speeds of scoring and of training passes relative to the profiles.
             computed_share: share of the rollouts in a step whose gradient is computed.
             overhead_time: seconds of a step for data, rewards and logging.
 
@@ -150,7 +153,7 @@ class TrainingCosts:
         )
 
     def line(self) -> TrainerSchedule:
-        """Return the trainer's passes, before the first."""
+        """Return an empty schedule of the trainer's passes."""
         return PipelinedSchedule(
             self.stages,
             self.trainer,
@@ -169,14 +172,14 @@ class TrainingCosts:
         return line.finish(0.0)
 
     def score_time(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first, alone."""
+        """Return the seconds of the scoring passes over rollouts (prompt + output tokens), alone."""
         line = self.line()
         line.score(lengths, 0.0)
         return line.finish(0.0)
 
 
 def _switches_of(trainer: TrainerHardware, ranks: Ranks) -> Switches:
-    """Return what moves to host memory and back; nothing where all models stay on the GPUs."""
+    """Return the seconds of moving models to host memory and back; 0 if all models stay on the GPUs."""
     if not trainer.config.offload:
         return Switches()
     state = model_state(ranks.model, trainer.config, ranks.dtype)
@@ -193,7 +196,7 @@ def _mini_batch(steps: int, algorithm: AlgorithmConfig) -> float:
 
 
 def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, Provenance]:
-    """Return the ranks, their best known stages, seconds that a step has beside them, and where they come from."""
+    """Return the ranks, their best known stages, the further seconds of a step, and the sources."""
     ranks = Ranks.of(trainer)
     efficiency, name = trainer.config.efficiency, trainer.pool.gpu
     if efficiency is not None:
@@ -230,7 +233,7 @@ def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, 
 
 
 def _unseen(trainer: TrainerHardware) -> str | None:
-    """Say what of a model, or of what learns, no published step had; None where it is as theirs."""
+    """Name the feature of the model or trainer that no published step had; None if there is none."""
     model = trainer.longest_model
     if trainer.adapter_rank is not None:
         return "adapters: products for gradients of weights left out, theirs added; no training with them was measured"
@@ -242,18 +245,20 @@ def _unseen(trainer: TrainerHardware) -> str | None:
 
 
 class Rates(NamedTuple):
-    """Of products and of experts in one format, by GPU."""
+    """Rates of products and of experts in one format, by GPU."""
 
     gemm: dict[str, GemmRate]
     experts: dict[str, ExpertRate]
     kinds: Mapping[bool, str] = MappingProxyType({})
-    """Of errors in `TrainingProfile.held_out`, by whether the model is a mixture; none where nobody checked."""
+    """Keys of `TrainingProfile.held_out` by whether the model is a mixture; empty if errors were
+    not checked.
+    """
     wide: Mapping[str, GemmRate] | None = None
-    """Of products that stay in 16 bits, where those of linear layers do not."""
+    """Rates of products that stay in 16 bits, if those of linear layers do not."""
 
 
 def rates_of(profile: TrainingProfile, dtype: str) -> Rates:
-    """Return the rates of linear layers that compute in a format; none where nothing was measured in it."""
+    """Return the rates of linear layers in a format; empty if nothing was measured in it."""
     match dtype:
         case "bfloat16" | "float16":
             return Rates(profile.gemm, profile.experts, {False: "dense", True: "mixture"})
@@ -266,7 +271,7 @@ def rates_of(profile: TrainingProfile, dtype: str) -> Rates:
 def _checked(
     profile: TrainingProfile, rates: Rates, gpu: str, *, is_mixture: bool
 ) -> tuple[list[str], float | None, float | None]:
-    """Return the sources, and the errors on shapes left out where training was measured on this GPU."""
+    """Return the sources, and the held-out errors if training was measured on this GPU."""
     kind = rates.kinds.get(is_mixture)
     if kind is None:
         text = f"training fitted on steps in 16 bits ({profile.source}); mixtures in fp8 unmeasured"
