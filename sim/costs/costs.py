@@ -243,15 +243,15 @@ class Costs(TrainerCosts):
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
     ) -> float:
-        """Return the seconds that prefill adds to what `num_running` decoding rollouts take.
+        """Return the seconds that prefill adds to the decode step of `num_running` rollouts.
 
-        The new tokens of `num_rollouts` rollouts attend to `context_pairs` tokens in all.
+        The new tokens of `num_rollouts` rollouts attend to `context_pairs` tokens in total.
         """
         seconds = self.prefill.time(num_tokens, context_pairs, num_running, num_rollouts)
         return seconds / self.generation_factor
 
     def of_kind(self, kind: int) -> Costs:
-        """Return the costs that a kind of replica has, the one that is named first where 0."""
+        """Return the costs of a kind of replica; kind 0 is the first one in the run file."""
         return self.others[kind - 1] if kind else self
 
     @property
@@ -263,7 +263,10 @@ class Costs(TrainerCosts):
         return self.sync.load_time
 
     def decode_yields(self, admission: AdmissionName) -> list[DecodeYield]:
-        """Return what a trace says of the full batch of each kind of replica, which reserved memory bounds by itself."""
+        """Return the full batch's decode costs of each kind of replica, for the trace.
+
+        Reserved memory limits the batch by itself, so the cache capacity is None then.
+        """
         is_bound = admission == "on-demand"
         return [
             DecodeYield.of(
@@ -276,7 +279,7 @@ class Costs(TrainerCosts):
 
     @property
     def facts(self) -> dict[str, dict[str, float] | list[str]]:
-        """What a trace says of its seconds: the tiers' shares of each operation, and all sources."""
+        """The trace's entry about costs: each operation's shares by tier, and all sources."""
         shares: dict[str, dict[str, float] | list[str]] = {
             operation: {str(tier): share for tier, share in found.shares.items()}
             for operation, found in self.provenance.items()
@@ -292,10 +295,10 @@ class Costs(TrainerCosts):
 
 
 def _with_others(run: Run) -> Costs:
-    """Put together what each kind of replica costs alone; their weights are sent beside each other.
+    """Combine the costs of each kind of replica; pushes to all kinds run at the same time.
 
     Raises:
-        RunError: as `Costs.load`, with the keys of the kind that it is about.
+        RunError: as `Costs.load`, with the keys of the affected kind.
     """
     kinds = []
     for kind in range(run.rollout.num_kinds):
@@ -312,7 +315,7 @@ def _with_others(run: Run) -> Costs:
 
 
 def _check(resolved: ResolvedRun) -> None:
-    """Raise `ValueError` where a profile is missing, a side does not fit, or nobody models the back end."""
+    """Raise `ValueError` if a profile is missing, a side does not fit, or the back end has no model."""
     run = resolved.run
     _check_backend(run.rollout.backend)
     check_profiles(run)
@@ -324,7 +327,7 @@ def _check(resolved: ResolvedRun) -> None:
 
 
 def _check_backend(backend: RolloutBackend) -> None:
-    """Raise `RunError` where replicas generate in a way that `streamrl.sim.replica` does not: a batch at a time."""
+    """Raise `RunError` if the back end generates a whole batch at a time, which `streamrl.sim.replica` cannot."""
     why = engine_named(backend).not_simulated
     if not why:
         return
@@ -337,7 +340,7 @@ def _check_backend(backend: RolloutBackend) -> None:
 
 
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
-    """Replace the seconds of every operation by those that were measured on a machine."""
+    """Replace the seconds of every operation by those measured on a machine."""
     return replace(
         costs,
         decode=machine.decode,
@@ -359,9 +362,9 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
 
 
 def _with_factors(costs: Costs, config: CostsConfig, corrections: Corrections) -> Costs:
-    """Divide the seconds of both sides by the factors of calibration and run file, and say so among the sources.
+    """Divide the seconds of both sides by the factors of calibration and run file, and add these to the sources.
 
-    Those of a calibration that are of the trainer's stages are in their seconds already.
+    The calibration's factors for trainer stages are already applied.
     """
     decode, provenance = costs.decode, dict(costs.provenance)
     for name, source in corrections.sources.items():
@@ -389,14 +392,14 @@ def _with_factors(costs: Costs, config: CostsConfig, corrections: Corrections) -
 
 
 def _with_framework(costs: Costs, told: Iterable[str]) -> Costs:
-    """Say among the sources of training what the framework that a run names has to do with it."""
+    """Add the effects of the named framework to the sources of training."""
     train = costs.provenance["train"]
     said = msgspec.structs.replace(train, sources=(*train.sources, *told))
     return replace(costs, provenance={**costs.provenance, "train": said})
 
 
 def _replica_source(provenance: Provenance, replica: ReplicaHardware, engine: str) -> Provenance:
-    """Return where seconds of a replica come from, with their error and with what nobody measured of it."""
+    """Return the source of a replica's seconds, with their error and the unmeasured parts."""
     provenance = _checked(provenance, replica, engine)
     if replica.adapter_rank is None:
         return provenance
@@ -406,7 +409,7 @@ def _replica_source(provenance: Provenance, replica: ReplicaHardware, engine: st
 
 
 def _checked(provenance: Provenance, replica: ReplicaHardware, engine: str) -> Provenance:
-    """Return where seconds of a replica come from with the error of its engine, in formats and layouts that were checked."""
+    """Add the engine's error to a source, if formats and layout are those that were checked."""
     own, rollout = replica.precision, replica.config
     in_fp8 = own.compute == "fp8"
     is_plain = rollout.drafts is None and rollout.gpus_per_replica == rollout.tensor_parallel
@@ -420,7 +423,7 @@ def _checked(provenance: Provenance, replica: ReplicaHardware, engine: str) -> P
 
 
 def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
-    """Return a GPU's kernels for a replica's formats."""
+    """Return the kernels of a GPU for a replica's formats."""
     return Kernels(gpu, own.compute, backend, own.cache, kept=own.weights)
 
 

@@ -38,7 +38,7 @@ def fill_policies(run: Run, costs: Costs) -> Run:
 
 
 def empty_policies(run: Run, costs: Costs) -> Run:
-    """Return a recorded run without the seconds that `fill_policies` gave it, so that they follow what changes."""
+    """Return a recorded run without the seconds that `fill_policies` added, so that they can be recomputed."""
     others = tuple(replace(kind, latency=None, share=None) for kind in run.rollout.others)
     empty: Run = replace(
         run,
@@ -49,12 +49,12 @@ def empty_policies(run: Run, costs: Costs) -> Run:
 
 
 def _prefill_time(costs: Costs, context: int) -> float:
-    """Return the seconds that prefill takes for each token of a context."""
+    """Return the prefill seconds per token of context."""
     return costs.prefill_time(context, context**2 / 2, 0) / context
 
 
 def fill_latency(run: Run, costs: Costs) -> Run:
-    """Return the run with `policies.latency` filled in from the decode curve, where it is absent."""
+    """Return the run with `policies.latency` computed from the decode curve, if it is absent."""
     if run.policies.latency is not None:
         return run
     points = latency_points(resolve(run.of_kind(0)).replica, costs)
@@ -62,10 +62,10 @@ def fill_latency(run: Run, costs: Costs) -> Run:
 
 
 def latency_points(replica: ReplicaHardware, costs: Costs) -> Points:
-    """Return the seconds of a decode step by batch.
+    """Return the seconds of a decode step by batch size.
 
-    Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds of
-    these, or of the longest where admission reserves them.
+    They are read at half the longest context, the middle of a rollout's life. The largest batch is
+    the one that fits at this length, or at the full length if admission reserves it.
     """
     context = replica.longest_sequence / 2
     most = most_running(replica)
@@ -76,7 +76,7 @@ def latency_points(replica: ReplicaHardware, costs: Costs) -> Points:
 
 
 def fill_kinds(run: Run, costs: Costs) -> Run:
-    """Return the run with latency and share of each kind of replica in `rollout.others`, where they are absent."""
+    """Return the run with latency and share of each kind in `rollout.others`, if they are absent."""
     others = run.rollout.others
     if not others:
         return run
@@ -96,12 +96,12 @@ def fill_kinds(run: Run, costs: Costs) -> Run:
 def even_shares(
     latencies: Sequence[Latency], numbers: Sequence[int], num_rollouts: int
 ) -> list[float]:
-    """Return the rollouts for one replica of each kind with which all take equally long for a token of each.
+    """Return the rollouts per replica of each kind for which all need the same time per token.
 
     Args:
         latencies: of each kind.
         numbers: replicas of each kind.
-        num_rollouts: what they share.
+        num_rollouts: rollouts to divide.
     """
 
     def shares(seconds: float) -> list[float]:
@@ -116,7 +116,7 @@ def even_shares(
 
 
 def _share_within(latency: Latency, seconds: float) -> float:
-    """Return how many rollouts a replica gives a token each in so many seconds: one at least, which it cannot divide."""
+    """Return the rollouts that a replica can advance by one token in `seconds`: at least one."""
     most = latency.most_running
     if seconds >= latency.step_time(most):
         return most * seconds / latency.step_time(most)
