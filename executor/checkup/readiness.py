@@ -20,7 +20,7 @@ from streamrl.executor.launchers.placement import (
 )
 from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.executor.verifier.scorers import make_scorer
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.resolved import TrainerHardware, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
 from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
@@ -84,9 +84,10 @@ def find(run: Run) -> Iterator[Finding]:
         text = "the Ray cluster provides GPUs and cores: execute checks its nodes before it starts a role"
         yield _finding("ok", "cluster", text)
     else:
-        yield from _find_gpus(run)
-        yield from _find_cores(run)
-    yield from _find_memory(run)
+        yield from _find_gpus(gpus_needed(run), run.execute.device)
+        yield from _find_cores(run.rollout, roles_on_cores(run), threads_of(run))
+    if device_of(run.execute.device, run.cluster.pools, run.trainer.pool) != "cpu":
+        yield from _find_memory(resolve(run).trainer, run.rollout.max_tokens)
     yield from _find_sandbox(run.verifier)
 
 
@@ -122,9 +123,8 @@ def _refusal(run: Run) -> str | None:
     return None
 
 
-def _find_gpus(run: Run) -> Iterator[Finding]:
+def _find_gpus(needed: int, device: str) -> Iterator[Finding]:
     """Check that this machine has the GPUs of the run; import torch only if the run needs any."""
-    needed = gpus_needed(run)
     if not needed:
         text = "every process of the run computes on the CPU: no GPU is needed"
         yield _finding("ok", "gpus", text)
@@ -134,18 +134,15 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
     if available >= needed:
         yield _finding("ok", "gpus", text)
         return
-    level: Level = "warning" if run.execute.device == "auto" else "error"
+    level: Level = "warning" if device == "auto" else "error"
     changes: Changes = {"execute.device": "cpu"}
     fix = f"{say(changes)}, or execute it where the GPUs are"
     yield _finding(level, "gpus", text, fix, changes)
 
 
-def _find_memory(run: Run) -> Iterator[Finding]:
+def _find_memory(trainer: TrainerHardware, max_tokens: int) -> Iterator[Finding]:
     """Report the GPU memory of our trainer, which differs from that of plans; skip it if there is no formula."""
-    if device_of(run.execute.device, run.cluster.pools, run.trainer.pool) == "cpu":
-        return
-    trainer = resolve(run).trainer
-    parts = executed_memory(trainer, run.rollout.max_tokens)
+    parts = executed_memory(trainer, max_tokens)
     if parts is None:
         return
     gpu, need = trainer.gpu, sum(parts.values())
@@ -161,18 +158,20 @@ def _find_memory(run: Run) -> Iterator[Finding]:
     yield _finding("warning", "executed-memory", text, fix)
 
 
-def _find_cores(run: Run) -> Iterator[Finding]:
+def _find_cores(rollout: RolloutConfig, roles: int, threads: int) -> Iterator[Finding]:
     """Check that this machine has a core for each thread of the roles that compute on the CPU."""
-    roles, cores = roles_on_cores(run), usable_cores()
+    cores = usable_cores()
     if not roles:
         return
-    needed = roles * threads_of(run)
-    text = f"{roles} roles compute on the CPU, with {threads_of(run)} threads each, and it has {cores} cores"
+    needed = roles * threads
+    text = (
+        f"{roles} roles compute on the CPU, with {threads} threads each, and it has {cores} cores"
+    )
     if needed <= cores:
         yield _finding("ok", "cores", text)
         return
     text += ": each is slower while the others compute"
-    changes = _fewer_roles(run.rollout, roles, cores)
+    changes = _fewer_roles(rollout, roles, cores)
     fix = say(changes) if changes else f"execute it on a machine with {needed} cores"
     yield _finding("warning", "cores", text, fix, changes)
 

@@ -15,5 +15,6 @@ Rules:
 - A fix yields candidate changes, the most likely one first. A change is proposed only after the run was diagnosed with
   it and the finding was gone.
 - `FIXES` maps the name of a finding to its fix. Every warning and error needs an entry.
+- `find` and the entries of `FIXES` take the run. The functions below them take only what they read.
 - A finding's text names the keys with their values. `otherwise` of a fix says what to do if no change was found.
 """

@@ -17,7 +17,7 @@ from streamrl.runfile.frameworks import (
     framework_of,
     settings_of,
 )
-from streamrl.runfile.policies_config import SyncConfig
+from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig, SyncMode
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
 
@@ -46,7 +46,8 @@ def find(run: Run) -> Iterator[Finding]:
     if framework.unknown:
         gaps = "; ".join(f"{what} ({why})" for what, why in framework.unknown.items())
         yield _finding("ok", "framework-unknown", f"unknown of framework {framework.name}: {gaps}")
-    yield from _find_choices(framework, _choices(run, framework))
+    choices = _choices(framework, run.policies, run.sync.mode, run.costs.engine)
+    yield from _find_choices(framework, choices)
     yield from _find_layout(framework, run.trainer)
     if run.rollout.others and not framework.mixes_replicas:
         text = f"rollout.others: framework {framework.name} supports replicas of one kind only"
@@ -109,14 +110,15 @@ def _find_layout(framework: Framework, trainer: TrainerConfig) -> Iterator[Findi
         )
 
 
-def _choices(run: Run, framework: Framework) -> Iterator[Chosen]:
-    policies = run.policies
+def _choices(
+    framework: Framework, policies: PoliciesConfig, sync_mode: SyncMode, engine: str
+) -> Iterator[Chosen]:
     of_each: tuple[tuple[str, str, Sequence[str] | None], ...] = (
         ("policies.system", policies.system, [way.name for way in framework.systems]),
-        ("sync.mode", run.sync.mode, framework.sync_modes(run.costs.engine)),
+        ("sync.mode", sync_mode, framework.sync_modes(engine)),
         ("policies.dispatch", policies.dispatch or DEFAULT_DISPATCH, framework.dispatch),
         ("policies.order", policies.order or "fifo", framework.order),
-        ("costs.engine", run.costs.engine, _engines(framework)),
+        ("costs.engine", engine, _engines(framework)),
     )
     for what, (key, value, able) in zip(CHOICES, of_each, strict=True):
         yield Chosen(f"framework-{what}", key, value, [value] if able is None else list(able))
@@ -143,7 +145,9 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 def _another(name: str) -> Fix:
     def candidates(run: Run) -> Iterator[Changes]:
         framework = framework_of(run.framework.name)
-        for choice in () if framework is None else _choices(run, framework):
+        if framework is None:
+            return
+        for choice in _choices(framework, run.policies, run.sync.mode, run.costs.engine):
             if choice.name == name:
                 yield from ({choice.key: value} for value in choice.able)
 
