@@ -286,7 +286,7 @@ def test_a_resume_goes_on_with_whoever_made_the_checkpoint(
         ),
         (
             {"followers": [{**SECOND, "pool": "far"}], "cluster.pools.far.nodes": 2},
-            "policies.promote cannot be 'second', which is not in the leader's pool 'near'",
+            "policies.promote cannot be 'second', which is not in the primary trainer's pool 'near'",
         ),
         (
             {"framework.optimizer_steps": 2},

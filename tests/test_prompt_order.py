@@ -137,9 +137,9 @@ def test_rewards_are_chosen_by_family_and_what_they_read_is_looked_for_there_alo
     [
         (
             {"workload.prompts": "p.jsonl"},
-            r"workload\.prompts stands beside \[\[workload\.source\]\]",
+            r"workload\.prompts cannot be combined with \[\[workload\.source\]\]",
         ),
-        ({"workload.fields": {"a": "b"}}, r"workload\.fields stands beside"),
+        ({"workload.fields": {"a": "b"}}, r"workload\.fields cannot be combined"),
         ({"workload.order": "sorted"}, r"workload\.order must be one of shuffled, file"),
         ({"workload.source.0.weight": 0.0}, r"workload\.source\.0\.weight must be above 0"),
         ({"workload.source.1.name": "sums"}, r"workload\.source\.0\.name .* 'sums' twice"),

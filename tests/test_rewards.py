@@ -279,7 +279,9 @@ def test_a_reward_that_is_none_is_refused_by_its_key(reward: dict[str, Any], say
 
 
 def test_one_scorer_stands_by_itself_and_each_reward_has_a_name_of_its_own() -> None:
-    with pytest.raises(ValueError, match=r"verifier\.scorer 'exact' stands beside 1 \[\[verifier"):
+    with pytest.raises(
+        ValueError, match=r"verifier\.scorer 'exact' cannot be combined with 1 \[\[verifier"
+    ):
         run_of([{"scorer": "exact"}], **{"verifier.scorer": "exact"})
     with pytest.raises(ValueError, match=r"verifier\.scorer 'regex' needs a pattern"):
         small_run({"verifier.scorer": "regex"})

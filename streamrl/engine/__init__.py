@@ -35,7 +35,7 @@ A rollout passes through these phases. Nothing else moves it.
 | verifying  | its reward is asked for                 | `Verify`                      | `num_verifying`     |
 | ready      | its reward is known                     | `Verified`                    | each trainer's side |
 
-From there each trainer counts for itself (`trainer_side.py`): the group waits in the trainer's line, `Take` puts it
+From there each trainer counts for itself (`trainer_side.py`). The group waits in the trainer's line. `Take` puts it
 into the batch of a step, `Score` and `Train` compute it, and `Step` makes the next policy version. A group leaves the
 state when no trainer may still train on it: trained, skipped or dropped with a reason. So each rollout is trained on
 once, or its reason is in the record.

@@ -1,1 +1,1 @@
-"""GPUs and models: what `profiles/` says of them, what fits in memory, and measured tables between and beyond their rows."""
+"""GPUs and models: read `profiles/`, count memory, and interpolate measured tables."""

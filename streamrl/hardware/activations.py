@@ -137,10 +137,12 @@ def activation_bytes(
 ) -> list[float]:
     """Return the bytes of activations on a GPU of each pipeline stage for passes of `num_tokens`.
 
-    Stage s of p has p - s micro-batches under way in its layers (one forward, one backward in turn), or with v
-    interleaved slices up to (p - s - 1) 2 + (v - 1) p + 1 slices of 1/v of them (Narayanan et al. 2021). Tensor
-    ranks split every activation (sequence parallelism, Korthikanti et al. 2022, section 4.2), and context ranks the tokens
-    of all but the keys and values that one layer attends to, which its GPU is sent.
+    Stage s of p holds the activations of p - s micro-batches, because forward and backward passes
+    alternate. With v interleaved slices it holds up to (p - s - 1) 2 + (v - 1) p + 1 slices of 1/v
+    of its layers (Narayanan et al. 2021). Tensor ranks split every activation (sequence
+    parallelism, Korthikanti et al. 2022, section 4.2). Context ranks split the tokens of every
+    activation except keys and values: a GPU receives all keys and values of the layer that computes
+    attention.
     """
     stages, slices = trainer.pipeline_parallel, trainer.virtual_stages
     kept, again = layer_bytes(model, trainer, dtype)

@@ -4,8 +4,9 @@ Seconds of decode attention over longer contexts than a batch was measured with.
 
 Tables end where a batch's cache filled the GPU or the sweep: 256 rollouts of eight key heads were measured with 512 tokens
 each, 64 with 4,096. With the ratio to the roofline that they had at their last column, the launch and the start of each
-rollout would be paid anew with every further token. What a token more takes depends on how many are read in all, as kernels
-deal rollouts and pieces of their contexts out alike; so a row goes on as the one of fewer caches did at as many tokens:
+rollout would be paid anew with every further token. The cost of one more token
+depends on the total number of tokens read, because kernels schedule rollouts and pieces of their contexts alike. So a
+row continues like the row of fewer caches did at the same number of tokens:
 
     seconds(c, W) = seconds(c, V) + seconds(c', W) - seconds(c', V)
 
@@ -106,7 +107,7 @@ class Surface:
     def seconds(
         self, shape: Mapping[str, float], columns: Floats, peak: Peak
     ) -> tuple[Floats, Bools]:
-        """Return seconds at every column, and which of them lie in the measured range.
+        """Return seconds at every column, and which columns are within the measured range.
 
         Args:
             shape: value of every axis of the rows.

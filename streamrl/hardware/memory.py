@@ -186,8 +186,8 @@ def kv_capacity(replica: ReplicaHardware) -> int:
             None,
             f"rollout.tensor_parallel={rollout.tensor_parallel}{more}: {replica.model.name} needs "
             f"{gpus * weights / 1e9:.1f} GB of "
-            f"weights, {gpus * workspace / 1e9:.1f} GB of workspace and {longest} tokens of KV cache, "
-            f"but {gpus} x {gpu.name} at memory_utilization {rollout.memory_utilization} hold "
+            f"weights, {gpus * workspace / 1e9:.1f} GB of workspace and {longest} tokens of KV cache. "
+            f"But {gpus} x {gpu.name} at memory_utilization {rollout.memory_utilization} hold "
             f"{gpus * usable / 1e9:.1f} GB, which leaves {capacity} tokens",
             ("rollout.memory_utilization", "rollout.max_tokens"),
         )
@@ -283,10 +283,11 @@ class ModelState:
 def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:
     """Return the bytes of one model on a GPU of each pipeline stage.
 
-    Tensor and pipeline ranks split weights and gradients; data-parallel ranks, each of which may be several context
-    ranks, split nothing (ZeRO 0), the optimizer (1), gradients too (2), and weights as well (3), and gather the float32 weights in `dtype` when they need them, so
-    that there is no copy in 16 bits beside the optimizer's (PyTorch's FSDP2). Experts that ranks share out have fewer
-    copies to split over.
+    Tensor and pipeline ranks split weights and gradients. Data-parallel ranks, each of which may be
+    several context ranks, split by ZeRO stage: nothing (0), the optimizer (1), gradients too (2),
+    weights too (3). With stage 3 they gather the float32 weights in `dtype` when they need them, so
+    no 16-bit copy exists beside the optimizer's (PyTorch's FSDP2). Experts that are sharded over
+    ranks have fewer copies to split over.
 
     Raises:
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
@@ -409,9 +410,9 @@ def check_trainer_memory(trainer: TrainerHardware) -> None:
             f"{key}.tensor_parallel",
             config.tensor_parallel,
             None,
-            f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
+            f"{key}: needs {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{config.data_parallel}, {context}tensor_parallel={config.tensor_parallel}, "
-            f"pipeline_parallel={config.pipeline_parallel}, but {gpu.name} has "
+            f"pipeline_parallel={config.pipeline_parallel}. But {gpu.name} has "
             f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_suggest_fixes(trainer, items)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),
         )
@@ -446,7 +447,7 @@ def check_host_memory(trainer: TrainerHardware) -> None:
             f"{key}.offload",
             True,
             None,
-            f"{key}.offload: {need / 1e9:.0f} GB wait in the host memory of a node, but "
+            f"{key}.offload: {need / 1e9:.0f} GB must fit in the host memory of a node, but "
             f"{pool_key(pool, 'host_memory')} is {held / 1e9:.0f} GB",
             (f"{key}.data_parallel", pool_key(pool, "host_memory")),
         )

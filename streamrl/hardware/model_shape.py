@@ -1,9 +1,9 @@
-"""The shape of a decoder-only transformer, its linear layers and linear attention, and the parameters, bytes and FLOPs that follow.
+"""The shape of a decoder-only transformer, and the parameters, bytes and FLOPs that follow from it.
 
-Linear attention: layers that keep a state of one size, however long the context is (gated delta nets, Qwen3-Next's).
-
-A token's keys and values change a matrix of each value head, from which its queries read (Yang et al. 2024, Gated Delta
-Networks, arXiv 2412.06464); queries, keys and values pass a short causal convolution first.
+It covers linear layers and linear attention. A linear-attention layer keeps a state of constant
+size, however long the context is (the gated delta nets of Qwen3-Next). Each value head has a state
+matrix. The keys and values of a token update it, and queries read from it (Yang et al. 2024, Gated
+Delta Networks, arXiv 2412.06464). Queries, keys and values first pass a short causal convolution.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATE_BYTES = 4
 
 
 class LinearAttention(ProfileTable, frozen=True, kw_only=True):
-    """The gated delta net that stands in for attention in some layers."""
+    """The gated delta net that replaces attention in some layers."""
 
     num_layers: int
     """Layers that have it."""
@@ -82,7 +82,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 
 
 class Experts(ProfileTable, frozen=True, kw_only=True):
-    """The mixture of experts that stands in for the MLP of every layer but the first few."""
+    """The mixture of experts that replaces the MLP of every layer but the first few."""
 
     num_experts: int
     experts_per_token: int

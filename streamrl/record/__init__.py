@@ -1,1 +1,1 @@
-"""What a run leaves: its trace, and from it who did what when, where GPU-seconds went, and the figures."""
+"""The record of a run: its trace, and the figures that are computed from it."""

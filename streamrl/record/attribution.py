@@ -1,32 +1,33 @@
-"""Where the GPU-seconds of a run went: busy by activity, idle by cause, together all of them.
+"""Where the GPU-seconds of a run went: busy by activity, idle by cause. Together they are all GPU-seconds.
 
-Of the seconds in which replicas decode, those that full batches would not have needed are "underfilled": busy, not
-idle, and lost all the same (`streamrl.record.decode_efficiency`).
+Decode seconds that full batches would not need are "underfilled": they count as busy, but they are
+lost (`streamrl.record.decode_efficiency`).
 
-cause         who                           waits for
-start-up      replica, trainer, verifier    itself, or the replicas that come up with it
-failure       replica, trainer, verifier    the replacement of a replica, or a lost trainer to be up again
-sync          replica, trainer, verifier    weights on their way or being loaded
-skew          replica, trainer              the stragglers of the step, while replicas already stand idle
-pipeline      replica                       the trainer, which may not be overtaken (on-policy)
-              trainer                       rollouts, while no replica stands idle
-              replica, trainer              rollouts that were asked for, or are done, while word of them crosses a link
-              trainer that follows          complete groups, which come once the leader has made its step
-              verifier                      rollouts to be generated
-staleness     replica, verifier             the trainer, which is as many steps behind as it may be
-verifier      replica, trainer              the rewards of generated rollouts, while the trainer does nothing
-checkpoint    trainer                       the disk
-backpressure  replica                       room for finished rollouts
-wind-down     replica, verifier             the end of the run: every prompt is drawn (off-policy)
-              trainer that follows          the end of the run: every prompt is drawn, and nothing is left for it
+ cause        | who waits                  | for                                                     |
+|--------------|----------------------------|---------------------------------------------------------|
+| start-up     | replica, trainer, verifier | its own start, or that of replicas that start with it   |
+| failure      | replica, trainer, verifier | a replacement replica, or the restart of a lost trainer |
+| sync         | replica, trainer, verifier | weights that are pushed or loaded                       |
+| skew         | replica, trainer           | stragglers of the step, while other replicas are idle   |
+| pipeline     | replica                    | the trainer (on-policy: generation cannot run ahead)    |
+|              | trainer                    | rollouts, while no replica is idle                      |
+|              | replica, trainer           | a message about rollouts that crosses a link            |
+|              | secondary trainer          | complete groups, until the primary trainer has stepped  |
+|              | verifier                   | rollouts to be generated                                |
+| staleness    | replica, verifier          | the trainer, which is as far behind as the bound allows |
+| verifier     | replica, trainer           | rewards, while the trainer is idle                      |
+| checkpoint   | trainer                    | the disk                                                |
+| backpressure | replica                    | room for finished rollouts                              |
+| wind-down    | replica, verifier          | the end of the run: all prompts are drawn (off-policy)  |
+|              | secondary trainer          | the end of the run: no groups are left for it           |
 
-What replicas wait for is told by the trainer that leads: the others hold nobody up. Verifiers are a side where
-they have GPUs; each worker computes one reward at a time, and those without one wait for rollouts, or for what
-replicas wait for.
+The primary trainer decides what replicas wait for, because secondary trainers delay nobody.
+Verifiers are a side only where they have GPUs. Each worker computes one reward at a time. A worker
+without a reward to compute waits for rollouts, or for the same cause as replicas.
 
-GPUs that replicas and the leading trainer share count once, as one side: what works on them says what they do,
-generation before training; while neither does, they wait for what their replica waits for. Trained on while
-others stand idle, those others wait for the pipeline.
+GPUs that replicas and the primary trainer share count once, as one side. Their activity is that of
+the role that works, generation before training. While neither works, they wait for the same cause
+as their replica. If some of them train while others are idle, the others wait for the pipeline.
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ def _leader_activity(counts: Counts) -> str:
 
 
 def _secondary_trainer_activity(counts: Counts, trainer: int) -> str:
-    """Return what a trainer that follows does, or waits for: complete groups, of which the leader decides."""
+    """Return a secondary trainer's activity or the cause of its idle time. It waits for groups until the primary trainer releases them."""
     found = _work(counts, trainer) or _lack(counts, trainer)
     if found is not None:
         return found

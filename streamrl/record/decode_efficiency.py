@@ -1,25 +1,22 @@
-"""Split the GPU-seconds of generation into prefill, decode, and decode seconds that full batches would not have needed.
+"""Split the GPU-seconds of generation into prefill, decode, and decode seconds that full batches would not need.
 
-From a trace to the batch that each replica decoded at each instant: how many rollouts, and how long they were.
+First, reconstruct the batch of each replica at each instant: the number of rollouts and their
+lengths. Events tell when a rollout joined and left a batch, and its number of tokens. Between
+events its context is assumed to grow evenly. An attempt without a reported running time, because
+its replica was lost or the trace ends, counts as running since it was sent.
 
-Events tell when a rollout joined and left a batch and how many tokens it had; between them its context is taken to
-grow evenly. An attempt whose running time nobody reported, because its replica was lost or the trace ends, counts as
-running since it was sent.
-
-Decode seconds that full batches would not have needed: busy GPUs that yield less than they could.
-
-A replica that still decodes the last few rollouts of a step reads all its weights for few tokens. Of such a second
-the share
+Then, count underfilled decode seconds. A replica that decodes only the last few rollouts of a step
+reads all its weights for few tokens. The underfilled share of such a second is
 
     1 - (tokens/s of this batch) / (tokens/s of a full batch)
 
-is underfilled. What a full batch yields is known from
+The throughput of a full batch comes from the first of these sources that is available:
 
-curve      the decode curve in the trace's header: of the largest batch that `rollout.max_running` and KV memory allow
-           at the same mean context
-observed   where the header has none: the median tokens/s of what the trace shows of batches of `max_running`, of a long
-           one its first part
-unknown    where it shows no such batch
+- `curve`: the decode curve in the trace's header, at the largest batch that `rollout.max_running`
+  and KV memory allow with the same mean context.
+- `observed`: the median tokens/s of the trace's batches of `max_running`; a long trace uses only
+  its first part.
+- `unknown`: the trace has no such batch.
 """
 
 from __future__ import annotations

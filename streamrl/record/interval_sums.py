@@ -42,7 +42,7 @@ class IntervalSums(Generic[Key]):
         self._columns: dict[Key, Floats] = {}
 
     def slot_of(self, time: float) -> int:
-        """Return the slot in which an instant lies; a mark lies in the one before it."""
+        """Return the slot that contains an instant; a mark belongs to the slot before it."""
         return bisect_left(self.marks, time)
 
     def add(self, slot: int, amounts: Mapping[Key, float]) -> None:

@@ -1,18 +1,17 @@
 """The ledger of a run: check that each drawn rollout was trained on once or dropped with its reason.
 
-Do the books of a run balance: what became of every rollout that was drawn, and of every version that was served?
+The checks use the trace alone, and do not depend on the policies that decided:
 
-What must hold, told from the trace alone, whoever decided it:
+1. Each trainer trained once on every drawn rollout, or gave it up with a reason. Rollouts without
+either are open. Only an incomplete record, of a killed or endless run, may have open rollouts.
+2. Every token that the primary trainer trained on came from a version that was not rolled back. Its
+staleness was within the bound, where the run has one.
+3. Every replica that serves a pushed version has reported the checksum of that push. It samples
+only with versions that it reported to serve.
 
-1. Each trainer has trained once on every rollout that was drawn, or has given it up with a reason. Others are open: only
-   a record that breaks off, of a run that was killed or is simulated without an end, may have any of these.
-2. Every token that the leader trained on came from a version that it still stood by, and inside the bound on staleness
-   where the run has one.
-3. Every replica that serves a version which was pushed has found the checksum that it was pushed with, and samples with
-   no version but those that it said to serve.
-
-Steps that a loss of their trainer took back are given up, "rolled back". What a resume took back is in no book: its
-prompts are drawn again. A rollout is forgotten once every trainer is done with it.
+Rollouts of rolled-back steps are dropped with the reason "rolled back". The ledger does not contain
+what a resume took back: those prompts are drawn again. A rollout is forgotten once every trainer is
+done with it.
 """
 
 from __future__ import annotations
@@ -268,7 +267,9 @@ class TrainerAccount:
 
 
 MISSED = "missed with a resume"
-"""Why a trainer that follows has not trained on what the leader's checkpoint has, and its own has not."""
+"""Why a secondary trainer did not train on groups that are in the primary trainer's checkpoint but
+not in its own.
+"""
 NO_TOKEN = sys.maxsize
 """Version of a rollout that has no token yet: later than any."""
 
@@ -312,7 +313,7 @@ class LedgerReader:
         self._draws = Draws()
         self._resumed_at = 0
         self._oldest: dict[int, int] = {}
-        """Oldest version that a token of each rollout is of, while it is open to the leader."""
+        """Oldest version of any token of each rollout that is open to the primary trainer."""
         self._aborted_at: dict[int, int] = {}
         """Tokens of those that are generated in several attempts."""
         self._staleness = 0
@@ -405,7 +406,7 @@ class LedgerReader:
         system = choose_system(trace.run.policies)
         self._leg = trace.leg
         self._is_in_line = system.consumption == "strict-fifo"
-        """Whether the leader takes groups in the order of their draw."""
+        """Whether the primary trainer takes groups in the order in which they were drawn."""
         self._max_staleness = system.staleness_bound if system.keeps_bound else None
         self._bound = sys.maxsize if self._max_staleness is None else self._max_staleness
         self._group_size = trace.run.algorithm.group_size
@@ -503,7 +504,7 @@ class LedgerReader:
             self._aborted_at[rollout] = event.tokens
 
     def _check_staleness(self, command: Train) -> None:
-        """Compare the tokens that the leader trains on with the version that it trains from."""
+        """Compare the tokens that the primary trainer trains on with the version that it trains from."""
         if command.trainer != LEADER:
             return
         newest = self._leader.version

@@ -153,7 +153,9 @@ class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     goodput: float
     """Output tokens trained on a second, in the time that counts."""
     staleness: dict[int, int]
-    """Rollouts by how many versions of the leader they were behind its newest when trained on."""
+    """Rollouts by how many versions they were behind the newest version of the primary trainer when
+    it trained on them.
+    """
     lost: dict[str, int]
     """Rollouts that it never trains on, by reason."""
 
@@ -180,13 +182,17 @@ class Metrics(Speed, frozen=True, kw_only=True):
     sides: dict[str, SideMetrics]
     """The same of each side alone; what replicas and the leading trainer share is one, "shared"."""
     staleness: dict[int, int]
-    """Rollouts by how many versions they were behind when the leader trained on them, of steps that count."""
+    """Rollouts in counted steps, by how many versions they were behind when the primary trainer
+    trained on them.
+    """
     rewards: list[float]
     """Mean reward of each step's rollouts."""
     dropped: dict[str, int]
-    """Rollouts that the leader never trained on, by reason."""
+    """Rollouts that the primary trainer never trained on, by reason."""
     wasted: dict[str, float] = msgspec.field(default_factory=dict)
-    """Share of the output tokens generated in the steps that count which the leader never trained on, by reason."""
+    """Share of the output tokens generated in counted steps that the primary trainer never trained
+    on, by reason.
+    """
     trainers: list[TrainerMetrics]
     """Every trainer, the one that leads first: all other figures of steps are its own."""
     tiers: dict[str, float]

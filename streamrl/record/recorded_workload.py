@@ -47,9 +47,10 @@ def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
 
 
 def group_rewards(trace: Trace) -> tuple[tuple[float, float], ...]:
-    """Return mean rewards of groups, each with the share of groups that had it: of an executed run in which a trainer heeds it.
+    """Return the mean rewards of groups in an executed run, each with the share of groups that had it.
 
-    Of more than `MOST_MEANS` they are so many quantiles. What a simulation was told stands in its run file.
+    They are computed only if a trainer selects groups by rewards. More than `MOST_MEANS` different
+    means become as many quantiles. A simulated run returns the value in its run file.
     """
     if trace.world == "simulated" or not trace.run.filters_by_reward:
         return trace.run.workload.group_rewards
@@ -72,11 +73,13 @@ def _mean_rewards(trace: Trace) -> Iterator[float]:
 
 
 def informative_share(trace: Trace) -> float:
-    """Return the share of the leader's rollouts with a non-zero advantage, 1 where there are none.
+    """Return the share of the primary trainer's rollouts with a non-zero advantage; 1 where it has no rollouts.
 
-    Counted are those that it trained on, or left out because the rewards of their group were all equal. An advantage under a group's baseline is zero where all rewards of the group are equal, and one under the
-    baseline of the batch before where the reward is just that: 0 in the first step of a run. Rewards of a
-    simulation say nothing, and its share stands in its run file.
+    Rollouts count if it trained on them, or left them out because the rewards of their group were
+    all equal. With a group baseline, the advantage is zero where all rewards of the group are
+    equal. With the mean of the last batch as baseline, it is zero where the reward equals that
+    mean, which is 0 in the first step. Simulated rewards carry no information, so a simulation
+    takes the share from its run file.
     """
     if trace.world == "simulated":
         return trace.run.workload.informative_share

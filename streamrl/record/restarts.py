@@ -47,7 +47,7 @@ def first_difference(name: str, one: object, other: object) -> tuple[str, str, s
 
 
 def earlier_trace_path(directory: Path, leg: int) -> Path:
-    """Return where the trace of a leg lies in a run directory once a later one has begun."""
+    """Return the path of an earlier restart's trace in a run directory."""
     return directory / f"trace.{leg}.jsonl"
 
 

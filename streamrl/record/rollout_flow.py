@@ -1,10 +1,9 @@
 """Follow every rollout of a trace from its tokens to the steps that trained on it.
 
-What a trace says of its rollouts: from their tokens to the steps of every trainer that trained on them.
-
-Steps that a trainer's loss took back are left out: their rollouts count as lost to it, and the step that comes
-after the loss has taken all the time since the last one that stayed. A rollout is forgotten once every trainer has
-trained on it or given it up, so that a few numbers of each step are all that is kept.
+Steps that were rolled back with a lost trainer are left out: their rollouts count as lost to that
+trainer. The first step after the loss then lasts from the end of the last step that was kept. A
+rollout is forgotten once every trainer has trained on it or dropped it. So memory holds only a few
+numbers for each step.
 """
 
 from __future__ import annotations
@@ -52,7 +51,9 @@ class StepContents(NamedTuple):
     reward: float
     """Mean of them; 0 of none."""
     behind: dict[int, int]
-    """Rollouts by how many versions of the leader they were behind its newest when trained on."""
+    """Rollouts by how many versions they were behind the newest version of the primary trainer when
+    it trained on them.
+    """
 
 
 class StepHistory:
@@ -111,7 +112,7 @@ class OpenRollout:
     reward: float | None = None
     runs: bool = False
     lost_in: int | None = None
-    """Slot of the instant at which it was lost to the leader; None where it was not."""
+    """Slot of the instant at which the primary trainer lost it; None where it was not lost."""
     lost_for: str = ""
     """Why, where it was."""
     drawn_for: int = 0
@@ -131,7 +132,8 @@ class TrainerFlow:
     is_there: bool = True
     """False of one that joins later, until it does."""
     _coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
-    """Rollouts of the coming step, and the leader's version when they were trained on."""
+    """Rollouts of the coming step, and the version of the primary trainer when it trained on them.
+    """
     _groups: tuple[int, ...] = ()
     """Groups of the step under way."""
     _first_version: int = 0
@@ -169,7 +171,7 @@ class TrainerFlow:
             self.lost[ABSENT] += len(drawn.rollouts)
 
     def train(self, rollouts: tuple[int, ...], newest: int) -> None:
-        """Enter that rollouts are trained on, while the leader's newest version is `newest`."""
+        """Record that rollouts are trained on, while the newest version of the primary trainer is `newest`."""
         self._coming.append((rollouts, newest))
 
     def begin_step(self, groups: tuple[int, ...]) -> None:
@@ -219,7 +221,7 @@ class Flow:
         """What was trained on beside what was generated."""
         self._newest = 0
         self._lost = IntervalSums[str]()
-        """Tokens of what was lost to the leader, between its steps, by reason."""
+        """Tokens of rollouts that the primary trainer lost between its steps, by reason."""
 
     @property
     def leader(self) -> TrainerFlow:
@@ -227,9 +229,9 @@ class Flow:
         return self.trainers[LEADER]
 
     def lost_tokens(self, start: float, end: float) -> dict[str, float]:
-        """Return the output tokens of what was lost to the leader between the ends of two of its steps, by reason.
+        """Return the output tokens of rollouts that the primary trainer lost between two of its steps, by reason.
 
-        What was made before an abort and gone on with counts once, where it is lost in the end.
+        Tokens that a rollout kept after an abort count once, when the rollout is lost.
         """
         return {reason: num for reason, num in self._lost.between(start, end).items() if num}
 
@@ -327,7 +329,7 @@ class Flow:
         self._finish(done)
 
     def _select(self, version: int, done: Iterable[int]) -> None:
-        """Enter what the leader's step was made of, by the step that it was drawn for."""
+        """Record which rollouts a step of the primary trainer contains, by the step that they were drawn for."""
         sums: dict[int, tuple[int, int, float]] = {}
         for number in done:
             rollout = self._rollouts[number]

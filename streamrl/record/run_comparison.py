@@ -384,8 +384,8 @@ def decide(cost_ratio: Known, step_time_ratio: Known, error: float | None) -> Ou
     Args:
         cost_ratio: of dollars a token.
         step_time_ratio: of seconds a step.
-        error: how far costs that A and B do not share may be off; None where nobody knows, which is no reason to
-            doubt a difference.
+        error: how far costs that A and B do not share may be off; None if unknown; a difference
+            is then not doubted.
     """
     is_equal = max(abs(log(ratio.value)) for ratio in (cost_ratio, step_time_ratio)) < EQUAL
     if is_equal and cost_ratio.interval is not None:

@@ -1,18 +1,17 @@
-"""Name and read the files of a run directory beside its trace: metrics, rollouts, samples and the inputs kept there.
+"""Name and read the files of a run directory beside its trace: metrics, rollouts, samples and inputs.
 
-The lines that a run leaves for each step and each rollout, and which of them count.
+metrics.jsonl, rollouts.jsonl and samples.jsonl are append-only. A lost trainer, or a resumed
+driver, returns to its last checkpoint and repeats the later steps. A line `{"rolled_back_to":
+version, …}` records this: earlier lines about later versions no longer count.
 
-metrics.jsonl, rollouts.jsonl and samples.jsonl are only ever added to. A trainer that is lost, or a driver that died and resumed, goes
-back to its last checkpoint and makes the steps after it again: a line `{"rolled_back_to": version, …}` says so, and
-what stands before it and came after that version counts no more.
-
-What a run was read from, kept beside its trace, so that its directory can be moved, sent and reported anywhere.
+The input files of a run are copied beside its trace, so that the directory can be moved and
+reported on anywhere:
 
 inputs/model.path/NAME/config.json          the model's shape, under the name of its directory
 inputs/costs.profile/NAME                   and so on: each file under its key, with its own name
 
-A trace's header keeps the paths as they were, so the same run file and seed give the same bytes wherever they are
-written; who reads a run from its directory asks for `with_kept_inputs`.
+A trace's header keeps the original paths, so the same run file and seed give the same bytes
+wherever they are written. To read a run from its directory, call `with_kept_inputs`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 | trained    | those that the step was made of                                                                 |
 | left out   | of those that were drawn for it, those that were given up, by reason                            |
 
-Where a step is made of what was drawn for it, both are the same. Where it is made of what is done first, its rollouts
-are shorter than those that were generated for it, most of all at the start: the long ones come steps later. What is
-left out for its rewards, or because it took too long, is never trained on at all.
+If a step trains on the groups drawn for it, "generated" and "trained" are the same. If it takes the groups that finish
+first, its rollouts are shorter than the generated ones, most of all at the start: long rollouts come steps later.
+Rollouts left out for their rewards or for taking too long are never trained on.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Selection:
         self._trained.add(self._place(version), num, tokens, reward)
 
     def leave_out(self, drawn_for: int, reason: str, tokens: int, reward: float | None) -> None:
-        """Enter a rollout that was given up; of one without a reward nobody knows how long it would have come out."""
+        """Record a rollout that was dropped. Without a reward, its final length is unknown."""
         if reward is None:
             self._unfinished[reason] = self._unfinished.get(reason, 0) + 1
             return
@@ -124,7 +124,7 @@ class Selection:
         )
 
     def _share_of(self, reason: str) -> Share:
-        """Return what was given up for a reason; means are of those that ended."""
+        """Return the rollouts dropped for one reason; means cover those that finished."""
         found = self._left_out.get(reason, StepSums()).share()
         unfinished = self._unfinished.get(reason, 0)
         return msgspec.structs.replace(found, rollouts=found.rollouts + unfinished)

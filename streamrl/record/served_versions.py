@@ -82,7 +82,7 @@ class ServedVersions:
         }
 
     def begin(self, version: int) -> None:
-        """Enter that the run begins, or goes on, with a version that lies on disk; all others are pushed anew."""
+        """Record that the run starts or resumes with a version that is on disk; every other version is pushed again."""
         self.check_end()
         self._pushed = {version: None}
         for of_before in (self._loading, self._serving, self._sent, self._early):

@@ -166,7 +166,7 @@ LEADS_TO_PROMPTS = (PromptsDrawn, RunStarted, Stepped, CheckpointSaved, TrainerL
 
 
 class _LastPrompts:
-    """Counts draws for the last step; those that the leader's loss takes back are drawn for once more."""
+    """Counts draws for the last step. A rollback of the primary trainer repeats its draws."""
 
     def __init__(self, last_step: int | None) -> None:
         self._last_step = last_step

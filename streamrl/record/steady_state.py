@@ -146,7 +146,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_million_tokens: float
     """Dollars for a million tokens trained on."""
     mean_staleness: float
-    """Versions that a rollout was behind when the leader trained on it, on average."""
+    """Mean number of versions that a rollout was behind when the primary trainer trained on it."""
 
     @property
     def spread(self) -> tuple[float, float]:
@@ -165,8 +165,10 @@ LEAST_STEPS = 20
 """Steps below which the end of a transient is not looked for: half of them must make up `LEAST_BATCHES` batches, and
 of fewer than four means of five the least error is luck. `START` steps are left out then, at most half of them."""
 START = 3
-"""Steps at the start of a short run that are left out: where generation is ahead the first one fills replicas, and those
-that follow are shorter than they will be; with them six steps are 13 to 17 % faster than the steady state, without 1 %."""
+"""Steps left out at the start of a short run. Where generation runs ahead, the first step fills
+replicas and the next ones are shorter than in the steady state. With these steps, runs of six
+steps look 13 to 17 % faster than the steady state; without them, 1 %.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +280,7 @@ def _without_trend(values: Floats) -> Floats:
 
 
 def read_steps(trace: Trace) -> LeaderSteps:
-    """Read the leader's steps out of a trace."""
+    """Read the steps of the primary trainer from a trace."""
     steps = LeaderSteps()
     for time, event, commands in trace.entries:
         steps.record(time, event, commands)
@@ -290,9 +292,9 @@ OF_STEPS = {Generated, Stepped, CheckpointSaved, RunStarted, TrainerLost, Replic
 
 
 class LeaderSteps:
-    """The leader's steps so far, those that its loss took back left out.
+    """The primary trainer's steps so far, without those that were rolled back.
 
-    The step that comes after a loss has taken all the time since the last one that stayed.
+    The first step after a loss lasts from the end of the last step that was kept.
     """
 
     def __init__(self) -> None:
@@ -358,8 +360,8 @@ LEAST_FAILURES = 10
 def find_steady_of(trace: Trace, steps: LeaderSteps) -> Steady:
     """Find which of a trace's steps count.
 
-    At the end those are left out that were under way when an endless run was cut; of a run that has all its steps
-    those that nothing is generated beside any more, where enough are left without them.
+    An endless run leaves out the step that was under way when it was cut. A complete run leaves out
+    the last steps, during which nothing more is generated, if enough other steps remain.
     """
     run, num_steps = trace.run, len(steps)
     left_out = 0

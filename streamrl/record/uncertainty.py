@@ -22,7 +22,7 @@ OPERATION_OF_ACTIVITY = {
     "score": "score",
     "train": "train",
 }
-"""Operation whose tiers and errors an activity has; what verifiers take stands in the run file."""
+"""Operation whose tiers and errors an activity has. The run file sets the time of verifiers."""
 DECIDING = ("decode", "train")
 """Operations that a plan's seconds are mostly made of, one of each side."""
 MOST_UNMEASURED = 0.2
@@ -33,7 +33,7 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
     """Relative errors of simulated seconds; such an error is as often passed as not."""
 
     stages: dict[str, float]
-    """By operation; of what is missing nobody knows."""
+    """By operation; a missing operation has an unknown error."""
     step_time: float | None
     """Of the mean step by its passes: sync, switches and what frameworks add are not in it. None where an operation
     that takes seconds was never checked."""

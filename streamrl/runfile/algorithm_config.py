@@ -112,7 +112,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     @property
     def unknown(self) -> dict[str, str | bool | None]:
-        """Keys that this algorithm does not know, as they are left out: a follower takes none of the leader's."""
+        """Keys that this algorithm does not read, with the values that disable them. A secondary trainer does not inherit them."""
         found: dict[str, str | bool | None] = {}
         if self.imitates:
             found["correction"] = None

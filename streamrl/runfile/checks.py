@@ -71,7 +71,7 @@ def check_plan(
     if plan.speculative is not None and speculative is None:
         key, named = "plan.speculative", plan.speculative
         text = (
-            f"{key}={named} needs rollout.speculative: nobody knows but you what drafts, and how many of its tokens "
+            f"{key}={named} needs rollout.speculative: set there which model drafts and how many of its tokens "
             "are accepted"
         )
         raise RunError(key, named, None, text, ("rollout.speculative.acceptance",))
@@ -102,7 +102,7 @@ def check_prompt_sources(workload: WorkloadConfig, verifier: VerifierConfig) -> 
     for name in KEYS_OF_ONE_SOURCE if workload.source else ():
         if value := getattr(workload, name):
             key = f"workload.{name}"
-            text = f"{key} stands beside [[workload.source]], each of which has its own, got {shown(value)}"
+            text = f"{key} cannot be combined with [[workload.source]]: set it in each source, got {shown(value)}"
             raise RunError(key, value, text=text, others=("workload.source",))
     for place, source in enumerate(workload.sources):
         key = workload.key(place)
@@ -141,7 +141,7 @@ POSITIVE_SECONDS = Bounds(0, 1e6, excludes_least=True)
 def check_rewards(verifier: VerifierConfig, max_tokens: int) -> None:
     """Refuse scorers that are none, and such as lack what they need or have what they do not know."""
     if verifier.scorer is not None and verifier.reward:
-        text = f"verifier.scorer {shown(verifier.scorer)} stands beside {len(verifier.reward)} [[verifier.reward]]: one of both says what scores"
+        text = f"verifier.scorer {shown(verifier.scorer)} cannot be combined with {len(verifier.reward)} [[verifier.reward]]: remove one of the two"
         raise RunError("verifier.scorer", verifier.scorer, text=text, others=("verifier.reward",))
     for place, reward in enumerate(verifier.rewards):
         _check_scorer(verifier.key(place), reward)
@@ -183,7 +183,7 @@ def _check_reward_model(verifier: VerifierConfig) -> None:
         raise RunError("verifier.pool", None, str, text, (verifier.key(models[0]),))
     if len(models) > 1:
         key = verifier.key(models[1])
-        text = f"{key} {REWARD_MODEL!r} stands beside {verifier.key(models[0])}: verifier.pool has one reward model"
+        text = f"{key} {REWARD_MODEL!r} is a second reward model beside {verifier.key(models[0])}: verifier.pool has one, remove the other"
         raise RunError(key, REWARD_MODEL, text=text, others=(verifier.key(models[0]),))
     for at, reward in enumerate(verifier.rewards):
         if reward.step_end is not None and (not reward.has_model or not reward.step_end):
@@ -485,7 +485,9 @@ def _check_ranker(lengths: LengthsConfig | None) -> None:
 def _check_speculative(speculative: SpeculativeConfig | None) -> None:
     if speculative is not None and speculative.acceptance is None:
         key = "rollout.speculative.acceptance"
-        text = f"{key} is missing: nobody knows but you how many drafted tokens are accepted"
+        text = (
+            f"{key} is missing: measure which share of drafted tokens your model accepts and set it"
+        )
         raise RunError(key, None, SHARE, text)
 
 

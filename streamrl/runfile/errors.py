@@ -70,8 +70,8 @@ class RunError(ValueError):
         Args:
             key: the dotted key, as `--set` takes it.
             value: what it has, as the run file or the run has it; None where it is missing.
-            allowed: what it may be, for an unknown key the keys that may have been meant, and for an unused one
-                what `others` must be for it to be read; None where that depends on other keys.
+            allowed: the values that it may have. For an unknown key: the keys that may have been meant. For an
+                unused key: the values of `others` with which it is read. None if other keys decide.
             text: the line, where "KEY must be ALLOWED, got VALUE" does not say it.
             others: further keys, of which a change may help as well, the likeliest first.
             problem: what kind of error it is.

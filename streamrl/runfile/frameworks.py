@@ -1,7 +1,8 @@
 """What is known of the frameworks that `framework.name` may name, and the keys that a name fills in.
 
-Each is a file of profiles/frameworks: a figure stands there with its source, and what nobody published is absent and
-stands in `unknown` with the reason. A key that the run file states itself is never touched.
+Each framework is a file in profiles/frameworks. A figure has its source beside it. A figure that
+nobody published is left out, and `unknown` has the reason. A key that the run file sets is never
+changed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from streamrl.runfile.units import Duration, read_quantity
 
 FRAMEWORKS = Path(__file__).parents[1] / "profiles" / "frameworks"
 USUAL = "usual"
-"""The file whose seconds stand in for those that a framework's own file has not."""
+"""The file with seconds for frameworks that have no published ones of their own."""
 SYNC_BACKEND, SYNC_MODE = "sync.backend", "sync.mode"
 PARAMETERS = 1e9
 """Of a model, to which `per_billion` belongs."""
@@ -127,7 +128,7 @@ class Seconds(_Table, frozen=True, kw_only=True):
 
 
 class UsualSeconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that stand in where those of a framework are not known, or none is named."""
+    """Default seconds, used where those of a framework are unknown or no framework is named."""
 
     step_time: Seconds
     switch_time: Seconds
@@ -295,7 +296,7 @@ def _default_of(key: str) -> object:
 
 
 def _place_in(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section that a key stands in, and its name there; of `[[trainer]]` the first."""
+    """Return the section that contains a key, and the key's name in it; for `[[trainer]]` the first section."""
     section, *rest = full_key(table, key.split("."))
     if len(rest) > 1:
         first: dict[str, Any] = table[section][int(rest[0])]

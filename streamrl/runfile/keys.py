@@ -39,9 +39,10 @@ def split_key(key: str) -> list[str]:
 
 
 def place_of(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the table that a key stands in, which is made where there is none, and its name there.
+    """Return the table that contains a key, and the key's name in it. A missing table is created.
 
-    For keys that the project spells out itself: no name in them is quoted, none is of a list.
+    Only for keys that the project itself spells out: their names have no quotes and no list
+    indices.
     """
     *parents, last = key.split(".")
     for parent in parents:

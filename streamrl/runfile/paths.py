@@ -62,7 +62,7 @@ def with_paths(run: Run, paths: Mapping[str, str]) -> Run:
 
 
 def _path_in(key: str, value: str | None) -> str | None:
-    """Return what of a key's value is a path: of a scorer its file, of what lies on the hub nothing."""
+    """Return the path in a key's value: for a scorer its file, for a data set or model on the hub None."""
     if value is None or (key.endswith((".prompts", MODEL)) and value.startswith(HUB)):
         return None
     return file_of(value) if key.endswith(SCORER) else value

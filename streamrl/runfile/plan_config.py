@@ -84,15 +84,20 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     sync_modes: list[SyncMode] | None = None
     """The run's own where absent, and delta beside full: both bring replicas the same weights."""
     staleness_cost: float = 0.0
-    """Per cent more steps that a training needs for each version that its rollouts are behind on average. Nobody knows it
-    for your task but you: 0 takes a stale rollout to teach as much as a fresh one."""
+    """Per cent more steps that a training needs for each version of mean staleness. It depends on
+    your task. 0 assumes that a stale rollout teaches as much as a fresh one.
+    """
     staleness_study: str | None = None
-    """A study of your own that says it instead: a file as `examples/staleness.py` writes, of which the line through its runs
-    with `algorithm.correction` is taken."""
+    """Your own study of staleness, which replaces `staleness_cost`: a JSON file as
+    `examples/staleness.py` writes it. The planner fits a line through its runs with
+    `algorithm.correction`.
+    """
     time_limit: Duration = Duration(300.0)
     """After which no further plan is simulated; the plan then says how much better another might be. The chosen one is
     simulated for half as long at most, but for 20 steps: where its interval has not come by then, the plan says so."""
     finalists: int = 6
-    """Plans that are simulated for longer, of which the best is chosen and simulated to the interval of `[simulate]`."""
+    """Plans that are simulated for longer. The best of them is chosen, and simulated until it
+    reaches the interval of `[simulate]`.
+    """
     seeds: int = 1
     """Seeds of a finalist's simulations, from the run's own on; the objective is their median."""

@@ -14,7 +14,7 @@ from streamrl.runfile.workload_config import LengthsConfig
 def _check_tail_batching(
     policies: PoliciesConfig, steps: int, lengths: LengthsConfig | None
 ) -> None:
-    """Refuse to put off long prompts where nobody knows which these are, or past the end of the run."""
+    """Reject tail batching without a ranker, or past the end of the run."""
     if policies.tail_batching == "none":
         return
     every = policies.tail_every
@@ -129,7 +129,7 @@ def _check_oversampling(policies: PoliciesConfig, prompts_per_step: int) -> None
     if policies.consumption != "greedy":
         text = "needs policies.consumption 'greedy', which takes the groups that are done first"
     elif policies.system == "one-step-async" if waits is None else waits:
-        text = "needs policies.waits_for_whole_batches = false: what is drawn too much for a step is drawn with it"
+        text = "needs policies.waits_for_whole_batches = false: surplus groups are drawn together with their step"
     elif not num_extra(policies.oversampling, prompts_per_step):
         text = f"of algorithm.prompts_per_step={prompts_per_step} adds no group"
     elif policies.tail_batching != "none":
@@ -167,7 +167,7 @@ def _check_promotion(run: Run) -> None:
     policies, key = run.policies, "policies.promote"
     if policies.promote is None:
         if policies.on_leader_loss == "promote":
-            text = f"{key} is missing: policies.on_leader_loss 'promote' says that a trainer takes the leader's place"
+            text = f"{key} is missing: policies.on_leader_loss 'promote' needs the name of a secondary trainer"
             raise RunError(key, None, str, text, ("policies.on_leader_loss",))
         return
     names = run.secondary_trainer_names
@@ -180,9 +180,9 @@ def _check_promotion(run: Run) -> None:
         (follower.counts_only, "which only counts and has no weights"),
         (
             follower.pool != run.trainer.pool,
-            f"which is not in the leader's pool {run.trainer.pool!r}",
+            f"which is not in the primary trainer's pool {run.trainer.pool!r}",
         ),
-        (run.policies.shares_gpus, "as the leader shares its GPUs with replicas"),
+        (run.policies.shares_gpus, "because the primary trainer shares its GPUs with replicas"),
         (run.framework.optimizer_steps > 1, "where a batch has several optimizer steps"),
     ):
         if is_wrong:

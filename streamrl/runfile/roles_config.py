@@ -244,12 +244,16 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens in one forward and backward pass of a data-parallel rank, padding included, which its context ranks share;
     a longer rollout has one of its own."""
     context_parallel: int = 1
-    """Simulated: ranks that share the tokens of each pass, every sequence in equal parts of equal work; each holds all
-    of the weights that its tensor ranks have, and data-parallel ranks are so many times as few."""
+    """Simulated: context ranks: each computes an equal share of the tokens and work of every
+    sequence. Each holds all weights of its tensor ranks. Data-parallel ranks are divided by this
+    number.
+    """
     context_exchange: ContextExchange = "ring"
-    """Simulated: how context ranks attend to each other's tokens. ring: keys and values go round from rank to rank
-    while attention computes (Megatron's p2p, ring attention); all-gather: they are gathered first (Llama 3's);
-    all-to-all: each rank gets all tokens for its share of the heads (Ulysses, as verl and DeepSpeed)."""
+    """Simulated: how context ranks attend to each other's tokens. ring: keys and values pass from
+    rank to rank while attention computes (Megatron's p2p, ring attention). all-gather: keys and
+    values are gathered first (Llama 3). all-to-all: each rank gets all tokens for its share of
+    the heads (Ulysses, in verl and DeepSpeed).
+    """
     expert_parallel: int = 1
     """Ranks that share out the experts of a mixture; they are data-parallel, context and tensor ranks too."""
     expert_tensor_parallel: int | None = None
@@ -267,13 +271,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     it keeps the input; selective: norms and activations of MLPs; mlp: norms and whole MLPs, experts with their
     dispatch; none: nothing but attention scores, which flash attention never keeps."""
     kernels: Literal["fused", "uncompiled", "eager"] = "eager"
-    """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile: tuned pretraining), with fused
-    attention and norms alone, or one operation after the other, as the trainers of RL frameworks mostly run (prime-rl's
-    benchmarks, and the stages that RLinf publishes of itself and verl)."""
+    """Simulated: how elementwise operations run. fused: all fused (Transformer Engine,
+    torch.compile), as in tuned pretraining. uncompiled: only attention and norms are fused.
+    eager: one operation after the other, as in most RL trainers (prime-rl's benchmarks, and the
+    stage times that RLinf publishes for itself and verl).
+    """
     logits: Logits | None = None
-    """The memory of logits: eager holds those of a pass with float32 copies and gradients (16 bytes each); fused has one
-    kernel for the loss (4 bytes: Megatron's, flash-attn's; executed as chunked, which holds fewer), chunked makes 1,024
-    tokens' at a time (prime-rl's RL trainer, Liger). Absent: fused where `kernels` is, eager where not."""
+    """The memory of logits. eager: all logits of a pass with float32 copies and gradients (16 bytes
+    each). fused: one kernel for the loss (4 bytes each: Megatron, flash-attn); executed as
+    chunked, which holds less. chunked: 1,024 tokens at a time (prime-rl's RL trainer, Liger).
+    Absent: fused if `kernels` is fused, else eager.
+    """
     packing: Packing = "packed"
     """Rollouts of a pass follow each other, or are padded to the longest. Executed, packed ones attend through an
     attention of our own, which some architectures do not let one exchange: those are refused."""
@@ -369,15 +377,18 @@ class SecondaryTrainerConfig(TrainerConfig, frozen=True, kw_only=True):
     """What reports call it."""
     algorithm: AlgorithmChanges = AlgorithmChanges()
     backlog: int = 2
-    """Batches of the leader's of complete groups that may wait for it, as groups come in such bursts; the oldest
-    beyond are lost to it, and counted."""
+    """Batches of complete groups of the primary trainer's size that may wait for it, because groups
+    arrive in bursts. It loses older groups beyond that; they are counted.
+    """
     counts_only: bool = False
     """Whether it has no model and learns nothing: it takes groups and counts them, on one CPU or GPU of its pool, to tell
     what being subscribed costs a run."""
     every: int = 1
     """Of so many complete groups that the keys below let pass it takes one, from the first on."""
     min_staleness: int | None = None
-    """Least versions that the oldest token of a group must be behind the leader's when the group is complete."""
+    """Minimum versions that the oldest token of a complete group must be behind the primary
+    trainer.
+    """
     max_staleness: int | None = None
     """Most versions that it may be behind."""
     min_reward: float | None = None

@@ -2,8 +2,9 @@
 
     steps to the reward = steps at the least lag x (1 + cost x (lag - least lag))
 
-A study is JSON: runs of one task at several bounds on staleness, each with the correction, the mean versions that its
-rollouts were behind, and the steps that it took to a reward that all were held to. `examples/staleness.py` makes one.
+A study is a JSON file with runs of one task at several staleness bounds. Each run has its
+correction, the mean lag of its rollouts in versions, and the steps that it needed to reach a common
+target reward. `examples/staleness.py` makes one.
 """
 
 from __future__ import annotations

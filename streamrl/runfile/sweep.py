@@ -23,7 +23,9 @@ SPANS_SCALES = 16.0
 """Largest over smallest value from which an axis is drawn logarithmically."""
 
 Scale: TypeAlias = Literal["auto", "linear", "log", "even"]
-"""How points lie on an axis; even: one step apart, whatever their values; auto: as the values suggest."""
+"""Spacing of the points on an axis. even: one step apart, whatever their values. auto: linear or
+logarithmic, chosen from the values.
+"""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,10 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """Where simulated output lengths come from."""
 
     kind: LengthsKind
-    """histogram: bins of `start,end,density`; empirical: one length a row (column output_tokens); groups: lengths by prompt
-    (columns prompt_id and output_tokens, and prompt_tokens and family where known), resampled whole; trace: what a recorded run generated, rollout by rollout."""
+    """histogram: bins of `start,end,density`. empirical: one length a row (column output_tokens).
+    groups: lengths by prompt (columns prompt_id and output_tokens; optional prompt_tokens and
+    family); whole groups are sampled. trace: the lengths of a recorded run, rollout by rollout.
+    """
     source: str
     """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
     scale: float = 1.0
@@ -36,9 +38,11 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     prompt_tokens: int = 400
     """Tokens of a prompt where the source does not say."""
     ranker: RankerName = "none"
-    """What a rollout's expected length is: the mean of all (none), its true one (oracle), that with as much
-    noise as `ranker_recall` allows, with the errors of `ranker_scores`, the mean of its prompt's past (history),
-    or what the recorded run expected (recorded, of kind trace), whose order of prompts then stays as it was."""
+    """How a rollout's expected length is computed. none: the mean of all. oracle: its true length.
+    recall: the true length with noise that gives `ranker_recall`. scores: with the errors of
+    `ranker_scores`. history: the mean of its prompt's past. recorded (kind trace): as the
+    recorded run expected; the order of prompts then stays the same.
+    """
     ranker_recall: float = 0.87
     """recall@20% of a ranker of kind recall; 0.87 is StreamRL's (arXiv 2504.15930, Table 4)."""
     ranker_recall_to: float | None = None
@@ -124,14 +128,17 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     source: tuple[SourceConfig, ...] = ()
     """Data sets to be mixed, in place of `prompts`."""
     order: Literal["shuffled", "file"] = "shuffled"
-    """Of prompts: shuffled anew in every epoch by the run's seed, or as they stand in their file, in every epoch alike:
-    from easy to hard, if they stand so there."""
+    """Order of prompts. shuffled: shuffled in every epoch by the run's seed. file: in the order of
+    the file in every epoch, for example from easy to hard.
+    """
     max_prompt_tokens: int = 2048
     informative_share: float = 1.0
     """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""
     group_rewards: tuple[tuple[float, float], ...] = ()
-    """Simulated: mean rewards of groups, each with the share of groups that have it, such as [[0.0, 0.25], [1.0, 0.75]];
-    heeded where a trainer takes groups by their rewards, and measured then: nobody knows it but you."""
+    """Simulated: pairs of a group's mean reward and the share of groups that have it, such as
+    [[0.0, 0.25], [1.0, 0.75]]. Read only where a trainer selects groups by their rewards.
+    Measure it on your task.
+    """
     lengths: LengthsConfig | None = None
     ranker: RankerConfig | None = None
     """What expects longer outputs of some prompts than of others, learns, and is watched; none where absent."""
