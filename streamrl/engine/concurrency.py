@@ -1,14 +1,17 @@
-"""How many rollouts a replica may have, as the pressure on its KV cache has it.
+"""Limit the number of rollouts on a replica by the pressure on its KV cache.
 
-    limit = overcommit * tokens that the cache holds / tokens that a rollout ends with
+    limit = overcommit * tokens that the cache holds / tokens of a rollout when it ends
 
-This is prime-rl's form (`src/prime_rl/orchestrator/concurrency.py` at commit 014aa9d), here for each replica. `overcommit`
-begins at 1, where all that run would fit at their ends, and changes with each turn, in which as many rollouts end as there
-are places: it grows while hardly any is put off, the cache has room and the places are taken, and falls while many are.
+This is prime-rl's formula (`src/prime_rl/orchestrator/concurrency.py` at commit 014aa9d), applied
+to each replica. `overcommit` begins at 1, where all running rollouts fit at their final lengths. It
+is updated after each turn, in which as many rollouts end as the limit allows at once. It grows if
+hardly any rollout was preempted, the cache has room and the replica is full. It falls if many were
+preempted.
 
-prime-rl cuts by a quarter, then by half, with the first preemption that it sees. That left a third of the cache unused in
-simulations, whose steps took 13 to 16 % longer than with no bound at all: a rollout that is put off now and then costs less
-than an empty place. So what counts here is how many are put off for each that ends (`docs/concurrency.md`).
+prime-rl cuts by a quarter, then by half, at the first preemption that it sees. In simulations this
+left a third of the cache unused, and steps took 13 to 16 % longer than without a limit. An
+occasional preemption costs less than an unused slot. So this module counts preemptions per finished
+rollout (`docs/concurrency.md`).
 """
 
 from __future__ import annotations
@@ -17,31 +20,34 @@ from collections import deque
 from dataclasses import dataclass, field
 
 GROWTH, BACKOFF = 1.05, 0.9
-"""Of the overcommitment, with a turn that went well, and with one that did not."""
+"""Factors on `overcommit` after a turn with few preemptions, and after one with many."""
 FEW, MANY = 0.05, 0.25
-"""Rollouts put off for each that ends: up to the one it went well, beyond the other it did not."""
+"""Preemptions per finished rollout: at most FEW is a good turn, more than MANY a bad one."""
 BINDING = 0.9
-"""Share of its places that must be taken for more to be of use."""
+"""Share of the slots that must be in use before more slots are added."""
 LEAST_OVERCOMMIT, MOST_OVERCOMMIT = 0.25, 16.0
 FULL = 0.98
-"""Share of the cache in use from which no places are added: they would stay empty."""
+"""Share of the cache in use above which no slots are added, because they would stay empty."""
 
 
 @dataclass(slots=True)
 class FinalLengths:
-    """Tokens, prompts included, that rollouts have ended with lately."""
+    """Lengths, prompts included, of the rollouts that ended last."""
 
     enough: int
-    """A step's worth, which speaks for all: short rollouts end first, so fewer look shorter than the step is."""
+    """Rollouts of one step. Short rollouts end first, so fewer of them look shorter than the step
+    is.
+    """
     longest: int
-    """Tokens of the longest rollout that there may be."""
+    """Maximum tokens of a rollout."""
     _arrived: deque[int] = field(default_factory=deque)
     _sum: int = 0
 
     def expected(self, num_running: int) -> float:
-        """Return the tokens that a rollout ends with, where so many run.
+        """Return the mean final length of a rollout, while `num_running` rollouts run.
 
-        Before a step's worth has ended those that run count as the longest: they have outlasted the others.
+        Until a whole step has ended, running rollouts count with the maximum length, because they
+        outlasted the others.
         """
         num_ended = len(self._arrived)
         outlasting = min(num_running, self.enough - num_ended)
@@ -50,7 +56,7 @@ class FinalLengths:
         return (self._sum + outlasting * self.longest) / (num_ended + outlasting)
 
     def add(self, tokens: int) -> None:
-        """Enter what a rollout has ended with, and forget the oldest where it is one too many."""
+        """Add the final length of a rollout, and forget the oldest one beyond `enough`."""
         if len(self._arrived) == self.enough:
             self._sum -= self._arrived.popleft()
         self._arrived.append(tokens)
@@ -59,29 +65,29 @@ class FinalLengths:
 
 @dataclass(slots=True)
 class ConcurrencyLimit:
-    """Of one replica."""
+    """The limit of one replica."""
 
     most: int
-    """More it never has."""
+    """Upper bound of the limit."""
     limit: int = 1
-    """Rollouts that it may have now."""
+    """Rollouts that the replica may have now."""
     overcommit: float = 1.0
     _capacity: int | None = None
-    """Tokens that its cache holds; None where nobody says, and nothing keeps it from `most`."""
+    """Tokens that its cache holds. None where unknown: the limit is then `most`."""
     _num_ended: int = 0
     """Rollouts that ended since the last turn."""
     _num_preempted: int = 0
-    """Times that one was put off since."""
+    """Preemptions since the last turn."""
 
     def open(self, capacity: int | None, expected: float) -> None:
-        """Begin with a cache of so many tokens, where a rollout is expected to end with `expected`."""
+        """Start with a cache of `capacity` tokens and rollouts of `expected` tokens."""
         self._capacity = capacity
         self._set(expected)
 
     def see(
         self, cache_use: float | None, num_preempted: int, num_left: int, expected: float
     ) -> None:
-        """Enter what a replica told at the end of a rollout, after which it has `num_left`."""
+        """Update from a replica's report at the end of a rollout; `num_left` rollouts remain there."""
         if self._capacity is None or cache_use is None:
             return
         self._num_ended += 1
@@ -91,7 +97,7 @@ class ConcurrencyLimit:
         self._set(expected)
 
     def _turn(self, *, is_taken: bool) -> None:
-        """End a turn; `is_taken` says whether all places are, and more could be."""
+        """End a turn; `is_taken` says whether all slots are in use while more could be."""
         put_off = self._num_preempted / self._num_ended
         if put_off > MANY:
             self.overcommit = max(LEAST_OVERCOMMIT, self.overcommit * BACKOFF)

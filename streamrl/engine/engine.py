@@ -1,7 +1,7 @@
-"""The control engine: told an event and the time, it answers with commands.
+"""The control engine: takes an event and its time, and returns commands.
 
-It has no clock, no input or output and no randomness, so a simulated run, a real run and a replay of
-either decide with the same code.
+It has no clock, no I/O and no randomness. So a simulated run, a real run and a replay decide with
+the same code.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from streamrl.engine.state import State
 
 
 class Policy(Protocol):
-    """One thing the engine decides about."""
+    """One kind of decision of the engine."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield what to do now. Each command enters `state` before the next is asked for.
+        """Yield what to do now. Each command enters `state` before the next one is computed.
 
-        Most events concern few policies: one that has nothing to say answers `()` without a generator.
+        Most events concern few policies. A policy without commands returns `()` and creates no
+        generator.
         """
         ...
 
 
 class Engine:
-    """Policies, in order of precedence, over one state."""
+    """Policies in order of precedence, and the state that they share."""
 
     def __init__(self, state: State, policies: Sequence[Policy]) -> None:
         self.state = state
@@ -40,7 +41,7 @@ class Engine:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do and nothing is under way."""
+        """Whether nothing is left to do and no command is running."""
         return self.state.is_finished
 
     @property
@@ -55,21 +56,22 @@ class Engine:
 
     @property
     def has_failed(self) -> bool:
-        """Whether something broke beyond what a retry can mend, be it the last checkpoint."""
+        """Whether an error ended the run that no retry can fix; a failed last checkpoint counts too."""
         return self.state.failure is not None or self.state.leader.num_failed_saves > 0
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run ends before its last step, or None."""
+        """Why the run ends before its last step; None if it does not."""
         return self.state.stop_reason
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Enter what happened at `now` seconds and say what to do about it."""
+        """Record an event that happened at `now` seconds, and return the commands that answer it."""
         state = self.state
         state.observe(event, now)
         commands: list[Command] = []
         for decide in self._deciders:
-            if decided := decide(state):  # most policies say nothing: a loop over `()` costs more
+            # most policies return (): iterating over it anyway costs more
+            if decided := decide(state):
                 for command in decided:
                     state.commit(command)
                     commands.append(command)

@@ -1,4 +1,4 @@
-"""What the engine's state is made of: rollouts, groups and replicas, and the queues in which they wait."""
+"""The parts of the engine's state: rollouts, groups and replicas, and their queues."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from streamrl.engine.concurrency import ConcurrencyLimit
 from streamrl.engine.messages import DrawnGroup
 
 Phase = Literal["waiting", "generating", "finished", "verifying", "ready"]
-"""Where a rollout is on its way from prompt to gradient.
+"""The phase of a rollout between prompt and gradient.
 
-One that is finished is generated, and nobody has asked for its reward yet; one that is ready has it, and how far each
-trainer is with it, the trainer's batch knows.
+"finished" means generated, before its reward is requested; "ready" means that its reward is known.
+Each trainer's batch records how far that trainer is with a ready rollout.
 """
 
 
@@ -31,11 +31,11 @@ class Rollout:
     is_aborting: bool = False
     tokens: int = 0
     born: int | None = None
-    """Version that its first token was sampled from; None before any token."""
+    """Version that sampled its first token; None before the first token."""
     reward: float = 0.0
     failures: int = 0
     sent_at: float = 0.0
-    """When it was last sent to a replica."""
+    """When it was last sent to a replica, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class Group:
 
     id: int
     step: int
-    """The step it was drawn for."""
+    """The step that it was drawn for."""
     oldest_version: int
     prompt_tokens: int
     rollouts: list[Rollout] = field(default_factory=list)
@@ -52,18 +52,18 @@ class Group:
     num_missing: int = 0
     """Rollouts that are not ready yet."""
     is_told: bool = False
-    """Whether other lengths are expected of its rollouts than when it was drawn."""
+    """Whether the expected lengths of its rollouts have changed since it was drawn."""
     family: str | None = None
-    """Of its prompt, where anybody heeds it."""
+    """Family of its prompt, if a trainer uses families."""
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all its rewards are known, and equal."""
+        """Whether all its rewards are known and equal."""
         return not self.num_missing and len({rollout.reward for rollout in self.rollouts}) == 1
 
     @classmethod
     def draw(cls, drawn: DrawnGroup, step: int, oldest_version: int) -> Group:
-        """Make a group, with its rollouts, as it was drawn for `step`."""
+        """Return a new group, with its rollouts, that was drawn for `step`."""
         group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens)
         group.num_missing = len(drawn.rollouts)
         group.family = drawn.family
@@ -78,7 +78,7 @@ class Group:
 
 
 def kept_of(drawn: DrawnGroup) -> Iterator[tuple[int, int, int]]:
-    """Yield each rollout that has tokens from before the run was resumed, how many, and the version of the first."""
+    """Yield each rollout with tokens from before a resume: its id, their number, and the version of the first token."""
     for rollout, (tokens, version) in zip(drawn.rollouts, drawn.kept, strict=False):
         if tokens:
             yield rollout, tokens, version
@@ -91,67 +91,71 @@ class Replica:
     id: int
     version: int
     kind: int = 0
-    """Which of the fleet's kinds it is."""
+    """Index of its kind in the fleet."""
     share: float = 1.0
-    """Rollouts that it gets for each that a replica of the first kind gets."""
+    """Rollouts that it gets for each rollout of a replica of the first kind."""
     load: float = 0.0
-    """What it would have on its hands with one rollout more, by its share; the fleet keeps it."""
+    """Its number of rollouts plus one, divided by its share. The fleet updates it."""
     is_serving: bool = False
     loading: int | None = None
-    """Version that a `LoadWeights` under way brings."""
+    """Version that its running `LoadWeights` brings."""
     promised: int | None = None
-    """Version that what is sent now starts under, or a newer one; None while it may be sent nothing."""
+    """Minimum version for rollouts sent now; None while no rollout may be sent."""
     must_load: bool = False
-    """Whether what it has, or loads, are weights that its trainer has lost: it may be sent nothing before it loads."""
+    """Whether it has, or loads, weights that the trainer lost. Then no rollout may be sent before
+    it loads again.
+    """
     rollouts: dict[int, Rollout] = field(default_factory=dict)
-    """What was sent there and has not ended, queued or running."""
+    """Rollouts that were sent to it and have not ended, queued or running."""
     places: ConcurrencyLimit | None = None
-    """How many of these it may have, where that follows its KV cache."""
+    """Limit on its rollouts, if it follows its KV cache."""
 
     @property
     def has_place(self) -> bool:
-        """Whether it may be sent one more."""
+        """Whether one more rollout may be sent to it."""
         return self.places is None or len(self.rollouts) < self.places.limit
 
     def promises(self, oldest_version: int) -> bool:
-        """Whether what is sent there now starts under `oldest_version` or newer."""
+        """Whether a rollout that is sent now starts under `oldest_version` or newer."""
         return self.promised is not None and self.promised >= oldest_version
 
 
 Place = tuple[int, ...]
-"""Where a rollout stands in line: smaller is earlier."""
+"""Sort key of a waiting rollout: smaller is earlier."""
 
 
 class WaitingRollouts:
-    """Rollouts to dispatch, oldest draw first, also after they come back; or in order of what was learnt.
+    """Rollouts to dispatch, in draw order; or ordered by what their siblings show.
 
-    Learning, the oldest step comes first, and in it one rollout of each group, which tells of its siblings
-    (Seer, arXiv 2511.14617, calls it a speculative request); each part by expected length, longest first.
+    With `learns`, the oldest step comes first. Within a step, one rollout of each group comes
+    first, because it predicts the length of its siblings (a speculative request in Seer, arXiv
+    2511.14617). Within both parts, longer expected lengths come first.
     """
 
     def __init__(self, learns: bool = False) -> None:
         self.heap: list[tuple[Place, int, Rollout]] = []
-        """(place, number of additions before it, rollout): what comes back, or changes place, may stand there
-        twice."""
+        """(place, number of earlier additions, rollout). A rollout that comes back or changes its
+        place may be in it twice.
+        """
         self._num_added = 0
         self._learns = learns
 
     def add(self, rollout: Rollout) -> None:
-        """Let a rollout wait."""
+        """Add a rollout to the queue."""
         rollout.phase = "waiting"
         place = self._place(rollout) if self._learns else (rollout.id,)
         heappush(self.heap, (place, self._num_added, rollout))
         self._num_added += 1
 
     def expect(self, rollout: Rollout, tokens: int) -> None:
-        """Let a rollout, wherever it is, be expected to be so long; one that waits may change its place."""
+        """Set the expected length of a rollout in any phase; a waiting one may change its place."""
         rollout.expected_tokens = tokens
         rollout.group.is_told = True
         if self._learns and rollout.phase == "waiting":
             self.add(rollout)
 
     def first(self) -> Rollout | None:
-        """Return the first rollout that still waits."""
+        """Return the first waiting rollout, or None."""
         heap = self.heap
         while heap:
             place, _, rollout = heap[0]
@@ -162,7 +166,7 @@ class WaitingRollouts:
         return None
 
     def of_step(self, step: int) -> list[Rollout]:
-        """Return every rollout of `step` that still waits, first in line first."""
+        """Return the waiting rollouts of `step`, in queue order."""
         found = {
             entry[2].id: entry[2]
             for entry in sorted(self.heap)
@@ -173,14 +177,14 @@ class WaitingRollouts:
         return list(found.values())
 
     def _place(self, rollout: Rollout) -> Place:
-        """Return the place of a rollout by what is known now."""
+        """Return the current sort key of a rollout."""
         group = rollout.group
         tells = not group.is_told and rollout is group.rollouts[0]
         return (group.step, not tells, -rollout.expected_tokens, rollout.id)
 
 
 class GroupLine:
-    """Groups that lie ahead of a trainer's cursor on the stream, in the order in which they were added."""
+    """Groups that are ahead of a trainer's cursor on the stream, in the order of addition."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[int, Group] = OrderedDict()
@@ -195,13 +199,13 @@ class GroupLine:
         return group.id in self._groups
 
     def add(self, group: Group) -> None:
-        """Let a group wait."""
+        """Add a group."""
         self._groups[group.id] = group
 
     def remove(self, group: Group) -> bool:
-        """Let a group wait no longer; return whether it did."""
+        """Remove a group; return whether it was in the line."""
         return self._groups.pop(group.id, None) is not None
 
     def first(self) -> Group | None:
-        """Return the group that waits longest."""
+        """Return the group that waits longest, or None."""
         return next(iter(self._groups.values()), None)

@@ -1,9 +1,9 @@
-"""What policies estimate from: latency of a decode step, lengths of recent rollouts, and how long the last step took each side.
+"""Estimates that policies use: seconds of a decode step, lengths of recent rollouts, and times of the last step.
 
-How long generation takes, as policies reckon with it (StreamRL, arXiv 2504.15930, Equations 1 and 2).
+Estimated generation time (StreamRL, arXiv 2504.15930, Equations 1 and 2):
 
-a rollout of L tokens in a batch of b:      step_time(b) * L
-M rollouts of mean length L on a replica:   step_time(b) * L * ceil(M / b),  b = min(M, most running)
+    a rollout of L tokens in a batch of b:      step_time(b) * L
+    M rollouts of mean length L on a replica:   step_time(b) * L * ceil(M / b),  b = min(M, most running)
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from streamrl.runfile.roles_config import ReplicasConfig
 
 
 class Latency:
-    """Seconds of a decode step by batch: given points, straight lines between them, flat beyond."""
+    """Seconds of a decode step by batch size: linear between given points, constant beyond them."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """Take (batch, seconds) points in order of the batch; the last batch is the most that a replica runs."""
+        """Take (batch, seconds) points in rising order of batch. The last batch is the most that a replica runs."""
         self._batches = [batch for batch, _ in points]
         self._seconds = [seconds for _, seconds in points]
         self.most_running = self._batches[-1]
@@ -48,7 +48,7 @@ class Latency:
         return self.step_time(batch) * tokens * ceil(num_rollouts / batch)
 
     def time(self, num_rollouts: float, tokens: float, num_replicas: float) -> float:
-        """Return the seconds in which replicas that share rollouts evenly generate them.
+        """Return the seconds in which replicas generate an equal share of the rollouts each.
 
         Raises:
             ValueError: there are rollouts and no replica.
@@ -58,14 +58,15 @@ class Latency:
         return self.replica_time(num_rollouts / max(1, num_replicas), tokens)
 
 
-STEPS_KEPT = 2  # one follows a drift fastest; a second evens out who happened to finish last
+# one step follows a drift fastest; a second one averages out which rollouts finish last
+STEPS_KEPT = 2
 
 
 def latency_of(policies: PoliciesConfig, wanted_by: str) -> Latency:
-    """Return the seconds of a decode step of a run; `ValueError` where nobody has filled them in."""
+    """Return the seconds of a decode step of a run; raises `ValueError` if they are missing."""
     if policies.latency is None:
         raise ValueError(
-            f"policies.latency is missing: {wanted_by} reckons with the seconds of a decode step"
+            f"policies.latency is missing: {wanted_by} needs the seconds of a decode step"
         )
     return Latency(policies.latency)
 
@@ -77,26 +78,26 @@ def latencies_of(
     yield latency_of(policies, wanted_by)
     for other in others:
         if other.latency is None:
-            raise ValueError(f"rollout.others: latency is missing, which {wanted_by} reckons with")
+            raise ValueError(f"rollout.others: latency is missing, which {wanted_by} needs")
         yield Latency(other.latency)
 
 
 class RecentLengths:
-    """The lengths of the last two steps' rollouts, also in order of length."""
+    """The lengths of the rollouts of the last two steps."""
 
     def __init__(self, enough: int) -> None:
-        """Take the rollouts of a step, which are `enough` to speak for all.
+        """Take the number of rollouts of a step, which is the minimum sample.
 
-        Short rollouts finish first, so fewer than a step's worth look shorter than the step is.
+        Short rollouts finish first, so fewer of them look shorter than the step is.
         """
         self._enough = enough
         self._arrived: deque[int] = deque()
         self._ordered: list[int] | None = None
-        """None until anyone asks: few runs do, and keeping it costs them all."""
+        """Sorted lengths. Computed at the first request, because few runs need them."""
 
     @property
     def is_full(self) -> bool:
-        """Whether there are enough to speak for all."""
+        """Whether there are enough lengths for an estimate."""
         return len(self._arrived) >= self._enough
 
     @property
@@ -107,7 +108,7 @@ class RecentLengths:
         return self._ordered
 
     def add(self, tokens: int) -> None:
-        """Enter the length of a rollout that finished, and forget the oldest where it is one too many."""
+        """Add the length of a finished rollout, and forget the oldest one beyond the limit."""
         if len(self._arrived) == STEPS_KEPT * self._enough:
             oldest = self._arrived.popleft()
             if self._ordered is not None:
@@ -117,9 +118,9 @@ class RecentLengths:
             insort(self._ordered, tokens)
 
     def expected_rest(self, done: float) -> float:
-        """Return the tokens that a rollout of `done` tokens has ahead: the median of those that got further.
+        """Return the remaining tokens of a rollout that has `done` tokens: the median of the longer ones.
 
-        0 where none did: nothing says that it will go on.
+        0 if no rollout was longer.
         """
         ordered = self.ordered
         first = bisect_right(ordered, done)
@@ -129,41 +130,42 @@ class RecentLengths:
 
 
 def quantile(ordered: Sequence[int], share: float) -> int:
-    """Return the length that `share` of the lengths, shortest first, do not exceed."""
+    """Return the length that a share of the lengths (sorted in rising order) does not exceed."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class StepTimes(NamedTuple):
-    """What one step took, in seconds."""
+    """Times of one step, in seconds."""
 
     step: int
     generation_time: float
-    """From its first `Generate`, or the last `Generated` of the step before where that is later, to its last
-    `Generated`: where steps overlap, generation works for the older one until that is done."""
+    """From its first `Generate` to its last `Generated`. Where steps overlap, it begins only when
+    the step before is generated.
+    """
     training_time: float
-    """While the trainer had any of its work in hand."""
+    """Time in which the trainer worked on it."""
     num_replicas: int
     """Replicas that served when its generation began."""
 
     @property
     def lag(self) -> float:
-        """Seconds by which generation is the slower side; below 0 where training is."""
+        """Seconds by which generation is slower than training; negative if training is slower."""
         return self.generation_time - self.training_time
 
 
 @dataclass(slots=True)
 class StepTimer:
-    """What the last step took that has been generated and trained on since the run began, or was resumed."""
+    """Measures the last complete step since the run began or was resumed."""
 
     last: StepTimes | None = None
     _newest: int = 0
-    """Newest step of which a rollout was sent."""
+    """Newest step with a rollout that was sent."""
     _begun: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By step: instant of its first `Generate`, and replicas that served then."""
+    """By step: time of its first `Generate`, and the number of replicas that served then."""
     _ended_at: dict[int, float] = field(default_factory=dict)
-    """By step: instant of its last `Generated` so far."""
+    """By step: time of its last `Generated` so far."""
     _free_at: float = 0.0
-    """Instant of the last `Generated` of the last step."""
+    """Time of the last `Generated` of the last step."""
     _work_began_at: float = 0.0
     _training_time: float = 0.0
 
@@ -174,32 +176,32 @@ class StepTimer:
             self._begun[step] = (now, fleet.num_up)
 
     def end_generation(self, step: int, now: float) -> None:
-        """Enter that a rollout of `step` came back; one that comes after its step was made is of none."""
+        """Record that a rollout of `step` came back; it is ignored if that step is already made."""
         if step in self._begun:
             self._ended_at[step] = now
 
     def begin_work(self, now: float) -> None:
-        """Enter that the trainer was given something to do."""
+        """Record that the trainer began to work."""
         self._work_began_at = now
 
     def end_work(self, now: float) -> None:
-        """Enter that the trainer has done it."""
+        """Record that the trainer's work ended."""
         self._training_time += now - self._work_began_at
 
     def end_step(self, step: int, now: float) -> None:
-        """Enter that the trainer has made policy version `step`."""
+        """Record that the trainer made policy version `step`."""
         self.end_work(now)
         training_time, self._training_time = self._training_time, 0.0
         begun, ended_at = self._begun.pop(step, None), self._ended_at.pop(step, None)
         if begun is None or ended_at is None:
-            return  # made of what was drawn for other steps
+            return  # all its rollouts were drawn for other steps
         began_at, num_replicas = begun
         generation_time = max(0.0, ended_at - max(began_at, self._free_at))
         self._free_at = max(self._free_at, ended_at)
         self.last = StepTimes(step, generation_time, training_time, num_replicas)
 
     def forget(self) -> None:
-        """Enter that steps are made again: what was under way belongs to none."""
+        """Forget unfinished steps, because they are repeated."""
         self._newest = 0
         self._begun.clear()
         self._ended_at.clear()

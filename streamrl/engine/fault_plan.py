@@ -1,4 +1,4 @@
-"""When the faults of a run file strike: the same moments in both worlds, told by the commands that a world is given."""
+"""When the faults of a run file strike: at the same commands in a simulated and a real run."""
 
 from __future__ import annotations
 
@@ -40,43 +40,43 @@ STRUCK: dict[FaultKind, type[Struck]] = {
     "disk-full": SaveCheckpoint,
     "driver-dies": Train,
 }
-"""The work with which each kind strikes."""
+"""The commands at which each kind strikes."""
 
 
 class Fault(NamedTuple):
-    """One strike that is planned."""
+    """One planned fault."""
 
     number: int
-    """Its place in the plan."""
+    """Its index in the plan."""
     config: FaultConfig
     step: int
-    """The first step that it may strike in."""
+    """The first step in which it may strike."""
     num_spared: int
-    """Commands of its kind in that step that pass before."""
+    """Commands of its kind in that step that are spared first."""
 
 
 @dataclass
 class FaultPlan:
-    """The faults that have not struck yet; asked about each command before it is carried out."""
+    """The faults that have not struck yet. A world calls it before it carries out each command."""
 
     rollouts_per_step: int
     faults: list[Fault]
     _num_seen: dict[tuple[type[Command], int], int] = field(default_factory=dict)
-    """Commands so far by kind and step, of the steps that a fault waits for."""
+    """Commands so far by kind and step, only for steps with a planned fault."""
 
     @classmethod
     def of(cls, run: Run, struck: Collection[int] = ()) -> FaultPlan:
-        """Return the plan of a run file, without the faults whose numbers have struck before it was resumed."""
+        """Return the plan of a run file, without the faults that struck before the run was resumed (`struck`)."""
         faults = enumerate(_draw(run))
         left = [Fault(number, *each) for number, each in faults if number not in struck]
         return cls(run.algorithm.rollouts_per_step, left)
 
     def strike(self, command: Command, version: int, now: float) -> Fault | None:
-        """Return the fault that strikes with a command, which is over then.
+        """Return the fault that strikes at a command, and remove it from the plan.
 
         Args:
-            command: what is about to be carried out.
-            version: the leading trainer's.
+            command: the command that is carried out next.
+            version: the version of the primary trainer.
             now: seconds since the run began.
         """
         if not self.faults or not isinstance(command, Struck):
@@ -96,7 +96,7 @@ class FaultPlan:
         return None
 
     def _step_of(self, command: Struck, version: int) -> int:
-        """Return the step that a command is for; of rollouts the one that they were drawn for, as a rule."""
+        """Return the step of a command; for rollouts usually the step that they were drawn for."""
         match command:
             case Generate() | Verify():
                 return command.rollout // self.rollouts_per_step + 1
@@ -113,7 +113,7 @@ def _is_due(fault: Fault, step: int, num_before: int, now: float) -> bool:
 
 
 def _draw(run: Run) -> Iterator[tuple[FaultConfig, int, int]]:
-    """Yield each fault with the step that it strikes in and the commands of that step that it spares."""
+    """Yield each fault with its step and the number of commands of that step that it spares."""
     for place, fault in enumerate(run.faults):
         if fault.count is None:
             yield fault, fault.step or 1, 0
@@ -130,7 +130,7 @@ def _draw(run: Run) -> Iterator[tuple[FaultConfig, int, int]]:
 def _num_commands(
     policies: PoliciesConfig, trainer: TrainerConfig, rollouts_per_step: int, kind: type[Struck]
 ) -> int:
-    """Return the commands of a kind that every step has at least."""
+    """Return the minimum number of commands of a kind in every step."""
     if kind is Train:
         return ceil(
             rollouts_per_step

@@ -1,4 +1,4 @@
-"""The replicas of a run: which policy version each serves, its load, and the fleet that a run begins with."""
+"""The replicas of a run: the policy version and load of each, and the initial fleet."""
 
 from __future__ import annotations
 
@@ -15,72 +15,73 @@ from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
-LOADS_PER_REPLICA = (
-    8  # entries that a load heap may hold per replica before outdated ones are swept
-)
+LOADS_PER_REPLICA = 8  # entries of a load heap per replica before outdated ones are removed
 
 
 @dataclass(slots=True)
 class Kind:
-    """Replicas that are alike."""
+    """Replicas of one kind."""
 
     num_wanted: int
-    """How many there should be."""
+    """Target number of replicas."""
     share: float = 1.0
-    """Rollouts that one gets for each that one of the first kind gets."""
+    """Rollouts that a replica gets for each rollout of one of the first kind."""
 
 
 @dataclass(slots=True)
 class Fleet:
-    """Every replica that is up or coming up, indexed by version and load."""
+    """All replicas that serve or start, indexed by version and load."""
 
     replicas: dict[int, Replica] = field(default_factory=dict)
     num_serving: dict[int, int] = field(default_factory=dict)
     """Serving replicas by version."""
     outdated: dict[int, Replica] = field(default_factory=dict)
-    """Serving replicas older than the pushed weights that nobody has told to load."""
+    """Serving replicas older than the pushed weights, without a load command."""
     idle: dict[int, Replica] = field(default_factory=dict)
-    """Serving replicas with nothing on their hands, the one that has been so for longest first."""
+    """Serving replicas without rollouts, the longest idle first."""
     stopping: dict[int, Replica] = field(default_factory=dict)
-    """Replicas that were told to end and have not."""
+    """Replicas that are being stopped."""
     kinds: list[Kind] = field(default_factory=lambda: [Kind(0)])
-    """What replicas there should be; the first kind is the one that `Resize` changes."""
+    """Target replicas by kind; `Resize` changes the first kind."""
     final: FinalLengths | None = None
-    """How long rollouts get, where the places of replicas follow their KV caches."""
+    """Lengths of rollouts, where limits of replicas follow their KV caches."""
     most_places: int = 0
-    """Most rollouts that a replica may have then."""
+    """Upper bound of those limits."""
     num_started: int = 0
-    """Replicas ever started; the next one gets this id."""
+    """Replicas started so far; the next one gets this id."""
     num_lost: int = 0
-    """Replicas that ended without being told to, or never came up."""
+    """Replicas that ended without a stop command, or never started."""
     last_used: int = -1
     """Replica that got the last rollout."""
     has_come_up: bool = False
-    """Whether every replica that was started first has served: before that, the first would get all."""
+    """Whether all initial replicas have served. Before that, the first one would get all rollouts.
+    """
     _num_promised: dict[int, int] = field(default_factory=dict)
     _loads: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    """Heaps of (load, replica) by promised version; outdated entries are skipped."""
+    """Heaps of (load, replica) by promised version. Outdated entries are skipped."""
     _knows_most: bool = False
-    """Whether anyone has asked for the most loaded replica: few runs do, and keeping it costs them all."""
+    """Whether the most loaded replica was requested. Few runs need it, so the heap is built on
+    demand.
+    """
     _most: list[tuple[int, int]] = field(default_factory=list)
-    """Heap of (number of rollouts, negative; replica); outdated entries are skipped."""
+    """Heap of (negative number of rollouts, replica). Outdated entries are skipped."""
 
     @property
     def num_wanted(self) -> int:
-        """Replicas that there should be."""
+        """Target number of replicas."""
         return sum(kind.num_wanted for kind in self.kinds)
 
     def lacking(self) -> int:
-        """Return the first kind of which there are fewer than there should be.
+        """Return the first kind with fewer replicas than its target.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no kind lacks a replica.
         """
         there = Counter(replica.kind for replica in self.replicas.values())
         for kind, wanted in enumerate(self.kinds):
             if there[kind] < wanted.num_wanted:
                 return kind
-        raise ValueError("every replica is there that should be")
+        raise ValueError("no kind of replica is below its target")
 
     def is_synced(self, version: int) -> bool:
         """Whether every serving replica has `version`."""
@@ -88,20 +89,20 @@ class Fleet:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no replica is coming up, loading or ending."""
+        """Whether no replica is starting, loading or stopping."""
         return not self.stopping and all(r.loading is None for r in self.replicas.values())
 
     @property
     def num_up(self) -> int:
-        """Replicas that serve, whichever version."""
+        """Number of serving replicas, of any version."""
         return sum(self.num_serving.values())
 
     def newest_idle(self) -> Replica | None:
-        """Return the replica that started last among those with nothing on their hands, or None."""
+        """Return the idle replica that started last, or None."""
         return self.idle[max(self.idle)] if self.idle else None
 
     def least_loaded(self, oldest_version: int) -> Replica | None:
-        """Return the replica that promises `oldest_version` or newer and has the least load, least id first."""
+        """Return the replica with the least load that promises `oldest_version` or newer; ties go to the smaller id."""
         best: tuple[float, int] | None = None
         for version, loads in self._loads.items():
             if version < oldest_version:
@@ -113,7 +114,7 @@ class Fleet:
         return None if best is None else self.replicas[best[1]]
 
     def most_loaded(self) -> Replica | None:
-        """Return the replica with the most rollouts, least id first."""
+        """Return the replica with the most rollouts; ties go to the smaller id."""
         if not self._knows_most:
             self._knows_most = True
             self._sweep_most()
@@ -123,7 +124,7 @@ class Fleet:
         return self.replicas[most[0][1]] if most else None
 
     def next_in_turn(self, oldest_version: int) -> Replica | None:
-        """Return the replica that promises `oldest_version` or newer and follows the last one used."""
+        """Return the next replica by id after the last used one that promises `oldest_version` or newer."""
         if all(version < oldest_version for version in self._loads):
             return None
         for offset in range(1, self.num_started + 1):
@@ -133,18 +134,18 @@ class Fleet:
         return None
 
     def fresh(self, oldest_version: int) -> list[Replica]:
-        """Return every replica that promises `oldest_version` or newer, by id."""
+        """Return all replicas that promise `oldest_version` or newer, by id."""
         if all(version < oldest_version for version in self._loads):
             return []
         found = [r for r in self.replicas.values() if r.promises(oldest_version)]
         return sorted(found, key=_by_id)
 
     def serving(self) -> list[Replica]:
-        """Return every replica that serves, by id."""
+        """Return all serving replicas, by id."""
         return sorted((r for r in self.replicas.values() if r.is_serving), key=_by_id)
 
     def start(self, replica_id: int, version: int, kind: int = 0) -> None:
-        """Enter a replica that is coming up with `version`."""
+        """Record that a replica starts with `version`."""
         share = self.kinds[kind].share
         replica = Replica(replica_id, version, kind, share, load=1 / share, loading=version)
         if self.final is not None:
@@ -153,7 +154,7 @@ class Fleet:
         self.num_started = max(self.num_started, replica_id + 1)
 
     def change(self, command: StartReplica | StopReplica | Resize) -> None:
-        """Enter that a replica is coming up or, idle, going down, or how many there should be."""
+        """Record that a replica starts or stops, or that the target changes."""
         match command:
             case StartReplica(replica_id, version, kind):
                 self.start(replica_id, version, kind)
@@ -163,7 +164,7 @@ class Fleet:
                 self.kinds[0].num_wanted = num_replicas
 
     def serve(self, replica_id: int, version: int, pushed_version: int) -> None:
-        """Enter that a replica now serves `version`."""
+        """Record that a replica serves `version`."""
         replica = self.replicas[replica_id]
         if replica.is_serving:
             self._leave_version(replica)
@@ -178,14 +179,14 @@ class Fleet:
             self.outdated[replica_id] = replica
 
     def come_up(self, event: ReplicaStarted, pushed_version: int, num_running: int) -> None:
-        """Enter that a replica is there, with a cache of so many tokens; others run so many rollouts."""
+        """Record that a replica started, with its cache size; other replicas run `num_running` rollouts."""
         places = self.replicas[event.replica].places
         if places is not None and self.final is not None:
             places.open(event.cache_tokens, self.final.expected(num_running))
         self.serve(event.replica, event.version, pushed_version)
 
     def see_pressure(self, rollout: Rollout, event: Generated, num_running: int) -> None:
-        """Enter how full a replica's cache was when one of its rollouts ended, before that is released."""
+        """Record the cache use of a replica when one of its rollouts ends, before that rollout is released."""
         replica = rollout.replica
         if replica is None or replica.places is None or self.final is None:
             return
@@ -195,7 +196,7 @@ class Fleet:
         replica.places.see(event.cache_use, event.num_preempted, left, expected)
 
     def lose(self, replica_id: int) -> None:
-        """Forget a replica that is gone; what ran there fails on its own."""
+        """Forget a lost replica; its rollouts fail by their own events."""
         if self.stopping.pop(replica_id, None) is None:
             self._remove(replica_id)
             self.num_lost += 1
@@ -211,7 +212,7 @@ class Fleet:
         return replica
 
     def find_outdated(self, pushed_version: int) -> None:
-        """Enter that weights of `pushed_version` can be loaded."""
+        """Record that weights of `pushed_version` can be loaded."""
         self.outdated = {
             replica.id: replica
             for replica in self.replicas.values()
@@ -221,7 +222,7 @@ class Fleet:
         }
 
     def load(self, replica_id: int, version: int) -> None:
-        """Enter that a replica was told to load `version`."""
+        """Record that a replica got the command to load `version`."""
         replica = self.replicas[replica_id]
         replica.loading = version
         replica.must_load = False
@@ -229,7 +230,7 @@ class Fleet:
         self._promise(replica, version)
 
     def fall_back(self, version: int) -> None:
-        """Enter that versions after `version` are lost: who has one, or loads one, must load before it goes on."""
+        """Record that versions after `version` are lost. Replicas that have or load one must load again."""
         self.outdated.clear()
         for replica in self.replicas.values():
             if max(replica.version, replica.loading or 0) > version:
@@ -237,7 +238,7 @@ class Fleet:
                 self._break_promise(replica)
 
     def assign(self, rollout: Rollout, replica_id: int, now: float) -> None:
-        """Enter that `rollout` was sent to a replica at `now` seconds."""
+        """Record that `rollout` was sent to a replica at `now` seconds."""
         replica = self.replicas[replica_id]
         rollout.phase = "generating"
         rollout.replica = replica
@@ -247,7 +248,7 @@ class Fleet:
         self._note_load(replica)
 
     def release(self, rollout: Rollout) -> None:
-        """Enter that `rollout` is no longer on its replica."""
+        """Record that `rollout` is no longer on its replica."""
         replica = rollout.replica
         assert replica is not None, f"rollout {rollout.id} runs nowhere"
         del replica.rollouts[rollout.id]
@@ -326,10 +327,10 @@ def make_fleet(
     algorithm: AlgorithmConfig,
     workload: WorkloadConfig,
 ) -> Fleet:
-    """Make it.
+    """Return the initial fleet of a run.
 
     Raises:
-        ValueError: nobody has filled in what share of rollouts replicas of another kind get.
+        ValueError: the share of rollouts for replicas of another kind is missing.
     """
     kinds = list(_kinds(rollout))
     if not policies.follows_pressure:
@@ -340,10 +341,10 @@ def make_fleet(
 
 
 def _kinds(rollout: RolloutConfig) -> Iterator[Kind]:
-    """Yield what replicas there should be.
+    """Yield the kinds of replicas of a run.
 
     Raises:
-        ValueError: nobody has filled in what share of rollouts those of another kind get.
+        ValueError: the share of rollouts for replicas of another kind is missing.
     """
     yield Kind(rollout.replicas)
     for other in rollout.others:

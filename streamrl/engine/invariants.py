@@ -1,4 +1,4 @@
-"""What is true of every state between two events; tests check it after each one."""
+"""Invariants of the state between two events; tests check them after each event."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from streamrl.engine.trainer_side import TrainerSide
 
 
 def check(state: State) -> None:
-    """Raise `AssertionError` naming the first invariant that `state` breaks.
+    """Raise `AssertionError` with the first invariant that `state` breaks.
 
-    1. Of every drawn rollout each trainer may still train on it, has, or has lost it with a reason; never two of these.
-    2. A rollout is on a replica exactly while it is being generated.
-    3. Only rollouts of taken groups are in a trainer's lines or gradient.
-    4. No step holds more groups than a batch.
-    5. A replica that counts its places has one at least, and no more than a replica may run.
-    6. No replica is newer than the pushed weights, nor those newer than the trainer's, but what it has lost.
+    1. For every drawn rollout and trainer, exactly one holds: it is open, trained, or lost with a
+    reason.
+    2. A rollout is on a replica exactly while it is generated.
+    3. A trainer's queues and gradient contain only rollouts of taken groups.
+    4. No step has more groups than a batch.
+    5. A replica with a rollout limit has a limit of at least one, and at most what a replica may
+    run.
+    6. No replica is newer than the pushed weights, and these are not newer than the trainer, except
+    for lost versions.
     """
     _check_accounts(state)
     _check_replicas(state)

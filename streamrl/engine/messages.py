@@ -1,8 +1,9 @@
-"""What the engine and a world say to each other: commands go out, events come back.
+"""Messages between the engine and a world: commands go out, events come back.
 
-Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and `Stop` have none of their own: an
-abort makes the running `Generate` end now, the others only change what the engine plans. A command says all that a world
-needs to carry it out. Trainer 0 leads: its versions are what replicas load; the others follow on the same rollouts.
+Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and `Stop` have no event of their own.
+An abort ends the running `Generate`; the others only change what the engine plans. A command contains all that a world
+needs to carry it out. Trainer 0 is the primary trainer: replicas load its versions. Secondary trainers train on the same
+rollouts.
 
     command         ends in             resource
     StartReplica    ReplicaStarted      replica
@@ -33,55 +34,58 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A fact or an order; it never changes once it is made."""
+    """A fact or an order; it is immutable."""
 
 
 # Commands -----------------------------------------------------------------------------------------
 
 
 class StartReplica(Message, frozen=True, omit_defaults=True):
-    """Bring replica `replica` up with weights of `version`."""
+    """Start replica `replica` with weights of `version`."""
 
     replica: int
     version: int
     kind: int = 0
-    """Of which kind it is: `[rollout]` itself, or which of `rollout.others`."""
+    """Kind of the replica: 0 is `[rollout]` itself, others are in `rollout.others`."""
 
 
 class StopReplica(Message, frozen=True):
-    """End replica `replica`, which has nothing on its hands, and give its GPUs back."""
+    """Stop replica `replica`, which has no rollouts, and release its GPUs."""
 
     replica: int
 
 
 class Resize(Message, frozen=True):
-    """Have `num_replicas` replicas from now on."""
+    """Set the target to `num_replicas` replicas."""
 
     num_replicas: int
 
 
 class StartTrainer(Message, frozen=True):
-    """Bring trainer `trainer` up with weights of `version`: the initial ones, or a checkpoint's."""
+    """Start trainer `trainer` with weights of `version`: the initial ones, or those of a checkpoint."""
 
     trainer: int
     version: int
 
 
 class StopTrainer(Message, frozen=True):
-    """End trainer `trainer`, which follows no longer and has nothing on its hands."""
+    """Stop trainer `trainer`, which was detached and is idle."""
 
     trainer: int
 
 
 class Promote(Message, frozen=True):
-    """Let `trainer`, which follows, end; from then on trainer 0 is what it was, and begins at `version` with its newest weights."""
+    """Replace trainer 0 by secondary trainer `trainer`, which ends.
+
+    Trainer 0 restarts at `version`, from the newest weights of that trainer.
+    """
 
     trainer: int
     version: int
 
 
 class DrawPrompts(Message, frozen=True):
-    """Take the next `num_groups` prompts, meant for `step`; no rollout may start under an older version than said."""
+    """Draw the next `num_groups` prompts for `step`. Their rollouts start under `oldest_version` or newer."""
 
     step: int
     num_groups: int
@@ -89,19 +93,20 @@ class DrawPrompts(Message, frozen=True):
 
 
 class Generate(Message, frozen=True, omit_defaults=True):
-    """Generate `rollout` on `replica`, going on after its first `prefix` output tokens."""
+    """Generate `rollout` on `replica`, and continue after its first `prefix` output tokens."""
 
     rollout: int
     replica: int
     priority: int
-    """Smaller starts first; ties start in order of rollout."""
+    """Smaller starts first; ties start in order of rollout id."""
     prefix: int = 0
     brings_cache: bool = False
-    """Whether its KV cache comes along from where it ran last, so that nothing is computed again."""
+    """Whether its KV cache is transferred from its last replica, so that nothing is computed again.
+    """
 
 
 class Abort(Message, frozen=True):
-    """End the `Generate` of `rollout` on `replica` now; it reports what it has made so far."""
+    """End the `Generate` of `rollout` on `replica` now. The rollout keeps the tokens generated so far."""
 
     rollout: int
     replica: int
@@ -114,7 +119,7 @@ class Verify(Message, frozen=True):
 
 
 class Take(Message, frozen=True):
-    """Let `trainer` train on `group` in its step `step`."""
+    """Add `group` to step `step` of `trainer`."""
 
     group: int
     step: int
@@ -122,7 +127,7 @@ class Take(Message, frozen=True):
 
 
 class Skip(Message, frozen=True):
-    """Let `trainer` never train on `group`, which others may; `reason` says why."""
+    """Exclude `group` from `trainer` for good, because of `reason`. Other trainers may still train on it."""
 
     group: int
     trainer: int
@@ -130,21 +135,21 @@ class Skip(Message, frozen=True):
 
 
 class Postpone(Message, frozen=True):
-    """Let what of `group` is not running start under `oldest_version` or newer alone, with the tokens that it has."""
+    """Restart the rollouts of `group` that are not running under `oldest_version` or newer. They keep their tokens."""
 
     group: int
     oldest_version: int
 
 
 class Drop(Message, frozen=True):
-    """Let no trainer train on `group` that has not yet; `reason` says why."""
+    """Remove `group` from all trainers that have not trained on it, because of `reason`."""
 
     group: int
     reason: str
 
 
 class Stop(Message, frozen=True):
-    """Begin nothing new and let the run end; `reason` says why."""
+    """Start nothing new and let the run end, because of `reason`."""
 
     reason: str
 
@@ -172,14 +177,14 @@ class Step(Message, frozen=True):
 
 
 class PushWeights(Message, frozen=True):
-    """Send weights of `version` from `trainer` to where replicas can load them."""
+    """Send weights of `version` from `trainer` to a place from which replicas can load them."""
 
     version: int
     trainer: int
 
 
 class LoadWeights(Message, frozen=True):
-    """Replace the weights of `replica`; with `drain` once what runs there has ended, else that goes on with its KV cache."""
+    """Replace the weights of `replica`. With `drain` its rollouts finish first; else they continue with their KV cache."""
 
     replica: int
     version: int
@@ -187,10 +192,10 @@ class LoadWeights(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True, omit_defaults=True):
-    """Write down everything that a resumed run needs at policy version `version`.
+    """Save everything that a resumed run needs at policy version `version`.
 
-    Groups before `groups_done` in draw order are trained or dropped: a resumed run draws from there, but for those of
-    `done_ahead`, which overtook it.
+    Groups before `groups_done` in draw order are trained or dropped. A resumed run draws from
+    there, except groups in `done_ahead`, which were done earlier than their order.
     """
 
     version: int
@@ -200,7 +205,7 @@ class SaveCheckpoint(Message, frozen=True, omit_defaults=True):
 
 
 class WakeAt(Message, frozen=True):
-    """Let the policies look again at `time` seconds."""
+    """Call the policies again at `time` seconds."""
 
     time: float
 
@@ -237,36 +242,41 @@ Finish: TypeAlias = Literal["stop", "length", "aborted"]
 
 
 class RunStarted(Message, frozen=True, omit_defaults=True):
-    """The run begins at policy version `version`; groups before `groups_done` are behind it."""
+    """The run begins at policy version `version`; groups before `groups_done` are done."""
 
     version: int
     groups_done: int
     followers: tuple[SaveCheckpoint, ...] = ()
-    """Checkpoints that trainers which follow go on from, in their order; those without begin at version 0."""
+    """Checkpoints from which secondary trainers continue, in their order. Trainers without one
+    begin at version 0.
+    """
     away: tuple[int, ...] = ()
-    """Trainers that do not follow now, as they were detached before the run was resumed."""
+    """Secondary trainers that were detached before the run was resumed."""
     promoted: int | None = None
-    """The one of them that trainer 0 has been since before the run was resumed; None where it is itself."""
+    """The secondary trainer that replaced trainer 0 before the run was resumed; None if none did.
+    """
 
 
 class ReplicaStarted(Message, frozen=True, omit_defaults=True):
-    """Replica `replica` serves with weights of `version`, and of `checksum` unless the run began with them."""
+    """Replica `replica` serves weights of `version`, with `checksum` unless they are the initial weights."""
 
     replica: int
     version: int
     checksum: str = ""
     cache_tokens: int | None = None
-    """Tokens whose keys and values it can hold; None where no policy asks, or its engine does not tell."""
+    """Tokens whose keys and values fit its cache. None if no policy asks, or its engine does not
+    report it.
+    """
 
 
 class ReplicaStopped(Message, frozen=True):
-    """Replica `replica` has ended, as it was told to."""
+    """Replica `replica` has stopped, as commanded."""
 
     replica: int
 
 
 class ReplicaLost(Message, frozen=True):
-    """Replica `replica` is gone; each command that ran there ends in `Failed` after this."""
+    """Replica `replica` is lost. Each command that ran there then ends in `Failed`."""
 
     replica: int
     reason: str
@@ -280,50 +290,54 @@ class TrainerStarted(Message, frozen=True):
 
 
 class TrainerJoined(Message, frozen=True):
-    """Trainer `trainer` is to follow from now on: a new one on what is drawn after this, or one that was detached before."""
+    """Trainer `trainer` joins the run. A new trainer sees groups drawn after this; a detached one is attached again."""
 
     trainer: int
     follower: dict[str, Any]
-    """Its section of a run file, quantities in base units."""
+    """Its section of a run file, with quantities in base units."""
 
 
 class TrainerLeaving(Message, frozen=True):
-    """Trainer `trainer`, which does not lead, is to end what it does, save itself, and follow no longer."""
+    """Secondary trainer `trainer` is to finish its work, save a checkpoint, and leave the run."""
 
     trainer: int
 
 
 class TrainerStopped(Message, frozen=True):
-    """Trainer `trainer` has ended, as it was told to."""
+    """Trainer `trainer` has stopped, as commanded."""
 
     trainer: int
 
 
 class TrainerLost(Message, frozen=True):
-    """Trainer `trainer` is gone with all since its last checkpoint; what ran there ends in `Failed` after this."""
+    """Trainer `trainer` is lost, with everything since its last checkpoint. Its running command then ends in `Failed`."""
 
     trainer: int
     reason: str
 
 
 class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One prompt and the ids of the rollouts to make from it."""
+    """One prompt and the ids of its rollouts."""
 
     group: int
     rollouts: tuple[int, ...]
     prompt_tokens: int
     expected_tokens: tuple[int, ...]
-    """Output tokens expected of each rollout; only their order is relied on."""
+    """Expected output tokens of each rollout; policies use only their order."""
     prompt: int | None = None
-    """Line of the prompts file, whose token ids lie beside the trace; None where there is none."""
+    """Line of the prompts file, whose token ids are in a file beside the trace; None if there is no
+    file.
+    """
     kept: tuple[tuple[int, int], ...] = ()
-    """Of each rollout the output tokens from before the run was resumed, and the version of the first; () where none are."""
+    """For each rollout: output tokens from before the run was resumed, and the version of the first
+    one. Empty if there are none.
+    """
     family: str | None = None
-    """Of the prompt, where a trainer takes groups by it; None where none does, or the prompt has none."""
+    """Family of the prompt. None if no trainer uses families, or the prompt has none."""
 
 
 class PromptsDrawn(Message, frozen=True):
-    """The prompts that a `DrawPrompts` asked for, in draw order."""
+    """The prompts of a `DrawPrompts`, in draw order."""
 
     step: int
     oldest_version: int
@@ -331,33 +345,38 @@ class PromptsDrawn(Message, frozen=True):
 
 
 class ExpectationsChanged(Message, frozen=True, omit_defaults=True):
-    """Other lengths are expected of `rollouts` now: a ranker, or their siblings, told."""
+    """The expected lengths of `rollouts` change, because of a ranker or their siblings."""
 
     rollouts: tuple[int, ...]
-    tokens: tuple[int, ...]  # output tokens expected of each
+    tokens: tuple[int, ...]  # expected output tokens of each
     recall: float | None = None
-    """Share of the longest fifth that the ranker found in a window of groups, where one has ended."""
-    reason: str = ""  # why the ranker is no longer heeded, or is again, or was fitted anew
+    """Share of the longest fifth that the ranker predicted in the last window of groups; None
+    between windows.
+    """
+    reason: str = ""  # why the ranker is switched off or on, or was fitted anew
 
 
 class Generated(Message, frozen=True, omit_defaults=True):
-    """A `Generate` ended: finished, or aborted with what it has made so far."""
+    """A `Generate` ended: the rollout is finished, or aborted with the tokens generated so far."""
 
     rollout: int
     tokens: int
-    """Output tokens that the rollout has now, those of earlier attempts included."""
+    """Output tokens of the rollout, earlier attempts included."""
     finish: Finish
     version: int
-    """Policy version that this attempt started under; of one that made no token it says nothing."""
+    """Policy version under which this attempt started; meaningless if it generated no token."""
     run_time: float
-    """Seconds from leaving the replica's queue to the end."""
+    """Seconds from the end of its wait in the replica's queue to its own end."""
     prefill_time: float
-    """Seconds, at the start of `run_time`, until the rollout's prefix was computed, alone or with others, or sent."""
+    """Seconds at the start of `run_time` until the rollout's prefix was computed (alone or in a
+    batch) or transferred.
+    """
     cache_use: float | None = None
-    """Share of its replica's KV cache that is in use then, this rollout's part counted or not; None where no policy asks,
-    or the engine does not tell."""
+    """Share of the replica's KV cache in use at that moment, with or without this rollout. None if
+    no policy asks, or the engine does not report it.
+    """
     num_preempted: int = 0
-    """Rollouts that the replica has put off for want of cache since it last told this."""
+    """Rollouts that the replica preempted for lack of cache since its last report."""
 
 
 class Verified(Message, frozen=True):
@@ -382,27 +401,29 @@ class Trained(Message, frozen=True):
 
 
 class Stepped(Message, frozen=True):
-    """Trainer `trainer` has made its policy version `version`."""
+    """Trainer `trainer` made its policy version `version`."""
 
     version: int
     trainer: int
 
 
 class WeightsPushed(Message, frozen=True, omit_defaults=True):
-    """Weights of `version` can be loaded by every replica."""
+    """Every replica can load weights of `version`."""
 
     version: int
     num_bytes: int
     checksum: str = ""
-    """Of what was pushed; empty where that is but imagined."""
+    """Checksum of the pushed weights; empty in a simulation."""
     encode_time: float = 0.0
-    """Seconds of making what is sent of the weights, where that is something else; these three of the slowest place."""
+    """Seconds of encoding the weights, for example as a delta. This and the next two fields are
+    those of the slowest place.
+    """
     wire_time: float = 0.0
     decode_time: float = 0.0
 
 
 class WeightsLoaded(Message, frozen=True, omit_defaults=True):
-    """Replica `replica` serves with weights of `version` and `checksum`; its last `load_time` seconds went into that."""
+    """Replica `replica` serves weights of `version` with `checksum`. It spent its last `load_time` seconds on loading."""
 
     replica: int
     version: int
@@ -418,20 +439,20 @@ class CheckpointSaved(Message, frozen=True):
 
 
 class Woke(Message, frozen=True):
-    """The time that a `WakeAt` asked for has come."""
+    """The time of a `WakeAt` has come."""
 
     time: float
 
 
 class Failed(Message, frozen=True):
-    """`command` ended without its result."""
+    """`command` ended without a result."""
 
     command: Command
     reason: str
 
 
 class Interrupted(Message, frozen=True):
-    """The user, or the machine, wants the run to end now."""
+    """The user, or the machine, asks the run to end now."""
 
     reason: str
 

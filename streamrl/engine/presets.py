@@ -1,28 +1,31 @@
 """Presets of policies by system name, and how far generation may run ahead of training (the admission window).
 
-Which groups may start ahead of training, and under which version: what staleness is bounded by.
+The admission window decides which groups may start ahead of training, and under which version. It
+bounds staleness.
 
-Groups have places in the order of the run, from 0. With P prompts a step, S steps that generation may be ahead, of
-which A = floor(P S) groups, and weights that are pushed at each kth version:
+Groups have places in the order of the run, from 0. With P prompts a step, generation S steps ahead
+(A = floor(P S) groups), and a push of every k-th version:
 
-    step that place n is for        n // P + 1, which trains from version n // P
-    oldest version it starts under  k max(0, floor((n - A) / (P k)))
-    places that may start at v      those before P (v - v mod k + k) + A: of which the oldest version is at most v
+    step of place n               n // P + 1, which trains from version n // P
+    oldest version of place n     k max(0, floor((n - A) / (P k)))
+    places that may start at v    those before P (v - v mod k + k) + A, whose oldest version is at most v
 
-What is trained in its place is less than S + k versions behind, so at most ceil(S) + k - 1: with k = 1 and a whole S
-that is S. It is the bound of AReaL (arXiv 2505.24298, its eta) and verl's (1 + staleness_threshold) batches of a push.
+A group that is trained in its place is less than S + k versions behind, so at most ceil(S) + k - 1.
+With k = 1 and a whole S this is S: the bound of AReaL (eta in arXiv 2505.24298), and of (1 +
+staleness_threshold) batches per push in verl.
 
-Named sets of policies: how generation, training and weight sync take turns.
+A preset is a named set of policies. It decides how generation, training and weight sync take turns:
 
-system          a batch is trained     prompts of step s may start   weights reach the replicas
-colocated       once it is whole       when s - 1 is loaded          while all GPUs turn to generation
-disaggregated   once it is whole       when s - 1 is loaded          while both sides wait
-stream-sync     as rollouts arrive     when s - 1 is loaded          while generation waits
-one-step-async  once it is whole       one batch ahead, whole        while both sides wait
-stream-async    as rollouts arrive     one step ahead                overlapped; replicas drain
-fully-async     as rollouts arrive     max_staleness steps ahead     overlapped, in flight
+| system         | a batch is trained   | prompts of step s may start | weights reach the replicas      |
+|----------------|----------------------|-----------------------------|---------------------------------|
+| colocated      | when complete        | when s - 1 is loaded        | while all GPUs switch           |
+| disaggregated  | when complete        | when s - 1 is loaded        | while both sides wait           |
+| stream-sync    | as rollouts arrive   | when s - 1 is loaded        | while generation waits          |
+| one-step-async | when complete        | one whole batch ahead       | while both sides wait           |
+| stream-async   | as rollouts arrive   | one step ahead              | overlapped; replicas drain      |
+| fully-async    | as rollouts arrive   | max_staleness steps ahead   | overlapped, in flight           |
 
-Of each, `sync_every` makes the versions that replicas load fewer: see `streamrl.engine.presets`.
+With `sync_every` = k, replicas load only every k-th version.
 """
 
 from __future__ import annotations
@@ -46,38 +49,38 @@ from streamrl.runfile.policies_config import (
 
 @dataclass(frozen=True, slots=True)
 class AdmissionWindow:
-    """See the module; what a run lets start ahead of training."""
+    """How far generation may run ahead of training; formulas are in the module docstring."""
 
     prompts_per_step: int
     num_ahead: int
-    """Groups that may start before the versions are there that those of their step would else wait for."""
+    """Groups that may start before the version that their step would otherwise need."""
     sync_every: int = 1
     num_extra: int = 0
-    """Groups that are drawn beyond those that a step is made of."""
+    """Extra groups drawn for a step (oversampling)."""
 
     def num_allowed(self, version: int, num_steps: int) -> int:
-        """Return the places that may be drawn at `version` of a run of so many steps, the extra ones left out."""
+        """Return the number of places that may be drawn at `version` of a run of `num_steps` steps, without extra groups."""
         pushed = version - version % self.sync_every
         allowed = (pushed + self.sync_every) * self.prompts_per_step + self.num_ahead
         last = num_steps * self.prompts_per_step
         return allowed if allowed < last else last
 
     def oldest(self, place: int) -> int:
-        """Return the oldest version that the group at a place may start under."""
+        """Return the oldest version under which the group at a place may start."""
         return self.sync_every * self._cycle(place)
 
     def step(self, place: int) -> int:
-        """Return the step that the group at a place is for."""
+        """Return the step of the group at a place."""
         return place // self.prompts_per_step + 1
 
     def next_border(self, place: int) -> int:
-        """Return the next place that is for another step, or may start under another version only."""
+        """Return the next place with another step or another oldest version."""
         cycle = self.prompts_per_step * self.sync_every
         new_version = self.num_ahead + cycle * (self._cycle(place) + 1)
         return min(self.step(place) * self.prompts_per_step, new_version)
 
     def _cycle(self, place: int) -> int:
-        """Return how many pushes the group at a place waits for."""
+        """Return the number of pushes that the group at a place waits for."""
         return max(0, place - self.num_ahead) // (self.prompts_per_step * self.sync_every)
 
 
@@ -97,17 +100,17 @@ class System:
 
     @property
     def staleness_bound(self) -> int:
-        """Most versions that a rollout may be behind the one that it is trained from: see `streamrl.engine.presets`."""
+        """Maximum versions that a rollout may be behind the version that trains on it."""
         return ceil(self.max_staleness) + self.sync_every - 1
 
     @property
     def keeps_bound(self) -> bool:
-        """Whether nothing is trained on past the bound: groups are taken as they were drawn, or dropped in time."""
+        """Whether no rollout is trained on past the bound: groups are taken in draw order, or dropped in time."""
         return self.consumption == "strict-fifo" or self.over_staleness == "drop"
 
     @property
     def halts_for_sync(self) -> bool:
-        """Whether both sides wait while weights travel."""
+        """Whether both sides wait during a weight sync."""
         match self.weight_sync:
             case "barrier":
                 return True
@@ -133,7 +136,7 @@ SYSTEMS: dict[SystemName, System] = {
 
 
 def choose_system(policies: PoliciesConfig) -> System:
-    """Return the preset that `policies` names, with what it replaces by name."""
+    """Return the preset that `policies` names, with the policies that it replaces."""
     changes = {
         key: getattr(policies, key)
         for key in (
@@ -153,7 +156,7 @@ def choose_system(policies: PoliciesConfig) -> System:
 
 
 def window_of(policies: PoliciesConfig, prompts_per_step: int) -> AdmissionWindow:
-    """Return what the run lets start ahead of training."""
+    """Return the admission window of a run."""
     system = choose_system(policies)
     return AdmissionWindow(
         prompts_per_step,

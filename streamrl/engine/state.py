@@ -1,14 +1,16 @@
-"""Everything the engine knows, changed in two places: `observe` an event, `commit` a command.
+"""Everything that the engine knows, changed in two places: `observe` an event, `commit` a command.
 
-Policies read it and never scan history: each question has an index here.
+Policies read it and never scan history, because each question has an index here.
 
-    trainers     each trainer with its batch and what lies ahead    see `streamrl.engine.trainer_side`
-    fleet        replicas by version and by load                    see `streamrl.engine.fleet`
-    waiting      rollouts to dispatch                               see `streamrl.engine.entities`
-    unverified   finished rollouts without a reward                 in order of arrival
-    outlived     groups that a trainer lost with its versions       in draw order
-    recent       lengths of the rollouts that finished last         by length
-    failure_counts     what failed, and how often in how short a time     see `streamrl.engine.failure_counts`
+| index            | contents                                         | file or order                       |
+|------------------|--------------------------------------------------|-------------------------------------|
+| `trainers`       | each trainer with its batch and waiting groups   | `streamrl.engine.trainer_side`      |
+| `fleet`          | replicas by version and by load                  | `streamrl.engine.fleet`             |
+| `waiting`        | rollouts to dispatch                             | `streamrl.engine.entities`          |
+| `unverified`     | finished rollouts without a reward               | in order of arrival                 |
+| `outlived`       | groups of versions that the primary trainer lost | in draw order                       |
+| `recent`         | lengths of the last finished rollouts            | by length                           |
+| `failure_counts` | failures, and how many in a short time           | `streamrl.engine.failure_counts`    |
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ from streamrl.engine.trainer_side import TrainerSide, drawn_again
 
 @dataclass(slots=True)
 class State:
-    """See the module's table; `streamrl.engine.systems` makes the state before the first event."""
+    """The state; its indexes are in the module docstring. `streamrl.engine.systems` builds the initial state."""
 
     num_steps: int
     trainers: list[TrainerSide]
@@ -85,7 +87,7 @@ class State:
     waiting: WaitingRollouts
     failure_counts: FailureCounts
     make_side: Callable[[Sequence[TrainerSide], TrainerJoined], TrainerSide]
-    """Makes the side of a trainer that joins those that are there."""
+    """Builds the state of a trainer that joins later."""
 
     sync_every: int = 1
     """Versions from one push to the next."""
@@ -94,14 +96,14 @@ class State:
     num_unready: int = 0
     """Trainers that are not up."""
     promoted: int | None = None
-    """Trainer that was promoted: trainer 0 is what it was, once it has ended."""
+    """Secondary trainer that was promoted: trainer 0 takes over its state once it has ended."""
     has_new_weights: bool = False
-    """Whether the leader's version has to be pushed though it was: it has other weights now."""
+    """Whether the primary trainer's version must be pushed again, because its weights changed."""
     pushed_version: int = 0
     pushing: int | None = None
     stop_reason: str | None = None
     is_stopping: bool = False
-    """Whether the run should start nothing new: it has a reason to stop, or all its steps."""
+    """Whether the run starts nothing new: it is stopping, or has all its steps."""
     next_wake: float | None = None
 
     groups: dict[int, Group] = field(default_factory=dict)
@@ -109,10 +111,10 @@ class State:
 
     unverified: deque[Rollout] = field(default_factory=deque)
     outlived: dict[int, Group] = field(default_factory=dict)
-    """Groups of versions that the leader lost, which nobody has given up yet."""
+    """Groups of versions that the primary trainer lost, until a policy drops them."""
 
     num_admitted: int = 0
-    """Groups asked for and not dropped, those behind a resumed run included."""
+    """Groups requested and not dropped, including those from before a resume."""
     num_drawing: int = 0
     next_group: int = 0
     """Id of the next group in draw order."""
@@ -120,17 +122,17 @@ class State:
     num_verifying: int = 0
     num_drawn: int = 0
     failure: str | None = None
-    """What broke beyond what a retry can mend."""
+    """The error that no retry can fix."""
 
     @property
     def is_synced(self) -> bool:
-        """Whether there is nothing to push, and every serving replica has what was pushed."""
+        """Whether nothing must be pushed, and every serving replica has the pushed version."""
         is_settled = self.pushing is None and not self.must_push
         return is_settled and self.fleet.is_synced(self.pushed_version)
 
     @property
     def must_push(self) -> bool:
-        """Whether what was pushed last is behind the last version that is due for it, or lost by the leader."""
+        """Whether the pushed version is older than the last one due, or was lost by the primary trainer."""
         newest, pushed = self.leader.version, self.pushed_version
         is_due = newest != pushed and not newest - newest % self.sync_every <= pushed <= newest
         return is_due or self.has_new_weights
@@ -142,12 +144,12 @@ class State:
 
     @property
     def has_all_prompts(self) -> bool:
-        """Whether enough is drawn for all steps: more comes only where some of it is given up."""
+        """Whether enough prompts are drawn for all steps; more are drawn only if some are dropped."""
         return self.num_admitted >= self.num_steps * self.leader.prompts_per_step
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do and nothing is under way."""
+        """Whether nothing is left to do and no command is running."""
         return (
             self.is_stopping
             and not self.rollouts
@@ -158,10 +160,10 @@ class State:
         )
 
     def observe(self, event: Event, now: float) -> None:
-        """Enter what happened at `now` seconds.
+        """Record an event that happened at `now` seconds.
 
         Raises:
-            ValueError: the event answers no command that is under way.
+            ValueError: the event answers no running command.
         """
         self.now = now
         match event:
@@ -213,9 +215,9 @@ class State:
                 assert_never(event)
 
     def commit(self, command: Command) -> None:
-        """Enter what a policy has decided, before the next command is asked for."""
+        """Record a command of a policy, before the next command is computed."""
         match command:
-            case Generate():  # fields are read, not matched: that takes longer than assigning
+            case Generate():  # fields are read, not matched: matching takes longer than assigning
                 rollout = self.rollouts[command.rollout]
                 self.num_generating += 1
                 self.fleet.assign(rollout, command.replica, self.now)
@@ -303,7 +305,7 @@ class State:
             self.unverified.append(rollout)
 
     def _end_verify(self, event: Verified) -> None:
-        """Let a rollout with a reward go on to the trainers, alone or with its group."""
+        """Pass a rollout with a reward to the trainers, alone or with its group."""
         rollout = self.rollouts[event.rollout]
         self.num_verifying -= 1
         rollout.reward = event.reward
@@ -318,7 +320,7 @@ class State:
             trainer.see_ready(rollout, self.leader.version)
 
     def _expect(self, rollouts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-        """Enter what is expected of rollouts now; of one that nobody waits for any more it does not matter."""
+        """Set expected lengths; rollouts that are already gone are ignored."""
         for rollout_id, expected in zip(rollouts, tokens, strict=True):
             if rollout_id in self.rollouts:
                 self.waiting.expect(self.rollouts[rollout_id], expected)
@@ -361,13 +363,14 @@ class State:
         return is_left
 
     def _let_go(self, group: Group) -> None:
-        """Forget a group that a trainer is done with, unless another may still train on it."""
+        """Forget a group that a trainer is done with, unless another one may still train on it."""
         if any(trainer.wants(group) for trainer in self.trainers):
             return
         del self.groups[group.id]
         for rollout in group.rollouts:
             del self.rollouts[rollout.id]
-        group.rollouts.clear()  # each knows its group: without this circle both are freed at once
+        # each rollout refers to its group: without this cycle both are freed at once
+        group.rollouts.clear()
 
     def _drop(self, group: Group, reason: str) -> None:
         group.is_dropped = True
@@ -390,7 +393,7 @@ class State:
         self.is_stopping = True
 
     def _lose_trainer(self, trainer: TrainerSide) -> None:
-        """Enter that a trainer is gone; where it leads, what its lost versions were for is outlived."""
+        """Record that a trainer is lost. If it is the primary one, the groups of its lost versions become outlived."""
         num_steps = trainer.fall_back()
         self._look_at_trainers()
         if not trainer.leads:
@@ -402,7 +405,7 @@ class State:
             self.fleet.fall_back(trainer.version)
 
     def _look_at_trainers(self) -> None:
-        """Enter who is up, and whether all steps are made: one that is lost takes back even the last."""
+        """Update which trainers are up, and whether all steps are made; a lost trainer takes back even the last one."""
         self.is_stopping = self.stop_reason is not None or self.has_all_steps
         self.num_unready = sum(not (side.is_ready or side.is_away) for side in self.trainers)
 
@@ -421,8 +424,8 @@ class State:
             case StartReplica(replica_id) | StopReplica(replica_id):
                 self.fleet.lose(replica_id)
             case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
-                pass  # lost: nothing is left to load into
-            case PushWeights():  # by itself, unless its trainer is lost
+                pass  # its replica is lost, so there is nothing to load into
+            case PushWeights():  # its own failure, unless its trainer is lost
                 self.failure_counts.num_failed_pushes += self.pushing is not None
                 self.pushing = None
             case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
@@ -432,14 +435,14 @@ class State:
                 self._break_off(command)
 
     def _fail_trainer(self, trainer: TrainerSide, what: str) -> None:
-        """Enter that a trainer's work failed, unless it is lost; one that follows goes on without it."""
+        """Record that a trainer's work failed, unless it is lost. The run continues without a failed secondary trainer."""
         trainer.end_failed(what)
         self._look_at_trainers()
         if trainer.leads:
             self.failure = self.failure or trainer.failure
 
     def _break_off(self, command: Command) -> None:
-        """Enter the end of a command whose failure no retry mends."""
+        """Record the end of a command whose failure no retry can fix."""
         match command:
             case LoadWeights(replica_id):
                 self.fleet.replicas[replica_id].loading = None
@@ -448,7 +451,7 @@ class State:
                 self.num_drawing -= num_groups
 
     def _retry(self, rollout: Rollout, is_lost: bool = False) -> None:
-        """Let what failed be tried again; a policy says how often."""
+        """Let failed work be retried; a policy decides how often."""
         if rollout.group.is_dropped:
             self._forget(rollout)
             return

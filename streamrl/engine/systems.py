@@ -1,4 +1,4 @@
-"""The engine of a run: which policies it has, in order of precedence, and the state that it begins with."""
+"""Build the engine of a run: its policies, in order of precedence, and its initial state."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ from streamrl.runfile.policies_config import (
 from streamrl.runfile.roles_config import ReplicasConfig, TrainerConfig
 
 PASSES_PER_COMMAND = (
-    4  # a streamed command is at most this many fills: work that arrives waits no longer
+    4  # a streamed command has at most this many fills, so that new rollouts do not wait long
 )
 
 
-ENDLESS = sys.maxsize  # steps of a run that is ended from outside
+ENDLESS = sys.maxsize  # steps of a run that is stopped from outside
 
 
 def build_policies(run: Run) -> list[Policy]:
-    """Make the policies of a run, in order of precedence."""
+    """Return the policies of a run, in order of precedence."""
     system, window = (
         choose_system(run.policies),
         window_of(run.policies, run.algorithm.prompts_per_step),
@@ -108,13 +108,13 @@ def build_policies(run: Run) -> list[Policy]:
 
 
 def _policies_of_joined(trainer: TrainerSide) -> Sequence[Policy]:
-    """Make the policies of a trainer that joined after the run had begun."""
+    """Return the policies of a trainer that joined after the run began."""
     assert trainer.joined_as is not None, "it joined"
     return list(_follow(trainer.joined_as, trainer.id))
 
 
 def _follow(run: Run, trainer: int) -> Iterator[Policy]:
-    """Yield the policies of a trainer that follows: it works on what is complete, as it comes, in its own time."""
+    """Yield the policies of a secondary trainer, which works on complete groups at its own pace."""
     seen = run.as_seen_by(trainer)
     backlog = run.followers[trainer - 1].backlog
     if run.followers[trainer - 1].takes_share:
@@ -128,7 +128,7 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
 
 
 def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
-    """Yield what passes over groups that teach a trainer nothing, where it, or who may take its place, asks for that."""
+    """Yield the policy that skips groups of equal rewards, if the trainer or its possible successor asks for it."""
     promotion = (
         Promotion.of(run.policies, run.secondary_trainer_names) if trainer == LEADER else None
     )
@@ -138,7 +138,7 @@ def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
 
 
 def _leave_over(left_over: LeftOverName, window: AdmissionWindow) -> Iterator[Policy]:
-    """Yield what becomes of groups that a step has no place for, where more are drawn than it takes."""
+    """Yield the policy for the surplus groups of a full step, if the run draws more groups than it trains on."""
     if not window.num_extra:
         return
     match left_over:
@@ -151,10 +151,10 @@ def _leave_over(left_over: LeftOverName, window: AdmissionWindow) -> Iterator[Po
 
 
 def build_dispatch(run: Run) -> list[Policy]:
-    """Make what sends rollouts to replicas, and before it what moves them between replicas, where anything does.
+    """Return the policies that move rollouts between replicas and send them to replicas.
 
     Raises:
-        ValueError: one of them reckons with seconds that nobody has filled in.
+        ValueError: a policy needs seconds that are missing.
     """
     dispatch = _choose_dispatch(run)
     migration = _migration(run.policies, run.rollout.migration_transfer, dispatch)
@@ -210,13 +210,13 @@ def _weight_sync(name: WeightSyncName) -> Policy:
 def _migration(
     policies: PoliciesConfig, migration_transfer: str, dispatch: Dispatch
 ) -> MoveRollouts | None:
-    """Make what moves rollouts that others outlasted, or None where none move."""
+    """Return the policy that moves stragglers to other replicas; None if rollouts do not move."""
     if policies.migration == "none":
         return None
     latency = latency_of(policies, f"policies.migration {policies.migration!r}")
     if policies.context_time is None:
         raise ValueError(
-            "policies.context_time is missing: a move pays for the context that is computed again or sent"
+            "policies.context_time is missing: migration needs the seconds of context that is computed again or sent"
         )
     order = _order(choose_system(policies).order)
     seconds = (order, latency, policies.context_time)
@@ -227,10 +227,10 @@ def _migration(
 
 
 def build_resize(run: Run) -> AdjustReplicas:
-    """Make what changes the number of replicas.
+    """Return the policy that changes the number of replicas.
 
     Raises:
-        ValueError: it reckons with a latency that nobody has filled in.
+        ValueError: it needs a latency that is missing.
     """
     policies = run.policies
     return AdjustReplicas(
@@ -243,7 +243,7 @@ def build_resize(run: Run) -> AdjustReplicas:
 
 
 def needs_latency(policies: PoliciesConfig) -> bool:
-    """Whether a policy of the run reckons with `policies.latency`."""
+    """Whether a policy of the run needs `policies.latency`."""
     return (
         dispatch_named(choose_system(policies).dispatch).needs_latency
         or policies.resize == "adjust"
@@ -252,19 +252,19 @@ def needs_latency(policies: PoliciesConfig) -> bool:
 
 
 def needs_costs(policies: PoliciesConfig, others: tuple[ReplicasConfig, ...]) -> bool:
-    """Whether something is left to be filled in from costs before the engine of the run can be built."""
+    """Whether costs must fill in a value before the engine of the run can be built."""
     return needs_latency(policies) or any(other.share is None for other in others)
 
 
 def moves_caches(migration: MigrationName, migration_transfer: str) -> bool:
-    """Whether a rollout that moves takes its KV cache along."""
+    """Whether the KV cache of a rollout moves with it."""
     return migration != "none" and migration_transfer == "kv"
 
 
 def most_per_command(
     trainer: TrainerConfig, rollouts_per_step: int, streaming: StreamingName
 ) -> int:
-    """Return the rollouts that the trainer is at most told to work on at once."""
+    """Return the maximum number of rollouts in one command to the trainer."""
     match streaming:
         case "stream":
             return PASSES_PER_COMMAND * rollouts_that_fill(trainer)
@@ -275,17 +275,17 @@ def most_per_command(
 
 
 def rollouts_that_fill(trainer: TrainerConfig) -> int:
-    """Return the rollouts that keep every data-parallel rank busy for one micro-batch."""
+    """Return the number of rollouts that keep every data-parallel rank busy for one micro-batch."""
     return trainer.data_parallel * trainer.micro_batch
 
 
 def build_engine(run: Run, *, is_endless: bool = False) -> Engine:
-    """Make the engine of a run, before its first event; of one that is endless it goes on past the last step."""
+    """Return the engine of a run, before its first event. An endless one continues after the run's last step."""
     return Engine(build_state(run, is_endless=is_endless), build_policies(run))
 
 
 def build_state(run: Run, *, is_endless: bool = False) -> State:
-    """Make the state that a run begins with, before its `RunStarted`."""
+    """Return the state of a run before its `RunStarted`."""
     trainers = [_build_side(run, trainer) for trainer in range(run.num_trainers)]
     return State(
         num_steps=ENDLESS if is_endless else run.algorithm.steps,
@@ -301,7 +301,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
 
 
 def _side_that_joins(run: Run, sides: Sequence[TrainerSide], event: TrainerJoined) -> TrainerSide:
-    """Make the side of a trainer that joins, of the run as those that joined before it have made it."""
+    """Return the state of a trainer that joins, given the trainers that joined before."""
     before = sides[-1].joined_as or run
     side = _build_side(joined := with_secondary_trainer(before, event.follower), event.trainer)
     side.joined_as = joined

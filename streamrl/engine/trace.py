@@ -1,9 +1,7 @@
-"""The trace of a run: write every event with the commands that answered it, read it back, and replay it through a fresh engine.
+"""The trace of a run: write every event with its commands, read it back, and replay it through a fresh engine.
 
-The record of a run: every event, when it happened, and what the engine answered.
-
-A trace file is JSON lines: a header with the run file, then one `[time, event, commands]` a line. The
-same run file and seed give the same bytes; `replay` feeds the events to a fresh engine.
+A trace file is JSON lines: a header with the run file, then one `[time, event, commands]` a line.
+The same run file and seed give the same bytes. `replay` feeds the events to a fresh engine.
 """
 
 from __future__ import annotations
@@ -27,29 +25,33 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import decode_run, encode_run, with_secondary_trainer
 
-EVERY_BATCH = 32  # up to here each batch is kept, as products of few rows take uneven seconds
-SPACING = 1.08  # of batches that are kept beyond it: seconds between them are all but straight
+# batches kept one by one up to here, because small matrix products take uneven seconds
+EVERY_BATCH = 32
+SPACING = 1.08  # ratio of kept batches beyond: between them the seconds are almost linear
 
 
 class DecodeYield(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a replica's decode step at some batches, and how large a batch it may have.
+    """Seconds of a replica's decode step by batch size, and its largest batch.
 
-    A step of b rollouts with S tokens of context in all takes `base + per_context_token * S` seconds.
+    A step of b rollouts with S tokens of context in total takes `base + per_context_token * S`
+    seconds.
     """
 
     batches: list[int]
     base: list[float]
     per_context_token: list[float]
     most_running: int
-    """Most rollouts at once, whatever they hold."""
+    """Maximum number of rollouts at once, whatever their lengths."""
     kv_capacity: float | None = None
-    """Tokens that bound the batch too; absent where the longest output of each has its memory."""
+    """Tokens of KV cache, which limit the batch too. Absent where memory is reserved for the
+    longest output of each rollout.
+    """
 
     @classmethod
     def of(
         cls, base: Sequence[float], per_context_token: Sequence[float], kv_capacity: float | None
     ) -> DecodeYield:
-        """Keep some batches of a decode curve whose lists begin with a batch of none."""
+        """Keep some batches of a decode curve; its lists begin with a batch of 0."""
         batches = list(_kept(len(base) - 1))
         return cls(
             batches=batches,
@@ -69,24 +71,25 @@ def _kept(most: int) -> Iterator[int]:
 
 
 class LineFile:
-    """Writes lines to an unbuffered file; after the first that fails it takes no more, so that none is missing between others."""
+    """Writes lines to an unbuffered file. After a failed write it accepts no more, so that no line in the middle is missing."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._name = getattr(file, "name", None)  # what lives in memory has none
+        self._name = getattr(file, "name", None)  # a file in memory has no name
         self._error: OSError | None = None
 
     def write(self, line: bytes) -> None:
-        """Add a line, its end included.
+        """Append a line that ends with a line break.
 
         Raises:
-            OSError: it does not fit, or one before did not; what is there of it is taken back.
+            OSError: the line does not fit, or an earlier write failed. A partial line is removed.
         """
         if self._error is not None:
             raise self._error
         size = self._file.seek(0, SEEK_END)
         try:
-            if self._file.write(line) != len(line):  # a raw file says so, and raises nothing
+            # a raw file returns the bytes written and raises nothing
+            if self._file.write(line) != len(line):
                 raise OSError(ENOSPC, strerror(ENOSPC))
         except OSError as error:
             self._file.truncate(size)
@@ -99,7 +102,7 @@ class LineFile:
 
 
 def open_at_end(path: Path) -> LineFile:
-    """Open a file of lines for more of them; a last one that a crash cut short is left out."""
+    """Open a file of lines to append to it. A last line that a crash cut short is removed."""
     file = path.open("a+b", buffering=0)
     if path.stat().st_size:
         with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
@@ -111,11 +114,11 @@ def open_at_end(path: Path) -> LineFile:
 T = TypeVar("T")
 
 BLOCK = 4096
-"""Entries that are read at once: few take a megabyte, many are read faster."""
+"""Entries read at once: few entries can fill a megabyte, and many are faster to read."""
 
 
 class Entry(NamedTuple):
-    """One event, at `time` seconds since the run's start, and the commands it led to."""
+    """One event, at `time` seconds since the run's start, and the commands that answered it."""
 
     time: float
     event: Event
@@ -126,18 +129,18 @@ _DECODER = msgspec.json.Decoder(Entry)
 
 
 class WrittenEntries(Sequence[Entry]):
-    """Entries that stay in their file, and are decoded anew each time that they are asked for."""
+    """Entries that stay in their file, and are decoded at each access."""
 
     def __init__(self, path: Path) -> None:
-        """Look at every line after the header once.
+        """Check every line after the header once.
 
         Raises:
-            ValueError: naming the file and the line that is no entry, or is not in order of time.
+            ValueError: a line is no entry, or not in order of time; the message names file and line.
         """
         self._path = path
         self._num = 0
         self.joined: list[TrainerJoined] = []
-        """What tells of trainers that joined."""
+        """Events of trainers that joined."""
         before = None
         with path.open("rb") as file:
             next(file)
@@ -170,17 +173,17 @@ class WrittenEntries(Sequence[Entry]):
         return next(islice(self, place, None))
 
     def blocks(self) -> Iterator[list[Entry]]:
-        """Yield the entries in order, few enough at a time."""
+        """Yield the entries in order, in blocks."""
         entries = iter(self)
         while block := list(islice(entries, BLOCK)):
             yield block
 
 
 def decode_entries(path: Path, lines: Sequence[bytes]) -> list[Entry]:
-    """Decode the lines after a header, of which the last lacks its end.
+    """Decode the lines after a header; the last line has no line break.
 
     Raises:
-        ValueError: naming the file and the line that is no entry, or is not in order of time.
+        ValueError: a line is no entry, or not in order of time; the message names file and line.
     """
     entries: list[Entry] = []
     for entry in read_entries(path, (line + b"\n" for line in lines[:-1]), _DECODER):
@@ -193,10 +196,10 @@ def decode_entries(path: Path, lines: Sequence[bytes]) -> list[Entry]:
 def read_entries(
     path: Path, lines: Iterator[bytes], decoder: msgspec.json.Decoder[T]
 ) -> Iterator[T]:
-    """Yield what lines after a header hold; one without its end was cut short by a crash, and is left out.
+    """Yield the decoded lines after a header. A last line without line break was cut short by a crash, and is left out.
 
     Raises:
-        ValueError: naming the file and the line.
+        ValueError: a line cannot be decoded; the message names file and line.
     """
     for number, line in enumerate(lines, start=2):
         if not line.endswith(b"\n"):
@@ -208,7 +211,7 @@ def read_entries(
 
 
 def check_order(path: Path, number: int, one: Entry, other: Entry) -> None:
-    """Refuse an entry, of line `number`, that happened before the one in front of it; raises `ValueError`."""
+    """Raise `ValueError` if entry `one`, in line `number`, is earlier than the entry before it."""
     if one.time > other.time:
         raise ValueError(f"{path}:{number}: a damaged trace: {other.time} s after {one.time} s")
 
@@ -216,32 +219,36 @@ def check_order(path: Path, number: int, one: Entry, other: Entry) -> None:
 FORMAT = 2
 
 UNHEARD_OF = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
-"""What speaking of rollouts, replicas or steps that were never begun is answered with."""
+"""Exceptions of the engine for events about unknown rollouts, replicas or steps."""
 
 LARGE = 20_000_000
-"""Bytes of a file whose entries stay there, since in memory they take several times as many; views of it take long."""
+"""File size in bytes from which entries stay on disk, because they need several times as much
+memory. Access is then slower.
+"""
 
 
 Facts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
-"""Where seconds came from: of a simulation the tiers' shares of each operation and the sources, of a real
-run host and versions."""
+"""Where seconds come from. Simulated: the tiers' shares of each operation, and sources. Real: host
+and versions.
+"""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a trace is of."""
+    """The first line of a trace."""
 
     format: int
     world: Literal["simulated", "real"]
     run: msgspec.Raw
     facts: Facts
     decode: DecodeYield | None = None
-    """What a full batch of a replica yields, where that was known beforehand."""
+    """The decode curve of a replica, if it was known before the run."""
     other_decodes: list[DecodeYield] = []
-    """The same of the kinds of `rollout.others`."""
+    """The same for the kinds of `rollout.others`."""
     is_endless: bool = False
-    """Whether the engine knew of no last step."""
+    """Whether the engine had no last step."""
     leg: int = 1
-    """How often the run was begun or resumed: the trace is of what happened since."""
+    """Number of starts and resumes of the run so far. The trace covers the time since the last one.
+    """
 
 
 class Divergence(NamedTuple):
@@ -253,7 +260,7 @@ class Divergence(NamedTuple):
 
 
 class Trace:
-    """Entries in order, in memory, and on disk as they happen where a file is given."""
+    """Entries in order: in memory, and in a file where one is given."""
 
     def __init__(
         self,
@@ -271,20 +278,20 @@ class Trace:
 
         Args:
             run: the run file.
-            world: where it is carried out.
+            world: where the run is carried out.
             facts: where seconds come from.
-            file: where entries are written as they happen.
-            keeps_entries: whether they stay in memory; a run of days writes them, and they are read back.
-            decode: what a full batch of each kind of replica yields, where it is known.
-            is_endless: whether the engine knows of no last step: the steady state of a training, which is cut
-                while things are under way, so that nothing winds down in it.
-            leg: how often the run was begun or resumed, this time included.
-            tell: told of each entry as it happens.
+            file: file to which entries are written as they happen.
+            keeps_entries: whether entries stay in memory. A run of days writes them, and reads them back.
+            decode: the decode curve of each kind of replica, if known.
+            is_endless: whether the engine has no last step. A steady-state run is cut while work is running, so that it
+                has no wind-down.
+            leg: number of starts and resumes of the run, this one included.
+            tell: called with each entry as it happens.
         """
         self.begun = run
-        """The run file that its engine began with."""
+        """The run file with which its engine began."""
         self.run = run
-        """The same with the trainers that joined meanwhile, who are the last ones."""
+        """The same run, with the trainers that joined later at the end."""
         self.world = world
         self.facts: Facts = facts or {}
         self.decode = decode
@@ -295,7 +302,9 @@ class Trace:
         self.path: Path | None = None
         """The file that it was read from."""
         self.is_cut = False
-        """Whether that ends inside a line, as one does whose writer was killed: what came after is not known."""
+        """Whether the file ends inside a line, because its writer was killed. Later events are
+        unknown.
+        """
         self._file = file
         self._keeps_entries = keeps_entries
         self._tell = tell
@@ -304,11 +313,11 @@ class Trace:
 
     @property
     def joined(self) -> range:
-        """Numbers of the trainers that joined after it began."""
+        """Numbers of the trainers that joined after the run began."""
         return range(self.begun.num_trainers, self.run.num_trainers)
 
     def join(self, section: dict[str, Any]) -> None:
-        """Enter that a trainer joins which the run has not known yet."""
+        """Add a trainer that joined and is not yet in the run."""
         self.run = with_secondary_trainer(self.run, section)
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
@@ -322,7 +331,7 @@ class Trace:
             self._tell(entry)
 
     def blocks(self) -> Iterator[Sequence[Entry]]:
-        """Yield the entries in order: all at once where they are in memory, else few enough at a time."""
+        """Yield the entries in order: all at once from memory, or in blocks from a file."""
         if isinstance(self.entries, WrittenEntries):
             yield from self.entries.blocks()
         else:
@@ -350,10 +359,10 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file, or leave the entries of a large one there; a last line that a crash cut short is left out.
+    """Read a trace file. A last line that a crash cut short is left out; entries of a large file stay on disk.
 
     Raises:
-        ValueError: naming the file and line that cannot be read.
+        ValueError: a line cannot be read; the message names file and line.
     """
     try:
         with path.open("rb") as file:
@@ -385,10 +394,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def _enter_joined(trace: Trace, joined: Iterable[TrainerJoined]) -> None:
-    """Take note of trainers that joined and were not known.
+    """Add trainers that joined and are not yet in the trace's run.
 
     Raises:
-        ValueError: the section of one of them is none.
+        ValueError: the section of one of them is invalid.
     """
     try:
         for event in joined:
@@ -405,14 +414,14 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def replay(trace: Trace, *, checks_invariants: bool = False) -> Divergence | None:
-    """Feed the recorded events to a fresh engine; return the first decision that differs, if any.
+    """Feed the recorded events to a fresh engine; return the first decision that differs, or None.
 
     Args:
         trace: the record.
-        checks_invariants: whether what is true of every state is checked after each event, which takes long.
+        checks_invariants: whether to check all invariants of the state after each event, which is slow.
 
     Raises:
-        ValueError: naming the file and the entry whose event cannot have happened after those before it.
+        ValueError: an event cannot follow those before it; the message names file and entry.
     """
     engine = build_engine(trace.begun, is_endless=trace.is_endless)
     for index, (time, event, recorded) in enumerate(trace.entries):
@@ -430,10 +439,10 @@ def replay(trace: Trace, *, checks_invariants: bool = False) -> Divergence | Non
 
 @contextmanager
 def blaming_damage(trace: Trace) -> Iterator[None]:
-    """Let what you read out of a trace fail with a line where the trace is damaged, and as it does where it is not.
+    """While you read a trace, turn exceptions that a damaged trace causes into a `ValueError` with its place.
 
     Raises:
-        ValueError: naming the file, and the entry that does not follow from those before it.
+        ValueError: an entry does not follow from those before it; the message names file and entry.
     """
     try:
         yield
@@ -450,7 +459,7 @@ def blaming_damage(trace: Trace) -> Iterator[None]:
 
 
 def _say_damaged(trace: Trace, why: str, entry: int | None = None) -> str:
-    """Return the sentence, with the file where the trace was read from one and the entry where one is known."""
+    """Return the error text, with file and entry if they are known."""
     where = "" if entry is None else f"entry {entry} does not follow from those before it: "
     return f"{_name_file(trace)}a damaged trace: {where}{why}"
 
@@ -460,7 +469,7 @@ def _name_file(trace: Trace) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """Return what was raised to say what is wrong; what Python raises by itself says nothing of the run."""
+    """Return the message of our own exceptions; Python's own messages do not describe the run."""
     if type(error) in (ValueError, AssertionError) and (said := str(error)):
         return said
     return "it answers nothing that was begun"
@@ -477,7 +486,7 @@ def _read_header(path: Path, line: bytes) -> Header:
 
 
 def _read_run(path: Path, header: Header) -> Run:
-    """Read the run file of a header."""
+    """Return the run of a header."""
     try:
         run = decode_run(bytes(header.run))
         check_run(run)

@@ -1,15 +1,14 @@
-"""One trainer as the engine sees it: its version, its batch, its queue of groups, and the share of the stream that it takes.
+"""One trainer in the engine's state: its version, its batch, its line of groups, and its share of the stream.
 
-What part of the stream a trainer that follows takes: what is left out is lost to it, with the reason.
+Groups are a stream that every trainer reads with its own cursor; `line` contains the groups ahead
+of it. The primary trainer sees a group when it is drawn or when it is complete, depending on
+consumption. A secondary trainer sees only complete groups. Each trainer takes the groups of its
+next step at its own pace.
 
-A group is judged once it is complete, by what is known then: how far behind its oldest token is, its mean reward, the
-family of its prompt, and last how many came before it that all else lets pass.
-
-One trainer as the engine sees it: what it has made, what it does, and what of the stream lies ahead of it.
-
-Groups are a stream that every trainer reads with a cursor of its own: `line` is what lies ahead of it. The trainer
-that leads sees a group from its draw on, or from when it is complete, as its consumption wants; one that follows
-sees it once it is complete. Each takes what its next step is made of, in its own time.
+A secondary trainer may take only a share of the stream. A group is judged once it is complete, by
+these criteria in order: staleness of its oldest token, mean reward, family of its prompt, and the
+number of groups that passed before it. Groups outside the share are lost to that trainer, with the
+reason.
 """
 
 from __future__ import annotations
@@ -44,29 +43,29 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 @dataclass(slots=True)
 class Batch:
-    """Taken groups, and their rollouts in the order in which they became fit for the trainer."""
+    """Taken groups, and their rollouts in the order in which they became ready."""
 
     trains_whole_groups: bool
     needs_score: bool
     groups: dict[int, Group] = field(default_factory=dict)
     unscored: deque[Rollout] = field(default_factory=deque)
-    """Rollouts to run forward passes of."""
+    """Rollouts that need forward passes."""
     trainable: deque[Rollout] = field(default_factory=deque)
     """Rollouts to train on."""
     in_hand: list[Rollout] = field(default_factory=list)
     """Rollouts that the trainer works on."""
     in_gradient: list[Rollout] = field(default_factory=list)
-    """Rollouts whose gradient the coming step has."""
+    """Rollouts in the gradient of the coming step."""
 
     def take(self, group: Group) -> None:
-        """Enter that `group` is part of the step, with what is ready of it."""
+        """Add `group` to the step, with its ready rollouts."""
         self.groups[group.id] = group
         is_any_ready = group.num_missing < len(group.rollouts)
         if not group.num_missing or (is_any_ready and not self.trains_whole_groups):
             self._supply(r for r in group.rollouts if r.phase == "ready")
 
     def add_ready(self, rollout: Rollout) -> None:
-        """Enter that a rollout has its reward, if its group was taken."""
+        """Add a rollout that has its reward, if its group was taken."""
         if rollout.group.id not in self.groups:
             return
         if not self.trains_whole_groups:
@@ -75,17 +74,17 @@ class Batch:
             self._supply(rollout.group.rollouts)
 
     def begin(self, command: Command) -> None:
-        """Take what a command to the trainer is about from the head of its line."""
+        """Move the rollouts of a command from the head of their queue to the trainer."""
         match command:
             case Score(rollouts):
                 self._hand_over(self.unscored, rollouts)
             case Train(rollouts):
                 self._hand_over(self.trainable, rollouts)
             case _:
-                pass  # is about no rollout
+                pass  # the command has no rollouts
 
     def _hand_over(self, line: deque[Rollout], rollouts: tuple[int, ...]) -> None:
-        """Take `rollouts` from the head of `line` into the trainer's hands."""
+        """Move `rollouts` from the head of `line` into `in_hand`."""
         for rollout_id in rollouts:
             rollout = line.popleft()
             if rollout.id != rollout_id:
@@ -93,9 +92,9 @@ class Batch:
             self.in_hand.append(rollout)
 
     def end(self, event: Scored | Trained) -> None:
-        """Enter that the forward passes of rollouts are done, or that their gradient is accumulated.
+        """Record that forward passes, or the gradient, of rollouts are done.
 
-        What was left out of the batch meanwhile stays out.
+        Rollouts that left the batch in the meantime are ignored.
         """
         held, self.in_hand = self.in_hand, []
         if tuple(rollout.id for rollout in held) != event.rollouts:
@@ -104,11 +103,11 @@ class Batch:
         (self.trainable if isinstance(event, Scored) else self.in_gradient).extend(wanted)
 
     def has_begun(self, group: Group) -> bool:
-        """Return whether the trainer works, or has worked, on any rollout of `group`."""
+        """Return whether the trainer works, or has worked, on a rollout of `group`."""
         return any(rollout.group is group for rollout in (*self.in_hand, *self.in_gradient))
 
     def leave_out(self, group: Group) -> bool:
-        """Leave a group out, if it was taken; what the trainer has in hand of it is for the trainer to end."""
+        """Remove a group, if it was taken. The trainer finishes the rollouts of it that it works on."""
         if self.groups.pop(group.id, None) is None:
             return False
         self.in_gradient = [r for r in self.in_gradient if r.group is not group]
@@ -124,7 +123,7 @@ class Batch:
         return groups
 
     def abandon(self) -> list[Group]:
-        """Forget what the trainer has worked on; return the groups that it was to train on."""
+        """Discard the trainer's work on this batch; return its groups."""
         self.unscored.clear()
         self.trainable.clear()
         self.in_hand = []
@@ -138,15 +137,17 @@ OF_FAMILY = "outside its share: family"
 OF_STALENESS = "outside its share: staleness"
 OF_REWARD = "outside its share: reward"
 OF_COUNT = "outside its share: every"
-"""Why groups are left out: by the key that leaves them out, and the first that does where several would."""
+"""Reasons for leaving a group out, by the key that excludes it; the first one if several do."""
 
 ROUNDING = 1e-9
-"""A mean of rewards such as 0.1 is off by some 1e-17: so much beyond a bound is still within it."""
+"""Tolerance of bounds on mean rewards: a mean of values such as 0.1 has a rounding error of about
+1e-17.
+"""
 
 
 @dataclass(slots=True)
 class StreamShare:
-    """See the module; counts what it lets pass."""
+    """The share of the stream that a secondary trainer takes; it counts the groups that pass its other criteria."""
 
     every: int = 1
     min_staleness: int = 0
@@ -154,13 +155,15 @@ class StreamShare:
     min_reward: float = -math.inf
     max_reward: float = math.inf
     families: frozenset[str] = frozenset()
-    """Of prompts; all where there are none."""
+    """Families of prompts; empty for all."""
     num_passed: int = 0
-    """Groups that all else let pass so far: every so many one is taken, the first of them too."""
+    """Groups that passed all other criteria so far. Every n-th of them is taken, beginning with the
+    first.
+    """
 
     @classmethod
     def of(cls, follower: SecondaryTrainerConfig) -> StreamShare | None:
-        """Return what a trainer's section says; None where it takes all."""
+        """Return the share in a trainer's section; None where it takes all groups."""
         if not follower.takes_share:
             return None
         least, most = follower.min_staleness, follower.max_staleness
@@ -174,7 +177,7 @@ class StreamShare:
         )
 
     def leaves_out(self, group: Group, version: int) -> str | None:
-        """Return why a complete group is left out, the leading trainer being at `version`; None where it is taken."""
+        """Return why a complete group is left out, with the primary trainer at `version`; None where it is taken."""
         if self.families and group.family not in self.families:
             return OF_FAMILY
         if not self.min_staleness <= _staleness(group, version) <= self.max_staleness:
@@ -187,7 +190,7 @@ class StreamShare:
 
 
 def check_reach(policies: PoliciesConfig, followers: tuple[SecondaryTrainerConfig, ...]) -> None:
-    """Raise `RunError` where no group is ever as stale as a trainer wants it: the leader's bound holds for all."""
+    """Raise `RunError` if no group can be as stale as a trainer requires, because the primary trainer's bound is lower."""
     system = choose_system(policies)
     if not system.keeps_bound:
         return
@@ -201,7 +204,7 @@ def check_reach(policies: PoliciesConfig, followers: tuple[SecondaryTrainerConfi
 
 
 def _staleness(group: Group, version: int) -> int:
-    """Return how many versions the oldest token of a group is behind the leader's."""
+    """Return how many versions the oldest token of a group is behind the primary trainer."""
     born = [rollout.born for rollout in group.rollouts if rollout.born is not None]
     return version - min(born, default=version)
 
@@ -211,24 +214,26 @@ def _mean_reward(group: Group) -> float:
 
 
 LEADER = 0
-"""Trainer whose versions replicas load."""
+"""The primary trainer: replicas load its versions."""
 
 ROLLED_BACK = "rolled back"
-"""Why rollouts of steps after the last checkpoint are lost with a trainer."""
+"""Reason: the step was rolled back, because its trainer was lost after its last checkpoint."""
 DONE_BEFORE = "done before"
-"""Why a trainer that follows passes over what a resume draws again: its own checkpoint has it."""
+"""Reason: a secondary trainer skips a group that a resume draws again, because its own checkpoint
+contains it.
+"""
 
 ABSENT = "it had not joined"
-"""Why what was drawn before a trainer joined a run is lost to it."""
+"""Reason: the group was drawn before the trainer joined."""
 
 UNIFORM = "all its rewards are equal"
-"""Why a group is left out that teaches nothing."""
+"""Reason: the group has no learning signal."""
 
 TrainerCommand = Score | Train | Step | StartTrainer | StopTrainer | SaveCheckpoint
 
 
 def drawn_again(begun: RunStarted, saved: SaveCheckpoint) -> frozenset[int]:
-    """Return the groups that a run which goes on draws again though a trainer's checkpoint has them."""
+    """Return the groups that a resumed run draws again although a trainer's checkpoint contains them."""
     first = begun.groups_done
     return frozenset(range(first, saved.groups_done)).union(
         g for g in saved.done_ahead if g >= first
@@ -237,71 +242,75 @@ def drawn_again(begun: RunStarted, saved: SaveCheckpoint) -> frozenset[int]:
 
 @dataclass(slots=True)
 class TrainerSide:
-    """See the module; `state` tells it what happens."""
+    """State of one trainer; `state` updates it."""
 
     id: int
     prompts_per_step: int
     rollouts_per_step: int
     batch: Batch
     takes_unfinished: bool
-    """Whether its next step may hold groups of which rollouts are still missing."""
+    """Whether its next step may take groups with unfinished rollouts."""
 
     version: int = 0
     checkpoint_version: int = 0
     is_ready: bool = False
     is_up: bool = False
-    """Whether there is a worker, be it one that can do nothing any more."""
+    """Whether its worker is running, even if that worker has failed."""
     is_away: bool = False
-    """Whether it was detached: it ends what it does, is saved and stopped, and gives up all that comes."""
+    """Whether it was detached. It then finishes its work, is saved and stopped, and skips all new
+    groups.
+    """
     joined_as: Run | None = None
-    """The run with its section, where it joined later than the run began."""
+    """The run with its section, if it joined after the run began."""
     first_group: int = 0
-    """The first that was drawn since it joined."""
+    """The first group that was drawn after it joined."""
     command: TrainerCommand | None = None
-    """What it does now, or did when it was lost, until that has failed."""
+    """Its running command; after a loss, the command that ran, until it has failed."""
     is_lost: bool = False
-    """Whether it is gone and what it did has yet to fail: before that nothing takes its place."""
+    """Whether it is lost and its command has not failed yet. It is restarted only after that."""
     num_lost: int = 0
-    """How often it was lost."""
+    """Number of losses."""
     num_failed_saves: int = 0
-    """Checkpoints that failed in a row."""
+    """Consecutive failed checkpoints."""
     failure: str | None = None
-    """What broke beyond what a retry can mend."""
+    """The error that no retry can fix."""
 
     line: GroupLine = field(default_factory=GroupLine)
     pace: StepTimer = field(default_factory=StepTimer)
     num_trained: int = 0
-    """Rollouts that its steps were made of, those of steps that were rolled back left out."""
+    """Rollouts in its steps, without rolled-back steps."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Rollouts that it will never train on, by reason, those of steps that were rolled back among them."""
+    """Rollouts that it will never train on, by reason, including those of rolled-back steps."""
     done_before: frozenset[int] = frozenset()
-    """Groups that it was done with before a resume, which draws them again for others."""
+    """Groups that it finished before a resume, which draws them again for other trainers."""
     share: StreamShare | None = None
-    """What part of the complete groups it takes; None where all."""
+    """Its share of the complete groups; None for all."""
     outside: dict[int, tuple[Group, str]] = field(default_factory=dict)
-    """Those outside of it that it has not given up yet, by id, and why."""
+    """Groups outside its share that it has not skipped yet, by id, each with the reason."""
     most_gen_batches: int = 1
-    """Batches that are generated at most for one of its steps: what is beyond the first are groups that it passes over."""
+    """Maximum batches generated for one step. Batches beyond the first replace groups that it
+    skips.
+    """
     uniform: dict[int, Group] = field(default_factory=dict)
-    """Those of them that it has not passed over, by id, where it does."""
+    """Groups of equal rewards that it has not skipped yet, by id, if it skips them."""
     num_uniform: int = 0
-    """How many it has passed over since its last step."""
+    """Groups of equal rewards skipped since its last step."""
     _trained_until: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """Rollouts trained on by version, from the last checkpoint on: what a loss takes back."""
+    """Rollouts trained on, by version since the last checkpoint: a loss takes them back."""
 
     @property
     def leads(self) -> bool:
-        """Whether its versions are what replicas load."""
+        """Whether it is the primary trainer."""
         return self.id == LEADER
 
     @property
     def leaves_out_uniform(self) -> bool:
-        """Whether it passes over groups whose rewards are all equal."""
+        """Whether it skips groups whose rewards are all equal."""
         return self.most_gen_batches > 1
 
     @property
     def is_free(self) -> bool:
-        """Whether it could begin something now."""
+        """Whether it can start a command now."""
         return self.is_ready and self.command is None
 
     def wants(self, group: Group) -> bool:
@@ -313,7 +322,7 @@ class TrainerSide:
         return group.id >= self.first_group and group.id not in self.done_before
 
     def is_stepping_on(self, group: Group) -> bool:
-        """Return whether the step that it makes right now is made of `group`."""
+        """Return whether its running step contains `group`."""
         return isinstance(self.command, Step) and group.id in self.batch.groups
 
     def open_groups(self) -> Iterator[Group]:
@@ -324,27 +333,28 @@ class TrainerSide:
     # Changes --------------------------------------------------------------------------------------
 
     def begin_at(self, version: int, done_before: frozenset[int] = frozenset()) -> None:
-        """Enter the version that it begins with, and what it is done with of the groups that are to be drawn."""
+        """Set its first version, and the groups that it has finished among those that will be drawn again."""
         self.version = self.checkpoint_version = version
         self.done_before = done_before
         self._trained_until = {version: 0}
 
     def join(self, num_drawn: int, next_group: int) -> None:
-        """Enter that it joins a run of which so many rollouts were drawn without it."""
+        """Record that it joins a run in which `num_drawn` rollouts were drawn without it."""
         self.first_group = next_group
         if num_drawn:
             self._lose(num_drawn, ABSENT)
 
     def come_back(self) -> None:
-        """Enter that it is to follow again, from its own checkpoint."""
+        """Record that it is attached again, from its own checkpoint."""
         self.is_away = False
         self.num_lost = self.num_failed_saves = 0
         self.failure = None
 
     def become(self, other: TrainerSide) -> None:
-        """Enter that it is what another was, before it begins anew: with that one's batches, in steps as large as before.
+        """Take over the state of another trainer before a restart, with that trainer's batches and step size.
 
-        What was taken since it was lost lies ahead of it again: the step that it is for is that one's to make.
+        Groups taken since its own loss return to its line, because the other trainer's steps decide
+        about them.
         """
         self._put_back()
         self.batch = Batch(other.batch.trains_whole_groups, other.batch.needs_score)
@@ -361,7 +371,7 @@ class TrainerSide:
             self.line.add(group)
 
     def see_ready(self, rollout: Rollout, version: int) -> None:
-        """Enter that a rollout has its reward, and with it perhaps its group all, the leader being at `version`."""
+        """Record that a rollout has its reward, which may complete its group; the primary trainer is at `version`."""
         group = rollout.group
         if self.takes_unfinished:
             self.batch.add_ready(rollout)
@@ -377,7 +387,7 @@ class TrainerSide:
             self.outside[group.id] = group, reason
 
     def take(self, command: Take, group: Group) -> None:
-        """Enter that its coming step will be made of `group` too."""
+        """Add `group` to its coming step."""
         if command.step != self.version + 1 or not self.line.remove(group):
             raise ValueError(
                 f"trainer {self.id} cannot take group {group.id} for step {command.step}"
@@ -385,26 +395,26 @@ class TrainerSide:
         self.batch.take(group)
 
     def begin(self, command: TrainerCommand, now: float) -> None:
-        """Enter that it was told to do something."""
+        """Record that it starts a command."""
         self.command = command
         self.pace.begin_work(now)
         self.batch.begin(command)
 
     def come_up(self, version: int) -> None:
-        """Enter that it is ready, at the version that it was told."""
+        """Record that it is ready at the expected version."""
         if version != self.version:
             raise ValueError(f"trainer {self.id} came up at {version}, expected {self.version}")
         self.command = None
         self.is_ready = self.is_up = True
 
     def end_work(self, event: Scored | Trained, now: float) -> None:
-        """Enter that forward passes are done, or that a gradient is accumulated."""
+        """Record that forward passes or a gradient are done."""
         self.command = None
         self.pace.end_work(now)
         self.batch.end(event)
 
     def end_step(self, version: int, now: float) -> list[Group]:
-        """Enter that it has made `version`; return the groups of that step."""
+        """Record that it made `version`; return the groups of that step."""
         if version != self.version + 1:
             raise ValueError(f"step made version {version}, expected {self.version + 1}")
         self.command = None
@@ -419,14 +429,14 @@ class TrainerSide:
         return groups
 
     def save(self, version: int) -> None:
-        """Enter that its checkpoint of `version` is on disk."""
+        """Record that its checkpoint of `version` is on disk."""
         self.command = None
         self.num_failed_saves = 0
         self.checkpoint_version = version
         self._trained_until = {v: n for v, n in self._trained_until.items() if v >= version}
 
     def leave_out(self, group: Group, reason: str) -> bool:
-        """Enter that it will not train on `group`; return whether it would have."""
+        """Record that it will not train on `group`; return whether it would have."""
         if self.is_stepping_on(group):
             raise ValueError(f"trainer {self.id} makes a step of group {group.id}")
         is_left = self.wants(group)
@@ -440,19 +450,19 @@ class TrainerSide:
         return is_left
 
     def fall_back(self) -> int:
-        """Enter that it is gone, and begins again at its last checkpoint; return the steps that this takes back."""
+        """Record that it is lost and restarts from its last checkpoint; return the number of steps lost."""
         self.is_lost = self.command is not None
         self.num_lost += 1
         return self._go_back()
 
     def stop(self) -> None:
-        """Enter that it has ended as it was told to, and would begin again at its last checkpoint."""
+        """Record that it stopped as commanded; it would restart from its last checkpoint."""
         self.is_lost = False
         self.command = None
         self._go_back()
 
     def _go_back(self) -> int:
-        """Go back to the last checkpoint, and return the steps that this takes back."""
+        """Go back to the last checkpoint; return the number of steps lost."""
         self._put_back()
         self.is_ready = self.is_up = False
         self.pace.forget()
@@ -465,16 +475,17 @@ class TrainerSide:
         return num_steps
 
     def _put_back(self) -> None:
-        """Let what its coming step was to be made of lie ahead of it again, before all else."""
+        """Return the groups of its coming step to the front of its line."""
         begun = self.batch.abandon()
         line, self.line = self.line, GroupLine()
         for group in (*begun, *line):
             self.line.add(group)
 
     def end_failed(self, reason: str) -> None:
-        """Enter that what it did has failed: it can do nothing any more, unless it was lost and begins again.
+        """Record that its command failed. It is then unusable, unless it was lost and restarts.
 
-        A checkpoint that fails changes nothing: the one before it stands, and the trainer that leads goes on.
+        A failed checkpoint changes nothing: the one before it stays valid, and the primary trainer
+        continues.
         """
         if self.is_lost:
             self.is_lost = False

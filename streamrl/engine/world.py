@@ -1,4 +1,4 @@
-"""Base class of the simulated and the real world, which carry out the engine's commands, and when both may free a group."""
+"""Base class of the simulated and the real world, which carry out the engine's commands."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from streamrl.engine.messages import Command, Event, ExpectationsChanged, Genera
 
 
 class GroupReferences:
-    """Counts trainers by group, as far as some are done with it and others are not.
+    """Counts the trainers that still need each group.
 
-    A trainer that joins later is one of those that are waited for from the first group on that is drawn after it.
+    A trainer that joins later counts from the first group that is drawn after it joined.
     """
 
     def __init__(self, num_trainers: int) -> None:
         self._first = [0] * num_trainers
         """The first group of each trainer."""
         self._trainers: dict[int, set[int]] = {}
-        """By group."""
+        """By group: the trainers that are done with it."""
 
     def join(self, group: int) -> None:
-        """Let one more trainer wait for every group from `group` on."""
+        """Add a trainer that needs every group from `group` on."""
         self._first.append(group)
 
     def leave(self, group: int, trainer: int) -> bool:
-        """Enter that a trainer is done with a group; return whether all are."""
+        """Record that a trainer is done with a group; return whether all trainers are."""
         done = self._trainers.setdefault(group, set())
         done.add(trainer)
         if len(done) < len(self._first) and len(done) < sum(f <= group for f in self._first):
@@ -41,37 +41,39 @@ class GroupReferences:
         return trainer in self._trainers.get(group, ())
 
     def drop(self, group: int) -> None:
-        """Enter that nobody trains on a group any more."""
+        """Record that no trainer needs a group any more."""
         self._trainers.pop(group, None)
 
 
 class Record(Protocol):
-    """What is told all that a world and its engine said to each other: a trace."""
+    """Receives every event and the commands that answered it: a trace."""
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
-        """Take one event, at `time` seconds since the run's start, and the commands it led to."""
+        """Record one event, at `time` seconds since the run's start, and the commands that answered it."""
         ...
 
 
 class RunInterruptedError(Exception):
-    """A signal ended the run before its last step; the message says what is saved, and how to go on."""
+    """A signal ended the run before its last step. The message says what is saved and how to resume."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
         self.signal = signal
-        """Its number; a process that it ends has exit status 128 + this, as shells have it."""
+        """Number of the signal. A process that it ends has exit status 128 + this number, as in a
+        shell.
+        """
 
 
 R = TypeVar("R", bound=Record)
 
 
 class World(ABC, Generic[R]):
-    """Carries the engine's commands out and tells it what happened."""
+    """Carries out the engine's commands and reports events to it."""
 
     def __init__(
         self, engine: Engine, trace: R, learn: Callable[[Generated], ExpectationsChanged | None]
     ) -> None:
-        """Take the engine, what records it, and what a workload learns from a rollout that ends."""
+        """Take the engine, its record, and the function by which a workload learns from finished rollouts."""
         self.engine = engine
         self.trace = trace
         self._learn = learn
@@ -85,13 +87,14 @@ class World(ABC, Generic[R]):
 
     @abstractmethod
     def start(self, command: Command) -> None:
-        """Begin `command` and return; it ends in exactly one event, through `emit`."""
+        """Begin `command` and return. It ends in exactly one event, through `emit`."""
 
     def emit(self, event: Event) -> None:
-        """Let the engine handle `event`, and start what it answers.
+        """Pass `event` to the engine, and start the commands that it returns.
 
-        An event that starting a command brings about at once is handled after the commands before it,
-        at the same instant. What a rollout's end tells of others is handled before the end itself.
+        Starting a command may cause another event at once. That event is handled after the earlier
+        commands, at the same instant. New expectations from a rollout's end are handled before the
+        end itself.
         """
         unheard = self._unheard
         if isinstance(event, Generated) and (news := self._learn(event)) is not None:

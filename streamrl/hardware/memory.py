@@ -410,7 +410,7 @@ def check_trainer_memory(trainer: TrainerHardware) -> None:
             f"{key}.tensor_parallel",
             config.tensor_parallel,
             None,
-            f"{key}: needs {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
+            f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{config.data_parallel}, {context}tensor_parallel={config.tensor_parallel}, "
             f"pipeline_parallel={config.pipeline_parallel}. But {gpu.name} has "
             f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_suggest_fixes(trainer, items)}",

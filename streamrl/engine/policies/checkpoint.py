@@ -1,4 +1,4 @@
-"""When the run is written down so that it can resume."""
+"""When checkpoints are saved."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from streamrl.engine.state import State
 
 
 class CheckpointEvery:
-    """Save a trainer after every `num_steps` of its steps, and after its last one: the run's, or where it is detached.
+    """Save a trainer after every `num_steps` of its steps, and after its last one (of the run, or before a detach).
 
-    A save that fails is tried again, until `max_attempts` in a row have failed.
+    A failed save is retried until `max_attempts` in a row have failed.
     """
 
     def __init__(self, trainer: int, num_steps: int, max_attempts: int) -> None:
@@ -20,7 +20,7 @@ class CheckpointEvery:
         self.max_attempts = max_attempts
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield a save where one is due and the trainer is between two steps, or in one that the end of the run leaves open."""
+        """Yield a due save, if the trainer is between two steps or the end of the run left its step unfinished."""
         trainer = state.trainers[self.trainer]
         if not trainer.is_ready or trainer.command is not None:
             return ()

@@ -1,14 +1,13 @@
 """Which replica generates a rollout, and in which order a replica starts its rollouts.
 
-Which replica generates a rollout.
+Rollouts are sent as soon as a replica promises a fresh enough version, and wait in its queue.
+Commands to a replica take effect in order, so a rollout sent after a load starts under the loaded
+version or a newer one.
 
-Rollouts are sent as soon as a replica promises a fresh enough version, and wait in its queue. Commands to
-a replica take effect in order, so a rollout sent after a load starts under what was loaded or newer.
-
-Batches that do not mix on a replica: it finishes its share of one, and begins its share of the next.
-
-Replicas do so each in its own time, and load between the two where `LoadBetweenBatches` has them. StreamRL
-(arXiv 2504.15930) generates batches back to back with the newest weights received.
+`BatchByBatch` keeps batches apart: a replica finishes its share of one batch before it starts its
+share of the next. Each replica does so at its own pace, and loads weights between the two with
+`LoadBetweenBatches`. StreamRL (arXiv 2504.15930) generates batches back to back with the newest
+received weights.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DispatchProperties
 from streamrl.runfile.policies_config import GroupPlacement
 
-MOST_TOKENS = 1 << 32  # no rollout is longer: steps stay apart in a longest-first priority
+# longer than any rollout, so that steps do not mix in a longest-first priority
+MOST_TOKENS = 1 << 32
 
 
 class Order(Protocol):
-    """Gives each rollout its place in a replica's queue."""
+    """Sets the priority of each rollout in a replica's queue."""
 
     def priority(self, rollout: Rollout) -> int:
-        """Say how early `rollout` starts; smaller is earlier, ties go by id."""
+        """Return the priority of `rollout`; smaller starts first, ties go by id."""
         ...
 
 
@@ -56,7 +56,7 @@ class LongestFirst:
         return rollout.group.step * MOST_TOKENS - rollout.expected_tokens
 
 
-AHEAD = 1  # rollouts: in a real run the engine hears of a free place a moment later
+AHEAD = 1  # rollouts: in a real run the engine learns of a free slot slightly later
 
 _MASK = (1 << 64) - 1
 
@@ -75,7 +75,9 @@ class Dispatch(DispatchProperties):
     def __init__(self, order: Order, keeps_groups: bool = False) -> None:
         self.order = order
         self.keeps_groups = keeps_groups
-        """Whether a rollout goes where its siblings are, who have computed its prompt already."""
+        """Whether a rollout goes to the replica of its siblings, which has already computed its
+        prompt.
+        """
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield rollouts in draw order until no replica may take the next one."""
@@ -93,7 +95,7 @@ class Dispatch(DispatchProperties):
             yield self.send(rollout, replica)
 
     def send(self, rollout: Rollout, replica: Replica) -> Generate:
-        """Return the command that lets `replica` take `rollout` up, from where it was left."""
+        """Return the command that lets `replica` continue `rollout` from its last token."""
         return Generate(rollout.id, replica.id, self.order.priority(rollout), prefix=rollout.tokens)
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
@@ -102,13 +104,13 @@ class Dispatch(DispatchProperties):
 
 
 class LeastLoaded(Dispatch):
-    """Send a rollout to the replica that has the fewest, by its share."""
+    """Send each rollout to the replica with the least load (rollouts divided by its share)."""
 
     sends_just_in_time = True
 
     @classmethod
     def make(cls, run: Run, order: Order) -> Dispatch:
-        """Return the policy, or `JustInTime` where the place of a rollout in line may change."""
+        """Return the policy; `JustInTime` if the order of waiting rollouts may change."""
         if run.policies.learns_from_siblings or run.policies.follows_pressure:
             return JustInTime(order, run.rollout.max_running)
         return cls(order, stay_together(run.policies.group_placement))
@@ -119,10 +121,10 @@ class LeastLoaded(Dispatch):
 
 
 class JustInTime(LeastLoaded):
-    """Send a rollout only once a replica has room to run it: until then its place in line may change.
+    """Send a rollout only when a replica has room to run it, because the order of waiting rollouts may change.
 
-    A replica gets `AHEAD` more than it runs, so that a place that becomes free is taken at once; or no more than its
-    KV cache has places for, where these are counted (`streamrl.engine.concurrency`).
+    A replica gets `AHEAD` more rollouts than it runs, so that a free slot is filled at once. With a
+    KV-cache limit (`streamrl.engine.concurrency`), it gets no more than the limit.
     """
 
     def __init__(self, order: Order, max_running: int) -> None:
@@ -138,7 +140,7 @@ class JustInTime(LeastLoaded):
 
 
 class RoundRobin(Dispatch):
-    """Send rollouts to the replicas in turn, whatever they have."""
+    """Send rollouts to the replicas in turn, whatever their load."""
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return the next replica by id that is fresh enough."""
@@ -146,15 +148,17 @@ class RoundRobin(Dispatch):
 
 
 class Dealt(Dispatch):
-    """Deal all rollouts of a step that wait over the replicas at once, then send each to its own."""
+    """Assign all waiting rollouts of a step to replicas at once, then send each to its replica."""
 
     def __init__(self, order: Order, keeps_groups: bool = False) -> None:
         super().__init__(order, keeps_groups)
         self.places: dict[int, int] = {}
-        """Replica of each rollout that was dealt and not yet sent; siblings follow the first of them."""
+        """Replica of each assigned rollout that was not sent yet; siblings follow the first of
+        them.
+        """
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
-        """Return the replica that `rollout` was dealt to, dealing first where it was not."""
+        """Return the replica of `rollout`, after assigning its step if necessary."""
         oldest = rollout.group.oldest_version
         if rollout.id not in self.places:
             replicas = state.fleet.fresh(oldest)
@@ -168,11 +172,11 @@ class Dealt(Dispatch):
         return state.fleet.least_loaded(oldest)
 
     def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
-        """Place every unit of rollouts, which stay together, on one of `replicas` with `share_out`."""
+        """Assign each unit of rollouts, which stay together, to one of `replicas` with `share_out`."""
         raise NotImplementedError
 
     def share_out(self, units: list[list[Rollout]], replicas: list[Replica]) -> None:
-        """Give each unit in turn to the replica that then has the least load, least id first."""
+        """Give each unit in turn to the replica with the least load; ties go to the smaller id."""
         shares = {replica.id: replica.share for replica in replicas}
         loads = [(replica.load, replica.id) for replica in replicas]
         heapify(loads)
@@ -183,7 +187,7 @@ class Dealt(Dispatch):
 
 
 class Random(Dealt):
-    """Give every replica an equal share of a step's rollouts, picked at random (StreamRL's Random-FIFO)."""
+    """Give every replica an equal, random share of a step's rollouts (StreamRL's Random-FIFO)."""
 
     @classmethod
     def make(cls, run: Run, order: Order) -> Dispatch:
@@ -195,7 +199,7 @@ class Random(Dealt):
         self.seed = seed
 
     def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
-        """Share the units out in an order that only the seed and their ids decide."""
+        """Share out the units in an order that depends only on the seed and their ids."""
         self.share_out(sorted(units, key=lambda unit: mix(self.seed, unit[0].id)), replicas)
 
 
@@ -205,7 +209,7 @@ def stay_together(placement: GroupPlacement) -> bool:
 
 
 def mix(seed: int, number: int) -> int:
-    """Return 64 bits that look random, the same for the same two numbers (SplitMix64, Steele et al. 2014)."""
+    """Return 64 pseudo-random bits, the same for the same two numbers (SplitMix64, Steele et al. 2014)."""
     bits = (seed * 0xD1342543DE82EF95 + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -213,7 +217,7 @@ def mix(seed: int, number: int) -> int:
 
 
 def _beside_siblings(rollout: Rollout) -> Replica | None:
-    """Return the replica of a sibling, where it is fresh enough."""
+    """Return the replica of a sibling, if it is fresh enough."""
     for sibling in rollout.group.rollouts:
         if sibling.replica is not None:
             is_fresh = sibling.replica.promises(rollout.group.oldest_version)
@@ -222,7 +226,7 @@ def _beside_siblings(rollout: Rollout) -> Replica | None:
 
 
 def in_units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]:
-    """Return what is placed as one: groups, or single rollouts."""
+    """Return the units that stay together: groups, or single rollouts."""
     if not keeps_groups:
         return [[rollout] for rollout in rollouts]
     units: dict[int, list[Rollout]] = {}
@@ -232,7 +236,10 @@ def in_units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]
 
 
 class EvenShares(Dealt):
-    """Deal in draw order, the next to whoever has least: what other dispatch comes to where all are idle."""
+    """Assign rollouts in draw order, each to the least loaded replica.
+
+    While all replicas are idle, other dispatch policies do the same.
+    """
 
     def __init__(self, dispatch: Dispatch) -> None:
         super().__init__(dispatch.order, dispatch.keeps_groups)
@@ -243,18 +250,19 @@ class EvenShares(Dealt):
 
 
 class BatchByBatch(Dispatch):
-    """Deal a batch as another dispatch does, and send each replica its share once it is idle.
+    """Assign a batch as another dispatch policy does, and send each replica its share once it is idle.
 
-    A batch is dealt when the last share of the one before is sent. What comes back is dealt again.
+    A batch is assigned when the last share of the batch before is sent. Rollouts that come back are
+    assigned again.
     """
 
     def __init__(self, dealt: Dealt) -> None:
         super().__init__(dealt.order, dealt.keeps_groups)
         self.dealt = dealt
         self._shares: dict[int, list[Rollout]] = {}
-        """What each replica begins with once it is idle."""
+        """What each replica starts with once it is idle."""
         self._places: dict[int, int] = {}
-        """Replica of each rollout of the batch that was dealt last."""
+        """Replica of each rollout of the last assigned batch."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the shares of idle replicas."""
@@ -269,13 +277,13 @@ class BatchByBatch(Dispatch):
     def _begin(self, replica: Replica) -> Iterator[Command]:
         oldest = max(rollout.group.oldest_version for rollout in self._shares[replica.id])
         if not replica.promises(oldest):
-            return  # it loads first
+            return  # the replica loads first
         for rollout in self._shares.pop(replica.id):
             if not rollout.group.is_dropped:
                 yield self.send(rollout, replica)
 
     def _is_dealt(self, state: State) -> bool:
-        """Return whether the first rollout in line has a replica, and that is still there."""
+        """Return whether the first waiting rollout has a replica that still exists."""
         first = state.waiting.first()
         if first is None:
             return True
@@ -283,9 +291,10 @@ class BatchByBatch(Dispatch):
         return replica in self._shares and replica in state.fleet.replicas
 
     def _deal(self, state: State) -> bool:
-        """Share out what waits of the oldest step over all replicas, once an idle one may begin with it.
+        """Assign the waiting rollouts of the oldest step to all replicas, once an idle one may start.
 
-        Who is still busy, or has older weights, is dealt its share too: it will load before it begins.
+        Replicas that are busy or have older weights get a share too: they load before they start
+        it.
         """
         first = state.waiting.first()
         assert first is not None

@@ -1,15 +1,12 @@
 """Move rollouts to replicas where they decode faster: stragglers, and those that outgrow their expected length.
 
-Rollouts that go on elsewhere, where they decode faster.
+Stragglers: near the end of a step some replicas are idle while others run several long rollouts. A
+straggler decodes faster alone, and so do the rollouts that it leaves. The price is that its context
+is computed again, or that its KV cache is transferred.
 
-Near the end of a step some replicas are done and others still run several long rollouts. One of these goes
-on faster alone, and those it leaves decode faster too; the price is that its context is computed again, or
-that its KV cache is sent.
-
-Rollouts that outgrow what was expected of them, and move to the replicas of the tail.
-
-Skewness-aware dispatch gives the rollouts expected to be longest replicas of their own, whose batches are small. A
-ranker misses some of these: they run among the others, in large batches, until the step waits for them alone.
+Overrun: skewness-aware dispatch gives the rollouts expected to be longest their own replicas with
+small batches. A ranker misses some of them. These run in large batches among the others, until the
+step waits only for them.
 """
 
 from __future__ import annotations
@@ -25,25 +22,25 @@ from streamrl.engine.policies.dispatch import Order
 from streamrl.engine.policies.skew import Partition, SkewnessAware
 from streamrl.engine.state import State
 
-MOST_MOVES = 2  # of one rollout: each pays for its whole context again
+MOST_MOVES = 2  # of one rollout: each computes its whole context again
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A rollout on its way."""
+    """A rollout that is being moved."""
 
     rollout: int
     replica: int
-    """Where it goes."""
+    """Its new replica."""
     version: int
     """Version that computed its KV cache."""
 
 
 class MoveRollouts:
-    """Abort a rollout, and go on with it on another replica of the same version.
+    """Abort a rollout, and continue it on another replica of the same version.
 
-    Only where what it saves by the smaller batch exceeds what its context costs. One rollout moves at a time: the
-    next event looks again.
+    A move must save more by the smaller batch than the context costs. One rollout moves at a time;
+    the next event looks again.
     """
 
     def __init__(
@@ -54,9 +51,11 @@ class MoveRollouts:
         self.context_time = context_time
         """Seconds for each token of context that moves."""
         self.moves_caches = moves_caches
-        """Whether the KV cache of a rollout moves along, unless its new replica has other weights by then."""
+        """Whether the KV cache moves with the rollout, unless its new replica has other weights by
+        then.
+        """
         self._move: Move | None = None
-        """The rollout that was aborted to go elsewhere."""
+        """The rollout that was aborted to move."""
         self._num_moves: dict[int, int] = {}
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -68,34 +67,34 @@ class MoveRollouts:
         return self.look(state)
 
     def look(self, state: State) -> Iterable[Command]:
-        """Yield what begins a move, where one is worth it."""
+        """Yield the commands that begin a move, if one is worth it."""
         raise NotImplementedError
 
     def begin(
         self, state: State, rollout: Rollout, source: Replica, target: Replica
     ) -> Iterator[Command]:
-        """Yield what begins the move of `rollout` from `source` to `target`."""
+        """Yield the commands that begin the move of `rollout` from `source` to `target`."""
         self._num_moves = {r: n for r, n in self._num_moves.items() if r in state.rollouts}
         self._num_moves[rollout.id] = self._num_moves.get(rollout.id, 0) + 1
         self._move = Move(rollout.id, target.id, source.version)
         yield Abort(rollout.id, source.id)
 
     def may_move(self, rollout: Rollout) -> bool:
-        """Whether `rollout` is neither on its way nor has moved as often as any may."""
+        """Whether `rollout` is not moving now, and has not reached the limit of moves."""
         return not rollout.is_aborting and self._num_moves.get(rollout.id, 0) < MOST_MOVES
 
     def pays(self, rollout: Rollout, rest: float, done: float, saved: float) -> bool:
-        """Whether `rest` tokens that take `saved` seconds less each outweigh the context of `done` tokens."""
+        """Whether saving `saved` seconds on each of `rest` tokens outweighs the context of `done` tokens."""
         return rest * saved > self.context_time * (rollout.group.prompt_tokens + done)
 
     def _go_on(self, state: State, move: Move) -> Iterator[Command]:
         rollout = state.rollouts.get(move.rollout)
         if rollout is not None and rollout.phase == "generating":
-            return  # it ends with the decode step under way
+            return  # it ends after the running decode step
         self._move = None
         replica = state.fleet.replicas.get(move.replica)
         if rollout is None or rollout.phase != "waiting" or rollout.group.is_dropped:
-            return  # it finished before it could be aborted, or was dropped
+            return  # it finished before the abort, or was dropped
         if replica is not None and replica.promises(rollout.group.oldest_version):
             yield Generate(
                 rollout.id,
@@ -111,10 +110,10 @@ class MoveRollouts:
 
 
 class MoveStragglers(MoveRollouts):
-    """Move the rollout with most ahead on the busiest replica to an idle one, where none waits to be sent."""
+    """Move the rollout with the most remaining tokens from the busiest replica to an idle one, when none waits."""
 
     def look(self, state: State) -> Iterable[Command]:
-        """Yield what begins a move from the busiest replica to one that has nothing to do."""
+        """Yield the commands that begin a move from the busiest replica to an idle one."""
         if state.waiting.heap:
             return ()
         idle = state.fleet.least_loaded(0)
@@ -129,7 +128,7 @@ class MoveStragglers(MoveRollouts):
         return self.begin(state, rollout, source, idle)
 
     def _choose(self, state: State, source: Replica) -> Rollout | None:
-        """Return the rollout that has most ahead of those that gain by a move, ties by expected length."""
+        """Return the rollout with the most remaining tokens among those that gain by a move; ties go by expected length."""
         best: tuple[float, int, int] | None = None
         batch = len(source.rollouts)
         saved = self.latency.step_time(batch) - self.latency.step_time(1)
@@ -143,7 +142,7 @@ class MoveStragglers(MoveRollouts):
 
 
 def expected_rest(state: State, rollout: Rollout, done: float) -> float:
-    """Return the tokens a rollout has ahead: as its siblings say, as those that got as far did, or its ranker."""
+    """Return a rollout's expected remaining tokens: from its siblings, else from rollouts as long, else from its ranker."""
     if rollout.group.is_told and rollout.expected_tokens > done:
         return rollout.expected_tokens - done
     if state.recent.is_full:
@@ -151,14 +150,17 @@ def expected_rest(state: State, rollout: Rollout, done: float) -> float:
     return max(0.0, rollout.expected_tokens - done)
 
 
-LOOKS = 32  # while a rollout alone grows as long as the tail's shortest: it is seen 3 % late
+# looks while a rollout grows to the tail's shortest length: an overrun is seen at most 3 % late
+LOOKS = 32
 
 
 class MoveOverrun(MoveRollouts):
-    """Move a rollout that is longer than all but `tail_share` of the last ones were to a replica of its step's tail.
+    """Move a rollout that is longer than all but `tail_share` of the last ones to a tail replica of its step.
 
-    What the ranker expects of it does not count, of which only the order is relied on. What a replica has generated so far nobody tells. A rollout counts as running from when it is first seen among the
-    replica's first by priority, as many as it runs, so that it is no shorter than it is taken for.
+    The ranker's expected length is not used, because only its order is reliable. Replicas do not
+    report the tokens of running rollouts. So a rollout counts as running from when it is first seen
+    among the first by priority that its replica can run. Its length is therefore never
+    overestimated.
     """
 
     def __init__(
@@ -169,15 +171,15 @@ class MoveOverrun(MoveRollouts):
         dispatch: SkewnessAware,
         moves_caches: bool = False,
     ) -> None:
-        """Take the dispatch that knows which replicas are a step's tail, beside what `MoveRollouts` takes."""
+        """Take the dispatch policy that knows the tail replicas of a step, and the arguments of `MoveRollouts`."""
         super().__init__(order, latency, context_time, moves_caches)
         self.dispatch = dispatch
         self._look_at = 0.0
         self._since: dict[int, tuple[int, float]] = {}
-        """Where each rollout was first seen running, and when."""
+        """Where and when each rollout was first seen running."""
 
     def look(self, state: State) -> Iterable[Command]:
-        """Yield what begins the move of the rollout that has most ahead, of one step after the other."""
+        """Yield the commands that move the overrun rollout with the most remaining tokens, step by step."""
         if state.now < self._look_at or not state.recent.is_full:
             return ()
         partitions = {s: p for s, p in self.dispatch.partitions.items() if p is not None}
@@ -210,7 +212,7 @@ class MoveOverrun(MoveRollouts):
     def _choose(
         self, state: State, step: int, partition: Partition, shortest: int
     ) -> tuple[Rollout, Replica, Replica] | None:
-        """Return the rollout that has most ahead of those that overran and gain by a move, from where, and to where."""
+        """Return the overrun rollout with the most remaining tokens that gains by a move, its replica and its new replica."""
         target = min(self._targets(state, partition), key=_by_load, default=None)
         if target is None:
             return None
@@ -236,7 +238,7 @@ class MoveOverrun(MoveRollouts):
         return rollout, rollout.replica, target
 
     def _targets(self, state: State, partition: Partition) -> Iterator[Replica]:
-        """Yield the tail's replicas that run all that they have, and could run one more."""
+        """Yield the tail replicas that run all their rollouts and have room for one more."""
         for replica_id in partition.tail:
             replica = state.fleet.replicas.get(replica_id)
             if replica is None or not replica.is_serving or replica.loading is not None:
@@ -245,7 +247,7 @@ class MoveOverrun(MoveRollouts):
                 yield replica
 
     def _done(self, state: State, rollout: Rollout, step_time: float) -> float:
-        """Return the tokens that a rollout has at least."""
+        """Return the minimum number of tokens that a rollout has."""
         if rollout.id not in self._since:
             return 0.0
         return rollout.tokens + (state.now - self._since[rollout.id][1]) / step_time

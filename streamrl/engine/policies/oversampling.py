@@ -12,20 +12,20 @@ from streamrl.engine.state import State
 from streamrl.engine.trainer_side import UNIFORM
 
 LEFT_OVER = "the step was full"
-"""Why a group is given up that its step had no place for any more."""
+"""Reason: the step of a surplus group was full."""
 
 
 class DropSurplus:
-    """Once the leader's step has all its groups, abort and give up as many as were drawn too many.
+    """Abort and drop the surplus groups once the primary trainer's step has all its groups.
 
-    Those that are not complete go first, in order of their draw: the stragglers of the step.
+    Incomplete groups, the stragglers of the step, are dropped first, in draw order.
     """
 
     def __init__(self, window: AdmissionWindow) -> None:
         self.window = window
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield aborts and drops until no more are outstanding than may be ahead."""
+        """Yield aborts and drops until no more groups are outstanding than the window allows."""
         if not _is_full(state) or state.is_stopping:
             return ()
         allowed = self.window.num_allowed(state.leader.version, state.num_steps)
@@ -41,19 +41,22 @@ class DropSurplus:
 
 
 class KeepSurplus:
-    """Once the leader's step has all its groups, let what is left of them go on for the next one.
+    """Keep the surplus groups for the next step once the primary trainer's step has all its groups.
 
-    Where those of the next step may start under a version that replicas have, they just go on. Else what runs is
-    aborted with the tokens it has, and goes on from these under the next version (a partial rollout).
+    If replicas have a version under which groups of the next step may start, they continue.
+    Otherwise running rollouts are aborted with their tokens, and continue under the next version
+    (partial rollouts).
     """
 
     def __init__(self, window: AdmissionWindow) -> None:
         self.window = window
         self._looked_at: tuple[int, int, int] | None = None
-        """The leader's version, how often it was lost, and the groups drawn, when all were looked at."""
+        """State at the last check: the primary trainer's version, its number of losses, and the
+        groups drawn.
+        """
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield what holds groups back until the version is there that their new step asks for."""
+        """Yield the commands that hold groups back until the version of their new step is available."""
         if not _is_full(state) or state.is_stopping:
             return ()
         leader = state.leader
@@ -73,7 +76,7 @@ class KeepSurplus:
 
 
 def _hold_back(group: Group, oldest: int) -> Iterator[Command]:
-    """Yield the aborts of what runs of a group, and the version that it waits for."""
+    """Yield the aborts of a group's running rollouts, and the version that it waits for."""
     for rollout in group.rollouts:
         if rollout.replica is not None and not rollout.is_aborting:
             yield Abort(rollout.id, rollout.replica.id)
@@ -86,23 +89,23 @@ def _is_full(state: State) -> bool:
 
 
 def _outstanding(state: State) -> list[Group]:
-    """Return what the leader may train on after its coming step, in order of draw."""
+    """Return the groups that the primary trainer may train on after its coming step, in draw order."""
     leader = state.leader
     taken = leader.batch.groups
     return [g for g in state.groups.values() if g.id not in taken and leader.wants(g)]
 
 
 class SkipUniform:
-    """Let a trainer pass over groups of one reward, as they are complete, until a step has cost too many of them.
+    """Let a trainer skip complete groups of equal rewards, up to the limit for one step.
 
-    What the trainer that leads passes over is drawn anew, as anything that it lost, so that its steps are full.
+    Groups that the primary trainer skips are drawn anew, so that its steps are full.
     """
 
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield the groups that are left out; what comes beyond those that a step may cost is trained on."""
+        """Yield the skipped groups. Groups beyond a step's limit are trained on."""
         trainer = state.trainers[self.trainer]
         if not trainer.uniform or state.is_stopping:
             return ()

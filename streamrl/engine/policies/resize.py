@@ -1,4 +1,4 @@
-"""How many replicas there are."""
+"""How many replicas and trainers run: restarts, promotion, and resizing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from streamrl.runfile.policies_config import PoliciesConfig
 
 
 class Promotion(NamedTuple):
-    """Who takes the leading trainer's place."""
+    """The secondary trainer that replaces the primary one."""
 
     trainer: int
     after: int
-    """Losses of the leader's after which it does."""
+    """Losses of the primary trainer after which it is replaced."""
 
     @classmethod
     def of(
         cls, policies: PoliciesConfig, secondary_trainer_names: tuple[str, ...]
     ) -> Promotion | None:
-        """Return what a run file says; None where nobody does."""
+        """Return the promotion in a run file; None if there is none."""
         if policies.promote is None:
             return None
         after = 0 if policies.on_leader_loss == "promote" else policies.max_restarts
@@ -40,12 +40,13 @@ class Promotion(NamedTuple):
 
 
 class KeepReplicas:
-    """Bring up the trainers and the replicas that are wanted, and a new one for each that is lost.
+    """Start the trainers and replicas of the run, and replace those that are lost.
 
-    A replica's replacement gets an id of its own, a trainer's begins at its last checkpoint. After `max_restarts` of
-    them the run stops, or goes on without a trainer that follows: what kills them so often will kill the next one
-    too. Where another trainer may take the leader's place, it does so once the leader was lost more often than that allows,
-    unless it has failed or was detached itself. A replica too many ends once it is idle, so no rollout is interrupted.
+    The replacement of a replica gets a new id. A trainer restarts from its last checkpoint. After
+    `max_restarts` losses the run stops, because the cause would repeat; for a secondary trainer,
+    the run continues without it. If a promotion is configured, the secondary trainer replaces the
+    primary one once the limit is passed, unless it failed or was detached. A surplus replica stops
+    once it is idle, so no rollout is interrupted.
     """
 
     def __init__(self, max_restarts: int, promotion: Promotion | None = None) -> None:
@@ -53,7 +54,7 @@ class KeepReplicas:
         self.promotion = promotion
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield what is missing, or who may go."""
+        """Yield starts of missing replicas and trainers, and stops of surplus ones."""
         fleet = state.fleet
         is_complete = not state.num_unready and len(fleet.replicas) == fleet.num_wanted
         if is_complete or not state.has_started or state.is_stopping:
@@ -63,7 +64,7 @@ class KeepReplicas:
     def _start(self, state: State) -> Iterator[Command]:
         yield from self._start_trainers(state)
         is_lost = state.pushed_version > state.leader.version or state.has_new_weights
-        if not is_lost:  # what is pushed
+        if not is_lost:  # the pushed version
             yield from self._start_replicas(state)
 
     def _start_trainers(self, state: State) -> Iterator[Command]:
@@ -83,7 +84,7 @@ class KeepReplicas:
                 )
 
     def _waits(self, state: State, promotion: Promotion) -> bool:
-        """Return whether the leader is not to start yet, because another trainer is to take its place."""
+        """Return whether the primary trainer must not start yet, because another trainer replaces it."""
         if state.promoted is not None:
             return state.trainers[state.promoted].is_up
         other = state.trainers[promotion.trainer]
@@ -110,20 +111,21 @@ class KeepReplicas:
 
 
 def _promote(state: State, promotion: Promotion) -> Iterator[Command]:
-    """Yield the promotion, once who is promoted is up."""
+    """Yield the promotion, once the promoted trainer is up."""
     if state.promoted is None and state.trainers[promotion.trainer].is_ready:
         yield Promote(promotion.trainer, state.leader.version)
 
 
 class AdjustReplicas:
-    """Add replicas while generation lags behind training by more than they gain; optionally give some back.
+    """Add replicas while generation lags behind training by more than they gain; optionally release some.
 
-    StreamRL (arXiv 2504.15930), dynamic adjustment: with T_gen and T_train the seconds of the last steps,
-    add `unit` replicas when T_gen - T_train >= T_gen(n) - T_gen(n + unit). The right side is the measured
-    T_gen times the share that `Latency` (Equation 2) says goes. Giving back is an addition of ours.
+    StreamRL (arXiv 2504.15930), dynamic adjustment: with T_gen and T_train the seconds of the last
+    steps, add `unit` replicas when T_gen - T_train >= T_gen(n) - T_gen(n + unit). The right side is
+    the measured T_gen times the share that `Latency` (Equation 2) predicts. Releasing replicas is
+    our addition.
 
-    Only steps count whose generation began with as many replicas as there should be now, so that what was
-    decided last is seen at work first.
+    Only steps whose generation began with the current target of replicas count, so that the effect
+    of the last decision is measured first.
     """
 
     def __init__(
@@ -135,17 +137,17 @@ class AdjustReplicas:
         window: int,
         shrink_after: int | None,
     ) -> None:
-        """Take replicas by which to change, the most there may be, and how many steps to look at."""
+        """Take the replicas added at once, the maximum number of replicas, and the number of steps to average."""
         self.latency = latency
         self.unit = unit
         self.most = most
         self.window = window
         self.shrink_after = shrink_after
         self._steps = deque[StepTimes](maxlen=max(window, shrink_after or 0))
-        """The last steps in a row that began with as many replicas."""
+        """The last consecutive steps that began with the same number of replicas."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield a new number of replicas after a step that shows it is worth it."""
+        """Yield a new number of replicas, if the last steps show that it is worth it."""
         last, steps = state.leader.pace.last, self._steps
         if last is None or (steps and last is steps[-1]) or state.is_stopping:
             return ()
@@ -164,14 +166,14 @@ class AdjustReplicas:
             yield Resize(wanted - self.unit)
 
     def is_worth_growing(self, state: State, steps: list[StepTimes]) -> bool:
-        """Return whether generation lags by at least what one more unit takes off it."""
+        """Return whether generation lags by at least the gain of one more unit."""
         generation_time = median(step.generation_time for step in steps)
         left = self._ratio(state, self.unit)
         lag = median(step.lag for step in steps)
         return lag > 0 and lag >= generation_time * (1 - left)
 
     def _is_worth_shrinking(self, state: State, steps: list[StepTimes]) -> bool:
-        """Return whether generation was the faster side for long enough, and stays it with a unit less."""
+        """Return whether generation was faster for long enough, and stays faster with a unit less."""
         if self.shrink_after is None or len(steps) < self.shrink_after:
             return False
         more = self._ratio(state, -self.unit)
@@ -180,7 +182,7 @@ class AdjustReplicas:
         )
 
     def _ratio(self, state: State, by: int) -> float:
-        """Return generation time with `by` more replicas, as a share of what it is."""
+        """Return generation time with `by` more replicas, divided by the current one."""
         num_rollouts, wanted = state.leader.rollouts_per_step, state.fleet.num_wanted
         now = self.latency.time(num_rollouts, 1.0, wanted)
         return self.latency.time(num_rollouts, 1.0, wanted + by) / now

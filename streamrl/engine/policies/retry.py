@@ -11,18 +11,19 @@ from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 
 
 class RetryThenDrop:
-    """Try a rollout again until it has failed `max_attempts` times, then drop its group.
+    """Retry a rollout until it has failed `max_attempts` times, then drop its group.
 
-    A rollout is small and its failure may be its own. A push, or a checkpoint of the leading trainer, changes nothing
-    where it fails: after `max_attempts` in a row the run stops. Work of that trainer, or a load, that fails stops it at
-    once. It can resume from its last checkpoint.
+    A rollout is small, and its failure may concern it alone. A failed push, or a failed checkpoint
+    of the primary trainer, changes nothing: after `max_attempts` in a row the run stops. Any other
+    failure of the primary trainer, or of a load, stops the run at once. The run can be resumed from
+    its last checkpoint.
     """
 
     def __init__(self, max_attempts: int) -> None:
         self.max_attempts = max_attempts
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield drops for what failed too often."""
+        """Yield drops of groups whose rollouts failed too often."""
         is_calm = not state.failure_counts.failed and state.failure is None
         return () if is_calm and not self._is_futile(state) else self._give_up(state)
 
@@ -44,7 +45,7 @@ class RetryThenDrop:
             yield from drop(rollout.group, f"failed {rollout.failures} times")
 
     def _is_futile(self, state: State) -> bool:
-        """Whether a push or a checkpoint has been tried often enough."""
+        """Whether a push or a checkpoint has reached the limit of attempts."""
         return (
             max(state.failure_counts.num_failed_pushes, state.leader.num_failed_saves)
             >= self.max_attempts
@@ -52,13 +53,13 @@ class RetryThenDrop:
 
 
 class StartOver:
-    """Once the leading trainer has lost its last versions, give up what was generated for them.
+    """Drop the groups of versions that the primary trainer lost.
 
-    What is complete the others may still train on.
+    Secondary trainers may still train on complete groups.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield aborts and drops until nothing of the lost versions is left."""
+        """Yield aborts and drops until no group of the lost versions remains."""
         return self._clear(state) if state.outlived else ()
 
     def _clear(self, state: State) -> Iterator[Command]:
@@ -67,9 +68,9 @@ class StartOver:
 
 
 class WindDown:
-    """Once the run stops or has all its steps, abort what runs and drop what is left, with the reason.
+    """Abort running rollouts and drop the remaining groups once the run stops or has all its steps.
 
-    A step that is under way ends: what it is made of is left to it.
+    A running step ends first and keeps its groups.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -89,7 +90,7 @@ class WindDown:
 
 
 def give_up(state: State, group: Group, reason: str) -> Iterator[Command]:
-    """Yield what leaves a group out for the leader: what is complete the others may still train on."""
+    """Yield the commands that remove a group from the primary trainer; secondary trainers keep complete groups."""
     others = (trainer for trainer in state.trainers if not trainer.leads)
     if not group.num_missing and any(trainer.wants(group) for trainer in others):
         yield Skip(group.id, LEADER, reason)
@@ -98,7 +99,7 @@ def give_up(state: State, group: Group, reason: str) -> Iterator[Command]:
 
 
 def drop(group: Group, reason: str) -> Iterator[Command]:
-    """Yield the aborts of what runs of `group`, then its drop."""
+    """Yield the aborts of a group's running rollouts, then its drop."""
     for rollout in group.rollouts:
         if rollout.replica is not None and not rollout.is_aborting:
             yield Abort(rollout.id, rollout.replica.id)
@@ -109,20 +110,20 @@ MINUTE = 60.0  # seconds
 
 
 class StopWithoutProgress:
-    """Stop a run that makes no progress, with the most frequent reason of what failed since its last step.
+    """Stop a run without progress, with the most frequent failure reason since its last step.
 
-    It looks whenever something happens. Where nothing does, there is nothing to count: a hang is the world's to
-    notice, and to report as a loss.
+    It looks at every event. Without events there is nothing to count: the world must detect a hang
+    and report it as a loss.
     """
 
     def __init__(self, max_dropped: int, max_step_time: float) -> None:
         self.max_dropped = max_dropped
-        """Groups dropped in a row."""
+        """Limit of consecutive dropped groups."""
         self.max_step_time = max_step_time
-        """Seconds without a step."""
+        """Limit of seconds without a step."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Return the end of the run once a limit is reached."""
+        """Return the stop of the run once a limit is reached."""
         failure_counts = state.failure_counts
         if state.is_stopping:
             return ()

@@ -1,4 +1,4 @@
-"""Trainers besides the leading one: what they skip of the stream, and how they join and leave a running job."""
+"""Secondary trainers: which groups they skip, and how they join and leave a running job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from streamrl.engine.trainer_side import TrainerSide
 
 
 class SkipOutsideShare:
-    """Let a trainer that follows give up what is outside its share, as it comes, before it takes any of it."""
+    """Let a secondary trainer skip complete groups outside its share, before it takes any of them."""
 
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Return the groups that are given up."""
+        """Return the skips."""
         trainer = state.trainers[self.trainer]
         if not trainer.outside:
             return ()
@@ -26,16 +26,17 @@ class SkipOutsideShare:
 
 
 class StopDetached:
-    """End a trainer that was detached, once it has ended what it did and is saved.
+    """Stop a detached trainer once it is idle and saved.
 
-    A save that fails does not hold it up: it stands before this in the order of policies, and is tried as often as any.
+    A failed save does not delay this policy: checkpoints come earlier in the order of policies and
+    have their own limit of attempts.
     """
 
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Return its end, where that is due."""
+        """Return the stop, if it is due."""
         trainer = state.trainers[self.trainer]
         if not trainer.is_away or not trainer.is_up or trainer.command is not None:
             return ()
@@ -43,17 +44,17 @@ class StopDetached:
 
 
 class JoinedTrainers:
-    """Let each trainer that joined later decide as those that a run begins with."""
+    """Run the policies of each trainer that joined later, as for the initial trainers."""
 
     def __init__(self, num_first: int, build: Callable[[TrainerSide], Sequence[Policy]]) -> None:
-        """Take how many trainers a run begins with, and what makes the policies of another one."""
+        """Take the number of initial trainers, and a function that builds the policies of another one."""
         self._num_first = num_first
         self._build = build
         self._policies: list[Sequence[Policy]] = []
-        """Of each that joined, in order."""
+        """Policies of each trainer that joined, in order."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield what they do."""
+        """Yield their commands."""
         return self._decide(state) if len(state.trainers) > self._num_first else ()
 
     def _decide(self, state: State) -> Iterator[Command]:

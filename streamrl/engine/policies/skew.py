@@ -1,7 +1,8 @@
-"""Skewness-aware dispatch: replicas of their own for the rollouts expected to be longest.
+"""Skewness-aware dispatch: separate replicas for the rollouts expected to be longest.
 
-StreamRL (arXiv 2504.15930), Algorithm 2. A long rollout in a small batch decodes faster, and the short ones
-fill the other replicas; how many replicas the tail gets is what makes generation shortest by `Latency`.
+StreamRL (arXiv 2504.15930), Algorithm 2. A long rollout decodes faster in a small batch, and short
+rollouts fill the other replicas. `Latency` decides how many replicas the tail gets: the number with
+the shortest generation.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from streamrl.engine.state import State
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SkewObjective
 
-TAIL_QUANTILE, REGULAR_QUANTILE = 0.9, 0.5  # lengths that stand for each part, as in Algorithm 2
+# quantiles of length that represent each part, as in Algorithm 2
+TAIL_QUANTILE, REGULAR_QUANTILE = 0.9, 0.5
 
-DRAIN_POINTS = 32  # lengths at which a draining batch is looked at: 3 % of its rollouts apart
-LEAST_GAIN = 0.03  # of a split over even shares: `Latency`, which knows one context, errs by that
+DRAIN_POINTS = 32  # lengths at which a draining batch is evaluated: 3 % of its rollouts apart
+# minimum gain over even shares; `Latency` assumes one context length, and its error is about as
+# large
+LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Which rollouts of a step are its tail, and whose they are."""
+    """The tail of a step, and the tail's replicas."""
 
     last_of_tail: tuple[int, int]
-    """Place of the shortest rollout of the tail: (expected tokens, negative; id)."""
+    """Sort key of the shortest rollout of the tail: (negative expected tokens, id)."""
     tail: dict[int, Replica]
     """The tail's replicas by id."""
 
 
 class SkewnessAware(Dealt):
-    """Deal the tail of a step over its own replicas, and the others over the rest, longest first."""
+    """Assign the tail of a step to its own replicas, and the others to the rest, longest first."""
 
     needs_latency = True
     needs_lengths = True
@@ -61,16 +65,16 @@ class SkewnessAware(Dealt):
         tail_share: float,
         objective: SkewObjective,
     ) -> None:
-        """Take how long a decode step of each kind of replica takes, beside what the module says."""
+        """Take the seconds of a decode step for each kind of replica, the share of the tail, and the objective."""
         super().__init__(order, keeps_groups)
         self.latencies = latencies
         self.tail_share = tail_share
         self.objective = objective
         self.partitions: dict[int, Partition | None] = {}
-        """By step, for what comes back to be dispatched again; None where no rollout stands out."""
+        """By step, for rollouts that are dispatched again; None where the step was not split."""
 
     def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
-        """Share both parts out; what comes back or replaces others joins the part it belongs to."""
+        """Assign both parts; rollouts that come back or are drawn later join the part of their length."""
         units = sorted(units, key=_place)
         step = units[0][0].group.step
         if step not in self.partitions:
@@ -95,7 +99,7 @@ class SkewnessAware(Dealt):
     def _divide(
         self, state: State, units: list[list[Rollout]], replicas: list[Replica]
     ) -> Partition | None:
-        """Split a step's units, longest first, and the replicas, or give None where nothing stands out."""
+        """Split a step's units, longest first, and the replicas; return None where a split gains nothing."""
         expected = [rollout.expected_tokens for unit in units for rollout in unit]
         tail, num_tail = _head(units, self.tail_share * len(expected))
         if not tail or len(replicas) < 2 or min(expected) == max(expected):
@@ -106,13 +110,13 @@ class SkewnessAware(Dealt):
         return Partition(_place(tail[-1]), own) if own else None
 
     def _pace(self, replica: Replica) -> tuple[float, int]:
-        """Sort replicas by the seconds of a token of a rollout that is alone there."""
+        """Return the sort key of a replica: seconds per token of a single rollout there."""
         return self.latencies[replica.kind].step_time(1), replica.id
 
     def _num_of_tail(
         self, state: State, expected: list[int], num_tail: int, replicas: list[Replica]
     ) -> int:
-        """Return how many replicas the tail gets: the first `num_tail` of `expected` tokens, longest first."""
+        """Return the number of tail replicas, for a tail of the first `num_tail` of `expected` tokens, longest first."""
         match self.objective:
             case "drain":
                 tail, regular = sorted(expected[:num_tail]), sorted(expected[num_tail:])
@@ -133,7 +137,7 @@ class SkewnessAware(Dealt):
         replicas: list[Replica],
         together: Callable[[list[float]], float],
     ) -> int:
-        """Return the replicas of the tail by Algorithm 2, from (rollouts, tokens of each) of both parts."""
+        """Return the number of tail replicas by Algorithm 2, from (rollouts, tokens of each) of both parts."""
 
         def cost(tail_replicas: int) -> tuple[float, float]:
             parts = ((tail, replicas[:tail_replicas]), (regular, replicas[tail_replicas:]))
@@ -144,7 +148,7 @@ class SkewnessAware(Dealt):
         return min(range(1, len(replicas)), key=cost)
 
     def _best_drain(self, tail: list[int], regular: list[int], replicas: list[Replica]) -> int:
-        """Return the replicas of the tail, 0 for none of its own, as batches shrink while they drain."""
+        """Return the number of tail replicas, with batches that shrink while they drain; 0 for no split."""
 
         def drain(lengths: list[int], own: list[Replica]) -> float:
             return self._time(own, lambda latency, alike: drain_time(latency, lengths, alike))
@@ -159,17 +163,18 @@ class SkewnessAware(Dealt):
         return min(range(len(replicas)), key=cost)
 
     def _time(self, replicas: list[Replica], time: Callable[[Latency, float], float]) -> float:
-        """Return when the last of some replicas is done, by what each kind would take were all of them like it."""
+        """Return the longest time over kinds of replicas, each computed as if all replicas were of that kind."""
         everyone = sum(replica.share for replica in replicas)
         shares = {replica.kind: replica.share for replica in replicas}
         return max(time(self.latencies[kind], everyone / share) for kind, share in shares.items())
 
 
 def drain_time(latency: Latency, lengths: list[int], num_replicas: float) -> float:
-    """Return the seconds in which replicas that share `lengths`, shortest first, generate them longest first.
+    """Return the seconds in which replicas that share `lengths` (sorted, shortest first) generate them, longest first.
 
-    A batch shrinks as rollouts end, and each step takes what the rest of it takes. Where more rollouts
-    wait than run, places are refilled, and the work in full batches may take longer than any rollout.
+    A batch shrinks as rollouts end, and so does the time of a decode step. If more rollouts wait
+    than run, free slots are refilled. The work in full batches may then take longer than any
+    rollout.
     """
     share = len(lengths) / num_replicas
     batch = min(share, latency.most_running)
@@ -191,7 +196,7 @@ def _rounds_time(part: tuple[int, int], latency: Latency, num_replicas: float) -
 def _flowing_time(part: tuple[int, int], latency: Latency, num_replicas: float) -> float:
     """Return the seconds of (rollouts, tokens of each) where batches refill as rollouts finish, not round by round.
 
-    Whole rounds make many splits equal; this tells which of them has room to spare.
+    With whole rounds many splits are equal; this time shows which of them has spare room.
     """
     num_rollouts, tokens = part
     share = num_rollouts / num_replicas
@@ -200,12 +205,12 @@ def _flowing_time(part: tuple[int, int], latency: Latency, num_replicas: float) 
 
 
 def _place(unit: list[Rollout]) -> tuple[int, int]:
-    """Sort units by their longest rollout, longest first, ties by id."""
+    """Return the sort key of a unit: its longest rollout, longest first, ties by id."""
     return -max(rollout.expected_tokens for rollout in unit), unit[0].id
 
 
 def _head(units: list[list[Rollout]], most: float) -> tuple[list[list[Rollout]], int]:
-    """Return the first units that together hold at most `most` rollouts, and how many these hold."""
+    """Return the first units with at most `most` rollouts in total, and that total."""
     head, count = [], 0
     for unit in units:
         if count + len(unit) > most:

@@ -1,9 +1,8 @@
-"""Bound staleness: which prompts may start, which groups are trained on next, and which are too stale.
+"""Bound staleness: which prompts may start, which groups are trained on next, and which are dropped as too stale.
 
-Admission (what may start) and consumption (what is trained next): two decisions that bound staleness together.
-
-Capping admission alone does not bound it: a straggler that younger rollouts overtake grows staler with
-every step that passes it by.
+Admission (which prompts start) and consumption (which groups are trained on next) bound staleness
+together. Admission alone does not bound it: a straggler that younger rollouts overtake grows staler
+with every step.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from streamrl.engine.trainer_side import TrainerSide
 
 BEHIND, FAILED, AWAY = "the trainer was behind", "the trainer had failed", "it was detached"
 PROMOTED = "it leads now"
-"""Why a trainer that follows gives a group up."""
+"""Reasons why a secondary trainer skips a group."""
 
 
 class BoundedAdmission:
-    """Draw prompts once the trainer is no further away from their step than the window allows.
+    """Draw prompts while their step is within the admission window of the trainer.
 
-    With strict FIFO consumption no rollout is trained on past the bound: a group is trained in the step it was drawn
-    for, or in an earlier one where groups before it were dropped.
+    With strict-FIFO consumption no rollout is trained on past the bound. A group is trained on in
+    the step that it was drawn for, or earlier if groups before it were dropped.
     """
 
     def __init__(self, window: AdmissionWindow, waits_for_whole_batches: bool = False) -> None:
@@ -35,11 +34,11 @@ class BoundedAdmission:
         self.waits_for_whole_batches = waits_for_whole_batches
         """Whether the next batch is drawn only after every rollout of the last one is generated.
 
-        What takes the place of a group that was dropped belongs to a batch that has begun, and waits for nobody.
+        The replacement of a dropped group belongs to a batch that has begun, so it does not wait.
         """
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield draws, one for each step they are meant for."""
+        """Yield draws, one for each step."""
         leader, window = state.leader, self.window
         num_allowed = window.num_allowed(leader.version, state.num_steps)
         if window.num_extra and len(leader.batch.groups) < leader.prompts_per_step:
@@ -56,26 +55,27 @@ class BoundedAdmission:
             yield self._next_draw(state, num_allowed)
 
     def _next_draw(self, state: State, num_allowed: int) -> DrawPrompts:
-        """Return the next groups that are of one step and may start under one version."""
+        """Return the next groups of one step and one oldest version."""
         window, first = self.window, state.num_admitted
         num_planned = window.num_allowed(state.leader.version, state.num_steps)
-        place = min(first, num_planned - 1)  # what is beyond stands beside the last of them
+        # extra groups have the oldest version of the last planned one
+        place = min(first, num_planned - 1)
         end = num_allowed if first > place else min(num_planned, window.next_border(place))
         return DrawPrompts(window.step(place), end - first, window.oldest(place))
 
 
 class TakeInLine:
-    """Let a trainer take the groups of its next step in the order in which they stand in its line.
+    """Let a trainer take the groups of its next step in the order of its line.
 
-    Of groups in order of their draw (strict-fifo) a step waits for its stragglers. In order of completion
-    (greedy, and whoever follows) stragglers wait, and no bound on staleness holds.
+    In draw order (strict-fifo) a step waits for its stragglers. In order of completion (greedy, and
+    all secondary trainers) stragglers wait, and staleness is not bounded.
     """
 
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Return the groups that fill the coming step, as far as there are any."""
+        """Return the available groups that fill the coming step."""
         trainer = state.trainers[self.trainer]
         num_lacking = trainer.prompts_per_step - len(trainer.batch.groups)
         if not num_lacking or not trainer.line or state.is_stopping or trainer.is_away:
@@ -85,18 +85,18 @@ class TakeInLine:
 
 
 class BoundedBacklog:
-    """Let a trainer that follows give up what it is too slow for, oldest first, so that it holds nobody up.
+    """Let a secondary trainer skip groups that it is too slow for, oldest first, so that it delays nobody.
 
-    What a trainer has no use for any more, because it failed or was detached, it gives up as it comes.
+    A failed or detached trainer skips all groups.
     """
 
     def __init__(self, trainer: int, most_groups: int) -> None:
         self.trainer = trainer
         self.most_groups = most_groups
-        """Complete groups that may wait for it beside those that it has taken."""
+        """Complete groups that may wait for it, besides those that it has taken."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield the groups that are too many."""
+        """Yield skips of the surplus groups."""
         trainer = state.trainers[self.trainer]
         if trainer.failure is not None:
             return [Skip(group.id, trainer.id, FAILED) for group in trainer.open_groups()]
@@ -118,26 +118,29 @@ def _is_generating(state: State) -> bool:
 
 
 STALE = "staler than policies.max_staleness"
-"""Why a group is given up that would be trained on past the bound."""
+"""Reason: the group would be trained on past the staleness bound."""
 
 
 class DropStale:
-    """Give up every group that the leader has no place for before its oldest token passes the bound.
+    """Drop every group that the primary trainer cannot train on before its oldest token passes the bound.
 
-    For consumption in order of completion, which lets groups be overtaken. What the coming step holds is as stale as
-    when it was taken. All others are looked at when a step is made, and when the coming one is full, so that what
-    cannot be trained on in time is generated no further; and what is complete as it is taken, when all its tokens'
-    versions are known.
+    For consumption in order of completion, in which groups may overtake others. The staleness of
+    the coming step's groups is fixed when they are taken. Other groups are checked when a step is
+    made, and when the coming step is full. So groups that cannot be trained on in time are not
+    generated further. Complete groups are also checked when they are taken, because the versions of
+    all their tokens are then known.
     """
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
-        """Versions that a token may be behind."""
+        """Maximum versions that a token may be behind."""
         self._looked_at: tuple[int, bool, int] | None = None
-        """The leader's version, whether its step was full, and how often it was lost, when all were looked at."""
+        """State at the last check: the primary trainer's version, whether its step was full, and
+        its number of losses.
+        """
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield aborts and drops of what is too stale."""
+        """Yield aborts and drops of groups that are too stale."""
         leader = state.leader
         if state.is_stopping:
             return ()
@@ -156,7 +159,7 @@ class DropStale:
                 yield from give_up(state, group, STALE)
 
     def _next_taken(self, state: State, num_lacking: int) -> list[Group]:
-        """Return the groups of the leader's line up to those that fill its step."""
+        """Return the groups of the primary trainer's line that would fill its step."""
         line = state.leader.line
         fresh = 0
         for number, group in enumerate(line, start=1):
@@ -166,16 +169,16 @@ class DropStale:
         return list(line)
 
     def _is_stale(self, state: State, group: Group) -> bool:
-        """Return whether a group outside of the coming step is past the bound when it could be trained on at best."""
+        """Return whether a group would be past the bound at its earliest possible step."""
         leader, oldest = state.leader, _oldest_token(group)
         is_full = len(leader.batch.groups) == leader.prompts_per_step
         return oldest is not None and leader.version + is_full - oldest > self.bound
 
 
 def _oldest_token(group: Group) -> int | None:
-    """Return the version of the oldest known token of a group; of one that runs, and has none known, the least it may be.
+    """Return the version of a group's oldest token. A running rollout without known tokens counts with its minimum version.
 
-    None where nothing of it has begun.
+    None if no rollout of the group has started.
     """
     born = [rollout.born for rollout in group.rollouts if rollout.born is not None]
     if born:

@@ -1,10 +1,8 @@
 """When rewards are computed, and when the trainer works on rollouts: as they arrive, or batch by batch.
 
-When the trainer works on what: batch by batch, or in micro-batches as rollouts arrive.
-
-The gradient of a step is the sum over its micro-batches, so both give the same weights; streaming only
-begins earlier. Where rollouts need forward passes first (reference, critic, proximal policy), these run
-as soon as the trainer is free.
+The gradient of a step is the sum over its micro-batches. So both modes give the same weights;
+streaming only begins earlier. If rollouts need forward passes first (reference, critic, proximal
+policy), these run as soon as the trainer is free.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from streamrl.engine.trainer_side import TrainerSide
 
 
 class VerifyOnArrival:
-    """Ask for a rollout's reward as soon as it is generated."""
+    """Request a rollout's reward as soon as it is generated."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return a command for each that has arrived."""
@@ -28,14 +26,14 @@ class VerifyOnArrival:
 
 
 class Stream:
-    """Train on micro-batches as soon as `fill` rollouts are there to fill the trainer's GPUs."""
+    """Train on micro-batches as soon as `fill` rollouts are ready to fill the trainer's GPUs."""
 
     def __init__(self, trainer: int, fill: int, most: int) -> None:
         self.trainer = trainer
         self.fill = fill
         """Rollouts that keep every data-parallel rank busy."""
         self.most = most
-        """Rollouts in one command, so that the trainer can turn to what arrives meanwhile."""
+        """Maximum rollouts in one command, so that the trainer soon sees new arrivals."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return the trainer's next work when it is free."""
@@ -57,17 +55,19 @@ class Stream:
 
 
 class WholeBatch:
-    """Train on a step's rollouts only once all of them are ready and every replica is in sync."""
+    """Train on a step's rollouts once all of them are ready and every replica is in sync."""
 
     def __init__(self, trainer: int, most: int, shares_gpus: bool = False) -> None:
         self.trainer = trainer
         self.most = most
-        """Rollouts in one command."""
+        """Maximum rollouts in one command."""
         self.shares_gpus = shares_gpus
-        """Whether it begins only once nothing is generated any more, as what is left over of a step may be."""
+        """Whether it also waits until nothing is generated. Surplus rollouts of a step may still
+        run then.
+        """
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Return the trainer's next work when it is free and the batch is whole."""
+        """Return the trainer's next command when it is free and the batch is complete."""
         trainer = state.trainers[self.trainer]
         batch = trainer.batch
         num_ready = len(batch.unscored) + len(batch.trainable) + len(batch.in_gradient)

@@ -9,9 +9,9 @@ from streamrl.engine.state import State
 
 
 class DrainThenLoad:
-    """Push at once; each replica finishes what it runs, loads, and only then starts what waits on it.
+    """Push at once; each replica finishes its running rollouts, loads, and then starts the waiting ones.
 
-    No rollout is sampled from two versions. A replica that drains runs at a falling batch size.
+    No rollout is sampled from two versions. The batch of a draining replica shrinks.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -25,9 +25,10 @@ class DrainThenLoad:
 
 
 class LoadInFlight:
-    """Push at once; each replica pauses, loads, and goes on with what it runs.
+    """Push at once; each replica pauses, loads, and continues its rollouts.
 
-    Rollouts keep their KV cache and carry one version a token. Nothing drains, nothing is computed twice.
+    Rollouts keep their KV cache, and each token records its version. Nothing drains, and nothing is
+    computed twice.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -41,9 +42,9 @@ class LoadInFlight:
 
 
 class AbortAndResume:
-    """Push at once; each replica gives up what it has, loads, and takes it up again from the prefix.
+    """Push at once; each replica aborts its rollouts, loads, and continues them from their prefix.
 
-    The prefix is prefilled once more under the new version, which costs compute and saves the drain.
+    The prefix is prefilled again under the new version. This costs compute, but avoids the drain.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -60,7 +61,7 @@ class AbortAndResume:
 
 
 class Barrier:
-    """Push only while nothing is generated; everyone waits until every replica has loaded."""
+    """Push only while nothing is generated; all replicas wait until each has loaded."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push once generation is idle, then a load for each replica."""
@@ -74,10 +75,11 @@ class Barrier:
 
 
 class LoadBetweenBatches:
-    """Push at once; each replica loads once it has nothing on its hands.
+    """Push at once; each replica loads when it is idle.
 
-    For `BatchByBatch`. No rollout is sampled from two versions, as with `DrainThenLoad`; but a replica drains
-    where its share of a batch ends, when the longest rollouts are done, not wherever new weights catch it.
+    For `BatchByBatch`. As with `DrainThenLoad`, no rollout is sampled from two versions. But a
+    replica drains at the end of its share of a batch, when its longest rollouts are done, not
+    whenever new weights arrive.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -93,14 +95,14 @@ class LoadBetweenBatches:
 
 
 def _is_behind(state: State) -> bool:
-    """Return whether any replica lacks a version that it could be given."""
+    """Return whether a replica lacks a version that it could load."""
     return (bool(state.fleet.outdated) or state.must_push) and not state.is_stopping
 
 
 def _push(state: State) -> Iterator[Command]:
-    """Yield a push where one is due that is not on its way: of the newest version, every `sync_every` of them.
+    """Yield a push of the newest version if one is due and not running; only every `sync_every`-th version is due.
 
-    What waits while an optimizer step is made, as after a push that took as long as all before it, is the next version.
+    No push begins during an optimizer step: the version that the step makes is pushed instead.
     """
     leader = state.leader
     is_stepping = isinstance(leader.command, Step)
@@ -109,6 +111,6 @@ def _push(state: State) -> Iterator[Command]:
 
 
 def _to_load(state: State) -> list[int]:
-    """Return who should load what is pushed; nobody where that version is lost, or has other weights now."""
+    """Return the replicas that should load the pushed version; none if that version is lost or its weights changed."""
     is_lost = state.pushed_version > state.leader.version or state.has_new_weights
     return [] if is_lost else list(state.fleet.outdated)
