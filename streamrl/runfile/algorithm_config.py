@@ -16,7 +16,7 @@ LossMean = Literal["token", "rollout"]
 DEFAULT_CORRECTION: CorrectionName = "token-tis"
 CLIP = 0.2
 CRITIC_RATE = 10.0
-"""Learning rate of a critic for that of its actor: verl and OpenRLHF have 10 and 18 as they come."""
+"""Critic learning rate divided by the actor's; the defaults of verl and OpenRLHF give 10 and 18."""
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
@@ -24,46 +24,65 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     name: AlgorithmName = "grpo"
     steps: int
-    """Optimizer steps of the whole training; a simulation takes as many as its figures need (`simulate`)."""
+    """Optimizer steps of the whole training. A simulation stops when its figures are precise enough
+    (`simulate`).
+    """
     prompts_per_step: int
     group_size: int = 1
     """Rollouts of each prompt."""
     dynamic_sampling: bool = False
-    """Groups whose rewards are all equal are left out, and others drawn for them, so that a step has `prompts_per_step`
-    groups that teach something (DAPO's dynamic sampling). Simulated: `workload.informative_share` of the groups do."""
+    """Whether groups of equal rewards are skipped and replaced, so that a step has
+    `prompts_per_step` informative groups (DAPO's dynamic sampling). Simulated with
+    `workload.informative_share`.
+    """
     max_gen_batches: int = 10
-    """Batches that are generated at most for a step with `dynamic_sampling`; past them it trains on what there is."""
+    """Maximum batches generated for a step with `dynamic_sampling`. After them the step trains on
+    the groups that it has.
+    """
     learning_rate: float = 1e-6
     correction: CorrectionName | None = None
-    """How sampling from an older policy is corrected for; token-tis where absent. raft and dpo take none."""
+    """Correction for rollouts of an older policy; token-tis where absent. raft and dpo take none.
+    """
     old_log_probs: Literal["engine", "trainer"] = "engine"
-    """Log-probabilities that the loss compares with: the inference engine's, or (simulated) those of a forward pass
-    of the trainer before it changes the weights, as most frameworks make."""
+    """Log-probabilities that the loss compares with. engine: those of the inference engine. trainer
+    (simulated): those of a forward pass before the weights change, as in most frameworks.
+    """
     correction_cap: float = 2.0
-    """Largest importance weight of token-tis, seq-tis and decoupled; icepop leaves out tokens beyond it or its inverse."""
+    """Maximum importance weight of token-tis, seq-tis and decoupled. icepop drops tokens with a
+    ratio above it or below its inverse.
+    """
     second_moment: float = 0.04
-    """m2po: the mean of squared log-ratios to the policy that sampled, over a rollout, beyond which its tokens of the
-    largest are left out (tau of arXiv 2510.01161)."""
+    """m2po: maximum mean squared log-ratio to the sampling policy over a rollout. Beyond it, the
+    tokens with the largest ratios are dropped (tau of arXiv 2510.01161).
+    """
     clip: float = CLIP
-    """How far below 1 the policy's ratio counts, and above 1 where `clip_high` is absent; none, gspo, cispo and decoupled clip."""
+    """Clip range of the policy ratio below 1; also above 1 where `clip_high` is absent. Used by
+    none, gspo, cispo and decoupled.
+    """
     clip_high: float | None = None
-    """How far above 1 it counts (DAPO's clip-higher; 0.28 there)."""
+    """Clip range of the ratio above 1 (DAPO's clip-higher, 0.28 there)."""
     kl_coefficient: float = 0.0
-    """Weight of the KL term against the initial policy; above 0 a reference model runs."""
+    """Weight of the KL term against the initial policy. Above 0, a reference model runs."""
     kl_estimator: KlEstimator = "k3"
-    """What the KL term is at each token: k1 (whose gradient is 0 on average, on fresh rollouts), k2 or k3 (GRPO's)."""
+    """Estimator of the KL term at each token: k1 (its gradient is 0 on average for fresh rollouts),
+    k2 or k3 (GRPO).
+    """
     kl_in: KlPlace = "loss"
-    """Where the KL term is: a part of the loss, or (reinforce++, ppo) taken off the reward, token by token."""
+    """Where the KL term is applied. loss: as a part of the loss. reward (reinforce++, ppo):
+    subtracted from the reward of each token.
+    """
     entropy_coefficient: float = 0.0
-    """Weight of the mean entropy of the next token, which is taken off the loss: above 0 it keeps the policy open."""
+    """Weight of the mean next-token entropy, which is subtracted from the loss. Above 0 it keeps
+    the policy exploring.
+    """
     loss_mean: LossMean = "token"
     max_grad_norm: float = 1.0
     beta: float = 0.1
-    """dpo: how dear it is to leave the initial policy."""
+    """dpo: strength of the penalty for leaving the initial policy."""
     critic_learning_rate: float | None = None
-    """ppo: the critic's; ten times `learning_rate` where absent."""
+    """ppo: learning rate of the critic; ten times `learning_rate` where absent."""
     gae_lambda: float = 1.0
-    """ppo: what a later token's error of the critic counts for an advantage, of 1 for each token in between."""
+    """ppo: decay per token of the critic's errors in the advantage (GAE's lambda)."""
 
     @property
     def chosen(self) -> Algorithm:
@@ -72,7 +91,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     @property
     def corrected_by(self) -> CorrectionName | None:
-        """How sampling from an older policy is corrected for; None where what is learnt does not depend on it."""
+        """Correction for rollouts of an older policy; None if the algorithm does not depend on it."""
         return None if self.imitates else self.correction or DEFAULT_CORRECTION
 
     @property
@@ -82,12 +101,12 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     @property
     def imitates(self) -> bool:
-        """Whether likelihoods of chosen rollouts are raised, whoever made them."""
+        """Whether the likelihood of chosen rollouts is raised, whichever policy sampled them."""
         return self.chosen.imitates
 
     @property
     def computed_of_group(self) -> float:
-        """Share of the rollouts of a group that has something to teach that are computed."""
+        """Share of the rollouts of an informative group that are computed."""
         return self.chosen.computed_of_group(self.group_size)
 
     @property

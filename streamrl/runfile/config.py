@@ -36,7 +36,7 @@ from streamrl.runfile.units import Duration
 from streamrl.runfile.workload_config import WorkloadConfig
 
 DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
-"""What `execute.device` may be; cuda:N puts every role on one GPU."""
+"""Values of `execute.device`; cuda:N puts every role on one GPU."""
 
 
 class CostsConfig(Section, frozen=True, kw_only=True):
@@ -45,17 +45,21 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     profile: str | None = None
     """A profile that `streamrl profile` measured for this model on this GPU: a TOML file."""
     backend: str | None = None
-    """Whose operator tables make up decode and prefill, such as "sglang"; the GPU profile's own choice where
-    absent."""
+    """Source of the operator tables for decode and prefill, such as "sglang"; the GPU profile's
+    default where absent.
+    """
     engine: str = "vllm-0.11"
-    """Whose overheads a decode step has beside its operators: an inference engine and version of
-    `profiles/engines`."""
+    """Source of the overhead of a decode step besides its operators: an engine and version in
+    `profiles/engines`.
+    """
     calibration: str | None = None
-    """What `streamrl calibrate` made of steps that were measured: factors by stage and seconds of each step, a TOML
-    file. The two factors below come on top."""
+    """A TOML file from `streamrl calibrate`, with factors by stage and seconds of each step. The
+    two factors below apply in addition.
+    """
     generation_factor: float = 1.0
-    """Simulated: how fast prefill and decode are, relative to what the profiles say: seconds are divided by
-    it. For a framework slower than the engines that were measured: 0.5 takes twice as long."""
+    """Simulated: speed of prefill and decode relative to the profiles; seconds are divided by it.
+    0.5 doubles the time, for a framework slower than the measured engines.
+    """
     training_factor: float = 1.0
     """Simulated: the same for score, train and the optimizer step."""
 
@@ -67,41 +71,54 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """How a plan is run for real."""
 
     launcher: Literal["local", "in-process", "ray"] = "local"
-    """local: a process for each replica and for the trainer; in-process: threads of this one; ray: actors of a Ray cluster,
-    whose nodes say by a resource "pool-NAME" which pool they are of."""
+    """local: one process for each replica and for the trainer. in-process: threads of this process.
+    ray: actors of a Ray cluster, whose nodes name their pool by a resource "pool-NAME".
+    """
     ray_address: str = "auto"
-    """Of the cluster's head, as ray.init takes it; auto: the cluster that this machine is part of."""
+    """Address of the cluster's head, as in ray.init; auto: the cluster of this machine."""
     output: str = "runs/run"
     """Run directory: trace, metrics, rollouts, checkpoints."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     threads: int | None = None
-    """CPU threads of each worker process; where absent the cores of the machine, dealt evenly to roles that compute on them,
-    and one for each that has a GPU."""
+    """CPU threads of each worker process. Where absent, roles that compute on CPUs share the cores
+    equally, and roles with a GPU get one.
+    """
     deterministic: bool = False
-    """Whether every run of this file trains on the same tokens and makes the same weights, bit by bit, also one that was
-    killed and resumed. For synchronous systems that generate one rollout at a time, on CPUs of one kind and one thread
-    each; what cannot be so is refused. Groups that are dropped, and trainers that are lost, break it."""
+    """Whether every run of this file trains on the same tokens and gives bit-identical weights,
+    also after a kill and resume. Supported for synchronous systems that generate one rollout at
+    a time, on CPUs of one kind with one thread each; other settings are rejected. Dropped groups
+    and lost trainers break it.
+    """
     trackers: tuple[TrackerName, ...] = ()
-    """Where the figures of each step go beside metrics.jsonl: "tensorboard" (files in the run directory), "wandb"
-    (with WANDB_MODE=offline on this machine)."""
+    """Further outputs of each step's figures besides metrics.jsonl: "tensorboard" (files in the run
+    directory), "wandb" (with WANDB_MODE=offline on this machine).
+    """
     samples_per_step: int = 3
-    """Rollouts of each step that samples.jsonl quotes, for people to read: of the group whose rewards differ most the best, the
-    worst, and what lies evenly between. 0: none."""
+    """Rollouts of each step in samples.jsonl, for people to read. They come from the group whose
+    rewards differ most: the best, the worst, and evenly spaced ones between. 0: none.
+    """
     live_trace: bool = True
-    """Whether chrome_trace.json, for ui.perfetto.dev, is written while the run goes on too, and not only at its end; a
-    rollout takes some 40 us of the process that decides."""
+    """Whether chrome_trace.json, for ui.perfetto.dev, is also written during the run. It costs
+    about 40 us of the controller process for each rollout.
+    """
     stream_port: int | None = None
-    """Port of this machine, on loopback alone, where scored rollouts and finished groups are told as they come, as
-    server-sent events; 0: any that is free. stream.json of the run directory has it, and the token that readers need."""
+    """Loopback port of this machine that streams scored rollouts and finished groups as server-sent
+    events; 0: any free port. stream.json in the run directory has the port, and the token that
+    readers need.
+    """
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
     patience: Duration = Duration(60.0)
-    """Time for which a worker process may neither answer nor compute before it is killed and replaced. What is under
-    way gets ten times as long at least, and ten times what the slowest of its kind took so far."""
+    """Time for which a worker process may neither answer nor compute before it is killed and
+    replaced. A running command gets at least ten times as long, and ten times the slowest of its
+    kind so far.
+    """
     save_tokens_every: Duration = Duration(5.0)
-    """Time between two looks at what replicas have made of running rollouts, which puts it on disk: what is lost of them with
-    a replica, or with the process that drives the run. Of a long rollout a sixteenth more has to be there."""
+    """Interval at which the tokens of running rollouts are saved to disk. It limits the tokens lost
+    with a replica or the controller process. Long rollouts are saved only after growing by a
+    sixteenth.
+    """
 
 
 class Run(Section, frozen=True, kw_only=True):
@@ -129,7 +146,7 @@ class Run(Section, frozen=True, kw_only=True):
 
     @property
     def has_steady_state(self) -> bool:
-        """Whether some of its steps tell of all: not where lengths drift over the run, or faults are planned."""
+        """Whether some steps represent all of them; not so if lengths drift or faults are planned."""
         lengths = self.workload.lengths
         return not self.faults and (lengths is None or not lengths.drifts)
 

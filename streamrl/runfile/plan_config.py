@@ -18,22 +18,23 @@ ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time",
 
 
 class PlanConfig(Section, frozen=True, kw_only=True):
-    """What is chosen among, and by what."""
+    """The search space and objective of `streamrl plan`."""
 
     objective: ObjectiveName = "cost-per-million-tokens"
-    """What is made least: dollars for a million tokens trained on, dollars of a step, or its seconds, on average
-    over the steady state. pareto: all plans that none beats in both seconds and dollars of a step; chosen is the one with the least
-    product of the two."""
+    """What to minimise, on average over the steady state: dollars per million trained tokens,
+    dollars per step, or seconds per step. pareto: report all plans that no other beats in both
+    seconds and dollars of a step, and choose the smallest product.
+    """
     budget_per_hour: float | None = None
-    """Most dollars an hour that all GPUs of a plan may cost."""
+    """Maximum dollars per hour of all GPUs of a plan."""
     budget_per_step: float | None = None
-    """Most dollars that a step may cost on average."""
+    """Maximum mean dollars of a step."""
     budget_per_day: float | None = None
-    """Most dollars a day, of all GPUs and of what crosses links."""
+    """Maximum dollars per day, for all GPUs and link traffic."""
     budget: float | None = None
-    """Most dollars of the whole run: all `algorithm.steps`."""
+    """Maximum dollars of the whole run (all `algorithm.steps`)."""
     deadline: Duration | None = None
-    """Most time of the whole run, such as "3 d"."""
+    """Maximum time of the whole run, such as "3 d"."""
     rollout_pools: list[str] | None = None
     """Pools that may generate; all where absent."""
     trainer_pools: list[str] | None = None
@@ -43,20 +44,27 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     trainer_gpus: list[int] | None = None
     """Numbers of GPUs that may train; every multiple of `unit` where absent."""
     unit: int | None = None
-    """GPUs by which sides differ; a node where absent, one GPU in a pool of a single node."""
+    """GPUs by which the size of a side changes. Where absent, a node; in a pool of one node, one
+    GPU.
+    """
     rollout_tensor_parallel: list[int] | None = None
     """Powers of two that divide a node where absent."""
     rollout_pipeline_parallel: list[int] | None = None
     """1 and the run's own where absent, and powers of two where no replica fits an NVLink domain."""
     rollout_data_parallel: list[int] | None = None
-    """Attention ranks of a mixture's replica beside replicas without; the run's own where absent."""
+    """Attention ranks of a mixture's replica, tried in addition to replicas without; the run's own
+    where absent.
+    """
     speculative: list[int] | None = None
-    """Tokens that replicas draft a step, 0: none; each is accepted as `rollout.speculative.acceptance` says, however many there
-    are. The run's own where absent."""
+    """Tokens that replicas draft per decode step; 0: none. Every drafted token has the acceptance
+    of `rollout.speculative.acceptance`. The run's own where absent.
+    """
     trainer_tensor_parallel: list[int] | None = None
     """Powers of two that divide a node where absent."""
     mixes_replicas: bool = True
-    """Whether some replicas may be on GPUs of a second pool, or in other degrees, where that is better."""
+    """Whether some replicas may use GPUs of a second pool, or other degrees of parallelism, where
+    that is better.
+    """
     pipeline_parallel: list[int] | None = None
     """Powers of two where absent."""
     expert_parallel: list[int] | None = None
@@ -93,8 +101,10 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     `algorithm.correction`.
     """
     time_limit: Duration = Duration(300.0)
-    """After which no further plan is simulated; the plan then says how much better another might be. The chosen one is
-    simulated for half as long at most, but for 20 steps: where its interval has not come by then, the plan says so."""
+    """Time after which no further plan is simulated. The plan then says how much better another one
+    might be. The chosen plan is simulated for at most half as long, but for at least 20 steps.
+    If its interval is still too wide, the plan says so.
+    """
     finalists: int = 6
     """Plans that are simulated for longer. The best of them is chosen, and simulated until it
     reaches the interval of `[simulate]`.

@@ -17,17 +17,18 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
 WideDtype = Literal["bfloat16", "float16", "float32"]
-"""Formats of one value each, without scales."""
+"""Number formats without scales."""
 WeightDtype = Literal["bfloat16", "float16", "float32", "fp8", "mxfp8", "int8", "int4", "nvfp4"]
-"""What a replica may keep weights in. fp8: a scale for each block of 128 by 128, or each row; mxfp8: for each 32 values;
-int8: for each row; int4: for each 128 values; nvfp4: for each 16."""
+"""Formats of replica weights. Scales: fp8 one per block of 128 x 128 or per row; mxfp8 per 32
+values; int8 per row; int4 per 128 values; nvfp4 per 16 values.
+"""
 CacheDtype = Literal["bfloat16", "float16", "float32", "fp8"]
-"""What a replica may keep keys and values in."""
+"""Formats of keys and values in a replica."""
 TrainingDtype = Literal["bfloat16", "float16", "float32", "fp8", "mxfp8"]
-"""What a trainer may compute products in."""
+"""Formats of matrix products in a trainer."""
 
 NARROW = tuple(name for name in get_args(WeightDtype) if name not in get_args(WideDtype))
-"""Formats of weights that have scales."""
+"""Weight formats with scales."""
 
 
 OverSteps = Literal["min", "mean", "last"]
@@ -39,49 +40,54 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     scorer: str
     """The name of a scorer, or a function: "python:FILE.py:FUNCTION" or "MODULE:FUNCTION"."""
     weight: float = 1.0
-    """What the score is multiplied by; below 0 for what is not wanted."""
+    """Factor of the score; negative for unwanted behaviour."""
     name: str | None = None
-    """Its mean is `reward/NAME` in metrics.jsonl; the scorer's name, or the function's, where absent."""
+    """Name in metrics.jsonl, as `reward/NAME`; where absent, the name of the scorer or function."""
     families: tuple[str, ...] = ()
-    """The "family" of the prompts whose completions it scores; all prompts where empty."""
+    """Families of the prompts whose completions it scores; empty: all prompts."""
     pattern: str | None = None
-    """Of regex and format: a regular expression of Python's `re`."""
+    """For regex and format: a regular expression of Python's `re`."""
     beyond: int | None = None
-    """Of length-penalty: output tokens up to which the score is 0; from there it falls in a line."""
+    """For length-penalty: output tokens up to which the score is 0. Beyond, it falls linearly."""
     until: int | None = None
-    """Of length-penalty: output tokens from which the score is -1."""
+    """For length-penalty: output tokens from which the score is -1."""
     credit: Literal["all", "share"] = "all"
-    """Of unit-tests: 1 where all tests pass and else 0, or the share of tests that pass."""
+    """For unit-tests: all: 1 if all tests pass, else 0; share: the share of tests that pass."""
     bounds: tuple[float, float] = (0.0, 1.0)
-    """Of a function: the least and the most that it returns; anything else is an error of it. Of judge: of its scores."""
+    """For a function: its minimum and maximum; other values are errors. For judge: the range of its
+    scores.
+    """
     endpoint: str | None = None
-    """Of judge: where an OpenAI-compatible server is, such as "http://127.0.0.1:8000/v1"."""
+    """For judge: URL of an OpenAI-compatible server, such as "http://127.0.0.1:8000/v1"."""
     model: str | None = None
-    """Of judge: the model that the server is asked for. Of reward-model: a Hugging Face directory, or "hf://NAME" on the hub:
-    a sequence classifier with one output, or with `step_end` a token classifier."""
+    """For judge: the model to request from the server. For reward-model: a Hugging Face directory,
+    or "hf://NAME" on the hub. It is a sequence classifier with one output or, with `step_end`, a
+    token classifier.
+    """
     step_end: str | None = None
     """Of reward-model: what a step of a completion ends with, such as "\n\n": the model scores each step at its last token
     (a process reward), and not the whole at its last one."""
     over_steps: OverSteps = "min"
-    """Of reward-model with `step_end`: which of the scores of its steps a completion gets."""
+    """For reward-model with `step_end`: which of the step scores becomes the completion's score."""
     template: str | None = None
-    """Of judge: what it is asked, a Jinja template of the record's fields, `completion`, `least` and `most`; its last
-    "Score: X" counts. A question of our own where absent."""
+    """For judge: the prompt, a Jinja template with the record's fields, `completion`, `least` and
+    `most`. The last "Score: X" of the answer counts. Where absent, a built-in prompt.
+    """
     key_variable: str | None = None
-    """Of judge: the environment variable that holds the key which the server wants, if any."""
+    """For judge: environment variable with the API key, if the server needs one."""
     at_once: int = 8
-    """Of judge: questions under way at a time."""
+    """For judge: maximum number of requests at a time."""
     request_time: Duration = Duration(60.0)
-    """Of judge: time for an answer."""
+    """For judge: time limit of one answer."""
 
     @property
     def has_model(self) -> bool:
-        """Whether a reward model scores, on GPUs of the verifier's own."""
+        """Whether a reward model scores, on GPUs of the verifier."""
         return self.scorer in SCORERS and SCORERS[self.scorer].has_model
 
     @property
     def label(self) -> str:
-        """What the reward is called in metrics."""
+        """Name of the reward in metrics."""
         function = function_of(self.scorer)
         return self.name or (self.scorer if function is None else function.name)
 
@@ -97,17 +103,21 @@ class SpeculativeConfig(Section, frozen=True, kw_only=True):
     """Tokens that a draft proposes and the model checks together."""
 
     tokens: int = 1
-    """Drafted for each rollout and step."""
+    """Tokens drafted for each rollout in each decode step."""
     acceptance: float | None = None
-    """Probability that a drafted token is accepted where all before it were: measured, on your own rollouts; never absent."""
+    """Probability that a drafted token is accepted if all before it were. Required: measure it on
+    your own rollouts.
+    """
     model: str | None = None
-    """Name of the model in profiles/models that drafts; the model's own layer for multi-token prediction where absent."""
+    """Name of the draft model in profiles/models; where absent, the model's own
+    multi-token-prediction layer.
+    """
     enabled: bool = True
-    """Whether tokens are drafted at all: what a plan switches off where drafts do not pay."""
+    """Whether tokens are drafted. A plan turns it off where drafting does not pay."""
 
 
 class ReplicasConfig(Section, frozen=True, kw_only=True):
-    """Replicas of another kind, beside those that `[rollout]` itself names; all else is as there."""
+    """Replicas of another kind, besides those of `[rollout]`, whose other keys apply to them too."""
 
     pool: str
     replicas: int
@@ -117,8 +127,9 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     expert_parallel: int = 1
     max_running: int | None = None
     share: float | None = None
-    """Rollouts that one of them gets for each that one of the first kind gets; `simulate` and `execute` fill in, from
-    the costs, what lets all be done at the same time."""
+    """Rollouts that one such replica gets for each rollout of a replica of the first kind. Where
+    absent, `simulate` and `execute` compute the share with which all finish at the same time.
+    """
     latency: tuple[tuple[int, float], ...] | None = None
     """As `policies.latency`, of these; filled in like it."""
 
@@ -136,52 +147,72 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     pool: str
     replicas: int
     tensor_parallel: int = 1
-    """GPUs that share each layer of a replica: of a node, of an NVLink domain, or of several of these."""
+    """GPUs that share each layer of a replica: within a node, within an NVLink domain, or several
+    whole domains.
+    """
     pipeline_parallel: int = 1
-    """Simulated: stages that layers are dealt out to, each on `tensor_parallel` GPUs; as many batches are under way."""
+    """Simulated: pipeline stages, each on `tensor_parallel` GPUs; as many batches run at once."""
     data_parallel: int = 1
-    """Simulated: groups of `tensor_parallel` GPUs in a replica of a mixture that each attend to rollouts of their own,
-    with all weights but the experts, which all of them share out (wide expert parallelism)."""
+    """Simulated: attention ranks in a replica of a mixture of experts (wide expert parallelism).
+    Each rank has `tensor_parallel` GPUs, its own rollouts, and all weights except the experts,
+    which are sharded over all ranks.
+    """
     expert_parallel: int = 1
-    """1, or tensor_parallel x data_parallel: then each GPU of a replica holds whole experts of a mixture."""
+    """1, or tensor_parallel x data_parallel: then each GPU of a replica holds whole experts of a
+    mixture.
+    """
     overlaps_dispatch: bool = False
-    """Simulated: whether tokens of attention ranks go to experts and back while GPUs compute the other half of the batch,
-    where that is faster (two-batch overlap of SGLang and vLLM)."""
+    """Simulated: whether the all-to-all of attention ranks overlaps with computing the other half
+    of the batch, where that is faster (two-batch overlap of SGLang and vLLM).
+    """
     chunked_prefill: bool = True
-    """Simulated: whether prefill rides on decode steps, as in vLLM, or halts them."""
+    """Simulated: true: prefill is part of decode steps, as in vLLM; false: prefill interrupts
+    decoding.
+    """
     max_running: int = 256
-    """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
+    """Maximum number of rollouts that a replica decodes at once; KV memory may allow fewer."""
     max_tokens: int
-    """Most output tokens of a rollout."""
+    """Maximum output tokens of a rollout."""
     dtype: WeightDtype | None = None
-    """Simulated: what replicas keep the weights of linear layers in, and multiply them in; `model.dtype` where absent."""
+    """Simulated: format of the weights and products of linear layers in replicas; `model.dtype`
+    where absent.
+    """
     weight_only: bool = False
-    """Simulated: weights of a narrow `dtype` are widened before each product, as int4 always is: fewer bytes are read and
-    kept, and products take as long as those of `model.dtype`."""
+    """Simulated: dequantise weights of a narrow `dtype` before each product, as int4 always does.
+    This saves memory and bandwidth, but products take as long as with `model.dtype`.
+    """
     kv_dtype: CacheDtype | None = None
-    """Simulated: what keys and values are kept in; `model.dtype` where absent."""
+    """Simulated: format of keys and values; `model.dtype` where absent."""
     admission: AdmissionName = "on-demand"
-    """Simulated: what a replica lets a rollout in by. on-demand: what it has now fits KV memory, and what outgrows
-    that later is preempted, as engines do; reserve: `max_tokens` of all that run fit, so none is ever preempted."""
+    """Simulated: when a replica admits a rollout. on-demand: if its current tokens fit KV memory;
+    rollouts that outgrow it are preempted, as in common engines. reserve: only if `max_tokens`
+    of all running rollouts fit, so none is preempted.
+    """
     temperature: float = 1.0
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
     backend: RolloutBackend = "transformers"
-    """Who generates: transformers' continuous batching; vllm; or static: one batch to its end, then the next, a
-    reference that is executed and never simulated."""
+    """Inference engine. transformers: its continuous batching. vllm. static: one batch to its end,
+    then the next; a reference that is executed but not simulated.
+    """
     shares_prefixes: bool | None = None
-    """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do; `execute` does so
-    with `backend` vllm, among rollouts that begin under the same weights. By default yes, but where `costs.profile` was
-    measured on transformers, which computes the prompt of each."""
+    """Whether a group's prompt is prefilled and kept once, as vLLM and SGLang do. `execute` does so
+    with `backend` vllm, for rollouts that start under the same weights. The default is true,
+    except where `costs.profile` was measured on transformers, which computes the prompt of each
+    rollout.
+    """
     migration_transfer: Literal["recompute", "kv"] = "recompute"
-    """How a rollout that `policies.migration` moves gets its KV cache: computed again, or (simulated) sent
-    over the network, within a node over NVLink."""
+    """How a rollout moved by `policies.migration` gets its KV cache. recompute: it is computed
+    again. kv (simulated): it is sent over the network, or over NVLink within a node.
+    """
     start_time: Duration = Duration(0.0)
-    """Simulated seconds until a replica serves."""
+    """Simulated: seconds until a started replica serves."""
     speculative: SpeculativeConfig | None = None
     """Simulated: speculative decoding."""
     others: tuple[ReplicasConfig, ...] = ()
-    """Replicas on GPUs of another pool, or of other degrees: each gets rollouts by what it generates a second."""
+    """Replicas on GPUs of another pool, or with other degrees of parallelism. Each gets rollouts in
+    proportion to its throughput.
+    """
 
     @property
     def drafts(self) -> SpeculativeConfig | None:
@@ -233,16 +264,18 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     pool: str
     dtype: TrainingDtype | None = None
-    """Simulated: what products of linear layers are computed in; weights, activations and the optimizer stay as with
-    `model.dtype`, which it is where absent."""
+    """Simulated: format of the products of linear layers. Weights, activations and the optimizer
+    keep `model.dtype`, which is also the default.
+    """
     data_parallel: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     micro_batch: int = 4
-    """Simulated: rollouts that one data-parallel rank takes in one forward and backward pass."""
+    """Simulated: rollouts of one data-parallel rank in one forward and backward pass."""
     max_tokens_per_pass: int = 16384
-    """Tokens in one forward and backward pass of a data-parallel rank, padding included, which its context ranks share;
-    a longer rollout has one of its own."""
+    """Maximum tokens of a data-parallel rank in one forward and backward pass, padding included;
+    its context ranks share them. A longer rollout has a pass of its own.
+    """
     context_parallel: int = 1
     """Simulated: context ranks: each computes an equal share of the tokens and work of every
     sequence. Each holds all weights of its tensor ranks. Data-parallel ranks are divided by this
@@ -255,21 +288,28 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     the heads (Ulysses, in verl and DeepSpeed).
     """
     expert_parallel: int = 1
-    """Ranks that share out the experts of a mixture; they are data-parallel, context and tensor ranks too."""
+    """Ranks over which the experts of a mixture are sharded. They are also data-parallel, context
+    and tensor ranks.
+    """
     expert_tensor_parallel: int | None = None
-    """Simulated: ranks that share each expert (Megatron's expert_tensor_parallel_size); experts times these are folded into
-    data-parallel, context and tensor ranks. Absent: whole experts where `expert_parallel` is above 1, else those that
-    share attention."""
+    """Simulated: ranks that share each expert (Megatron's expert_tensor_parallel_size).
+    `expert_parallel` times this number of ranks is folded into data-parallel, context and tensor
+    ranks. Absent: 1 if `expert_parallel` is above 1, else `tensor_parallel`.
+    """
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: what data-parallel ranks split. 0: nothing; 1: the optimizer; 2: gradients too, which every pass
-    reduces; 3: weights too, gathered for every pass (FSDP's full shard). Beside pipeline stages 2 and 3 are simulated as
-    FSDP2 has them, every pass by itself; DeepSpeed refuses that, and plans try it only where `plan.zero` says so."""
+    """ZeRO stage: what data-parallel ranks shard. 0: nothing. 1: the optimizer. 2: also gradients,
+    reduced in every pass. 3: also weights, gathered for every pass (FSDP's full shard). With
+    pipeline stages, 2 and 3 are simulated as in FSDP2, for every pass. DeepSpeed rejects that
+    combination, and plans try it only if `plan.zero` says so.
+    """
     virtual_stages: int = 1
-    """Simulated: slices of the model that each pipeline stage has (Megatron's interleaved schedule)."""
+    """Simulated: model slices of each pipeline stage (Megatron's interleaved schedule)."""
     recompute: Recompute = "full"
-    """What the backward pass computes again (executed: on GPUs, selective as mlp; a CPU keeps all). full: layers, of which
-    it keeps the input; selective: norms and activations of MLPs; mlp: norms and whole MLPs, experts with their
-    dispatch; none: nothing but attention scores, which flash attention never keeps."""
+    """What the backward pass recomputes (executed on GPUs, selective as mlp; a CPU keeps
+    everything). full: whole layers, of which only the input is kept. selective: norms and
+    activations of MLPs. mlp: norms and whole MLPs, including experts and their dispatch. none:
+    only attention scores, which flash attention never keeps.
+    """
     kernels: Literal["fused", "uncompiled", "eager"] = "eager"
     """Simulated: how elementwise operations run. fused: all fused (Transformer Engine,
     torch.compile), as in tuned pretraining. uncompiled: only attention and norms are fused.
@@ -283,26 +323,40 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     Absent: fused if `kernels` is fused, else eager.
     """
     packing: Packing = "packed"
-    """Rollouts of a pass follow each other, or are padded to the longest. Executed, packed ones attend through an
-    attention of our own, which some architectures do not let one exchange: those are refused."""
+    """packed: rollouts of a pass are concatenated; otherwise they are padded to the longest.
+    Executed, packing replaces the model's attention by our packed implementation. Architectures
+    that do not allow this are rejected.
+    """
     order: Literal["sorted", "arrival"] = "sorted"
-    """Simulated: rollouts of a command go to ranks and micro-batches by falling length, or as they came."""
+    """Simulated: how rollouts of a command go to ranks and micro-batches. sorted: by falling
+    length. arrival: as they came.
+    """
     routing: Literal["natural", "balanced"] = "natural"
-    """Simulated: the router of a mixture chooses freely, or every expert gets as many tokens (benchmarks force it)."""
+    """Simulated: natural: the router of a mixture chooses freely. balanced: every expert gets the
+    same number of tokens, as benchmarks force it.
+    """
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
-    """Simulated: how tokens go to expert ranks: a copy for each expert, or one a node and GPU (DeepEP, HybridEP)."""
+    """Simulated: how tokens go to expert ranks. all-to-all: one copy for each expert. deduplicated:
+    one copy for each node and GPU (DeepEP, HybridEP).
+    """
     overlaps_dispatch: bool = False
-    """Simulated: whether that hides behind another micro-batch (Megatron's EP overlap, DualPipe)."""
+    """Simulated: whether the all-to-all overlaps with another micro-batch (Megatron's EP overlap,
+    DualPipe).
+    """
     offload: bool = False
-    """Simulated: models take turns on the GPUs, and wait in host memory; of one that is alone the optimizer, but for steps."""
+    """Simulated: models take turns on the GPUs, and wait in host memory. If there is only one
+    model, its optimizer waits there between steps.
+    """
     efficiency: float | None = None
-    """Simulated: share of peak FLOP/s in forward and backward passes, where you have measured yours;
-    recomputation and collectives are then part of it. What the profiles give where absent."""
+    """Simulated: your measured share of peak FLOP/s in forward and backward passes, including
+    recomputation and collectives. Where absent, the profiles decide.
+    """
     backend: TrainerBackend = "torch"
-    """Executed: torch, with all weights and all of the optimizer on every data-parallel rank (`zero = 0` where there are
-    several); or deepspeed, which splits them as `zero` says."""
+    """Executed. torch: all weights and optimizer states on every data-parallel rank (`zero = 0`
+    with several ranks). deepspeed: sharded by `zero`.
+    """
     start_time: Duration = Duration(0.0)
-    """Simulated seconds until the trainer is up."""
+    """Simulated: seconds until a started trainer is ready."""
 
     @property
     def num_gpus(self) -> int:
@@ -311,12 +365,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     @property
     def copies(self) -> int:
-        """Ranks that compute with the same weights but for experts, and split what `zero` says."""
+        """Ranks that hold the same non-expert weights, and shard by `zero`."""
         return self.data_parallel * self.context_parallel
 
     @property
     def expert_copies(self) -> int:
-        """The same of experts that ranks share out, which are fewer."""
+        """Ranks that hold the same experts; fewer than `copies` where experts are sharded."""
         return max(1, self.copies * self.tensor_parallel // self.expert_ranks)
 
     @property
@@ -333,7 +387,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     @property
     def shards_experts(self) -> bool:
-        """Whether experts are not simply split over the ranks that share attention, so that tokens have to go to them."""
+        """Whether experts are sharded differently from attention, so that tokens must be sent to them."""
         return self.expert_parallel > 1 or self.expert_slices != self.tensor_parallel
 
     @property
@@ -343,12 +397,14 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
 
 class AlgorithmChanges(Section, frozen=True, kw_only=True):
-    """What a trainer that follows does otherwise than `[algorithm]`: what is absent is as there, if its algorithm knows it."""
+    """Differences of a secondary trainer from `[algorithm]`. Absent keys are inherited, if its algorithm reads them."""
 
     name: AlgorithmName | None = None
     prompts_per_step: int | None = None
     dynamic_sampling: bool | None = None
-    """It passes over groups of one reward; others come for them only where the trainer that leads passes over them too."""
+    """Whether it skips groups of equal rewards. They are replaced only if the primary trainer skips
+    them too.
+    """
     max_gen_batches: int | None = None
     learning_rate: float | None = None
     correction: CorrectionName | None = None
@@ -368,38 +424,43 @@ class AlgorithmChanges(Section, frozen=True, kw_only=True):
 
 
 class SecondaryTrainerConfig(TrainerConfig, frozen=True, kw_only=True):
-    """A trainer after the first `[[trainer]]`: it learns from the rollouts that the first one's weights generate.
+    """A trainer after the first `[[trainer]]`: it trains on the rollouts that the primary trainer's weights generate.
 
-    It has a copy of the policy, GPUs and a pace of its own, and holds up neither generation nor other trainers.
+    It has its own copy of the policy, its own GPUs and its own pace. It delays neither generation
+    nor other trainers.
     """
 
     name: str
-    """What reports call it."""
+    """Its name in reports."""
     algorithm: AlgorithmChanges = AlgorithmChanges()
     backlog: int = 2
     """Batches of complete groups of the primary trainer's size that may wait for it, because groups
     arrive in bursts. It loses older groups beyond that; they are counted.
     """
     counts_only: bool = False
-    """Whether it has no model and learns nothing: it takes groups and counts them, on one CPU or GPU of its pool, to tell
-    what being subscribed costs a run."""
+    """Whether it has no model and only counts groups, on one CPU or GPU of its pool. This measures
+    the cost of a subscriber.
+    """
     every: int = 1
-    """Of so many complete groups that the keys below let pass it takes one, from the first on."""
+    """Take one of this many complete groups that pass the keys below, beginning with the first."""
     min_staleness: int | None = None
     """Minimum versions that the oldest token of a complete group must be behind the primary
     trainer.
     """
     max_staleness: int | None = None
-    """Most versions that it may be behind."""
+    """Maximum versions that the oldest token of a complete group may be behind the primary trainer.
+    """
     min_reward: float | None = None
-    """Least mean reward of a group; a simulation goes by `workload.group_rewards`."""
+    """Minimum mean reward of a group; simulated with `workload.group_rewards`."""
     max_reward: float | None = None
     families: tuple[str, ...] = ()
-    """Of prompts that it takes groups of: the "task" of their record, or else its "family"; all where empty."""
+    """Families of prompts whose groups it takes: the "task" of a record, else its "family". Empty:
+    all.
+    """
 
     @property
     def takes_share(self) -> bool:
-        """Whether it leaves out groups that it could have."""
+        """Whether it skips some complete groups."""
         bounds = (self.min_staleness, self.max_staleness, self.min_reward, self.max_reward)
         return self.every > 1 or bool(self.families) or any(each is not None for each in bounds)
 
@@ -410,30 +471,40 @@ class SecondaryTrainerConfig(TrainerConfig, frozen=True, kw_only=True):
 
 
 class VerifierConfig(Section, frozen=True, kw_only=True):
-    """Who computes rewards."""
+    """Computes rewards."""
 
     scorer: str | None = None
-    """Executed: what a completion is scored by, where that is one scorer: as `scorer` of a `[[verifier.reward]]`."""
+    """Executed: the scorer of a completion, if there is only one; values as `scorer` of a
+    `[[verifier.reward]]`.
+    """
     reward: tuple[RewardConfig, ...] = ()
-    """Executed: what a completion is scored by, where these are several scorers, or one with parameters."""
+    """Executed: the scorers of a completion, if there are several or one has parameters."""
     workers: int = 1
-    """Rollouts that scorers on CPUs look at at a time; in `pool`, replicas of the reward model."""
+    """Rollouts that CPU scorers process at a time; with `pool`, the number of replicas of the
+    reward model.
+    """
     pool: str | None = None
-    """The pool whose GPUs score: a reward model's; CPUs beside the run where absent."""
+    """The pool whose GPUs run the reward model; where absent, scorers run on CPUs."""
     gpus_per_worker: int = 0
-    """GPUs that each worker has in `pool`; 1 to be executed."""
+    """GPUs of each worker in `pool`; must be 1 for execution."""
     time: Duration = Duration(0.0)
-    """Simulated seconds of one worker for one rollout. Of a reward model: what the costs say where it is 0."""
+    """Simulated: seconds of one worker for one rollout. With a reward model, 0 means that the costs
+    decide.
+    """
     start_time: Duration = Duration(0.0)
-    """Simulated seconds until a replica of the reward model is up."""
+    """Simulated: seconds until a replica of the reward model is ready."""
     max_rollouts_per_call: int = 16
-    """Most rollouts that a replica of the reward model takes at once, of those that wait."""
+    """Maximum waiting rollouts that a replica of the reward model takes at once."""
     max_tokens_per_pass: int = 16384
-    """Of the reward model: tokens in one forward pass, padding included; a longer rollout has one of its own."""
+    """Reward model: tokens in one forward pass, padding included. A longer rollout has a pass of
+    its own.
+    """
     time_limit: Duration = Duration(10.0)
-    """Executed: seconds after which a completion that a scorer still works on gets the least of its scores."""
+    """Executed: time limit of a scorer for one completion. After it, the completion gets the
+    minimum score.
+    """
     memory_limit: Size = Size(1e9)
-    """Executed: most memory that scoring one completion may take, beside the scorer itself."""
+    """Executed: maximum memory for scoring one completion, in addition to the scorer itself."""
 
     @property
     def rewards(self) -> tuple[RewardConfig, ...]:

@@ -9,11 +9,11 @@ import msgspec
 from streamrl.runfile.section import Section
 
 HUB = "hf://"
-"""What `workload.prompts` begins with that is a data set of the hub, and no path."""
+"""Prefix of `workload.prompts` for a data set on the hub."""
 LengthsKind = Literal["histogram", "empirical", "groups", "trace"]
 RankerName = Literal["none", "oracle", "recall", "scores", "history", "recorded"]
 FreeRanker = Literal["none", "oracle", "recall"]
-"""Rankers that need no file, and work with lengths of any kind."""
+"""Rankers that need no file and work with all kinds of lengths."""
 
 TAIL_SHARE = 0.2
 """Of recall@20%, the figure that StreamRL (arXiv 2504.15930, Table 4) states first; a ranker that knows nothing has it."""
@@ -30,13 +30,15 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     source: str
     """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
     scale: float = 1.0
-    """Multiplies every length."""
+    """Factor of every length."""
     scale_to: float | None = None
-    """What multiplies lengths in the last step, where they drift; in between the factor goes linearly."""
+    """Factor of lengths in the last step, for a drift; between the first and the last step it
+    changes linearly.
+    """
     drift_steps: int | None = None
-    """The step that has `scale_to` first; the last of the run where absent."""
+    """The first step with the full `scale_to`; where absent, the last step of the run."""
     prompt_tokens: int = 400
-    """Tokens of a prompt where the source does not say."""
+    """Tokens of a prompt, if the source has no prompt lengths."""
     ranker: RankerName = "none"
     """How a rollout's expected length is computed. none: the mean of all. oracle: its true length.
     recall: the true length with noise that gives `ranker_recall`. scores: with the errors of
@@ -46,17 +48,18 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     ranker_recall: float = 0.87
     """recall@20% of a ranker of kind recall; 0.87 is StreamRL's (arXiv 2504.15930, Table 4)."""
     ranker_recall_to: float | None = None
-    """Its recall at the end of the drift, where it goes stale."""
+    """Recall at the end of the drift, for a ranker that becomes outdated."""
     ranker_correlation: float = 0.0
-    """Share of its noise that the rollouts of a group have in common."""
+    """Share of the ranker's noise that is common to the rollouts of a group."""
     ranker_scores: str | None = None
     """Held-out scores of a real ranker: a CSV file with columns score and output_tokens."""
     ranker_history: int = 1
     """Past samples of each prompt that a ranker of kind history knows."""
 
     epochs: bool = False
-    """Whether prompts (kind groups) come once an epoch each, in the order that an executed run with this seed and as many
-    prompts has; at random where not."""
+    """Kind groups: true: each prompt comes once an epoch, in the order of an executed run with this
+    seed and number of prompts. false: prompts are drawn at random.
+    """
 
     @property
     def drifts(self) -> bool:
@@ -70,26 +73,29 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
 
 
 class RankerConfig(Section, frozen=True, kw_only=True):
-    """A ranker that learns while the run goes on, and is switched off where it is worse than none.
+    """A ranker that learns during the run, and is switched off while it is worse than none.
 
-    Its prior is, in a simulation, what `workload.lengths.ranker` says; in an executed run a file, or `expected_tokens`.
+    Its initial estimate is `workload.lengths.ranker` in a simulation. In an executed run it is a
+    file, or `expected_tokens`.
     """
 
     path: str | None = None
-    """What `streamrl ranker fit` wrote, to score prompts with; where absent, lines of `workload.prompts` may say
-    `expected_tokens`, and no prompt is expected to be longer than another where they do not."""
+    """A ranker file from `streamrl ranker fit`, which scores prompts. Where absent, the
+    `expected_tokens` of lines in `workload.prompts` count; without them all prompts have the
+    same expected length.
+    """
     history: bool = True
-    """Whether what a prompt's rollouts took in earlier epochs counts."""
+    """Whether the lengths of a prompt's rollouts in earlier epochs count."""
     window: int = 32
-    """Groups, in draw order, after which it learns and is judged; at least a step's."""
+    """Groups, in draw order, after which the ranker learns and is evaluated; at least one step."""
     false_alarms: float = 0.01
-    """Chance that a window in which nothing has changed counts as drift, whereupon it is fitted anew."""
+    """Probability that an unchanged window counts as drift, which causes a new fit."""
 
 
 class TemplateConfig(Section, frozen=True, kw_only=True):
-    """A chat that prompts are put into: at most one system message, and one of the user.
+    """A chat around each prompt: an optional system message, and one user message.
 
-    Both are Jinja templates whose variables are the fields of the record: "{{ prompt }} Think step by step."
+    Both are Jinja templates with the record's fields: "{{ prompt }} Think step by step."
     """
 
     user: str
@@ -101,9 +107,11 @@ class SourceConfig(Section, frozen=True, kw_only=True):
 
     prompts: str
     name: str | None = None
-    """The "family" of its records, by which `[[verifier.reward]]` chooses, and rankers' tables group what has no task."""
+    """The "family" of its records. `[[verifier.reward]]` selects by it, and rankers' tables use it
+    for records without a task.
+    """
     weight: float = 1.0
-    """Its share of the groups, beside the weights of the others."""
+    """Its share of the groups, relative to the weights of the other sources."""
     subset: str | None = None
     split: str | None = None
     fields: dict[str, str] = msgspec.field(default_factory=dict)
@@ -111,29 +119,32 @@ class SourceConfig(Section, frozen=True, kw_only=True):
 
 
 class WorkloadConfig(Section, frozen=True, kw_only=True):
-    """What is generated: prompts for a real run, lengths for a simulated one."""
+    """What to generate: prompts for a real run, lengths for a simulated one."""
 
     prompts: str | None = None
     """Records with a "prompt" and what their scorers read: a JSONL or Parquet file, a directory that
     `datasets.save_to_disk` wrote, or "hf://NAME", a data set of the Hugging Face hub."""
     subset: str | None = None
-    """Of a data set of the hub that has several configurations: which."""
+    """Configuration of a data set on the hub, if it has several."""
     split: str | None = None
-    """Of a data set: which split; where absent the only one."""
+    """Split of a data set; where absent, its only split."""
     fields: dict[str, str] = msgspec.field(default_factory=dict)
-    """By the name of a field that the run reads (prompt, answer, task, tests, ...) the column that has it; dots lead into
-    nested ones. Fields that are not named here are columns of their own names."""
+    """Column for each field that the run reads (prompt, answer, task, tests, ...). Dots lead into
+    nested columns. Fields that are not named here have columns of their own names.
+    """
     template: TemplateConfig | None = None
-    """What prompts are made of, where the data has none as the model is to see it."""
+    """Chat template for data without complete prompts."""
     source: tuple[SourceConfig, ...] = ()
-    """Data sets to be mixed, in place of `prompts`."""
+    """Data sets to mix, instead of `prompts`."""
     order: Literal["shuffled", "file"] = "shuffled"
     """Order of prompts. shuffled: shuffled in every epoch by the run's seed. file: in the order of
     the file in every epoch, for example from easy to hard.
     """
     max_prompt_tokens: int = 2048
     informative_share: float = 1.0
-    """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""
+    """Simulated: share of rollouts with a non-zero advantage. Without a KL term the trainer skips
+    the others.
+    """
     group_rewards: tuple[tuple[float, float], ...] = ()
     """Simulated: pairs of a group's mean reward and the share of groups that have it, such as
     [[0.0, 0.25], [1.0, 0.75]]. Read only where a trainer selects groups by their rewards.
@@ -141,7 +152,7 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     """
     lengths: LengthsConfig | None = None
     ranker: RankerConfig | None = None
-    """What expects longer outputs of some prompts than of others, learns, and is watched; none where absent."""
+    """Predicts which prompts have longer outputs, and learns during the run; absent: no ranker."""
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
