@@ -38,19 +38,21 @@ class EngineChoice:
     """An inference engine: which class generates, what it needs installed, and what it can do."""
 
     engine: str
-    """An `InferenceEngine` of `streamrl.executor.rollout.inference_engine`, as "module:Class"."""
+    """Its `InferenceEngine` class (`streamrl.executor.rollout.inference_engine`), as
+    "module:Class".
+    """
     extra = "executor"
-    """The extra of this package that it comes with."""
+    """The extra of this package that installs it."""
     extra_on_cpu: str | None = None
-    """The same where it computes on CPUs, if that is another one."""
+    """The extra for CPUs, if it is another one."""
     modules: tuple[str, ...] = ()
-    """Modules that it needs beside those that every execution needs."""
+    """Modules that it needs in addition to those of every execution."""
     preload: tuple[str, ...] = ()
-    """Modules that take seconds to import, so that workers on CPUs are forked from a process that has them."""
+    """Modules with a slow import. The prefork server imports them once for workers on CPUs."""
     not_simulated = ""
-    """Why `simulate` and `profile` refuse it; empty where they do not: continuous batching is simulated."""
+    """Why `simulate` and `profile` reject it; empty if it is simulated as continuous batching."""
     admits = "admits rollouts by a rule of its own"
-    """What it does about KV memory, as an error says it."""
+    """How it uses KV memory, for error messages."""
     shares_prefixes = False
     """Whether it keeps the keys and values of prompts for later rollouts, also where costs were measured."""
     has_long_passes = False
@@ -118,11 +120,13 @@ class TrainingChoice:
     """A training backend: which class holds the weights, what it needs installed, and what it can do."""
 
     backend: str
-    """A `TrainingBackend` of `streamrl.executor.trainer.training_backend`, as "module:Class"."""
+    """Its `TrainingBackend` class (`streamrl.executor.trainer.training_backend`), as
+    "module:Class".
+    """
     extra = "executor"
-    """The extra of this package that it comes with."""
+    """The extra of this package that installs it."""
     modules: tuple[str, ...] = ()
-    """Modules that it needs beside those that every execution needs."""
+    """Modules that it needs in addition to those of every execution."""
     has_zero = False
     """Whether ZeRO stages split its optimizer, gradients and weights over data-parallel ranks."""
     split = ""

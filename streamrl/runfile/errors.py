@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, TypeAlias
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
 MOST_SHOWN = 80
-"""Characters of a value that an error quotes."""
+"""Maximum characters of a value in an error."""
 
 
 class OneOf(tuple[object, ...]):
-    """Values of which one is right; of a list, what each entry may be."""
+    """Allowed values; for a list, allowed entries."""
 
     def __str__(self) -> str:
         return repr(self[0]) if len(self) == 1 else f"one of {', '.join(map(str, self))}"
@@ -37,7 +37,9 @@ class Bounds(NamedTuple):
 
 
 Allowed: TypeAlias = OneOf | Bounds | type
-"""What a value may be; of a type (bool, int, float, str, list, dict, or a quantity) any value."""
+"""The allowed values; a type (bool, int, float, str, list, dict, or a quantity) allows any of its
+values.
+"""
 Problem = Literal["unknown key", "unused key", "missing key", "wrong value"]
 
 TYPES: dict[type, str] = {
@@ -54,7 +56,7 @@ TYPES: dict[type, str] = {
 
 
 class RunError(ValueError):
-    """One thing that is wrong with a run file: its text is one line with key, value and what would be right."""
+    """One error in a run file: one line with the key, its value and what is allowed."""
 
     def __init__(
         self,
@@ -96,6 +98,6 @@ def say(allowed: Allowed | None) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error quotes it: on one line, and not all of a long one."""
+    """Return a value for an error message: on one line, and shortened if long."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -33,7 +33,7 @@ class Losses(NamedTuple):
 
     @property
     def most(self) -> int:
-        """As many as there may well be: three standard deviations of a Poisson count above the mean."""
+        """Upper estimate of the losses: three standard deviations of a Poisson count above the mean."""
         return ceil(self.mean + 3 * sqrt(self.mean))
 
 
@@ -48,7 +48,7 @@ def expected_losses(run: Run, step_time: float) -> Losses:
 
 
 def can_fail(run: Run) -> bool:
-    """Return whether any GPU that is simulated may fail."""
+    """Return whether any simulated GPU may fail."""
     kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.rollout.num_kinds))
     trainers = (failures_per_gpu_day(run, trainer) for trainer in range(run.num_trainers))
     return any(rate > 0 for rate in (*kinds, *trainers))

@@ -63,16 +63,16 @@ from streamrl.runfile.workload_config import (
 LARGEST = 2**63 - 1
 """The largest whole number that TOML promises, and that a trace can hold."""
 MOST_NEAR = 3
-"""Keys that an unknown one may have been meant for."""
+"""Maximum suggestions for an unknown key."""
 ALIKE = 0.8
-"""How like a key of another section must be, by difflib's ratio, to have been meant."""
+"""Minimum similarity (difflib's ratio) of a suggested key in another section."""
 
 Kind = Any
 """A type that a key of the run file has."""
 
 
 def find_errors(table: object) -> Iterator[RunError]:
-    """Yield all that keeps a table, as TOML gives it, from being a run; bounds and contradictions are not looked at."""
+    """Yield all errors in keys and types of a TOML table; bounds and contradictions are not checked."""
     if not isinstance(table, dict) or not is_list(table):
         yield from _value_errors(table, Run, "")
         return
@@ -191,7 +191,7 @@ def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Ite
 
 
 def _unknown(section: str, name: str, value: object, names: list[str]) -> RunError:
-    """Return the error of an unknown key, with those that may have been meant, the likeliest first."""
+    """Return the error of an unknown key, with the likeliest keys first."""
     key = join_key(section, name)
     near = difflib.get_close_matches(name, names, n=MOST_NEAR)
     elsewhere = difflib.get_close_matches(name, list(_places()), n=1, cutoff=ALIKE)
@@ -207,7 +207,7 @@ def _unknown(section: str, name: str, value: object, names: list[str]) -> RunErr
 
 @cache
 def _places() -> dict[str, list[str]]:
-    """Return where each name is a key; what is in tables by name, or in lists, is left out."""
+    """Return the sections in which each name is a key, without those in tables by name or in lists."""
     found: dict[str, list[str]] = {}
     open_sections: list[tuple[str, type[Section]]] = [("", Run)]
     for section, kind in open_sections:
@@ -233,7 +233,7 @@ READ_BY_CORRECTION: dict[str, tuple[CorrectionName, ...]] = {
 }
 """Corrections whose loss a key is in; every one reads what is not here."""
 CLIPPED_TOO: dict[CorrectionName, CorrectionName] = {"token-tis": "decoupled"}
-"""The correction that has the same weights and a clip, by the one that has none."""
+"""For a correction without a clip: the correction with the same weights and a clip."""
 
 Table: TypeAlias = dict[str, Any]
 
@@ -248,13 +248,13 @@ class _Unused(NamedTuple):
 
 
 def find_unused(table: Table) -> Iterator[RunError]:
-    """Yield an error for each key of an algorithm that is stated, and that no trainer which has it reads."""
+    """Yield an error for each key of an algorithm that is set, but not read by any trainer with that key."""
     for unused in _find_unused(table):
         yield _unused_error(unused)
 
 
 def drop_unused(table: Table) -> None:
-    """Take those keys out of a table, which older versions took, and recorded."""
+    """Remove unread keys from a table; older versions accepted and recorded them."""
     for unused in list(_find_unused(table)):
         del unused.section[unused.name]
 
@@ -317,16 +317,18 @@ SECONDS = Bounds(0, 1e7)
 FACTOR = Bounds(1e-4, 1e4)
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
 MOST_PER_GROUP = 2**14
-"""Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
+"""Maximum rollouts of one prompt. Lengths of a thousand groups are drawn at once; this keeps them
+below 128 MiB.
+"""
 MOST_FAILURES = 10**7
-"""Within a minute; each is remembered that long."""
+"""Maximum failures within a minute; each is remembered for that long."""
 MOST_FAULTS = 1000
 MOST_THREADS = 1024
-"""Of a process: more than any machine has cores."""
+"""Maximum threads of a process: more than any machine has cores."""
 MOST_DRAFTED = 64
-"""Tokens of a draft: engines draft up to 16."""
+"""Maximum drafted tokens; engines draft up to 16."""
 MOST_OVERSAMPLED = 16
-"""Steps' worth of prompts drawn for one step: beyond, hardly any is trained on."""
+"""Maximum `policies.oversampling`: beyond it, hardly any rollout is trained on."""
 OF_LOSSES = {
     "learning_rate": Bounds(0),
     "correction_cap": Bounds(1),

@@ -26,21 +26,21 @@ TOPICS: tuple[Topic, ...] = (
 """In the order in which they are shown."""
 
 Changes: TypeAlias = Mapping[str, object]
-"""Dotted keys of a run file and their new values; None takes a key away."""
+"""Dotted keys of a run file and their new values; None removes a key."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at, with its numbers."""
+    """One result of a check, with its numbers."""
 
     level: Level
     topic: Topic
     name: str
-    """What kind of finding it is, for scripts: "trainer-memory"."""
+    """Kind of the finding, for scripts: "trainer-memory"."""
     text: str
     fix: str = ""
-    """What to do; empty where nothing has to be done."""
+    """What to do; empty if nothing has to be done."""
     changes: Changes = {}
-    """The same as keys and values, each tried; empty where no key of the run file mends it."""
+    """The fix as keys and values, which was tested; empty if no change of the run file fixes it."""
 
 
 def of_part(finding: Finding, side: str, name: str, who: str, own: Callable[[str], str]) -> Finding:
@@ -59,7 +59,7 @@ def of_part(finding: Finding, side: str, name: str, who: str, own: Callable[[str
 
 
 def is_error(finding: Finding) -> bool:
-    """Whether the run cannot go on as the run file says."""
+    """Whether the run cannot work as the run file is."""
     return finding.level == "error"
 
 
@@ -170,21 +170,23 @@ def _put(place: Any, path: list[str], value: object) -> Any:
 
 
 Examine = Callable[[Run], Iterable[Finding]]
-"""What is found in a run, without fixes; raises nothing."""
+"""Returns the findings of a run, without fixes; raises nothing."""
 
 MOST_TRIALS = 400
-"""Candidates tried for one finding: a few milliseconds each, so that the command stays quick."""
+"""Maximum candidates tried for one finding. Each takes a few milliseconds, so the command stays
+fast.
+"""
 
 
 class Fix(NamedTuple):
-    """What may mend a kind of finding."""
+    """Possible fixes for one kind of finding."""
 
     candidates: Callable[[Run], Iterator[Changes]]
-    """Yields changes to try, the most welcome first."""
+    """Yields changes to try, the best first."""
     otherwise: str
-    """What to do where none of them helps."""
+    """What to do if none of them helps."""
     effect: Callable[[Run], str] = lambda run: ""
-    """Says in a few words what the changed run is like."""
+    """Describes the changed run in a few words."""
 
 
 def fix_of_part(
@@ -210,9 +212,10 @@ def fix_of_part(
 
 
 def propose_fix(run: Run, finding: Finding, fix: Fix, examine: Examine) -> Finding:
-    """Return a finding with the first candidate that makes it go and brings nothing new.
+    """Return a finding with the first candidate that removes it and adds no other finding.
 
-    A candidate that brings new warnings is taken only where all others fail; new errors never.
+    A candidate that adds warnings is used only if all others fail. A candidate that adds errors is
+    never used.
     """
     mended = _first_that_works(run, finding, fix, examine)
     if mended is None:

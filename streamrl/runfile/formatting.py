@@ -8,17 +8,17 @@ from typing import TypeAlias
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
 OptionalInterval: TypeAlias = tuple[float, float] | None
-"""Least and most, of 95 %; None where there is no interval."""
+"""Bounds of a 95 % interval; None if there is none."""
 IN_DAYS = 2 * SECONDS_PER_DAY
-"""Seconds from which a run is told in days."""
+"""Seconds from which the time of a run is shown in days."""
 DIGITS = 2
-"""Of the half of an interval; the value has as many behind the point."""
+"""Significant digits of half an interval; the value is shown to the same decimal place."""
 UNSURE = 3
-"""Digits of a value without an interval."""
+"""Significant digits of a value without an interval."""
 
 
 def long_time(seconds: float, interval: OptionalInterval = None) -> str:
-    """Write the seconds of a whole run in the unit that people count it in."""
+    """Format the seconds of a whole run in a suitable unit."""
     for unit, size in (("d", SECONDS_PER_DAY), ("h", SECONDS_PER_HOUR), ("min", 60.0)):
         if seconds >= (IN_DAYS if unit == "d" else size):
             break
@@ -36,7 +36,7 @@ def long_dollars(dollars: float, interval: OptionalInterval = None) -> str:
 
 
 def _with_half(value: float, interval: OptionalInterval, size: float) -> str:
-    """Write a value in units of `size`, with half its interval and as many digits as that leaves sure."""
+    """Format a value in units of `size`, with half its interval and the digits that the interval justifies."""
     value /= size
     half = 0.0 if interval is None else (interval[1] - interval[0]) / 2 / size
     if half <= 0:
@@ -46,7 +46,7 @@ def _with_half(value: float, interval: OptionalInterval, size: float) -> str:
 
 
 def _decimals(value: float, digits: int) -> int:
-    """Return the digits behind the point with which a number has so many in all."""
+    """Return the number of decimal places that gives a number `digits` significant digits."""
     if value <= 0:
         return 0
     return max(0, digits - 1 - floor(log10(value)))

@@ -35,7 +35,7 @@ USUAL = "usual"
 """The file with seconds for frameworks that have no published ones of their own."""
 SYNC_BACKEND, SYNC_MODE = "sync.backend", "sync.mode"
 PARAMETERS = 1e9
-"""Of a model, to which `per_billion` belongs."""
+"""Parameters to which `per_billion` refers."""
 
 Value = str | int | float | bool
 Split = Literal[
@@ -60,9 +60,9 @@ class Setting(_Table, frozen=True, kw_only=True):
     key: str
     value: Value
     where: dict[str, list[Value]] = {}
-    """Keys that must have one of these values for it."""
+    """The setting applies only if each of these keys has one of these values."""
     unless: dict[str, list[Value]] = {}
-    """Keys that must have none of these."""
+    """The setting does not apply if one of these keys has one of these values."""
 
     def holds(self, value_at: Callable[[str], object]) -> bool:
         """Whether it applies to a run file whose keys have these values."""
@@ -109,7 +109,7 @@ class Layout(_Table, frozen=True, kw_only=True):
     zero: list[int]
 
     def holds(self, zero: int, degrees: dict[Split, int]) -> bool:
-        """Whether a trainer may be split so."""
+        """Whether a trainer may be split this way."""
         return zero in self.zero and all(
             degree == 1 or name in self.splits for name, degree in degrees.items()
         )
@@ -139,7 +139,7 @@ class Framework(_Table, frozen=True, kw_only=True):
 
     name: FrameworkName
     commit: str = ""
-    """Of its repository, at which everything was read that names no other."""
+    """Commit of its repository that was read, unless an entry names another one."""
     date: datetime.date
     version: str
     licence: str
@@ -155,15 +155,15 @@ class Framework(_Table, frozen=True, kw_only=True):
     order: list[OrderName] | None = None
     """The same of orders."""
     mixes_replicas: bool
-    """Whether replicas of several kinds may generate beside each other."""
+    """Whether replicas of several kinds may generate at the same time."""
     step_time: Seconds | None = None
     switch_time: Seconds | None = None
     unknown: dict[str, str] = {}
-    """What nobody published, and what there is instead."""
+    """What nobody published, and what is used instead."""
 
     @property
     def head(self) -> str:
-        """Return whose source was read, at which commit."""
+        """Return the name, version and commit of the framework."""
         place = f"{self.source} {self.commit[:7]}".strip()
         return f"framework {self.name}, {self.version} ({place})"
 
@@ -188,7 +188,7 @@ class Framework(_Table, frozen=True, kw_only=True):
         return own or self.unknown.get(SYNC_BACKEND)
 
     def layout_for(self, trainer: TrainerConfig) -> Layout | None:
-        """Return the first back end that can split a trainer so; None where none can."""
+        """Return the first training back end that supports a trainer's split; None if none does."""
         degrees: dict[Split, int] = {split: getattr(trainer, split) or 1 for split in SPLITS}
         able = (layout for layout in self.layouts if layout.holds(trainer.zero, degrees))
         return next(able, None)
@@ -230,7 +230,7 @@ def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> 
 
 
 def fill_in(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a run file's table, in which no error was found, with the keys that the framework it names fills in."""
+    """Return a run file's table with the keys that its framework fills in. The table must have no errors."""
     name = table.get("framework", {}).get("name")
     if name is None:
         return table
@@ -264,7 +264,7 @@ def keep_filled_in(run: Run, changed: Run) -> Run:
 
 
 def _filled_in(run: Run, key: str) -> object:
-    """Return what a run has at a key that its file leaves out."""
+    """Return the value of a key that the run file leaves out."""
     filled = (setting.value for setting, _ in settings_of(run) if setting.key == key)
     return next(filled, _default_of(key))
 
@@ -289,7 +289,7 @@ def _value_in(table: dict[str, Any], key: str) -> object:
 
 @functools.cache
 def _default_of(key: str) -> object:
-    """Return what a key of a section has where neither the run file nor a framework says."""
+    """Return the default of a key that neither the run file nor a framework sets."""
     section, name = key.split(".")
     fields = msgspec.structs.fields(get_type_hints(Run)[section])
     return next(field.default for field in fields if field.name == name)

@@ -21,36 +21,36 @@ from streamrl.runfile.roles_config import (
 )
 
 OWN_KEYS = re.compile(rf"\brollout\.(?=(?:{'|'.join(OF_REPLICAS)})\b)")
-"""Where a text names a key that each kind of replica has of its own."""
+"""Matches keys in a text that each kind of replica has of its own."""
 
 MORE_RANKS = ("pipeline_parallel", "data_parallel")
-"""Keys of a replica's degrees that most replicas have none of."""
+"""Degrees of a replica that most replicas do not use."""
 
 SideKind: TypeAlias = Literal["rollout", "trainer", "verifier", "shared"]
 
 
 class Side(NamedTuple):
-    """GPUs of one pool that do one thing; of a run that takes turns, "shared" ones do two."""
+    """GPUs of one pool with one role; "shared" GPUs of a colocated run have two."""
 
     name: str
-    """What reports call it: its kind, and of a trainer that follows its own name."""
+    """Its name in reports: its kind, and for a secondary trainer that trainer's name."""
     kind: SideKind
     pool: str
     num_gpus: int
     trainer: int = 0
-    """Which trainer it is, the one that leads first."""
+    """Index of the trainer; 0 is the primary trainer."""
     of_kind: int = 0
     """Of which kind its replicas are."""
 
 
 class Claim(NamedTuple):
-    """A section of a run file whose keys say how many GPUs of a pool it has."""
+    """A section of a run file whose keys decide how many GPUs of a pool it uses."""
 
     key: str
     section: RolloutConfig | TrainerConfig | VerifierConfig
     pool: str
     factors: tuple[str, ...]
-    """Keys whose product is its GPUs."""
+    """Keys whose product is the number of GPUs."""
 
     @property
     def keys(self) -> list[str]:
@@ -59,12 +59,12 @@ class Claim(NamedTuple):
 
 
 def kind_key(kind: int) -> str:
-    """Return the key of the section that says how replicas of a kind are."""
+    """Return the key of the section of a kind of replicas."""
     return f"rollout.others.{kind - 1}" if kind else "rollout"
 
 
 def kind_name(kind: int) -> str:
-    """Return what reports call the replicas of a kind."""
+    """Return the name of a kind of replicas in reports."""
     return f"rollout-{kind + 1}" if kind else "rollout"
 
 
@@ -82,7 +82,7 @@ def own_keys(text: str, kind: int) -> str:
 def claims_of(
     kinds: tuple[RolloutConfig, ...], trainers: tuple[TrainerConfig, ...], verifier: VerifierConfig
 ) -> Iterator[Claim]:
-    """Yield every section that has GPUs."""
+    """Yield every section that uses GPUs."""
     for kind, rollout in enumerate(kinds):
         more = [key for key in MORE_RANKS if getattr(rollout, key) > 1]
         factors = ("replicas", "tensor_parallel", *more)
@@ -96,7 +96,7 @@ def claims_of(
 
 
 def sides_of(run: Run) -> list[Side]:
-    """Return the sides of a run, every GPU once; a side without GPUs is left out."""
+    """Return the sides of a run; each GPU is in one side, and sides without GPUs are left out."""
     rollout, trainer = run.rollout.num_gpus, run.trainer.num_gpus
     shared = min(rollout, trainer) if run.policies.shares_gpus else 0
     found = [
@@ -114,19 +114,21 @@ def sides_of(run: Run) -> list[Side]:
 
 
 def trainer_names(followers: tuple[SecondaryTrainerConfig, ...]) -> list[str]:
-    """Return what reports call each trainer, the one that leads first."""
+    """Return the names of the trainers in reports, the primary trainer first."""
     return ["trainer", *(follower.name for follower in followers)]
 
 
 def gpus_used(sides: Iterable[Side], pool: str) -> int:
-    """Return the GPUs of a pool that the sides have work for."""
+    """Return the number of GPUs of a pool that a run uses."""
     return sum(side.num_gpus for side in sides if side.pool == pool)
 
 
 MOST_GPUS = 10**5
-"""Of one pool; a simulation has a process for every replica, and no job is known to run on more."""
+"""Maximum GPUs of one pool: a simulation has a process for every replica, and no known job uses
+more.
+"""
 MOST_DEGREE = 4096
-"""Largest divisor that is looked for: no parallelism has a higher degree."""
+"""Largest divisor that is searched: no parallelism has a higher degree."""
 
 
 def find_link(links: list[LinkConfig], first: str, second: str) -> int | None:
@@ -139,13 +141,13 @@ def find_link(links: list[LinkConfig], first: str, second: str) -> int | None:
 
 
 def replicas_per_node(rollout: RolloutConfig, pools: dict[str, PoolConfig]) -> int:
-    """Return the replicas that fill a node of the rollout pool; one where it takes several."""
+    """Return the number of replicas that fill a node of the rollout pool; 1 if a replica spans nodes."""
     per_node = pools[rollout.pool].gpus_per_node
     return max(1, per_node // rollout.gpus_per_replica)
 
 
 def most_replicas(run: Run) -> int:
-    """Return the replicas that the rollout pool has GPUs for, beside other sides that are there too."""
+    """Return the maximum number of replicas in the rollout pool, beside the other sides there."""
     pool = run.rollout.pool
     num_gpus = run.cluster.pools[pool].num_gpus
     for side in sides_of(run):
@@ -173,7 +175,7 @@ def _check_names(claims: Iterable[Claim], cluster: ClusterConfig) -> None:
 
 
 def _check_links(links: list[LinkConfig]) -> None:
-    """Refuse a link of a pool with itself, and a second one between two pools, of which neither would carry anything."""
+    """Reject a link from a pool to itself, and a second link between two pools: they would be unused."""
     seen: dict[frozenset[str], int] = {}
     for index, link in enumerate(links):
         key, pair = f"cluster.links.{index}.between", frozenset(link.between)
@@ -230,7 +232,7 @@ def _check_rollout(kinds: tuple[RolloutConfig, ...], pools: dict[str, PoolConfig
 
 
 def _check_attention_ranks(key: str, rollout: RolloutConfig) -> None:
-    """Ranks that attend each to rollouts of its own are one replica for the experts that they share out."""
+    """Check that data-parallel attention ranks form one replica that shards its experts over all of them."""
     ranks, experts = rollout.data_parallel * rollout.tensor_parallel, rollout.expert_parallel
     if experts != ranks:
         raise RunError(
@@ -447,7 +449,7 @@ def _check_resize(run: Run) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number of GPUs, up to the largest degree that is ever proposed."""
+    """Return the divisors of a number of GPUs, up to the largest useful degree."""
     return [n for n in range(1, min(number, MOST_DEGREE) + 1) if number % n == 0]
 
 
@@ -475,5 +477,5 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4, ... up to `most`: the degrees that are tried where nobody says which."""
+    """Return 1, 2, 4, ... up to `most`: the degrees to try by default."""
     return [1 << bits for bits in range(most.bit_length())]

@@ -64,14 +64,14 @@ def is_list(table: dict[str, Any]) -> bool:
 
 
 def full_key(table: dict[str, Any], parts: list[str]) -> list[str]:
-    """Return a dotted key with the number of the trainer that leads, where it names none."""
+    """Return a dotted key's parts, with the index of the primary trainer if the key names no trainer."""
     if is_list(table) and parts[0] == TRAINER and len(parts) > 1 and not parts[1].isdigit():
         return [TRAINER, "0", *parts[1:]]
     return parts
 
 
 def split_trainers(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table, in which no error was found, with the trainer that leads apart from those that follow."""
+    """Return the table with the primary trainer separate from secondary trainers. The table must have no errors."""
     if not is_list(table):
         return table
     leader, *followers = table[TRAINER]
@@ -79,7 +79,7 @@ def split_trainers(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_trainers(table: dict[str, Any]) -> dict[str, Any]:
-    """Return what `split_trainers` took apart as a run file has it."""
+    """Reverse `split_trainers`."""
     followers = table.pop(FOLLOWERS, [])
     if followers:
         table[TRAINER] = [table[TRAINER], *followers]
@@ -87,7 +87,9 @@ def join_trainers(table: dict[str, Any]) -> dict[str, Any]:
 
 
 INSTEAD: dict[tuple[str, ...], str] = {("model", "path"): "name", ("model", "name"): "path"}
-"""Keys of which a section has one: the one that is set takes the other's place, as of a plan that names its model."""
+"""Pairs of exclusive keys: setting one removes the other, for example in a plan that names its
+model.
+"""
 
 
 def override(table: dict[str, Any], change: str) -> None:
@@ -137,7 +139,7 @@ def _index(entries: list[Any], part: str, path: str) -> int:
 
 
 def read_value(text: str) -> object:
-    """Read a TOML value; what is none is a text."""
+    """Read a TOML value; other text becomes a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
