@@ -447,7 +447,7 @@ def check_host_memory(trainer: TrainerHardware) -> None:
             f"{key}.offload",
             True,
             None,
-            f"{key}.offload: {need / 1e9:.0f} GB must fit in the host memory of a node, but "
+            f"{key}.offload: {need / 1e9:.0f} GB wait in the host memory of a node, but "
             f"{pool_key(pool, 'host_memory')} is {held / 1e9:.0f} GB",
             (f"{key}.data_parallel", pool_key(pool, "host_memory")),
         )
