@@ -28,7 +28,9 @@ FUSED_LOGIT_BYTES = 4
 """Bytes a logit where one kernel makes the loss and puts gradients into the place of logits: 16 bits of each, or
 float32 (Megatron-LM's theoretical_memory_usage counts the same)."""
 LOGIT_CHUNK = 1024
-"""Tokens whose logits are there at once where they are chunked (prime-rl's fused_lm_head_token_chunk_size)."""
+"""Tokens whose logits exist at once with chunked logits (prime-rl's
+fused_lm_head_token_chunk_size).
+"""
 EAGER_AGAIN = 2.5
 """Bytes that an eager layer needs while it is made again, for each that it would keep: gradients beside activations,
 and float32 copies in its norms. Per token above 16K, peaks of prime-rl's RL steps grow by 2.5 for Qwen3 0.6B and 4B,
@@ -39,15 +41,15 @@ class LayerActivations(NamedTuple):
     """Channels that one layer's forward pass keeps of a token, by kind, averaged over layers."""
 
     inputs: float
-    """Of two norms."""
+    """Inputs of the two norms."""
     norms: float
     attention: float
     expanded: float
-    """Queries, keys and values that latent vectors are expanded to."""
+    """Queries, keys and values expanded from latent vectors."""
     dispatched: float
-    """One copy for each expert that a token goes to."""
+    """One copy for each expert of a token."""
     projections: float
-    """Gate and up."""
+    """Gate and up projections."""
     products: float
 
     @property

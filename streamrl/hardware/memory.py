@@ -50,7 +50,9 @@ from streamrl.runfile.roles_config import SpeculativeConfig, TrainerConfig
 PREFILL_CHUNK = 8192
 """Tokens of one forward pass: vLLM's default of max_num_batched_tokens for throughput."""
 SAMPLE_BYTES = 20
-"""Bytes a logit while sampling: logits and probabilities in float32, sorted ones, and their places in 64 bits."""
+"""Bytes per logit while sampling: logits and probabilities in float32, sorted ones, and their
+64-bit indices.
+"""
 
 
 def workspace_bytes(
@@ -108,12 +110,12 @@ def draft_bytes(replica: ReplicaHardware) -> tuple[float, float]:
 
 
 class StageBytes(NamedTuple):
-    """What a GPU of one stage holds."""
+    """Bytes on a GPU of one pipeline stage."""
 
     weights: float
-    """Of the model, in `rollout.dtype`, scales among them."""
+    """Weights of the model in `rollout.dtype`, including scales."""
     draft: float
-    """Weights of what drafts tokens."""
+    """Weights of the draft model."""
     token: float
     """Keys and values of one token in `rollout.kv_dtype`, of model and draft."""
 
@@ -142,16 +144,17 @@ def stage_bytes(replica: ReplicaHardware) -> list[StageBytes]:
 
 
 OPTIMIZER_BYTES = 12
-"""Bytes a parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
+"""Bytes per parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
 GRADIENT_BYTES = 4
-"""Bytes a parameter: gradients accumulate in float32 over micro-batches."""
+"""Bytes per parameter: gradients accumulate in float32 over micro-batches."""
 ROOMY = 0.9
-"""Share of a GPU past which a trainer is tight: buffers of collectives and what the allocator cannot use are not
-counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
+"""Share of GPU memory above which a trainer is tight. Buffers of collectives and allocator
+fragmentation are not counted; vLLM leaves as much for them (gpu_memory_utilization 0.9).
+"""
 LARGE_MODEL = 0.1
 """Share of a trainer's bytes past which logits are worth a word."""
 GATHERED_LAYERS = 2
-"""Layers whose weights ZeRO 3 holds whole: the one that computes and the one that is fetched meanwhile."""
+"""Layers whose full weights ZeRO 3 holds: the computing one, and the one that is prefetched."""
 
 
 # The rollout side ---------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ def replica_memory(replica: ReplicaHardware) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """Bytes that one model takes on each GPU of the trainer, besides activations."""
+    """Bytes of one model on each GPU of the trainer, without activations."""
 
     weights: float
     gradients: float
@@ -433,7 +436,7 @@ def _suggest_fixes(trainer: TrainerHardware, items: dict[str, float]) -> str:
 
 
 def _steps_alone(gpu: Gpu, items: dict[str, float]) -> bool:
-    """Whether a GPU holds what a step of the optimizer takes, once passes have left it."""
+    """Whether a GPU can hold the optimizer step after the memory of passes is freed."""
     taken = items["weights"] + items["gradients"] + items["optimizer"]
     return taken <= gpu.usable_memory
 
@@ -454,7 +457,7 @@ def check_host_memory(trainer: TrainerHardware) -> None:
 
 
 def host_memory(pool: PoolConfig) -> float:
-    """Return the bytes of host memory of a node of a pool; without end where none is known to bind."""
+    """Return the bytes of host memory of a node of a pool; infinite if no limit is known."""
     if pool.host_memory is not None:
         return pool.host_memory
     share = load_gpu(pool.gpu).host_memory

@@ -47,7 +47,7 @@ class ReplicaHardware:
     config: RolloutConfig
     pool: PoolConfig
     model: ModelShape
-    """As its profile has it."""
+    """The model of its profile."""
     precision: Precision
     longest_sequence: int
     """Tokens of the longest prompt with the longest output."""
@@ -75,20 +75,20 @@ class TrainerHardware:
     """One trainer: its model, pool, number formats and section of the run file."""
 
     key: str
-    """Of its section: "trainer", "trainer.1"."""
+    """Key of its section: "trainer", "trainer.1"."""
     config: TrainerConfig
     pool: PoolConfig
     model: ModelShape
-    """As its profile has it."""
+    """The model of its profile."""
     dtype: str
-    """Of weights, activations and what GPUs send each other."""
+    """Format of weights, activations and communication."""
     computes_in: str
     """Format of the products of linear layers."""
     longest_sequence: int
     """Tokens of the longest prompt with the longest output."""
     algorithm: AlgorithmConfig
     adapter_rank: int | None
-    """Rank of the adapters that it learns; None where it learns all weights."""
+    """Rank of the adapters that it trains; None if it trains all weights."""
 
     @property
     def gpu(self) -> Gpu:
@@ -107,7 +107,7 @@ class TrainerHardware:
 
     @property
     def trained_share(self) -> float:
-        """Parameters of the actor that learn over those of the model: all, or adapters beside them."""
+        """Share of the actor's parameters that are trained: all, or the adapters."""
         if self.adapter_rank is None:
             return 1.0
         return lora_parameters(self.model, self.adapter_rank) / self.model.num_parameters
@@ -172,12 +172,12 @@ class ResolvedRun:
 
     @cached_property
     def trainer(self) -> TrainerHardware:
-        """The trainer that leads."""
+        """The primary trainer."""
         return _resolve_trainer(self.run, self.model, trainer_key(0))
 
     @cached_property
     def trainers(self) -> tuple[TrainerHardware, ...]:
-        """Every trainer, the one that leads first."""
+        """Every trainer, the primary one first."""
         return tuple(
             _resolve_trainer(self.run.as_seen_by(number), self.model, trainer_key(number))
             for number in range(self.run.num_trainers)

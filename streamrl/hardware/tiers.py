@@ -12,7 +12,7 @@ Tier = Literal["measured", "composed", "roofline"]
 roofline: a datasheet's peak and an assumed efficiency, unmeasured."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
-"""The best known first."""
+"""Tiers, the most reliable first."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +22,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the seconds by tier, together 1."""
     sources: tuple[str, ...] = ()
     error: float | None = None
-    """Median relative error of such seconds on shapes that nothing was fitted to; None where nobody checked."""
+    """Median relative error on shapes that were not used for a fit; None if unchecked."""
     p90: float | None = None
-    """What nine in ten of those errors are within."""
+    """90th percentile of those errors."""
 
     @classmethod
     def of(

@@ -57,45 +57,46 @@ from streamrl.record.served_versions import ServedVersions
 from streamrl.runfile.gpu_pools import trainer_names
 
 MOST_FAULTS = 3
-"""Faults that are told one by one: the first ones say what is wrong."""
+"""Maximum faults reported one by one; the first ones explain the cause."""
 
 
 class TrainerTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the rollouts that were drawn, as one trainer sees them."""
+    """The drawn rollouts as one trainer sees them."""
 
     name: str
     trained: int
-    """Those that a step which stayed was made of."""
+    """Rollouts of steps that were not rolled back."""
     dropped: dict[str, int]
-    """Those that it gave up, by reason."""
+    """Rollouts that it dropped, by reason."""
     open: int
-    """Those that were still under way when the record ended."""
+    """Rollouts that were unfinished when the record ended."""
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the books of a run balance, and what is in them."""
+    """Whether the ledger of a run balances, and its totals."""
 
     is_balanced: bool
     drawn: int
-    """Rollouts, those that a resume took back left out."""
+    """Rollouts, without those that a resume took back."""
     trainers: list[TrainerTotals]
-    """The one that leads first."""
+    """One entry for each trainer, the primary one first."""
     staleness: int
-    """Most versions that a token was behind the one that was trained from."""
+    """Maximum versions that a token was behind the version that trained on it."""
     max_staleness: int | None
-    """Most that the run file allows; None where its consumption keeps no bound."""
+    """Maximum that the run file allows; None if its consumption has no bound."""
     checksummed: int | None
-    """Versions of which every replica that served them found the checksum that was pushed; None of a simulation."""
+    """Versions for which every serving replica reported the pushed checksum; None in a simulation.
+    """
     unverified: int = 0
-    """Versions that were pushed without one, as in records of earlier versions of this program."""
+    """Versions pushed without a checksum, as in records of earlier versions of this program."""
     legs: int = 1
-    """How often the run was begun or resumed."""
+    """Number of starts and resumes of the run."""
     first_leg: int = 1
-    """The one that the books begin with: a later one where the records of those before are not there."""
+    """The restart at which the ledger begins; above 1 if earlier records are missing."""
     taken_back: int = 0
     """Rollouts whose end a resume took back."""
     faults: list[str] = []
-    """What is wrong, the first few."""
+    """The first few faults."""
     num_faults: int = 0
 
 
@@ -114,11 +115,11 @@ class Faults:
 
 
 KEPT_ACCOUNTS = 4
-"""Checkpoints that are complete and whose books are kept: more than a run keeps on disk."""
+"""Complete checkpoints whose accounts are kept: more than a run keeps on disk."""
 
 
 class SavedAccount(NamedTuple):
-    """What a trainer's book held when a checkpoint was asked for."""
+    """A trainer's account at the moment when a checkpoint was requested."""
 
     groups_done: int
     done_ahead: frozenset[int]
@@ -170,26 +171,26 @@ class SavedAccounts:
 
 @dataclass(slots=True)
 class TrainerAccount:
-    """See the module; `streamrl.record.ledger` tells it what happens."""
+    """The account of one trainer; `LedgerReader` updates it."""
 
     name: str
     complain: Callable[[str], None]
-    """Told what is wrong."""
+    """Called with each fault."""
     is_there: bool = True
-    """False of one that joins later in a leg, until it does."""
+    """False for a trainer that joins later, until it joins."""
     version: int = 0
     newest: int = 0
-    """Newest version that it ever made, taken back or not."""
+    """Newest version that it ever made, rolled back or not."""
     num_trained: int = 0
-    """Rollouts that steps which stayed were made of."""
+    """Rollouts in steps that were not rolled back."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Rollouts that it gave up, by reason."""
+    """Rollouts that it dropped, by reason."""
     open: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Rollouts of the groups that it is to train on, in the order of their draw."""
+    """Rollouts of the groups that it has to train on, in draw order."""
     done_before: frozenset[int] = frozenset()
-    """Groups that are drawn again by a resume though its checkpoint has them."""
+    """Groups that a resume draws again although its checkpoint contains them."""
     groups: tuple[int, ...] = ()
-    """Groups of the step under way, or of the last one."""
+    """Groups of the running step, or of the last one."""
 
     _in_gradient: set[int] = field(default_factory=set)
     _unsaved: array[int] = field(default_factory=lambda: array("q"))
@@ -271,18 +272,18 @@ MISSED = "missed with a resume"
 not in its own.
 """
 NO_TOKEN = sys.maxsize
-"""Version of a rollout that has no token yet: later than any."""
+"""Version of a rollout without tokens: later than any."""
 
 
 @dataclass(slots=True)
 class Draws:
-    """Which group comes next in draw order."""
+    """The next group in draw order."""
 
     next: int = 0
     done_ahead: frozenset[int] = frozenset()
-    """Groups that are done, and so are left out."""
+    """Groups that are already done, and so are skipped."""
     is_known: bool = True
-    """False of a resumed run of whose earlier legs nothing is known: there nobody can say what was done ahead."""
+    """False for a resumed run with unknown earlier restarts: groups done ahead are then unknown."""
 
     def pass_to(self, group: int) -> str:
         """Enter that a group was drawn; return what is wrong with that, if anything."""
@@ -598,7 +599,7 @@ def ledger_line(ledger: Ledger) -> str:
 
 
 def describe_faults(ledger: Ledger) -> str:
-    """Return what is wrong with the books, as far as it is told one by one; nothing where they balance."""
+    """Return the first faults of the ledger; empty if it balances."""
     more = ledger.num_faults - len(ledger.faults)
     return ", ".join(ledger.faults) + (f" and {more:,} more" if more else "")
 

@@ -132,7 +132,7 @@ TRAINING = ("score", "train")
 
 
 class SideMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the GPU-seconds of one side went, what took none left out; both sum to 1 together."""
+    """Where the GPU-seconds of one side went; busy and idle shares together sum to 1."""
 
     busy: dict[str, float]
     """Share by activity."""
@@ -141,7 +141,7 @@ class SideMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trainer achieved."""
+    """The results of one trainer."""
 
     name: str
     num_steps: int
@@ -149,9 +149,9 @@ class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Mean seconds of a step in the time that counts; None where it made none. Steps of a trainer that follows come
     in bursts, as groups do, so their median says little."""
     trained: int
-    """Rollouts that its steps were made of, from the first on."""
+    """Rollouts in its steps, from the first step on."""
     goodput: float
-    """Output tokens trained on a second, in the time that counts."""
+    """Output tokens trained on per second, in the counted time."""
     staleness: dict[int, int]
     """Rollouts by how many versions they were behind the newest version of the primary trainer when
     it trained on them.
@@ -161,26 +161,31 @@ class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics(Speed, frozen=True, kw_only=True):
-    """The figures that tables, JSON and comparisons are made of."""
+    """The figures for tables, JSON and comparisons."""
 
     world: str
     num_steps: int
     total_time: float
     """Seconds from the first to the last entry."""
     whole_run: WholeRun | None
-    """What all `algorithm.steps` take and cost: an estimate, where they are not what is recorded. None of a run that
-    is unfinished: it never comes to all of them."""
+    """Time and cost of all `algorithm.steps`; an estimate if not all were recorded. None for an
+    unfinished run.
+    """
     num_gpus: dict[str, int]
     """GPUs allocated at the start by side, each once: "shared" ones generate and train in turn."""
     busy: dict[str, float]
-    """Share of all GPU-seconds, by activity; "underfilled" is what full batches would not have needed to decode."""
+    """Share of all GPU-seconds by activity; "underfilled" is decode time that full batches would
+    not need.
+    """
     idle: dict[str, float]
     """Share of all GPU-seconds, by cause; `busy` and `idle` sum to 1."""
     underfilled_from: YieldSource = "unknown"
     """What a full batch yields is known from the decode curve, or observed; where it is not, `busy` has no
     "underfilled", and "decode" is all of it."""
     sides: dict[str, SideMetrics]
-    """The same of each side alone; what replicas and the leading trainer share is one, "shared"."""
+    """The same for each side; GPUs shared by replicas and the primary trainer are one side,
+    "shared".
+    """
     staleness: dict[int, int]
     """Rollouts in counted steps, by how many versions they were behind when the primary trainer
     trained on them.
@@ -194,16 +199,18 @@ class Metrics(Speed, frozen=True, kw_only=True):
     on, by reason.
     """
     trainers: list[TrainerMetrics]
-    """Every trainer, the one that leads first: all other figures of steps are its own."""
+    """Every trainer, the primary one first; all other step figures are those of the primary
+    trainer.
+    """
     tiers: dict[str, float]
     """Share of the seconds in which GPUs work or wait for weights, by where they came from: measured, composed, roofline.
     Those of verifiers only where a reward model's are composed."""
     ledger: Ledger
-    """What became of every rollout and every version, of what is recorded here."""
+    """The ledger of all recorded rollouts and versions."""
     uncertainty: Uncertainty | None = None
-    """How far simulated seconds may be off, by stage and of the step; None of a real run."""
+    """Errors of simulated seconds, by stage and for the step; None for a real run."""
     selection: SelectionMetrics | None = None
-    """What was trained on beside what was generated for it."""
+    """Generated rollouts compared with those that were trained on."""
 
 
 def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metrics:

@@ -112,10 +112,10 @@ def _correlation(means: Floats) -> float:
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace says of seconds and dollars, which takes no look at every GPU's every second."""
+    """Figures of seconds and dollars, which need only steps and rollouts."""
 
     step_time: float
-    """Mean seconds of a step of the steady state, over which all these figures are."""
+    """Mean seconds of a step in the steady state, over which all these figures are taken."""
     step_time_interval: tuple[float, float] | None
     """95 % interval of that mean; None where too few steps count."""
     median_step_time: float
@@ -125,24 +125,25 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: list[int] = []
     """Output tokens that each of them trained on."""
     counted_steps: tuple[int, int]
-    """First and last step that count, of these."""
+    """First and last of these steps that count."""
     steps_before: int = 0
-    """Steps of the training before the first of these: they are of legs before one that was resumed."""
+    """Steps of the training before the first of these, made before a resume."""
     note: str
-    """What keeps the figures from being those of a steady state as exactly known as was asked for; empty where
-    nothing does."""
+    """Why the figures are not those of a steady state with the requested precision; empty if they
+    are.
+    """
     unfinished: str = ""
-    """After which step the run stopped before its last one, and why; empty where it did not."""
+    """After which step the run stopped early, and why; empty if it did not."""
     throughput: float
-    """Output tokens generated a second: those that the steps were made of, and those that were lost meanwhile."""
+    """Output tokens generated per second: those of steps, and those lost in the meantime."""
     goodput: float
-    """Output tokens trained on a second."""
+    """Output tokens trained on per second."""
     samples_per_second: float
-    """Rollouts trained on a second."""
+    """Rollouts trained on per second."""
     cost_per_step: float
-    """Dollars of a mean step: of all GPUs that are paid for, and of what crosses links."""
+    """Dollars of a mean step: for all paid GPUs, and for link traffic."""
     egress_per_step: float = 0.0
-    """Dollars of that for what crosses links (`price_per_gb`)."""
+    """Dollars of that for link traffic (`price_per_gb`)."""
     cost_per_million_tokens: float
     """Dollars for a million tokens trained on."""
     mean_staleness: float
@@ -158,7 +159,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MSER_SIZE = 5
-"""Values to a mean: what White found to settle the truncation best."""
+"""Values per mean, as White recommends for truncation."""
 NEGLIGIBLE = 1e-6
 """Standard error, as a share, below which steps are alike: what rounding leaves of equal ones is less."""
 LEAST_STEPS = 20
@@ -173,12 +174,12 @@ steps look 13 to 17 % faster than the steady state; without them, 1 %.
 
 @dataclass(frozen=True, kw_only=True)
 class Steady:
-    """What counts of a run's steps, and their mean time."""
+    """The counted steps of a run, and their mean time."""
 
     first: int
-    """Steps at the start that are left out."""
+    """Number of steps left out at the start."""
     last: int
-    """Steps from the start to the last one that counts."""
+    """Index of the last counted step."""
     step_time: float
     """Mean seconds of a step."""
     half_width: float | None
@@ -270,7 +271,7 @@ def _cycle_means(values: Sequence[float] | Floats, cycle: int) -> Floats:
 
 
 def _without_trend(values: Floats) -> Floats:
-    """Return values less the line through them."""
+    """Return values minus their linear trend."""
     if len(values) < LEAST_BATCHES:
         return values
     places = np.arange(len(values)) - (len(values) - 1) / 2
