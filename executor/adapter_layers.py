@@ -1,4 +1,4 @@
-"""Which layers of a model have LoRA adapters beside them, and how their matrices are called on the way to replicas."""
+"""Select the layers of a model that get LoRA adapters, and name the adapter matrices that replicas load."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     import torch
 
 A, B = ".lora_A", ".lora_B"
-"""Ends of the names of the two matrices of a layer: `A` is rank x inputs, `B` outputs x rank and scaled."""
+"""Suffixes of the two matrices of a layer. `A` is rank x inputs; `B` is outputs x rank, with the scale applied."""
 ADAPTERS = "adapter"
-"""In a checkpoint: the directory of the matrices as they are pushed, below the weights that they are merged in. Beside
-these they would be taken for more of them, as by vLLM."""
+"""Subdirectory of a checkpoint for the adapter matrices. The checkpoint itself has the merged weights. In the same
+directory, vLLM would load the matrices as further weights."""
 VLLM_PLACES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM keeps places for (0.32.0, config/lora.py); smaller adapters fill a part of one."""
+"""Ranks that vLLM can allocate (0.32.0, config/lora.py). An adapter uses the next larger one."""
 
 
 def adapted_layers(model: Any) -> dict[str, torch.nn.Linear]:
-    """Return the layers of a transformers model that adapters sit on, by name: every linear one but what makes logits."""
-    from torch.nn import Linear  # whoever launches roles has no use for torch
+    """Return the layers of a transformers model that get adapters, by name: all linear layers but the output layer."""
+    from torch.nn import Linear  # imported here because the controller must not import torch
 
     head = model.get_output_embeddings()
     return {

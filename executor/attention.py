@@ -1,8 +1,14 @@
-"""Torch's attention, called so that one of its fused kernels computes it where there is one.
+"""Call torch's attention so that a fused kernel can compute it.
 
-On GPUs (torch 2.11 to 2.13, `sdp_utils.cpp`): flash attention takes neither a mask nor float32, and the memory-efficient kernel,
-which takes both, no groups of queries. cuDNN's, which takes masks of groups in half precision, is left out
-(`streamrl.executor.pretrained`). What no kernel takes is computed with a matrix of all scores, which training keeps.
+Fused kernels on GPUs (torch 2.11 to 2.13, `sdp_utils.cpp`):
+
+| kernel           | mask | float32 | grouped queries |
+|------------------|------|---------|-----------------|
+| flash attention  | no   | no      | yes             |
+| memory-efficient | yes  | yes     | no              |
+
+cuDNN's kernel takes masks and grouped queries in half precision, but `streamrl.executor.pretrained` disables it.
+Without a fused kernel, torch computes the matrix of all attention scores, and training keeps it in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ def attend(
     is_causal: bool,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return attention, (batch, heads, queries, size); `key` and `value` may have fewer heads, each for a group of queries."""
+    """Return attention of shape (batch, heads, queries, size); `key` and `value` may have fewer heads (grouped queries)."""
     times = query.shape[1] // key.shape[1]
     if times > 1 and repeats(query, mask):
         key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
@@ -36,7 +42,7 @@ def attend(
 
 
 def repeats(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether keys and values are repeated for each query of a group, as no fused kernel takes groups here."""
+    """Return whether keys and values must be repeated, because no fused kernel supports grouped queries here."""
     if query.device.type != "cuda":
         return False
     is_cast = torch.is_autocast_enabled("cuda")

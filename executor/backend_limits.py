@@ -1,4 +1,4 @@
-"""Refuse, before anything is written, run files that the built-in back ends cannot carry out."""
+"""Refuse run files that the built-in back ends cannot execute, before anything is written."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 
 class Limit(NamedTuple):
-    """A key, whether its value can be executed, and what it must be instead."""
+    """A key with its value, whether it can be executed, and the allowed values."""
 
     key: str
     value: object
     is_met: bool
     must: str
-    """Such as "1 for backend torch"."""
+    """Allowed values, such as "1 for backend torch"."""
     way_out: str = ""
 
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""What vLLM samples at (0.32.0, vllm/sampling_params.py): it raises lower ones to the least without a word, and takes
-no higher ones."""
+"""Temperatures that vLLM supports (0.32.0, vllm/sampling_params.py). It silently raises lower ones to the minimum, and
+rejects higher ones."""
 
 
 def check_back_ends(run: Run) -> None:
-    """Raise `ValueError` where a run asks for what its back ends cannot do, or nobody, or would do less of than it says."""
+    """Raise `ValueError` if the back ends cannot execute the run exactly as its run file says."""
     check_reach(run.policies, run.followers)
     _refuse(_limits(run))
 
 
 def check_back_end_of(run: Run, trainer: int) -> None:
-    """Raise `ValueError` where one trainer of a run asks for what its back end cannot do, or nobody."""
+    """Raise `ValueError` if the back end of one trainer cannot execute its settings."""
     check_reach(run.policies, run.followers)
     _refuse(_limits_of_trainer(run.as_seen_by(trainer), trainer))
 
@@ -59,7 +59,7 @@ def _refuse(limits: Iterable[Limit]) -> None:
 
 
 def _limits(run: Run) -> Iterator[Limit]:
-    """Yield what back ends demand."""
+    """Yield all limits of the back ends for a run."""
     rollout = run.rollout
     yield Limit(
         "framework.name",
@@ -194,10 +194,11 @@ def _limits(run: Run) -> Iterator[Limit]:
 def _limits_of_attention(
     model: ModelConfig, kinds: tuple[RolloutConfig, ...], trainers: tuple[TrainerConfig, ...]
 ) -> Iterator[Limit]:
-    """Yield what engines have no attention for: keys that latent attention makes, and a learned sink of each head.
+    """Yield the limits of engines on attention: latent attention, and learned sinks.
 
-    transformers says of sinks (gpt_oss) only as it loads the model that torch's attention (`sdpa`) computes none (5.23,
-    models/gpt_oss: `_supports_sdpa = False`), and of keys as it writes the first to its paged cache.
+    transformers would fail later. It rejects sinks (gpt_oss) when it loads the model, because torch's attention (`sdpa`)
+    lacks them (5.23, models/gpt_oss: `_supports_sdpa = False`). It fails on the keys of latent attention at the first
+    write to its paged cache.
     """
     shape = load_model(model)
     sinks = f"for {model.path}, whose attention has sinks (gpt_oss), which torch's (sdpa) does not compute"
@@ -215,7 +216,7 @@ def _limits_of_attention(
 
 
 def limits_of_vllm(run: Run) -> Iterator[Limit]:
-    """Yield what vLLM would sample otherwise than the run file says, or not start with."""
+    """Yield the limits of settings that vLLM would change silently, or with which it would not start."""
     temperature, (least, most) = run.rollout.temperature, VLLM_TEMPERATURES
     yield Limit(
         "rollout.temperature",
@@ -242,12 +243,12 @@ def limits_of_vllm(run: Run) -> Iterator[Limit]:
 
 
 def uses_relays(launcher: str, mode: SyncMode) -> bool:
-    """Return whether weights lie where not all who read them see them, or in another form than they read."""
+    """Return whether weights go through relays: to other machines, or encoded as deltas or adapters."""
     return mode != "full" or launcher == "ray"
 
 
 def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
-    """Yield what a trainer may compute, and how it may be split, of a run as it sees it."""
+    """Yield the limits of a trainer's computation and parallelism; `run` is the run as this trainer sees it."""
     trainer, launcher, algorithm = run.trainer, run.execute.launcher, run.algorithm
     key, of_backend = trainer_key(number), f"for backend {trainer.backend}"
     its = f"{key}.algorithm" if number else "algorithm"
@@ -345,7 +346,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
 
 
 def _one_format(model_dtype: str, key: str, dtype: str | None, backend: str) -> Limit:
-    """Return that a side has the format of `model.dtype`."""
+    """Return the limit that replicas or trainer use the format of `model.dtype`."""
     return Limit(
         key,
         dtype,
@@ -356,7 +357,7 @@ def _one_format(model_dtype: str, key: str, dtype: str | None, backend: str) -> 
 
 
 def _limits_of_determinism(run: Run) -> Iterator[Limit]:
-    """Yield what keeps the order and the shapes of all sums, and so their bits, from depending on what comes when."""
+    """Yield the limits for deterministic runs: the order and shape of sums must not depend on timing."""
     where = "where execute.deterministic is true"
     system, policies = choose_system(run.policies), run.policies
     key = "policies.system" if policies.max_staleness is None else "policies.max_staleness"

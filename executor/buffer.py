@@ -1,4 +1,4 @@
-"""Track every rollout of a run: where its tokens are, what became of it, and the statistics of each step."""
+"""Track every rollout of a run: its tokens, its reward, and the statistics of each step."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from streamrl.workload.prompt_records import Record
 
 GENERATED, TRAINED, DROPPED = FATES
 OF_REASON = "dropped for "
-"""What the keys of metrics.jsonl begin with that count what the leader gave up, by reason."""
+"""Prefix of the keys in metrics.jsonl that count rollouts the primary trainer dropped, by reason."""
 OF_TOKENS = "tokens dropped for "
-"""The same of their output tokens."""
+"""Prefix of the keys that count their output tokens."""
 
 
 class StepStatistics:
-    """Counts rollouts by what became of them, lengths and rewards of those that ended, families where there are any."""
+    """Counts rollouts by fate and prompt family, with the lengths and rewards of finished ones."""
 
     def __init__(self) -> None:
         self._begin()
@@ -53,42 +53,42 @@ class StepStatistics:
         self._families = Counter[str]()
 
     def end(self, num_tokens: int, reward: float, record: Record) -> None:
-        """Enter a rollout that has its reward."""
+        """Record a rollout that has its reward."""
         self._lengths.append(num_tokens)
         self._rewards.append(reward)
         self._count(GENERATED, [record])
 
     def give_up(self, records: Iterable[Record], reason: str) -> None:
-        """Enter rollouts that the trainer which leads will not train on."""
+        """Record rollouts that the primary trainer will not train on."""
         self._dropped[reason] += self._count(DROPPED, records)
 
     def waste(self, num_tokens: int, reason: str) -> None:
-        """Enter output tokens of what was given up."""
+        """Record output tokens of dropped rollouts."""
         if num_tokens:
             self._wasted[reason] += num_tokens
 
     def take(self, trained: Iterable[Record]) -> dict[str, float]:
-        """Return the figures since the last step, which was made of `trained`, and begin anew.
+        """Return the statistics of the step that trained on `trained`, and start those of the next step.
 
-        | key                       | of                                                                   |
-        |---------------------------|----------------------------------------------------------------------|
-        | generated                 | rollouts that ended, with their reward                               |
-        | generated_length_mean     | their output tokens                                                  |
-        | generated_reward          | their mean reward                                                    |
-        | dropped for REASON        | rollouts that were given up                                          |
-        | tokens dropped for REASON | their output tokens, those that come with their abort when they do   |
-        | generated/F, trained/F, dropped/F | rollouts of family F, where prompts have several              |
+        | key                               | value                                                      |
+        |-----------------------------------|------------------------------------------------------------|
+        | generated                         | finished rollouts with a reward                            |
+        | generated_length_mean             | their mean output tokens                                   |
+        | generated_reward                  | their mean reward                                          |
+        | dropped for REASON                | dropped rollouts                                           |
+        | tokens dropped for REASON         | their output tokens; those of an aborted one count when the abort returns |
+        | generated/F, trained/F, dropped/F | rollouts of prompt family F, if prompts have families      |
         """
         self._count(TRAINED, trained)
-        found: dict[str, float] = {GENERATED: len(self._lengths)}
+        figures: dict[str, float] = {GENERATED: len(self._lengths)}
         if self._lengths:
-            found["generated_length_mean"] = sum(self._lengths) / len(self._lengths)
-            found["generated_reward"] = math.fsum(self._rewards) / len(self._rewards)
-        found |= {OF_REASON + reason: count for reason, count in self._dropped.items()}
-        found |= {OF_TOKENS + reason: tokens for reason, tokens in self._wasted.items()}
-        found |= dict(sorted(self._families.items()))
+            figures["generated_length_mean"] = sum(self._lengths) / len(self._lengths)
+            figures["generated_reward"] = math.fsum(self._rewards) / len(self._rewards)
+        figures |= {OF_REASON + reason: count for reason, count in self._dropped.items()}
+        figures |= {OF_TOKENS + reason: tokens for reason, tokens in self._wasted.items()}
+        figures |= dict(sorted(self._families.items()))
         self._begin()
-        return found
+        return figures
 
     def _count(self, fate: str, records: Iterable[Record]) -> int:
         num = 0
@@ -105,45 +105,45 @@ class BufferedRollout:
     """One rollout from its prompt to its reward."""
 
     group: tuple[int, ...]
-    """Rollouts of the same prompt, itself included."""
+    """All rollouts of the same prompt, including this one."""
     line: int
     """Index of its record in the prompts file."""
     num_tokens: int = 0
     output: tuple[TokenBlock, ...] = ()
-    """A block for each attempt that made tokens."""
+    """One block for each attempt that generated tokens."""
     segments: tuple[TokenSegment, ...] = ()
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Spans `(version, start)`: from token `start` on, the policy version that sampled."""
+    """Spans `(version, start)`: the policy version that sampled from token `start` on."""
     text: str | None = None
-    """Its output as text, special tokens left out; None unless it waits for its reward."""
+    """Its output as text, without special tokens; None unless it waits for its reward."""
     reward: float = 0.0
     fault: str | None = None
-    """What became of it where it could not be scored; see `Scoring`."""
+    """Why it could not be scored, if so; see `Scoring`."""
     verify_time: float = 0.0
     """Seconds from its end to its reward."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """What each of several scorers gave."""
+    """With several scorers, the score of each."""
     paths: list[str] = field(default_factory=list)
-    """Where its attempts were told to put tokens; the last one may have put none there yet, or not all."""
+    """Token file of each attempt. The last attempt may not have written all of its tokens yet."""
     finish: FinishReason | None = None
-    """How an earlier leg of the run ended it; None where it has still to be generated to its end."""
+    """How it ended before the last restart; None if it must still be generated to its end."""
     lost_for: str = ""
-    """Why the trainer that leads gave it up, where it did."""
+    """Why the primary trainer dropped it; empty if it did not."""
     num_holders: int = 1
-    """The buffer, while the rollout is open, and calls under way that read its tokens or write them."""
+    """Users of its files: the buffer while the rollout is open, and calls that read or write its tokens."""
 
     @property
     def born(self) -> int:
-        """The version that sampled its first token; 0 of none."""
+        """The version that sampled its first token; 0 without tokens."""
         return self.versions[0][0] if self.versions else 0
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Output tokens that it has, and the version that sampled the first."""
+        """Number of its output tokens, and the version that sampled the first."""
         return self.num_tokens, self.born
 
     def add(self, completion: Completion) -> int:
-        """Enter what an attempt made; return the output tokens that the rollout has now."""
+        """Append the tokens of an attempt; return the rollout's number of output tokens."""
         start = self.num_tokens
         self.versions += [(version, start + offset) for version, offset in completion.versions]
         if completion.output.num_tokens:
@@ -154,7 +154,7 @@ class BufferedRollout:
         return self.num_tokens
 
     def end(self, completion: Completion) -> Generated:
-        """Enter what an attempt made that has ended; return the event of that."""
+        """Append the tokens of an ended attempt; return its `Generated` event."""
         return Generated(
             completion.rollout,
             self.add(completion),
@@ -165,10 +165,10 @@ class BufferedRollout:
         )
 
     def enter(self, scoring: Scoring) -> None:
-        """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here.
+        """Record the result of the verifier, and free the text, which can be large.
 
         Raises:
-            ValueError: the reward is none, such as NaN, which would spoil every weight.
+            ValueError: the reward is not finite; a NaN would make every weight NaN.
         """
         if not isfinite(scoring.reward):
             raise ValueError(f"a reward must be a finite number, got {scoring.reward}")
@@ -177,9 +177,9 @@ class BufferedRollout:
 
 
 class Hold:
-    """A context in which nobody writes over the tokens of some rollouts.
+    """A context in which the token files of some rollouts are not removed.
 
-    Every rollout is held twice or more, so that this is no generator: one as a context manager costs more.
+    It is a class, not a `@contextmanager`, because that is slower and every rollout is held at least twice.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class Hold:
 
 
 class RolloutBuffer:
-    """Opens a place for every drawn rollout, and closes it once it is trained on or dropped.
+    """Holds every drawn rollout until it is trained on or dropped.
 
-    The files of a rollout that is closed, and that no call under way reads or writes, are removed; those of the others
-    outlive a run that is killed, so that a resumed one goes on with them.
+    A rollout's files are removed when it is closed and no call uses them. All other files remain if the run is killed.
+    A resumed run continues from them.
     """
 
     def __init__(
@@ -212,13 +212,13 @@ class RolloutBuffer:
         directory: Path | None = None,
         kept: KeptTokens | None = None,
     ) -> None:
-        """Begin without rollouts.
+        """Create an empty buffer.
 
         Args:
             run: the run file.
-            workload: what to draw from.
-            directory: where workers put tokens; None: they send them.
-            kept: what earlier legs of the run left of rollouts that are to be drawn again.
+            workload: the prompts to draw from.
+            directory: directory for token files of workers. None: workers send tokens with their answers.
+            kept: tokens that were saved before a restart, of rollouts that will be drawn again.
         """
         self._run = run
         self.workload = workload
@@ -226,27 +226,27 @@ class RolloutBuffer:
         self._kept = kept
         self._undrawn: Iterator[int] = count()
         self.step_statistics = StepStatistics()
-        """What became of rollouts since the leading trainer's last step."""
+        """Statistics since the primary trainer's last step."""
         self._next_group = 0
         self._keeps_files = False
         self._done_with = GroupReferences(run.num_trainers)
         self.rollouts: dict[int, BufferedRollout] = {}
 
     def begin_at(self, group: int, done_ahead: Collection[int] = ()) -> None:
-        """Let the next draw start at `group` and leave those out that are done, for a run that resumes."""
+        """Start the next draw at `group` and skip groups in `done_ahead`, for a resumed run."""
         done = frozenset(done_ahead)
         self._undrawn = (each for each in count(group) if each not in done)
         self._next_group = group
 
     def draw(self, num_groups: int, oldest_version: int = 0) -> tuple[DrawnGroup, ...]:
-        """Open places for the next groups, whose tokens may be of no version older than `oldest_version`."""
+        """Draw the next groups; saved tokens of versions older than `oldest_version` are not used."""
         groups = islice(self._undrawn, num_groups)
         draws = [draw.drawn for group in groups for draw in self.workload.draw(group, 1)]
         self._next_group = max(self._next_group, *(1 + drawn.group for drawn in draws))
         return tuple(self._open(drawn, oldest_version) for drawn in draws)
 
     def _open(self, drawn: DrawnGroup, oldest_version: int) -> DrawnGroup:
-        """Open the places of a group; return it with what is left of its rollouts."""
+        """Add the rollouts of a group; return the group with the sizes of saved tokens."""
         line = self.workload.line(drawn.group)
         opened = [BufferedRollout(drawn.rollouts, line) for _ in drawn.rollouts]
         self.rollouts.update(zip(drawn.rollouts, opened, strict=True))
@@ -258,7 +258,7 @@ class RolloutBuffer:
         return replace(drawn, kept=tuple(buffered.kept for buffered in opened))
 
     def _restore(self, buffered: BufferedRollout, attempts: list[Completion]) -> None:
-        """Enter what earlier legs left of a rollout."""
+        """Add the saved attempts of a rollout."""
         for completion in attempts:
             assert completion.output.path is not None
             buffered.paths.append(completion.output.path)
@@ -269,11 +269,11 @@ class RolloutBuffer:
                 buffered.text = self._text_of(buffered)
 
     def _text_of(self, buffered: BufferedRollout) -> str:
-        """Return the text of a rollout whose worker could not tell it, or which nobody needed any more."""
+        """Return the text of a rollout, decoded from its tokens."""
         return self.workload.text(read_blocks(buffered.output)[0].tolist())
 
     def request(self, command: Generate) -> Request:
-        """Return what a replica needs to generate, or to go on with, a rollout."""
+        """Return the request with which a replica starts or continues a rollout."""
         buffered = self.rollouts[command.rollout]
         path = self._take_path(command.rollout, buffered)
         return Request(
@@ -287,21 +287,21 @@ class RolloutBuffer:
         )
 
     def record(self, rollout: int) -> Record:
-        """Return the line of the prompts file that a rollout was made from."""
+        """Return the record of a rollout's prompt."""
         return self.workload.records[self.rollouts[rollout].line]
 
     def text(self, rollout: int) -> str:
-        """Return the output of a rollout that waits for its reward as text, special tokens left out."""
+        """Return the output text of a rollout that waits for its reward, without special tokens."""
         text = self.rollouts[rollout].text
         assert text is not None, f"rollout {rollout} does not wait for a reward"
         return text
 
     def reread(self, rollout: int) -> str:
-        """Return the output of an open rollout as text, special tokens left out, decoded again from its tokens."""
+        """Return the output text of an open rollout, decoded again from its tokens, without special tokens."""
         return self._text_of(self.rollouts[rollout])
 
     def sample(self, rollout: int, advantage: float, partner: int | None = None) -> Sample:
-        """Return a rollout as the trainer consumes it, beside the other one of its pair where it has one."""
+        """Return a rollout as a sample for the trainer; `partner` is the other one of its pair, if any."""
         buffered = self.rollouts[rollout]
         return Sample(
             rollout=rollout,
@@ -313,11 +313,11 @@ class RolloutBuffer:
         )
 
     def hold(self, rollouts: Iterable[int]) -> Hold:
-        """Return what gives you open rollouts; their files stay until you are done, even where they are closed meanwhile."""
+        """Return a context with these open rollouts; their files stay until it ends, even if they are closed."""
         return Hold([self.rollouts[rollout] for rollout in rollouts], self.let_go)
 
     def keep_files(self) -> None:
-        """Leave from now on the files of rollouts that are closed: the run ends, and a resumed one goes on with them."""
+        """Stop removing files of closed rollouts, because the run ends and a resume needs them."""
         self._keeps_files = True
 
     def numbers_of(self, groups: Iterable[int]) -> Iterator[int]:
@@ -336,20 +336,20 @@ class RolloutBuffer:
                     yield self.record(rollout)
 
     def skip(self, command: Skip) -> None:
-        """Enter that one trainer will not train on a group."""
+        """Record that one trainer will not train on a group."""
         if command.trainer == LEADER:
             self._give_up(command.group, command.reason)
         self.leave(command.group, command.trainer)
 
     def drop(self, command: Drop) -> None:
-        """Enter that nobody will train on a group who has not yet."""
+        """Record that no trainer will train on a group from now on."""
         if not self._done_with.has_left(command.group, LEADER):
             self._give_up(command.group, command.reason)
         self.close_group(command.group)
         self.workload.forget(command.group)
 
     def _give_up(self, group: int, reason: str) -> None:
-        """Enter that the trainer which leads will not train on a group."""
+        """Record that the primary trainer will not train on a group."""
         self.step_statistics.give_up(self.records_of([group]), reason)
         for rollout in self._rollouts(group):
             if (buffered := self.rollouts.get(rollout)) is not None:
@@ -357,7 +357,7 @@ class RolloutBuffer:
                 self.step_statistics.waste(buffered.num_tokens, reason)
 
     def end(self, buffered: BufferedRollout, completion: Completion) -> Generated:
-        """Enter what an attempt made that has ended, be it of a rollout that was given up meanwhile."""
+        """Append the tokens of an ended attempt; they count as wasted if the rollout was dropped meanwhile."""
         num_before = buffered.num_tokens
         event = buffered.end(completion)
         if buffered.lost_for:
@@ -365,16 +365,16 @@ class RolloutBuffer:
         return event
 
     def join(self) -> None:
-        """Keep what is drawn from now on for one more trainer too."""
+        """Keep groups that are drawn from now on for one more trainer."""
         self._done_with.join(self._next_group)
 
     def leave(self, group: int, trainer: int) -> None:
-        """Enter that a trainer is done with a group; forget its rollouts where all are."""
+        """Record that a trainer is done with a group; remove the group when all trainers are."""
         if self._done_with.leave(group, trainer):
             self.close_group(group)
 
     def close_group(self, group: int) -> None:
-        """Forget the rollouts of a group."""
+        """Remove the rollouts of a group."""
         self._done_with.drop(group)
         for rollout in self._rollouts(group):
             closed = self.rollouts.pop(rollout, None)
@@ -386,21 +386,23 @@ class RolloutBuffer:
         return range(group * size, group * size + size)
 
     def _seed_of(self, rollout: int) -> int:
-        """Return the same seed for a rollout in every run of one seed, whoever generates it and whenever."""
+        """Return the seed of a rollout, which depends only on the run's seed and the rollout's number."""
         seed: int = SeedSequence([self._run.seed, rollout]).generate_state(1, np.uint64)[0]
         return int(seed) >> 1
 
     def _take_path(self, rollout: int, buffered: BufferedRollout) -> str | None:
-        """Return the path of a file for a further attempt."""
+        """Return the path of a token file for the next attempt."""
         if self._directory is None:
             return None
         attempt = 1 + attempt_of(buffered.paths[-1]) if buffered.paths else 0
-        path = f"{self._directory}/{rollout}.{attempt}"  # a Path would intern each name
+        path = (
+            f"{self._directory}/{rollout}.{attempt}"  # a string, because a Path interns its names
+        )
         buffered.paths.append(path)
         return path
 
     def end_failed(self, command: Generate, *, is_lost: bool) -> Generated | None:
-        """Enter that an attempt failed; return what it comes to where its worker was lost and has left tokens."""
+        """Record that an attempt failed; if its worker was lost, return an event with its saved tokens, if any."""
         buffered = self.rollouts.get(command.rollout)
         if buffered is None or self._directory is None or not buffered.paths:
             return None
@@ -408,16 +410,16 @@ class RolloutBuffer:
         if not is_lost:
             remove_files(path)
             return None
-        left = take_over(command.rollout, path, buffered.num_tokens)
-        if left is None:
+        saved = take_over(command.rollout, path, buffered.num_tokens)
+        if saved is None:
             return None
-        event = buffered.end(left)
-        if left.finish != "aborted":
+        event = buffered.end(saved)
+        if saved.finish != "aborted":
             buffered.text = self._text_of(buffered)
         return event
 
     def let_go(self, buffered: BufferedRollout) -> None:
-        """Enter that a call less needs a rollout's files; after the last one they are removed."""
+        """Release one use of a rollout's files; remove them after the last one."""
         buffered.num_holders -= 1
         if not buffered.num_holders and not self._keeps_files:
             for path in buffered.paths:

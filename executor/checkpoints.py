@@ -1,7 +1,7 @@
-"""The checkpoints of a run: which is the newest that is whole, and which are kept.
+"""Find the newest undamaged checkpoint of a run, and remove old checkpoints.
 
-checkpoints/v000050/     weights, optimizer, checksums of all of them, and at last position.json: where in the prompts
-                         the run was; without that a checkpoint is not complete
+A checkpoint is a directory such as checkpoints/v000050. It has the weights, the optimizer state and their checksums.
+position.json is written last. It has the run's position in its prompts. Without it the checkpoint is incomplete.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from streamrl.executor.checksums import find_damage
 from streamrl.record.run_directory import ROLLED_BACK_TO
 from streamrl.record.samples import SampledGroup
 
-KEPT_CHECKPOINTS = 2  # the newest may be the one that a crash left useless
+KEPT_CHECKPOINTS = 2  # a crash may have damaged the newest one
 POSITION = "position.json"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in its prompts a run was."""
+    """The position of a run in its prompts."""
 
     version: Count
     groups_done: Count
-    """Groups before this one, in draw order, are trained or dropped."""
+    """All groups before this one, in draw order, are trained on or dropped."""
     done_ahead: tuple[Count, ...] = ()
-    """Later ones that are too."""
+    """Later groups that are trained on or dropped."""
     baseline: float = 0.0
-    """Mean reward of the batch that made `version`, which `reinforce++` goes by."""
+    """Mean reward of the batch that created `version`; the baseline of `reinforce++`."""
 
     def as_saved(self, trainer: int) -> SaveCheckpoint:
-        """Return the command that wrote it down for a trainer."""
+        """Return the command that saves a trainer's checkpoint at this position."""
         return SaveCheckpoint(self.version, self.groups_done, trainer, self.done_ahead)
 
 
 class Checkpoint(NamedTuple):
-    """Where a run can resume."""
+    """A checkpoint from which a run can resume."""
 
     path: Path
     position: Position
 
     @property
     def version(self) -> int:
-        """The policy version that it is of."""
+        """Its policy version."""
         return self.position.version
 
 
@@ -59,7 +59,7 @@ class Checkpoints:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._damage: dict[Path, str] = {}
-        """What was found by reading every byte, which takes long; empty of those that are whole."""
+        """Fault of each checkpoint that was read completely, which is slow; an empty text means undamaged."""
         self._resumed_from: Path | None = None
 
     def path_of(self, version: int) -> Path:
@@ -71,34 +71,34 @@ class Checkpoints:
         return Checkpoint(self.path_of(version), _read_position(self.path_of(version)))
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint whose files have their sizes, None where there is none."""
+        """Return the newest complete checkpoint whose files have the right sizes, or None."""
         for path in self._complete():
             try:
                 if not find_damage(path, reads_all=False):
                     return Checkpoint(path, _read_position(path))
             except ValueError:
-                pass  # an older one may do
+                pass  # try an older one
         return None
 
     def newest_whole(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is as it was written, None where none was ever completed.
+        """Return the newest checkpoint with correct checksums, or None if no checkpoint is complete.
 
         Raises:
-            ValueError: all are damaged, which is for a person to decide about.
+            ValueError: all are damaged; then the user must decide.
         """
         complete = self._complete()
         for path in complete:
             if not self._find_damage(path):
                 return Checkpoint(path, _read_position(path))
         if complete:
-            found = "; ".join(f"{path.name}: {self._damage[path]}" for path in complete)
-            raise ValueError(f"{self._path}: every checkpoint is damaged: {found}")
+            damage = "; ".join(f"{path.name}: {self._damage[path]}" for path in complete)
+            raise ValueError(f"{self._path}: every checkpoint is damaged: {damage}")
         return None
 
     def resume_from(self, checkpoint: Checkpoint | None) -> list[str]:
-        """Put what is newer than a checkpoint aside, and keep that one; return what is wrong with the others.
+        """Rename or remove all checkpoints that are newer than `checkpoint`; return the faults of the renamed ones.
 
-        Replicas that start later load it, whatever is saved meanwhile.
+        `checkpoint` is kept for the whole run, because replicas that start later load it.
         """
         self._resumed_from = None if checkpoint is None else checkpoint.path
         damaged = []
@@ -115,7 +115,7 @@ class Checkpoints:
         return damaged
 
     def finish(self, position: Position) -> None:
-        """Mark a checkpoint complete, and remove those that are not kept."""
+        """Mark a checkpoint as complete, and remove old ones."""
         path = self.path_of(position.version) / POSITION
         path.with_suffix(".tmp").write_bytes(msgspec.json.encode(position))
         path.with_suffix(".tmp").rename(path)
@@ -141,10 +141,10 @@ class Checkpoints:
 
 
 def _read_position(path: Path) -> Position:
-    """Read where a checkpoint is.
+    """Read the position of a checkpoint.
 
     Raises:
-        ValueError: it cannot be read, or is another's.
+        ValueError: it cannot be read, or belongs to another version.
     """
     try:
         position = msgspec.json.decode((path / POSITION).read_bytes(), type=Position)
@@ -156,7 +156,7 @@ def _read_position(path: Path) -> Position:
 
 
 class TrainerRecord(ABC):
-    """Where a trainer writes down its steps and its checkpoints."""
+    """The metrics and checkpoints of one trainer."""
 
     checkpoints: Checkpoints
 
@@ -166,9 +166,9 @@ class TrainerRecord(ABC):
 
     @abstractmethod
     def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
-        """Write down what a step was trained on, where anybody wants to read it."""
+        """Record samples of a step, if this record keeps samples."""
 
     def roll_back(self, time: float) -> None:
-        """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""
+        """Add a line to metrics.jsonl: steps after the newest checkpoint are discarded, and will be repeated."""
         saved = self.checkpoints.newest()
         self.write_step({ROLLED_BACK_TO: saved.version if saved else 0, "time": time})

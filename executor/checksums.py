@@ -1,4 +1,4 @@
-"""Checksums: whether files are those that were written."""
+"""Write checksums of the files in a directory, and detect damaged files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 CHECKSUM_BYTES = 16
-"""BLAKE2b-128: told apart from chance corruption for good, and hashed at memory-like speed."""
+"""Size of a BLAKE2b-128 checksum. It detects any accidental corruption, and is nearly as fast as reading memory."""
 CHECKSUMS = "checksums.json"
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A file as it was written."""
+    """Size and checksum of a file when it was written."""
 
     num_bytes: int
     checksum: str
@@ -28,13 +28,13 @@ def file_checksum(path: Path) -> str:
 
 
 def combine(checksums: Iterable[str]) -> str:
-    """Return the checksum of files in order, of whose bytes these are the checksums."""
+    """Return one checksum for an ordered list of files, from their checksums."""
     text = " ".join(checksums)
     return hashlib.blake2b(text.encode(), digest_size=CHECKSUM_BYTES).hexdigest()
 
 
 def write_checksums(directory: Path) -> None:
-    """Write into a directory what its files are, those of directories in it included."""
+    """Write sizes and checksums of all files in a directory and its subdirectories."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     written = {
         file.relative_to(directory).as_posix(): Written(file.stat().st_size, file_checksum(file))
@@ -44,11 +44,11 @@ def write_checksums(directory: Path) -> None:
 
 
 def find_damage(directory: Path, *, reads_all: bool) -> str:
-    """Say what is not as `write_checksums` left it; nothing where all is, or where no checksums were written.
+    """Return the first difference from the state that `write_checksums` recorded, or an empty string.
 
     Args:
-        directory: what was written.
-        reads_all: whether every byte is read, which finds what sizes alone do not.
+        directory: the directory to check. Without recorded checksums it counts as undamaged.
+        reads_all: whether to compare checksums of all bytes, not only sizes.
     """
     if not (directory / CHECKSUMS).exists():
         return ""

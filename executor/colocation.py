@@ -1,13 +1,12 @@
-"""Whose turn it is on devices that replicas and trainer share: one side computes, and the other sleeps meanwhile.
+"""Share devices between replicas and the trainer: one side computes while the other sleeps.
 
-| side | its commands | asleep it |
+| side | commands | state while asleep |
 |---|---|---|
-| generation | `Generate`, `LoadWeights`, `StartReplica` | holds no keys and values, and its weights in host memory |
-| training | `StartTrainer`, `Score`, `Train`, `Step`, `PushWeights`, `SaveCheckpoint` | holds weights, gradients and optimizer in host memory |
+| generation | `Generate`, `LoadWeights`, `StartReplica` | no KV cache; weights in host memory |
+| training | `StartTrainer`, `Score`, `Train`, `Step`, `PushWeights`, `SaveCheckpoint` | weights, gradients and optimizer in host memory |
 
-A command waits until nobody of the other side computes any more; turns are given in the order in which they were asked
-for, so that neither side waits for ever. On a CPU turns are taken as well; there all memory is the host's, so that
-sleeping frees what keys and values took and nothing else.
+A command waits until the other side has no running command. Commands get their turn in the order of arrival, so neither
+side waits forever. On a CPU, sleeping frees only the KV cache, because everything is in host memory anyway.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ Side = Literal["generation", "training"]
 
 
 class Sleeper(Protocol):
-    """A role that gives its memory back; it may be told to do what it does already."""
+    """A role that can release its device memory; sleep and wake may be repeated."""
 
     async def sleep(self) -> None:
-        """Give the device's memory back."""
+        """Release device memory."""
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Allocate it again."""
 
     def kill(self, reason: str) -> None:
-        """Let the worker be lost, and with it all that it holds."""
+        """Kill the worker, which frees its memory."""
 
 
 class ColocatedRole(NamedTuple):
-    """Who is on a side, and what reports its loss."""
+    """A role on one side, and a function that reports its loss."""
 
     role: Sleeper
     lose: Callable[[str], None]
 
 
 def side_of(command: Command) -> Side | None:
-    """Return whose turn a command needs; None for what needs no device."""
+    """Return the side of a command, or None if it needs no device."""
     match command:
         case Generate() | LoadWeights() | StartReplica():
             return "generation"
@@ -66,22 +65,22 @@ def side_of(command: Command) -> Side | None:
 
 
 class DeviceSharing:
-    """One side at a time."""
+    """Lets one side at a time use the shared devices."""
 
     def __init__(self, members: Callable[[Side], Sequence[ColocatedRole]], limit: float) -> None:
-        """Take what says who is on a side now, and the seconds that each may take to sleep or wake."""
+        """Use `members` to list the roles of a side, and `limit` as the maximum seconds of a sleep or wake."""
         self._members = members
         self._limit = limit
         self._side: Side | None = None
-        """Who is awake; None before anybody was, and where a change broke off."""
+        """The side that is awake; None at the start, and after a change that failed."""
         self._num_taking = 0
-        self._door = asyncio.Lock()  # lets in by order of arrival
+        self._door = asyncio.Lock()  # first come, first served
         self._is_free = asyncio.Event()
         self._is_free.set()
 
     @asynccontextmanager
     async def of(self, command: Command) -> AsyncIterator[None]:
-        """Hold the turn of a command's side until you are done with it."""
+        """Reserve the devices for the side of a command until the context ends."""
         side = side_of(command)
         if side is None:
             yield
@@ -107,7 +106,7 @@ class DeviceSharing:
         self._side = side
 
     async def _settle(self, member: ColocatedRole, *, is_awake: bool) -> None:
-        """Wake a role, or let it sleep; one that cannot is lost, so that its memory is free in any case."""
+        """Wake a role or let it sleep; if that fails, kill it, so that its memory is free in any case."""
         try:
             async with asyncio.timeout(self._limit):
                 await (member.role.wake() if is_awake else member.role.sleep())

@@ -1,4 +1,4 @@
-"""A directory that one process has at a time: what it holds is gone with it, however it ends."""
+"""Lock a directory for one process; the kernel releases the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ LOCK = "lock"
 
 
 class DirectoryLock:
-    """The lock of a directory, taken or not."""
+    """The lock of a directory, which this process may hold."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
         self._file: IO[str] | None = None
 
     def take(self) -> str:
-        """Take the lock and sign it, unless it is taken; return who else holds it, as its process id, or nothing.
+        """Take the lock and write this process's id to it; if another process holds it, return that id.
 
-        A file system that knows no locks lets everybody have it.
+        On a file system without locks every process gets the lock.
         """
         holder = self._take()
         if self._file is not None:
@@ -45,18 +45,18 @@ class DirectoryLock:
         return ""
 
     def take_if_there(self) -> str:
-        """Take the lock of a directory that had one before; nothing is written."""
+        """Take the lock if its file exists; write nothing."""
         return self._take() if self._path.exists() else ""
 
     def release(self) -> None:
-        """Let others have the directory."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether a directory had an owner, which is dead; False where that is not sure."""
+    """Return whether the process that locked a directory is dead; False if that is unknown."""
     try:
         with (directory / LOCK).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -66,7 +66,7 @@ def is_abandoned(directory: Path) -> bool:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Let a file hold `data`, for whoever reads it meanwhile all of the old or all of the new."""
+    """Replace a file atomically: a concurrent reader sees all of the old data or all of the new."""
     partial = path.with_name(f".{path.name}.tmp")
     partial.write_bytes(data)
     partial.rename(path)

@@ -1,4 +1,4 @@
-"""Execute a run file: check it, start the processes, drive them, handle Ctrl-C, and leave a run directory behind."""
+"""Execute a run file: check it, start the processes, run the engine, handle Ctrl-C, and write the run directory."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_TIME = 14.0
-"""Seconds from the first signal to the end of this process: a run that obeys takes less, see `STOP_TIME` of its world."""
+"""Maximum seconds from the first signal to the end of this process; see `STOP_TIME` in `world.py`."""
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "terminated"}
 
 
 class Ending(NamedTuple):
-    """How a run that goes on is ended; all but `ask` may be called while its event loop hangs."""
+    """Functions to end a running job; all except `ask` may be called while its event loop hangs."""
 
     loop: asyncio.AbstractEventLoop
     ask: Callable[[str], None]
-    """Lets it end soon; to be called on its loop."""
+    """Ends the run soon; call it on the run's event loop."""
     abandon: Callable[[], None]
-    """Leaves no process and no shared memory behind."""
+    """Kills all processes and removes shared memory."""
     say: Callable[[], str]
-    """Says how far it is, what is saved, and how to go on; stands after the name of the signal."""
+    """Returns the last step, the saved step and how to resume, as text that follows the name of the signal."""
 
 
 class Interruption:
-    """A context in which signals are obeyed; tell it of the run as soon as there is one."""
+    """A context that handles SIGINT and SIGTERM; call `watch_over` when the run exists."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first one that came."""
+        """The first signal received."""
         self._ending: Ending | None = None
         self._last: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -89,13 +89,13 @@ class Interruption:
             signal.signal(number, handler)
 
     def watch_over(self, ending: Ending) -> None:
-        """Take note of a run that begins."""
+        """Set the run that a signal ends."""
         self._ending = ending
 
     @property
     def error(self) -> RunInterruptedError:
-        """What to raise once the run has ended of the signal."""
-        assert self.signal is not None, "nothing came"
+        """The error to raise after a signal has ended the run."""
+        assert self.signal is not None, "no signal was received"
         said = ": nothing was begun" if self._ending is None else self._ending.say()
         return RunInterruptedError(f"{NAMES[self.signal]}{said}", self.signal)
 
@@ -104,7 +104,7 @@ class Interruption:
         if self._ending is None:
             raise self.error
         if self._ending.loop.is_closed():
-            return  # it has ended
+            return  # the run has ended
         self._ending.loop.call_soon_threadsafe(self._ending.ask, NAMES[self.signal])
         if self._last is None:
             self._last = threading.Timer(LAST_TIME, self._end)
@@ -112,7 +112,7 @@ class Interruption:
             self._last.start()
 
     def _end(self) -> None:
-        """End this process, in which something hangs that no Python code can end; its last line says what was saved."""
+        """End this process although its event loop hangs; print which step is saved."""
         assert self._ending is not None and self.signal is not None
         try:
             self._ending.abandon()
@@ -125,13 +125,13 @@ class Interruption:
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
 Watch = Callable[[Event, State, float], None]
-"""Told each event, the state after it, and the seconds since the run's start."""
+"""Called with each event, the state after it, and the seconds since the start of the run."""
 Take = Callable[[Mapping[str, object]], None]
-"""Told each line of metrics.jsonl."""
+"""Called with each line of metrics.jsonl."""
 
 
 def check_executable(run: Run) -> None:
-    """Raise `ValueError` where a run file can be simulated but not executed here."""
+    """Raise `ValueError` if this machine cannot execute the run file."""
     check_installed(BACKENDS, "executor")
     for trainer in run.trainers:
         backend = training_backend_named(trainer.backend)
@@ -156,7 +156,7 @@ def check_executable(run: Run) -> None:
     load_model(run.model)
     if run.merges_adapters and not any(Path(run.model.path).glob("model*.safetensors")):
         raise ValueError(
-            f"sync.mode 'lora' merges adapters with weights, and {run.model.path} has no model*.safetensors"
+            f"sync.mode 'lora' merges adapters with weights, but {run.model.path} has no model*.safetensors"
         )
     for problem in weight_problems(Path(run.model.path)):
         raise ValueError(f"model.path: {run.model.path} {problem}")
@@ -172,7 +172,7 @@ def check_executable(run: Run) -> None:
 
 
 def check_installed(modules: Sequence[str], extra: str) -> None:
-    """Raise `ValueError` where modules of an extra of this package are not there; nothing is imported."""
+    """Raise `ValueError` if modules of an extra are not installed; import nothing."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[{extra}]'")
@@ -185,12 +185,12 @@ def execute(
     how_to_resume: str = "streamrl execute RUN.toml --resume",
     take: Take = lambda line: None,
 ) -> Trace:
-    """Execute a run and return its trace; Ctrl-C winds it down, and ends it within 15 seconds.
+    """Execute a run and return its trace; Ctrl-C ends it within 15 seconds.
 
     Raises:
         ValueError: the run file cannot be executed, or its output directory is in use.
         RuntimeError: the run stopped before its last step.
-        RunInterruptedError: it did so because of a signal; `how_to_resume` is part of what it says.
+        RunInterruptedError: a signal stopped the run; the message includes `how_to_resume`.
     """
     if resume:
         run = with_attached(run, Path(run.execute.output))
@@ -207,7 +207,7 @@ def execute(
 
 
 def joined(run: Run) -> AbstractContextManager[None]:
-    """Return what joins the cluster that a run is executed on, if on any; raises `ValueError` where it cannot be."""
+    """Return a context that joins the run's Ray cluster, if it has one; raise `ValueError` if that fails."""
     if run.execute.launcher != "ray":
         return contextlib.nullcontext()
     from streamrl.executor.launchers.ray_cluster import joined_cluster
@@ -216,7 +216,7 @@ def joined(run: Run) -> AbstractContextManager[None]:
 
 
 def price_local_cores_at_zero(run: Run) -> Run:
-    """Return the run as it is paid for here: the cores of this machine cost nothing where the run file has no price."""
+    """Return the run with price 0 for CPU pools without a price, because local cores cost nothing."""
     pools = {
         name: replace(pool, price=0.0) if pool.gpu == "cpu" and pool.price is None else pool
         for name, pool in run.cluster.pools.items()
@@ -261,7 +261,7 @@ async def _execute_in(
     from streamrl.executor.verifier.verifier import Verifier
     from streamrl.executor.world import RealWorld
 
-    assert run.model.path is not None, "check_executable wants weights"
+    assert run.model.path is not None, "check_executable requires weights"
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
     launcher = make_launcher(run, directory)
     workload.check_vocabulary(load_model(run.model).vocab_size)
@@ -272,9 +272,9 @@ async def _execute_in(
     checkpoint = directory.open(run, resume)
     damaged = [*directory.damaged, *records.open(directory.leg, is_resumed=resume)]
     if directory.changes:
-        logger.info(f"other than in the leg before: {'; '.join(directory.changes.values())}")
+        logger.info(f"changed since the last start: {'; '.join(directory.changes.values())}")
     for damage in damaged:
-        logger.warning(f"a damaged checkpoint is passed over: {damage}")
+        logger.warning(f"a damaged checkpoint is skipped: {damage}")
     if resume and run.workload.ranker is not None:
         lines = read_rollouts(directory.path)
         workload.remember([(line["line"], line["num_tokens"]) for line in lines])
@@ -297,7 +297,7 @@ async def _execute_in(
         )
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
-            logger.info(f"{what} of earlier legs are gone on with")
+            logger.info(f"{what} from before the restart are continued")
         world = RealWorld(
             Trace(
                 run,
@@ -331,7 +331,7 @@ async def _execute_in(
 
 
 def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
-    """Return what starts the roles of a run: processes of this machine, or actors of the cluster that was joined."""
+    """Return the launcher of a run: for local processes, or for actors of the joined Ray cluster."""
     if run.execute.launcher == "ray":
         from streamrl.executor.launchers.ray_launcher import RayLauncher
 
@@ -344,7 +344,7 @@ def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
 def make_transfer(
     sync: SyncConfig, launcher_name: str, launcher: Launcher, write: Write
 ) -> TransferRole:
-    """Return the way of weights to the replicas: a directory that all read, or relays where they lie apart."""
+    """Return the weight transfer of a run: a directory shared by all roles, or relays."""
     from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
     from streamrl.executor.transfer.transfer import Transfer
 
@@ -355,10 +355,10 @@ def make_transfer(
 
 @contextlib.contextmanager
 def token_directory(execute: ExecuteConfig, *, is_resumed: bool = False) -> Iterator[Path | None]:
-    """Yield you a directory for the tokens of workers that live beside this process; once all is done, it is gone.
+    """Yield a directory for the token files of local workers, and remove it at the end.
 
-    What you leave there by an error a resumed run finds. None where workers live in this process, which needs none, or
-    on machines that need not see its disk.
+    After an error it remains, and a resumed run reads it. Yield None for other launchers: in-process workers need no
+    files, and Ray workers may be on other machines.
     """
     if execute.launcher != "local":
         yield None
@@ -375,7 +375,7 @@ def token_directory(execute: ExecuteConfig, *, is_resumed: bool = False) -> Iter
 
 
 def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
-    """Remove what earlier legs sampled from another distribution than this one does."""
+    """Remove saved tokens if a restart changed the sampling distribution."""
     from streamrl.executor.record import SAMPLED_WITH
     from streamrl.executor.token_files import remove_all
 
@@ -383,14 +383,14 @@ def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
         remove_all(tokens)
         tokens.mkdir(exist_ok=True)
         logger.info(
-            f"rollouts under way were sampled with another {others[0]}: they are begun anew"
+            f"saved tokens were sampled with another {others[0]}: their rollouts start again"
         )
 
 
 def find_kept(
     group_size: int, max_tokens: int, tokens: Path, checkpoint: Checkpoint | None
 ) -> KeptTokens:
-    """Return what earlier legs of a run left of rollouts that no checkpoint has in it."""
+    """Return the saved tokens of rollouts that were not trained on at the checkpoint."""
     from streamrl.executor.checkpoints import Position
     from streamrl.executor.token_files import KeptTokens
 
@@ -405,15 +405,15 @@ def find_kept(
 
 
 def facts(engines: Sequence[str] = ()) -> dict[str, str | float]:
-    """Return the host and the versions that a run's seconds belong to, with those of more modules."""
-    found: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version()}
+    """Return the architecture of the host and the versions of Python and the packages, for the trace."""
+    versions: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version()}
     for name in ("streamrl", *BACKENDS, *engines):
-        found[name] = version_of(name)
-    return found
+        versions[name] = version_of(name)
+    return versions
 
 
 def version_of(name: str) -> str:
-    """Return the version of a package, of its build for CPUs where that has a name of its own."""
+    """Return the version of a package, or of its CPU build (`NAME-cpu`)."""
     for distribution in (name, f"{name}-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)

@@ -1,7 +1,7 @@
-"""The faults of a run file in real time: signals to processes, a full disk, a push that gets lost, answers that are none.
+"""Inject the faults of a run file into an executed run: signals, a full disk, a lost push, invalid answers.
 
-faults.jsonl in the run directory has a line for each that struck, written before it does: a resumed run goes on with
-the others.
+faults.jsonl in the run directory has a line for each injected fault. The line is written before the fault occurs, so
+that a resumed run injects only the others.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
 FAULTS = "faults.jsonl"
-LOOK_TIME = 0.0005  # seconds between two looks whether a process has begun to write
-FULL_BYTES = 2**16  # of a disk that is full from the start; a page at least on any machine
+LOOK_TIME = 0.0005  # seconds between two checks whether a process has started to write
+FULL_BYTES = 2**16  # size of a disk that is full from the start; at least one page on any machine
 TRAINER: Literal["trainer"] = "trainer"
 
 T = TypeVar("T")
 CallOf = Callable[..., Awaitable[Any]]
 Blow = Callable[[Process, CallOf, tuple[Any, ...]], Awaitable[Any]]
-"""Calls a process with these arguments, and returns or raises what a fault leaves of that."""
+"""Calls a process with these arguments, and returns or raises the result as a fault changes it."""
 
 
 class StruckFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of faults.jsonl: a fault of the plan, as it strikes."""
+    """A line of faults.jsonl: a planned fault that was injected."""
 
     fault: int
-    """Its place in the plan."""
+    """Its index in the plan."""
     kind: FaultKind
     step: int
     leg: int
     time: float
-    """Seconds since this leg of the run began."""
+    """Seconds since the last restart of the run."""
     unix_time: float
 
 
 def read_struck(directory: Path) -> list[StruckFault]:
-    """Return the faults that have struck a run; none where it has no plan."""
+    """Return the faults that were injected into a run."""
     path = directory / FAULTS
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [msgspec.json.decode(line, type=StruckFault) for line in lines]
 
 
 class Exposed(Handle):
-    """A handle on a process of which the next call of a method can be struck."""
+    """A handle on a process, whose next call of a method can get a fault."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.blows: dict[str, Blow] = {}
-        """By method."""
+        """Fault of the next call, by method."""
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        """Call the process, and return or raise what a fault leaves of that."""
+        """Call the process, and return or raise the result as a fault changes it."""
         call = functools.partial(self.process.call, method, returns=returns)
         blow = self.blows.pop(method, None)
         answer: T = await (
@@ -88,10 +88,10 @@ class Exposed(Handle):
 
 
 class RealFaults:
-    """Strikes as the plan says; told each command before it is carried out, and each worker as it is started."""
+    """Injects the planned faults; call `expose` for each new worker and `strike` before each command."""
 
     def __init__(self, run: Run, directory: Path, leg: int, verifier: VerifierRole) -> None:
-        """Take the plan of a run, without what struck it before it was resumed."""
+        """Load the fault plan of a run, without faults that were injected before a restart."""
         self._plan = FaultPlan.of(run, {struck.fault for struck in read_struck(directory)})
         self._path = directory / FAULTS
         self._leg = leg
@@ -99,13 +99,13 @@ class RealFaults:
         self._workers: dict[int | Literal["trainer"], Exposed] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
         self._slowness, self._slow_until = 1.0, 0.0
-        """How many times as long a push takes that begins before an instant."""
+        """Factor by which pushes are slowed, and the time until which they are, in seconds since the start."""
 
     def expose(self, who: int | Literal["trainer"], handle: Handle) -> Handle:
-        """Return a handle on a worker that has just been started, through which faults reach it."""
+        """Return a handle on a new worker that can inject faults."""
         if not self._plan.faults:
             return handle
-        if isinstance(handle, RankHandles):  # what strikes a trainer strikes its last rank
+        if isinstance(handle, RankHandles):  # a trainer's faults go to its last rank
             handle.ranks[-1] = self.expose(who, handle.ranks[-1])
         if not isinstance(handle, Process):
             return handle
@@ -113,7 +113,7 @@ class RealFaults:
         return self._workers[who]
 
     def strike(self, command: Command, version: int, now: float) -> None:
-        """Let who is about to carry a command out suffer what the plan has for it, if anything."""
+        """Inject the planned fault of a command, if any, into the worker that will execute it."""
         fault = self._plan.strike(command, version, now)
         if fault is not None:
             self._write(fault, now)
@@ -168,12 +168,12 @@ class RealFaults:
                 assert_never(fault.kind)
 
     def _signal_reward_model(self, number: signal.Signals) -> None:
-        for victim in self._verifier.reward_models()[:1]:  # none where none is up
-            assert isinstance(victim, Process), "back_ends wants processes where there are faults"
+        for victim in self._verifier.reward_models()[:1]:  # empty if none is running
+            assert isinstance(victim, Process), "backend_limits requires processes for faults"
             victim.send_signal(number)
 
     async def _stall(self, duration: float) -> None:
-        """Stop the processes that score, and let them go on after a while, as far as nobody has killed them."""
+        """Stop the scoring processes, and continue those that are still alive after `duration` seconds."""
         process = await self._verifier.start()
         assert isinstance(process, ForkServerProcess)
         models = [each for each in self._verifier.reward_models() if isinstance(each, Process)]
@@ -190,27 +190,27 @@ class RealFaults:
 
 
 async def kill_as_it_writes(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
-    """Kill a process once the first of what it was told to write is there, at the latest before its answer is heard."""
+    """Kill a process when its first file appears, at the latest before its answer is used."""
     target = Path(arguments[-1])
     before = _entries(target)
     work = asyncio.ensure_future(call(*arguments))
     while not work.done() and _entries(target) == before:
         await asyncio.sleep(LOOK_TIME)
     process.send_signal(signal.SIGKILL)
-    while not process.is_lost:  # answers to other calls that were sent before count
+    while not process.is_lost:  # answers to earlier calls still count
         await asyncio.sleep(LOOK_TIME)
     await work
     raise WorkerLostError("a worker was killed as it answered")
 
 
 def _entries(target: Path) -> list[Path]:
-    """Return what is in a directory that is written, and beside it, where it may grow under another one."""
+    """Return the files of a directory and its parent; a writer may use a temporary name in the parent."""
     places = [place for place in (target, target.parent) if place.is_dir()]
     return sorted(name for place in places for name in place.iterdir())
 
 
 def slow_down(factor: float) -> Blow:
-    """Return what makes a call take `factor` times as long."""
+    """Return a fault that makes a call take `factor` times as long."""
 
     async def wait(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
         began_at = time.monotonic()
@@ -222,13 +222,13 @@ def slow_down(factor: float) -> Blow:
 
 
 async def drop(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
-    """Let nobody hear of a push that was sent."""
+    """Make a push, and raise an error as if the link had dropped it."""
     await call(*arguments)
     raise ConnectionError("a fault: the link dropped it")
 
 
 async def fill_disk(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
-    """Let a process write to a disk that is full: a tmpfs, where this user may mount one."""
+    """Let a process write to a full disk: a small tmpfs, if this user may mount one."""
     path = Path(arguments[-1])
     with tempfile.TemporaryDirectory(prefix="streamrl-full-") as full:
         if _mount(full):
@@ -243,13 +243,13 @@ async def fill_disk(process: Process, call: CallOf, arguments: tuple[Any, ...]) 
 def _mount(directory: str) -> bool:
     """Return whether a disk of `FULL_BYTES` could be mounted."""
     options = ["-t", "tmpfs", "-o", f"size={FULL_BYTES}", "streamrl-fault"]
-    with suppress(FileNotFoundError):  # no such program
+    with suppress(FileNotFoundError):  # the program `mount` is missing
         return not subprocess.run(["mount", *options, directory], capture_output=True).returncode
     return False
 
 
 def garble(number: int) -> Blow:
-    """Return what makes a replica's answer one that is none: `number` says in which way."""
+    """Return a fault that makes a replica's answer invalid; `number` selects the kind of error."""
 
     async def change(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Completion:
         answer: Completion = await call(*arguments)

@@ -1,14 +1,11 @@
 """Show a run while it is running: TensorBoard, Weights & Biases, and a live Chrome trace.
 
-Where else a step's figures go beside metrics.jsonl: TensorBoard, Weights & Biases, as far as a run file asks.
+`Trackers` send the figures of each step to the trackers of `execute.trackers`. `LiveTrace` writes the Chrome trace
+incrementally, and closes its array when the run ends. None of them can stop a run: after an error, a tracker or the
+trace is closed with one warning.
 
-None of them can hurt a run: the first that fails says so, and is asked no more.
-
-The Chrome trace of a run while it goes on, in an array that has no end until the run has one.
-
-A run that is killed leaves what ui.perfetto.dev opens: the format lets the closing bracket be missing. It lacks the last
-seconds, and where full batches are not known beforehand (`costs.profile`) the counter of underfilled GPUs. It cannot
-hurt a run: what fails is said once, and no more is written.
+ui.perfetto.dev also opens the trace of a killed run, because the format allows the closing bracket to be missing. Such a
+trace lacks the last seconds. Without `costs.profile` it also lacks the counter of underfilled GPUs.
 """
 
 from __future__ import annotations
@@ -30,23 +27,23 @@ from streamrl.runfile.config import Run, TrackerName
 logger = logging.getLogger(__name__)
 
 MODULES: dict[TrackerName, tuple[str, ...]] = {"tensorboard": ("tensorboard",), "wandb": ("wandb",)}
-"""What each needs; the extra of this package has its name."""
+"""Modules that each tracker needs. The extra of this package has the tracker's name."""
 PROJECT = "streamrl"
-"""Of Weights & Biases, unless WANDB_PROJECT says another."""
+"""Default project in Weights & Biases; WANDB_PROJECT overrides it."""
 
 
 class Tracker(Protocol):
-    """Takes the figures of each step."""
+    """Receives the figures of each step."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take a step's figures; steps that are made again come again."""
+        """Record a step's figures; after a roll-back, the same step comes again."""
 
     def close(self) -> None:
-        """Take no more."""
+        """Close the tracker."""
 
 
 class Trackers:
-    """Those that a run asks for."""
+    """The open trackers of a run."""
 
     def __init__(self, names: Sequence[TrackerName], directory: Path) -> None:
         """Open each in the run's directory."""
@@ -55,7 +52,7 @@ class Trackers:
             self._try(name, partial(self._add, name, directory))
 
     def write(self, step: int, figures: Mapping[str, object]) -> None:
-        """Give a step's numbers to each."""
+        """Send the numbers of a step to each tracker."""
         numbers = {
             key: float(value)
             for key, value in figures.items()
@@ -96,7 +93,7 @@ def open_tracker(name: TrackerName, directory: Path) -> Tracker:
 
 
 class TensorBoard:
-    """Event files beside the run: `tensorboard --logdir RUN`."""
+    """Writes event files to the run directory; view them with `tensorboard --logdir RUN`."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -116,7 +113,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, the same one after a resume; `WANDB_MODE=offline` keeps it on this machine."""
+    """Logs to one run of Weights & Biases, also after a resume; `WANDB_MODE=offline` sends nothing."""
 
     def __init__(self, directory: Path) -> None:
         import wandb
@@ -132,7 +129,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log a step's figures, against a step of our own: W&B's only rises, and a lost trainer goes back."""
+        """Log a step's figures with our own step metric, because W&B's step cannot go back after a roll-back."""
         self._run.log({"step": step, **figures})
 
     def close(self) -> None:
@@ -141,17 +138,17 @@ class WeightsAndBiases:
 
 
 MOST_ENTRIES = 500
-"""Of a block; each block looks at all that is under way."""
+"""Maximum entries of a block. Each block costs a pass over everything that is running."""
 LONGEST = 5.0
-"""Seconds of a block, and so about what a run that is killed lacks."""
+"""Maximum seconds of a block; a killed run lacks about as much."""
 SEPARATOR = b",\n"
 
 
 class LiveTrace:
-    """Writes events block by block; what is under way is kept."""
+    """Writes events of the Chrome trace in blocks, and keeps the state of spans that have not ended."""
 
     def __init__(self, directory: Path, run: Run, decode: Sequence[DecodeYield]) -> None:
-        """Begin the file anew in a run's directory."""
+        """Create or overwrite the file in a run directory."""
         self._path = directory / CHROME_TRACE
         self._reader = ChromeReader(run, decode)
         self._block: list[Entry] = []
@@ -159,7 +156,7 @@ class LiveTrace:
         self._try(self._begin)
 
     def take(self, entry: Entry) -> None:
-        """Take what has happened, and write what is known by now once a block is full."""
+        """Add an entry, and write the block if it is full."""
         if not self._is_open:
             return
         self._block.append(entry)
@@ -167,7 +164,7 @@ class LiveTrace:
             self._try(self._write_block)
 
     def close(self) -> None:
-        """Write what is left, and the end."""
+        """Write the remaining entries and close the array."""
         if self._is_open:
             self._try(self._end)
             self._is_open = False
@@ -183,7 +180,7 @@ class LiveTrace:
         self._add([*self._reader.read(self._block), *self._reader.finish()], end=b"\n]\n")
 
     def _add(self, events: Sequence[TraceEvent], end: bytes = b"") -> None:
-        """Write on; a file that is opened anew for each block holds what it says, whatever becomes of this process."""
+        """Append to the file; it is opened for each block, so a block is complete even if this process dies."""
         with self._path.open("ab") as file:
             file.write((SEPARATOR if events else b"") + _encode(events) + end)
 

@@ -1,9 +1,9 @@
-"""Causal language models of Hugging Face directories, loaded one at a time in a process.
+"""Load causal language models from Hugging Face directories, one at a time in each process.
 
-Their attention is computed without cuDNN, which torch (2.11, and later) takes first on Hopper and Blackwell, and which plans anew
-for every shape that it has not seen (0.4 s forward and 0.6 s backward on a B200: modelscope/FunASR issue 3704).
-Rollouts differ in length, so nearly every pass would be planned: on an H200 quickstart's trainer took 4 s a step in
-bfloat16, and 0.15 s in float32, which cuDNN does not compute.
+cuDNN's attention is disabled. torch 2.11 and later prefer it on Hopper and Blackwell. It creates a plan for each new
+shape (0.4 s forward and 0.6 s backward on a B200: modelscope/FunASR issue 3704). Rollouts differ in length, so nearly
+every pass has a new shape. On an H200, quickstart's trainer took 4 s a step in bfloat16. In float32, which cuDNN does
+not support, it took 0.15 s.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 _LOADING = threading.Lock()
-"""While it loads, transformers takes `tie_weights` out of its base class: two loads that overlap in threads put
-back what the other took out, and no model of the process has tied weights any more (seen in 5.23)."""
+"""Allows one load at a time. While transformers loads, it replaces `tie_weights` of its base class. If two threads load
+at once, the replacement can stay, and then no model of the process ties its weights (seen in 5.23)."""
 VALUES = ("score.", "classifier.")
-"""How the names of a last layer begin that is drawn at random where a directory has none."""
+"""Prefixes of an output layer's tensors that are initialized at random if the directory has none."""
 SHOWN = 3
-"""Tensors that a message names."""
+"""Number of tensors that a message names."""
 
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Leave cuDNN's attention out from now on, and wait until no other thread loads."""
+    """Disable cuDNN's attention for this process, and wait until no other thread loads a model."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     with _LOADING:
         yield
@@ -45,15 +45,15 @@ def load_pretrained(
     """Load a model on the CPU.
 
     Args:
-        directory: where it lies.
-        has_values: whether its last layer has one output, drawn at random where the directory has none, in place of one
-            for each token of the vocabulary.
-        is_aligned: whether its weights are copied to where torch puts its own. As they are loaded they lie as in their
-            file, and the last bits of a product depend on how its factors are aligned.
-        options: those of `from_pretrained`.
+        directory: the directory of the model.
+        has_values: whether the output layer has one value per token instead of logits. If the directory has no such
+            layer, it is initialized at random.
+        is_aligned: whether to copy weights to memory that torch allocates. Loaded weights have the alignment of their
+            file, and the last bits of a matrix product depend on alignment.
+        options: options of `from_pretrained`.
 
     Raises:
-        ValueError: the directory lacks weights of the model, has some of other shapes, or some that are no numbers.
+        ValueError: the directory lacks weights of the model, or has some with other shapes or that are not finite.
     """
     load = _kind(has_values).from_pretrained
     with _loading():
@@ -70,7 +70,7 @@ def load_pretrained(
 def blank_model(
     directory: str, *, has_values: bool = False, dtype: torch.dtype, **options: Any
 ) -> Any:
-    """Return such a model on the CPU whose weights are what memory held, and take none until they are written to."""
+    """Return a model on the CPU with uninitialized weights, which use no memory until they are written."""
     configs: Any = AutoConfig
     config = configs.from_pretrained(directory, local_files_only=True, **options)
     with _loading(), no_init_weights():
@@ -84,15 +84,15 @@ def _kind(has_values: bool) -> Any:
 
 
 def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:
-    """Load a model that scores, on the CPU.
+    """Load a reward model on the CPU.
 
     Args:
         model: its directory, or its name on the hub.
-        by_token: whether it scores each token, or a sequence as a whole.
-        options: those of `from_pretrained`.
+        by_token: whether it scores each token, or the whole sequence.
+        options: options of `from_pretrained`.
 
     Raises:
-        ValueError: it has no weights for what scores, some of other shapes, or some that are no numbers.
+        ValueError: it lacks weights of its output layer, or has some with other shapes or that are not finite.
     """
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     load: Any = kind.from_pretrained
@@ -113,9 +113,9 @@ def _check_weights(
     drawn: tuple[str, ...] = (),
     key: str = "model.path",
 ) -> None:
-    """Raise `ValueError` where weights are not what the directory says, which transformers draws at random with a warning.
+    """Raise `ValueError` if weights are missing, have wrong shapes, or are not finite.
 
-    Two processes would draw other ones, and replicas sample from another policy than the trainer has.
+    transformers would only warn and initialize them at random. Then replicas and trainer would have different policies.
     """
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(drawn))
     if missing:

@@ -1,7 +1,8 @@
-"""A ranker of prompts by what a language model makes of them: a linear probe on the activations of its prefill.
+"""Predict output lengths of prompts with a linear probe on the activations of a language model.
 
-The model is any Hugging Face directory, the policy itself for one. It reads each prompt once, ahead of a run; what its
-layers hold at the last token, and on average, is regressed on log lengths by ridge, whose penalty leave-one-out chooses.
+The model is any Hugging Face directory, for example the policy itself. It reads each prompt once before the run. The
+features are activations of one layer: at the last token, and their mean. Ridge regression predicts log lengths from
+them. Leave-one-out error selects its penalty.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 DEPTH = 2 / 3
-"""Of the layer that is looked at: later ones hold the next token, earlier ones the last words."""
+"""Relative depth of the layer that is read. Later layers encode the next token, earlier ones the last words."""
 PENALTIES = 10.0 ** np.arange(-1, 6)
 TOKENS_PER_BATCH = 16_384
-MOST_TOKENS = 4096  # of a prompt: the end of a longer one is read
+MOST_TOKENS = 4096  # only the last tokens of a longer prompt are read
 LEAST_PROMPTS = 10
 
 Watch = Callable[[int, int], None]
-"""Told how many prompts of how many are read."""
+"""Called with the number of prompts read so far and the total."""
 
 
 @dataclass(frozen=True)
 class PromptProbe:
-    """Expects output tokens of prompts by a model's activations."""
+    """Predicts output tokens of prompts from a model's activations."""
 
     model: str
     """Directory of the model."""
@@ -39,10 +40,10 @@ class PromptProbe:
     intercept: float
 
     def score(self, texts: Sequence[str], watch: Watch = lambda done, most: None) -> Floats:
-        """Return the output tokens expected of prompts."""
+        """Return the expected output tokens of prompts."""
         read = (read_activations(self.model, texts, watch) - self.means) / self.spreads
-        found: Floats = np.exp(self.intercept + read @ self.weights)
-        return found
+        lengths: Floats = np.exp(self.intercept + read @ self.weights)
+        return lengths
 
 
 def fit_probe(
@@ -51,11 +52,11 @@ def fit_probe(
     """Fit a probe of a model to prompts and their mean log tokens.
 
     Raises:
-        ValueError: there are too few prompts, or the directory holds no model.
+        ValueError: there are too few prompts, or the directory has no model.
     """
     if len(texts) < LEAST_PROMPTS:
         raise ValueError(
-            f"a probe needs {LEAST_PROMPTS} prompts or more to be fitted to, got {len(texts)}"
+            f"a probe needs at least {LEAST_PROMPTS} prompts to be fitted to, got {len(texts)}"
         )
     read = read_activations(model, texts, watch)
     means, spreads = read.mean(axis=0), read.std(axis=0)
@@ -65,7 +66,7 @@ def fit_probe(
 
 
 def ridge(columns: Floats, targets: Floats) -> Floats:
-    """Return the weights whose penalty leaves the least error of each row by the others (Golub et al. 1979)."""
+    """Return ridge weights with the penalty of the least leave-one-out error (Golub et al. 1979)."""
     left, scales, right = np.linalg.svd(columns, full_matrices=False)
     along = left.T @ targets
     best: tuple[float, Floats] | None = None
@@ -83,10 +84,10 @@ def ridge(columns: Floats, targets: Floats) -> Floats:
 def read_activations(
     model: str, texts: Sequence[str], watch: Watch = lambda done, most: None
 ) -> Floats:
-    """Return the activations of each prompt at its last token and on average [prompts, 2 hidden].
+    """Return the activations of each prompt at its last token and their mean [prompts, 2 hidden].
 
     Raises:
-        ValueError: the directory holds no model that reads.
+        ValueError: the directory has no model that can be loaded.
     """
     import torch
 
@@ -127,7 +128,7 @@ def _load(model: str) -> tuple[Any, Any]:
 
 
 def _batches(order: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return prompts by rising length in batches of at most `TOKENS_PER_BATCH`, padding included."""
+    """Return prompts in order of length, in batches of at most `TOKENS_PER_BATCH` tokens with padding."""
     found: list[list[int]] = []
     for index in order:
         if not found or (len(found[-1]) + 1) * len(ids[index]) > TOKENS_PER_BATCH:
@@ -140,7 +141,7 @@ ARRAYS = ("means", "spreads", "weights")
 
 
 def write_probe(path: Path, probe: PromptProbe) -> None:
-    """Write a probe as numpy arrays, which hold nothing that runs."""
+    """Write a probe as numpy arrays, which cannot contain code."""
     arrays = {name: getattr(probe, name) for name in ARRAYS}
     with path.open("wb") as file:
         np.savez_compressed(
@@ -149,7 +150,10 @@ def write_probe(path: Path, probe: PromptProbe) -> None:
 
 
 def read_probe(path: Path) -> PromptProbe | None:
-    """Return the probe in a file; None where it holds a ranker by text, or none at all, which its reader says."""
+    """Return the probe in a file, or None if the file has another kind of ranker or is invalid.
+
+    The reader of text rankers reports an invalid file.
+    """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             if "probe_of" not in arrays.files:

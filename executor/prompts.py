@@ -1,4 +1,4 @@
-"""The prompts of a real run: its records, tokenized, in the order of its epochs."""
+"""Tokenize the prompts of an executed run, and draw them in the order of its epochs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from streamrl.workload.workload import Draw
 logger = logging.getLogger(__name__)
 
 MOST_SAID = 300
-"""Characters of what a tokenizer says that cannot be read."""
+"""Maximum characters of an error of the tokenizer in a message."""
 
 
 class PromptWorkload:
-    """Groups made from the records of a run's data sets; group ids choose records by the run's seed."""
+    """Draws groups from the records of a run's data sets; the group id and the run's seed select the record."""
 
     def __init__(self, run: Run, tokenizer: Any) -> None:
         sources = read_sources(run.workload)
         assert sources, "check_executable wants prompts"
         self.records = list(chain.from_iterable(source.records for source in sources))
-        """Those of all data sets, one after the other: a line is an index of them."""
+        """Records of all data sets, concatenated. A line is an index into this list."""
         self.prompts = [
             encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer)
         ]
@@ -52,7 +52,7 @@ class PromptWorkload:
         self._tells_families = False
         self.join(run)
         self._expected = self._priors(run.workload.ranker)
-        """Output tokens that are expected of each line before anything is learnt."""
+        """Expected output tokens of each line before the run learns from its rollouts."""
         self._tails: TailBatches | None = None
         if (policy := expecting_policy(run.policies, run.workload.ranker)) is not None:
             _check_expected(sources, policy)
@@ -63,10 +63,10 @@ class PromptWorkload:
         self._check_prompts(run.workload.max_prompt_tokens)
 
     def join(self, run: Run) -> None:
-        """Tell of the families of prompts from now on, where a trainer of the run heeds them.
+        """Report prompt families from now on, if a trainer of the run filters by family.
 
         Raises:
-            RunError: it names one that no prompt is of.
+            RunError: a trainer names a family that no prompt has.
         """
         if run.filters_by_family:
             known = {prompt_family(record) for record in self.records}
@@ -74,35 +74,35 @@ class PromptWorkload:
             self._tells_families = True
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Return groups by id; their lengths are for generation to tell."""
+        """Return groups by id, without lengths, which are known only after generation."""
         return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Return what is now expected of other rollouts, if that is asked for."""
+        """Return new expected lengths of other rollouts, if the run learns them."""
         news = self._told.learn(event)
         if news is not None and news.reason:
             logger.info(news.reason)
         return news
 
     def forget(self, group: int) -> None:
-        """Expect nothing more of a group that was dropped; what its prompt took stays known."""
+        """Forget a dropped group; the lengths of its prompt's rollouts stay known."""
         self._told.forget(group)
 
     @property
     def figures(self) -> dict[str, float]:
-        """What there is to say of a step beside what was trained on in it."""
+        """Figures of a step about the length ranker; empty without one."""
         return {} if self._told.recall is None else {"ranker_recall": self._told.recall}
 
     def remember(self, lengths: Sequence[tuple[int, int]]) -> None:
-        """Enter what lines took in an earlier leg of the run, as (line, tokens)."""
+        """Record output lengths from before a restart, as (line, tokens)."""
         self._told.remember(lengths, [self._expected[line] for line, _ in lengths])
 
     def text(self, tokens: list[int]) -> str:
-        """Return output tokens as text, special ones left out."""
+        """Return output tokens as text, without special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def line(self, group: int) -> int:
-        """Return the index of the record that group `group` is made from."""
+        """Return the index of a group's record."""
         source = group if self._tails is None else self._tails.source(group)
         return self._order.prompt(source)
 
@@ -116,7 +116,7 @@ class PromptWorkload:
         return Draw(self._told.draw(drawn, line), ())
 
     def _priors(self, ranker: RankerConfig | None) -> list[int]:
-        """Return what a ranker's file says of each line, or the line itself; the most there may be where neither does."""
+        """Return the expected output tokens of each line: from the ranker's file, the record, or the maximum."""
         if ranker is None or ranker.path is None:
             return [int(record.get(EXPECTED, self._max_tokens)) for record in self.records]
         from streamrl.ranker.score_files import text_of
@@ -124,18 +124,18 @@ class PromptWorkload:
 
         if read_probe(Path(ranker.path)) is not None:
             raise ValueError(
-                f"workload.ranker.path: {ranker.path} asks a language model: let it score the prompts ahead of the run "
+                f"workload.ranker.path: {ranker.path} needs a language model; score the prompts before the run "
                 "with `streamrl ranker score`"
             )
         scored = read_ranker(Path(ranker.path)).score([text_of(r["prompt"]) for r in self.records])
         return [min(self._max_tokens, max(1, round(tokens))) for tokens in scored.tolist()]
 
     def _expect(self, first: int, num: int) -> list[int]:
-        """Return what lines say alone: whatever was learnt, the same groups come of the same lines."""
+        """Return expected lengths from lines alone; what the run learns must not change the order of groups."""
         return [self._expected[self._order.prompt(source)] for source in range(first, first + num)]
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise `ValueError` where a prompt has token ids that a model of so many has not."""
+        """Raise `ValueError` if a prompt has a token id that is not below the vocabulary size."""
         for line, ids in zip(self._lines(), self.prompts, strict=True):
             if (token := int(decode_ids(ids).max())) >= size:
                 raise ValueError(
@@ -143,7 +143,7 @@ class PromptWorkload:
                 )
 
     def _lines(self) -> Iterator[str]:
-        """Yield where each record is from."""
+        """Yield the file and line of each record."""
         return (source.line(at) for source in self._sources for at in range(len(source.records)))
 
     def _check_prompts(self, most: int) -> None:
@@ -162,9 +162,10 @@ class PromptWorkload:
 
 
 def expecting_policy(policies: PoliciesConfig, ranker: RankerConfig | None) -> str | None:
-    """Return the key and value of a policy that works by `EXPECTED` alone; None where there is none, or a ranker knows.
+    """Return the key and value of a policy that needs `EXPECTED` in records, or None if no policy does.
 
-    Where all rollouts are expected to be alike such a policy does nothing, and the run is not what was planned.
+    If a ranker provides lengths, records need not have them. If all expected lengths are equal, such a policy has no
+    effect, and the run differs from its plan.
     """
     system = choose_system(policies)
     if ranker is not None and ranker.path is not None:
@@ -190,7 +191,7 @@ def load_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # of whatever kind a damaged file makes it be
+    except Exception as error:  # a damaged file can raise any kind of error
         reason = " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
         raise ValueError(f"model.path {path!r}: its tokenizer cannot be read: {reason}") from error
 
@@ -206,10 +207,10 @@ def _check_expected(sources: Sequence[PromptSource], policy: str) -> None:
 
 
 def _tokenize(source: PromptSource, tokenizer: Any) -> Iterator[list[int]]:
-    """Yield the token ids of each prompt: of a text with the model's own special tokens, of a chat by its chat template.
+    """Yield the token ids of each prompt: a text with the model's special tokens, a chat by the chat template.
 
-    Of a model without one a chat that the run file makes is its messages, with a line between; a chat that the data has
-    is refused.
+    If the model has no chat template, a chat that the run file builds becomes a text of its messages. A chat in the
+    data set is refused.
     """
     is_text = source.is_templated and not getattr(tokenizer, "chat_template", None)
     for at, record in enumerate(source.records):
@@ -225,6 +226,6 @@ def _tokenize(source: PromptSource, tokenizer: Any) -> Iterator[list[int]]:
             )
         except (TemplateError, TypeError, LookupError, ValueError) as error:
             line = source.line(at)
-            text = f"{line}: the model's chat template does not take it: {error}"
+            text = f"{line}: the model's chat template does not accept the prompt: {error}"
             raise ValueError(text) from None
         yield list(encoded["input_ids"])

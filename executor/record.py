@@ -1,25 +1,26 @@
-"""Own the run directory: what a run leaves on disk, and what a resumed run finds there.
+"""Own the run directory: write the files of a run, and find the state that a resume needs.
 
-The run directory: what a run leaves on disk, and what a resumed one finds there.
+| file              | content                                                                                   |
+|-------------------|-------------------------------------------------------------------------------------------|
+| run.json          | the run file, with trainers that were attached later                                      |
+| attached.json     | attached and detached trainers; see `streamrl.executor.subscribers.attach_requests`       |
+| control/          | requests to the running job; see `streamrl.executor.subscribers.attach_requests`          |
+| trace.jsonl       | every event and command since the last restart; earlier ones are in trace.1.jsonl and so on |
+| prompts.npz       | token ids of the prompts in the trace                                                     |
+| inputs/           | copies of input files that reports and comparisons need                                   |
+| metrics.jsonl     | a line for each step, and for each roll-back                                              |
+| rollouts.jsonl    | a line for each verified rollout, and for each resume                                     |
+| samples.jsonl     | a line for each step with some of its samples, for people to read                         |
+| chrome_trace.json | the run since the last restart as a Chrome trace; see `streamrl.executor.monitoring`      |
+| faults.jsonl      | a line for each injected fault; see `streamrl.executor.faults`                            |
+| checkpoints/      | see `streamrl.executor.checkpoints`                                                       |
+| followers/        | files of secondary trainers; see `streamrl.executor.subscribers.secondary_records`        |
+| tokens/           | tokens of rollouts that were not trained on yet; removed at the end of the run            |
+| logs/             | output of the worker processes                                                            |
+| lock              | id of the process that executes the run                                                   |
 
-run.json                 the run file as it was read, with trainers that have joined since
-attached.json            see `streamrl.executor.subscribers.attach_requests`
-control/                 what the run is asked while it goes on; see `streamrl.executor.subscribers.attach_requests`
-trace.jsonl              every event and command of its last leg; those before a resume: trace.1.jsonl …
-prompts.npz              token ids of the prompts that its trace speaks of
-inputs/                  what it was read from, as far as reports and comparisons need it
-metrics.jsonl            a line for each step, and for each time that steps were taken back
-rollouts.jsonl           a line for each verified rollout, and for each resume
-samples.jsonl            a line for each step with some of what it was trained on, for people to read
-chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `streamrl.executor.monitoring`
-faults.jsonl             a line for each planned fault that struck; see `streamrl.executor.faults`
-checkpoints/             see `streamrl.executor.checkpoints`
-followers/               files of secondary trainers; see `streamrl.executor.subscribers.secondary_records`
-tokens/                  what replicas have made of rollouts that are not trained on, as long as the run is not over
-logs/                    output of the worker processes
-lock                     the process that runs it, as long as it lives
-
-What a resume or a lost trainer takes back stays in these .jsonl files; `streamrl.record.run_directory` reads what counts.
+Lines of steps that a resume or a lost trainer discards stay in the .jsonl files. `streamrl.record.run_directory` reads
+only the lines that count.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ from streamrl.runfile.paths import check_no_directory, check_writable
 logger = logging.getLogger(__name__)
 
 SAMPLED_WITH = ("model.path", "rollout.temperature", "rollout.max_tokens")
-"""What tokens are sampled with: those sampled with another value are of another distribution."""
+"""Keys on which the sampling distribution depends. Tokens sampled with other values are discarded."""
 
 
 def changes(before: Run, now: Run) -> dict[str, str]:
-    """Return the keys that have other values now, each with both."""
+    """Return the keys whose values differ, each with a text that has both values."""
     old, new = values_by_key(before), values_by_key(now)
     return {
         key: f"{key} {old.get(key)!r} -> {new.get(key)!r}"
@@ -83,44 +84,44 @@ FILES = (LOCK, RUN, METRICS, ROLLOUTS, SAMPLES)
 
 
 class RunDirectory(TrainerRecord):
-    """Owns the files of one run, those of its trainers among them."""
+    """Owns the files of one run, including those of its trainers."""
 
     def __init__(
         self, path: Path, take: Callable[[Mapping[str, object]], None] = lambda line: None
     ) -> None:
         self.path = path
         self._take = take
-        """Told each line of metrics.jsonl."""
+        """Called with each line of metrics.jsonl."""
         self.logs = path / "logs"
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.leg = 1
-        """How often the run was begun or resumed, this time included."""
+        """Number of starts of the run, counting the first one and each restart."""
         self.trace_file: LineFile
         self._metrics: LineFile
         self._rollouts: LineFile
         self._samples: LineFile | None = None
-        """None where nobody wants any, or they cannot be written."""
+        """None before `open`, and after a write error."""
         self._files: list[LineFile] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
         self.changes: dict[str, str] = {}
-        """Keys that a resumed run has otherwise than the leg before it, each with both values."""
+        """Keys that changed since the last restart, each with both values."""
         self.damaged: list[str] = []
-        """Checkpoints that a resume passed over, and what is wrong with each."""
+        """Checkpoints that a resume skipped, each with its fault."""
 
     def open(self, run: Run, resume: bool) -> Checkpoint | None:
-        """Make or reopen the directory; return the checkpoint to resume from, or None to begin at version 0.
+        """Create or reopen the directory; return the checkpoint to resume from, or None to start at version 0.
 
         Raises:
-            ValueError: see `find_checkpoint`; nothing is written then.
+            ValueError: see `find_checkpoint`; then nothing was written.
         """
         checkpoint = self.find_checkpoint(run, resume)
         self.logs.mkdir(parents=True, exist_ok=True)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         self._claim(self._lock.take())
         if checkpoint is not None:
-            self._look_for_record(checkpoint.version)
-        self._put_old_trace_aside()
+            self._check_trace_has(checkpoint.version)
+        self._rename_old_trace()
         (self.path / RUN).write_bytes(encode_run(run))
         if not resume:
             (self.path / ATTACHED).unlink(missing_ok=True)
@@ -138,17 +139,17 @@ class RunDirectory(TrainerRecord):
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was begun in the directory: it has a trace of it, or a checkpoint."""
+        """Whether the directory has a run: a trace or a checkpoint."""
         is_recorded = (self.path / TRACE).exists() or bool(earlier_trace_numbers(self.path))
         return is_recorded or self.checkpoints.newest() is not None
 
     def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
-        """Return the checkpoint that `run` resumes from; None where it begins, or no checkpoint is complete.
+        """Return the checkpoint from which `run` resumes, or None if it is new or has no complete checkpoint.
 
         Raises:
-            ValueError: the directory cannot be written to; a run is there already, none to resume, one that has all
-                its steps, that another process runs, that was begun with other settings, or whose every checkpoint is
-                damaged.
+            ValueError: the directory is not writable, or another process uses it. Without `resume`: it has a run
+                already. With `resume`: it has no run, the run has all its steps or was started with other settings,
+                or every checkpoint is damaged.
         """
         if self.has_run and not resume:
             raise ValueError(
@@ -182,7 +183,7 @@ class RunDirectory(TrainerRecord):
         return self.checkpoints.newest_whole()
 
     def write_step(self, figures: Mapping[str, object]) -> None:
-        """Add a line to metrics.jsonl, and tell those who watch where it is a step."""
+        """Add a line to metrics.jsonl, and pass it to the trackers if it is a step."""
         self._metrics.write(json.dumps(figures).encode() + b"\n")
         self._take(figures)
         step = figures.get("step")
@@ -192,7 +193,7 @@ class RunDirectory(TrainerRecord):
             self.write_samples(lambda: figures)
 
     def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
-        """Add what `make` returns as a line to samples.jsonl; the first that fails is the last, and costs the run nothing."""
+        """Add the result of `make` to samples.jsonl; after an error, write no further samples and continue the run."""
         if self._samples is None:
             return
         try:
@@ -221,25 +222,25 @@ class RunDirectory(TrainerRecord):
         self._rollouts.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
-        """Close every file, and let others have the directory."""
+        """Close every file, and release the lock."""
         self._trackers.close()
         for file in self._files:
             file.close()
         self._lock.release()
 
     def _claim(self, who: str) -> None:
-        """Refuse to go on where `who` is another process that holds the directory."""
+        """Raise an error if `who` is the id of another process that has the lock."""
         if who:
             raise ValueError(
                 f"execute.output {str(self.path)!r} is in use by process {who}: a directory has one run at a time"
             )
 
     def _check_settings(self, run: Run) -> None:
-        """Refuse to resume with what would give groups other prompts than they had.
+        """Refuse to resume with settings that change the prompts of groups or the trained weights.
 
         Raises:
-            RunError: the first key that has another value than the run was begun with.
-            ValueError: nobody can say what it was begun with.
+            RunError: the first such key whose value differs from that of the run.
+            ValueError: run.json cannot be read.
         """
         path = self.path / RUN
         try:
@@ -263,15 +264,15 @@ class RunDirectory(TrainerRecord):
         self.changes = changes(begun, run)
 
     def _mark_resume(self, checkpoint: Checkpoint | None) -> None:
-        """Add a line to metrics.jsonl and rollouts.jsonl: what comes after the checkpoint will be made again."""
+        """Add a line to metrics.jsonl and rollouts.jsonl: later steps than the checkpoint's are discarded."""
         at = Position(version=0, groups_done=0) if checkpoint is None else checkpoint.position
         mark = {ROLLED_BACK_TO: at.version, "leg": self.leg}
         self.write_step({**mark, **({"damaged": self.damaged} if self.damaged else {})})
         prompts = {"groups_done": at.groups_done, "done_ahead": at.done_ahead}
         self._rollouts.write(msgspec.json.encode({**mark, **prompts}) + b"\n")
 
-    def _look_for_record(self, version: int) -> None:
-        """Say so where no trace records that the checkpoint was saved which the run resumes from: one was cut short."""
+    def _check_trace_has(self, version: int) -> None:
+        """Log a warning if no trace has the event of the checkpoint; then a trace was truncated."""
         saved = f'"CheckpointSaved","version":{version},'.encode()
         traces = (path.read_bytes() for path in sorted(self.path.glob("trace*.jsonl")))
         if not any(saved in trace for trace in traces):
@@ -280,8 +281,8 @@ class RunDirectory(TrainerRecord):
                 "but its ledger will not balance"
             )
 
-    def _put_old_trace_aside(self) -> None:
-        """Name the trace of the leg before by its number; of a leg that died before its first line nothing is kept."""
+    def _rename_old_trace(self) -> None:
+        """Rename the trace of the last start to its number; overwrite it if it has no complete line."""
         trace = self.path / TRACE
         self.leg = 1 + max(earlier_trace_numbers(self.path), default=0)
         if trace.exists() and _has_first_line(trace):

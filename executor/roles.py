@@ -1,8 +1,7 @@
 """Define the contracts of the roles (replica, trainer, transfer, verifier, relay) and the messages that they exchange.
 
-The contracts of the roles: what the controller asks of each, whoever plays it and wherever it lives.
-
-`tests/test_contracts.py` holds every implementation to them.
+A contract is the set of methods that the controller calls, whatever implements the role and wherever it runs.
+`tests/test_contracts.py` checks every implementation.
 """
 
 from __future__ import annotations
@@ -32,62 +31,62 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """Prompt token ids; see `streamrl.executor.tokens`."""
     priority: int
-    """Smaller starts first; ties start in order of rollout."""
+    """The smallest value starts first; ties start in order of rollout."""
     max_tokens: int
-    """Most output tokens, those of the prefix included."""
+    """Maximum number of output tokens, including those of the prefix."""
     prefix: tuple[TokenBlock, ...] = ()
-    """Output tokens that aborted attempts already made; generation goes on after them."""
+    """Output tokens of aborted attempts; generation continues after them."""
     seed: int | None = None
-    """Of its sampling; None: whatever its replica draws next."""
+    """Seed of its sampling. None: use the random state of the replica."""
     output_path: str | None = None
-    """Where to put the output tokens; None: into the completion."""
+    """File for the output tokens. None: return them in the completion."""
 
 
 class CacheState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the KV cache of an inference engine is like."""
+    """The state of an inference engine's KV cache."""
 
     tokens: int | None
-    """That it holds; None where the engine does not tell."""
+    """Capacity in tokens; None if the engine does not report it."""
     use: float
-    """Share of it that is in use."""
+    """Share of the capacity that is in use, 0 to 1."""
     num_preempted: int
-    """Times since the start that what ran was put off for want of room."""
+    """Number of preemptions since the start, because the cache was full."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt made: only the tokens after the request's prefix."""
+    """The output of one attempt: only the tokens after the request's prefix."""
 
     rollout: int
     output: TokenBlock
-    """New output tokens; the end-of-sequence token is included where it was sampled. Log-probabilities are those
-    under the policy that sampled."""
+    """New output tokens, with the end-of-sequence token if it was sampled. Log-probabilities are those of the policy
+    that sampled."""
     segments: tuple[TokenSegment, ...]
-    """Whose the tokens of `output` are; none where there are no tokens."""
+    """Which tokens of `output` the policy sampled; empty if there are no tokens."""
     text: str | None
-    """The rollout's whole output, its prefix included, special tokens left out; None where it was aborted, or
-    where the replica has no tokenizer."""
+    """The whole output of the rollout with its prefix, without special tokens. None if the attempt was aborted or the
+    replica has no tokenizer."""
     versions: list[tuple[int, int]]
-    """Spans `(version, start)`: from token `start` of `output` on, the policy version that sampled."""
+    """Spans `(version, start)`: the policy version that sampled from token `start` of `output` on."""
     finish: FinishReason
     run_time: float
     """Seconds from leaving the replica's queue to the last token."""
     prefill_time: float
-    """Seconds, at the start of `run_time`, until the rollout's prefix was computed."""
+    """Seconds at the start of `run_time` until the prefix was computed."""
     cache: CacheState | None = None
-    """Its replica's when it ended; None where an engine has none that it tells of, or the attempt was left by a lost one."""
+    """State of the replica's KV cache at the end. None if the engine does not report it or the replica was lost."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished rollout as the trainer consumes it."""
+    """One finished rollout, as the trainer receives it."""
 
     rollout: int
     prompt: bytes
     output: tuple[TokenBlock, ...]
     segments: tuple[TokenSegment, ...]
     advantage: float
-    """By the algorithm; ppo: its reward; dpo: 1 of the better rollout of a pair, -1 of the worse one."""
+    """Advantage of the algorithm. ppo: the reward. dpo: 1 for the better rollout of a pair, -1 for the worse one."""
     partner: int | None = None
-    """dpo: the other rollout of the pair."""
+    """dpo: number of the other rollout of the pair."""
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -100,25 +99,25 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What a load took, and what it brought."""
+    """The result of loading weights into a replica."""
 
     load_time: float
-    """Seconds for which the replica stood still."""
+    """Seconds in which the replica generated nothing."""
     checksum: str
-    """Of the weights, as the replica found them."""
+    """Checksum of the weights, as the replica read them."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Every bucket of one weight version; complete or not there at all."""
+    """All buckets of one complete weight version."""
 
     version: int
     buckets: list[Bucket]
     origin: str = ""
-    """Checksum of the adapters that these weights were merged from; none where they were pushed as they are."""
+    """Checksum of the adapters that were merged into these weights; empty if nothing was merged."""
 
     @property
     def checksum(self) -> str:
-        """Of what was pushed, where every bucket is as it was written."""
+        """Checksum of the pushed weights or adapters, assuming intact buckets."""
         return self.origin or combine(bucket.checksum for bucket in self.buckets)
 
     @property
@@ -128,45 +127,45 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parcel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a far directory is sent of a weight version, given what it holds."""
+    """A weight version encoded for another relay, which may already have an older version."""
 
     kind: ParcelKind
-    """full: the buckets themselves; delta: what changed in them since `base`; lora: adapters, which a relay merges with the
-    model that the run began with where replicas cannot compute with them beside it."""
+    """full: the buckets themselves. delta: their changes since `base`. lora: adapters; the relay merges them into the
+    initial model if replicas cannot apply adapters themselves."""
     pieces: list[Bucket]
-    """What is sent, as it lies with the sender."""
+    """The files to send, with the sender's paths."""
     result: Manifest
-    """full, delta: what comes out, bucket by bucket, as it lies with the sender. lora: the adapters."""
+    """full, delta: the buckets of the version, with the sender's paths. lora: the adapters."""
     base: str = ""
-    """delta: the checksum of the version that must be there."""
+    """delta: checksum of the version that the receiver must have."""
     seconds: float = 0.0
-    """That encoding took."""
+    """Seconds of encoding."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are sent."""
+        """Number of bytes to send."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
 class BroadcastRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A place in a circle of relays, in which the first tells and the others hear."""
+    """The rank of a relay in a broadcast group; rank 0 sends and the others receive."""
 
     address: str
-    """Host and port where its members find each other."""
+    """Host and port of the group's rendezvous."""
     rank: int
     size: int
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that lies where replicas can load it."""
+    """A version in a directory from which replicas can load it."""
 
     manifest: Manifest
     seconds: float
-    """That decoding took, with checking and writing."""
+    """Seconds of decoding, checking and writing."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion that a reward model scores, and what it answers."""
+    """A prompt and its completion, which a reward model scores."""
 
     prompt: str | list[dict[str, Any]]
     """A text, or the messages of a chat."""
@@ -174,140 +173,139 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelScore(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward model made of an exchange."""
+    """The score of an exchange by a reward model."""
 
     num_tokens: int
-    """That it read, or would have had to."""
+    """Number of tokens in the exchange."""
     score: float | None = None
-    """None where it cannot score it."""
+    """None if the model cannot score the exchange."""
     fault: str = ""
     """Why it cannot."""
 
 
 Figures = dict[str, float]
-"""What a call of the trainer measured, by name."""
+"""Measurements of a trainer's call, by name."""
 
 
 class RoleLostError(RuntimeError):
-    """A role can do nothing any more, though its process lives: whoever called ends it as one that died."""
+    """A role cannot continue, although its process is alive; the caller kills the process."""
 
 
 class AnswerError(RuntimeError):
-    """A role in another process answered with an error: its type and words, as `reason_of` has them there."""
+    """A role in another process raised an error; this has its text, from `reason_of` in that process."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return the type and words of an error, those of another process's as it told them."""
+    """Return the type and message of an error; for `AnswerError`, those of the original error."""
     return str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"
 
 
 class ReplicaRole(Protocol):
-    """Generates rollouts and takes new weights while it does; calls take effect in order."""
+    """Generates rollouts and loads new weights meanwhile; calls take effect in order."""
 
     async def start(self, manifest: Manifest | None, version: int) -> str:
-        """Load the model, then the manifest's weights if given, and begin to serve as `version`.
+        """Load the model, then the weights of `manifest` if given, and start to serve as `version`.
 
-        Returns the checksum of these weights as they were found; nothing where there are none.
+        Returns the checksum of the loaded weights as they were read, or an empty string without a manifest.
         """
 
     async def generate(self, request: Request) -> Completion:
-        """Return when this rollout is finished or aborted, whatever its siblings do.
+        """Generate one rollout, and return when it is finished or aborted.
 
-        The smallest priority starts first, ties by rollout. Raises an error that names the key and the bound for
-        a request without room, and one for whatever else keeps it from its end; a replica that was stopped says so.
-        `RoleLostError` where none will ever be generated.
+        The smallest priority starts first; ties start in order of rollout. Raises an error that names the key and the
+        limit if the request does not fit, and an error if the replica is stopped or generation fails. Raises
+        `RoleLostError` if the replica can never generate again.
         """
 
     async def abort(self, rollout: int) -> None:
-        """Make its `generate` return now with the tokens so far; nothing if it is not here."""
+        """Make the rollout's `generate` return now with its tokens so far; do nothing if it is not here."""
 
     async def load(self, manifest: Manifest, drain: bool) -> Loaded:
-        """Serve the manifest's weights from the next token on, and return the seconds it stood still and their checksum.
+        """Load the weights of `manifest`, and use them from the next token on.
 
-        Nothing starts from this call on until the weights are in place, so what is sent after a load starts under
-        what it brings. With `drain` the running rollouts end first. A bad manifest is an error, and the old
-        weights go on serving.
+        No rollout starts between this call and the end of the load. So rollouts sent after it start with the new
+        weights. With `drain`, running rollouts end first. A bad manifest raises an error, and the old weights stay.
         """
 
     async def cache(self) -> CacheState | None:
-        """Return what its KV cache is like now; None where its engine has none that it tells of."""
+        """Return the current state of the KV cache, or None if the engine does not report it."""
 
     async def sleep(self) -> None:
-        """Give the device's memory back until `wake`; nothing may be generated meanwhile. Nothing where it sleeps."""
+        """Release device memory until `wake`; no rollout may run meanwhile. Do nothing if it sleeps already."""
 
     async def wake(self) -> None:
-        """Be ready again, with the weights of before; nothing where it is."""
+        """Restore the same weights on the device; do nothing if it is awake."""
 
     async def stop(self) -> None:
         """End generation; every pending `generate` raises an error."""
 
 
 class TrainerRole(Protocol):
-    """Trains on rollouts as they arrive, makes and pushes weight versions; calls take effect in order."""
+    """Trains on rollouts as they arrive, and pushes weight versions; calls take effect in order."""
 
     async def start(self, checkpoint: str | None, version: int | None = None) -> int:
-        """Load the initial weights (version 0) or a checkpoint, and return the version: `version` where it is given."""
+        """Load the initial weights (version 0) or a checkpoint, and return the version; `version` overrides it."""
 
     async def score(self, samples: list[Sample]) -> Figures:
-        """Run the forward passes that training on these samples needs first."""
+        """Run the forward passes that must precede training on these samples."""
 
     async def train(self, samples: list[Sample]) -> Figures:
         """Add the gradient of these samples to the batch."""
 
     async def step(self, version: int) -> Figures:
-        """Make `version` from the batch; its `rollouts` are those trained on since the last step.
+        """Make an optimizer step with the batch, which creates `version`; return the number of `rollouts` and others.
 
-        An error where `version` is not the next one, or nothing was trained on.
+        Raises an error if `version` is not the next one, or the batch is empty.
         """
 
     async def push(self, version: int, directory: str) -> Manifest:
-        """Write the weights to `directory`; an error where `version` is not the current one."""
+        """Write the weights to `directory`; raise an error if `version` is not the current one."""
 
     async def save(self, path: str) -> None:
-        """Write a checkpoint of the last step, which is complete or not there."""
+        """Write a checkpoint of the last step; it is complete or absent."""
 
     async def sleep(self) -> None:
-        """Give the device's memory back until `wake`, with the batch under way kept. Nothing where it sleeps."""
+        """Release device memory until `wake`, and keep the current batch. Do nothing if it sleeps already."""
 
     async def wake(self) -> None:
-        """Be ready to train again; nothing where it is."""
+        """Restore the state on the device; do nothing if it is awake."""
 
     async def stop(self) -> None:
-        """Finish the work that was called for, and end."""
+        """Finish all pending calls, then end."""
 
 
 class Scoring(NamedTuple):
-    """What a completion gets."""
+    """The reward of a completion."""
 
     reward: float
-    """Of one scorer mostly 0 to 1; of several the weighted sum of their scores."""
+    """The score, mostly 0 to 1. With several scorers it is the weighted sum of their scores."""
     fault: str | None
-    """What became of a completion that could not be scored and has the worst score: "time limit"; else None."""
+    """Why the completion could not be scored and has the worst score, such as "time limit"; else None."""
     scores: Mapping[str, float] = MappingProxyType({})
-    """Of several scorers, what each gave, by its name."""
+    """With several scorers, the score of each by name."""
 
 
 class RewardRole(Protocol):
-    """Scores completions with a model of its own."""
+    """Scores completions with a reward model."""
 
     async def start(self) -> None:
         """Load the model."""
 
     async def score(self, exchanges: list[Exchange]) -> list[ModelScore]:
-        """Return what the model makes of each, in order, in as few passes as may be.
+        """Return the score of each exchange in order, with as few forward passes as possible.
 
-        An exchange that it cannot score says so and keeps none of the others from their score.
+        An exchange that cannot be scored has a fault in its result; the others are scored.
         """
 
     async def stop(self) -> None:
-        """Finish the work that was called for, and end."""
+        """Finish all pending calls, then end."""
 
 
 class VerifierRole(Protocol):
     """Scores completions."""
 
     async def start(self) -> object:
-        """Begin to load what scores; `verify` does so where nobody else has."""
+        """Start to load the scorers; otherwise the first `verify` does."""
 
     async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
         """Return the reward of a completion's text of `num_tokens` tokens.
@@ -317,11 +315,11 @@ class VerifierRole(Protocol):
         """
 
     def reward_models(self) -> Sequence[object]:
-        """Return handles on the replicas of a reward model that are up, those with work first; none where there is none."""
+        """Return handles on the running replicas of the reward model, busy ones first; empty if there are none."""
         return ()
 
     def close(self) -> None:
-        """End at once, whatever is under way; `verify` begins anew."""
+        """End all scoring at once; a later `verify` starts again."""
 
 
 Write = Callable[[int, Path], Awaitable[Manifest]]
@@ -329,82 +327,82 @@ Write = Callable[[int, Path], Awaitable[Manifest]]
 
 
 class RelayRole(Protocol):
-    """Holds weight versions on one machine, and makes what other relays need of them."""
+    """Stores weight versions on one machine, and exchanges them with other relays."""
 
     async def start(self) -> str:
-        """Make the directory of versions, and return its path."""
+        """Create the directory of versions, and return its path."""
 
     async def pack(self, manifest: Manifest, kind: str, base: Manifest | None) -> Parcel:
-        """Return what another place needs to have a version that was written here; see `ParcelKind`.
+        """Return a parcel with which another relay can restore a version of this machine; see `ParcelKind`.
 
-        An error where the base has other tensors.
+        Raises an error if the base has other tensors.
         """
 
     async def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return bytes of a file below the directory; an error where it lies elsewhere."""
+        """Return bytes of a file in the directory of versions; raise an error for any other file."""
 
     async def receive(self, version: int, piece: int, offset: int, data: bytes) -> None:
-        """Take bytes of a piece of a parcel."""
+        """Store bytes of one piece of a parcel."""
 
     async def listen(self) -> str:
-        """Open a meeting for a circle that this one will tell, in place of one before, and return its address."""
+        """Open the rendezvous of the broadcast group that this relay sends to, and return its address."""
 
     async def join_broadcast(
-        self, hears: BroadcastRank | None, tells: BroadcastRank | None
+        self, receives: BroadcastRank | None, sends: BroadcastRank | None
     ) -> None:
-        """Take seats in the circle that this one hears, and in the one that it tells, once all others take theirs."""
+        """Join the group that this relay receives from and the one that it sends to; wait for all members."""
 
     async def broadcast(self, parcel: Parcel) -> None:
-        """Hear a parcel, or read it where this one hears nobody, and tell it to those who hear this one.
+        """Receive a parcel, or read it if this relay is the first, and send it on to its broadcast group.
 
-        An error where a member of a circle is gone; what was received until then is no parcel.
+        Raises an error if a member of a group is gone; the data received until then is incomplete.
         """
 
     async def unpack(self, parcel: Parcel, is_here: bool) -> Arrived:
-        """Make a version of a parcel that was received, or whose pieces can be read here.
+        """Restore a version from a received parcel, or from pieces that are on this machine.
 
-        An error where its base is not here, or anything is not what was sent; nothing has changed then.
+        Raises an error if the base is missing or a checksum differs; then nothing has changed.
         """
 
     async def keep(self, checksums: list[str]) -> None:
-        """Remove every unpacked version but these."""
+        """Remove all unpacked versions except these."""
 
     async def remove(self, version: int) -> None:
-        """Remove a version that was written here."""
+        """Remove a version that was written on this machine."""
 
     async def stop(self) -> None:
-        """Leave nothing behind."""
+        """Remove all files."""
 
 
 class TransferRole(Protocol):
-    """Brings pushed weights to where replicas load them; a version stays until a newer one is there."""
+    """Brings pushed weights to places from which replicas load them, and keeps the newest version."""
 
     def join(self, replica: int, place: str) -> None:
-        """Enter where a replica loads weights."""
+        """Record the place from which a replica loads weights."""
 
     def leave(self, replica: int) -> None:
-        """Enter that a replica is gone."""
+        """Record that a replica is gone."""
 
     async def prepare(self) -> None:
-        """Be ready to be given weights, now that the trainer is up: its next step must not overtake a push that waits."""
+        """Prepare for pushes when the trainer has started, so that its next step cannot overtake a waiting push."""
 
     async def push(self, command: PushWeights) -> WeightsPushed:
-        """Send a version to where replicas can load it."""
+        """Send a version to all places from which replicas load."""
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
-        """Return what a replica that has joined loads; None for a version that was never pushed.
+        """Return the manifest of a version for a replica, or None if the version was never pushed.
 
-        `ConnectionError` for one that is gone, or does not reach it.
+        Raises `ConnectionError` if the version is gone, or cannot reach the replica's place.
         """
 
     def hold(self, version: int) -> None:
-        """Keep a version for someone who will load it, also where a newer one is there."""
+        """Keep a version for a replica that will load it, even if a newer version arrives."""
 
     def release(self, version: int) -> None:
-        """Let go of a version that was held."""
+        """End a `hold` of a version."""
 
     async def close(self) -> None:
-        """End whoever brings weights, and leave nothing behind."""
+        """End all relays and remove all files."""
 
     def stop(self) -> None:
-        """Leave nothing behind, also of a push that broke off, from any thread."""
+        """Remove all files, even of an unfinished push; may be called from any thread."""

@@ -45,32 +45,32 @@ TrainerWork = Score | Train | Step | SaveCheckpoint | StartTrainer | StopTrainer
 
 
 class RunLog:
-    """Told each event of a run before it enters the engine's state, and the commands after that."""
+    """Logs a run; call `see` before the engine handles an event, and `write` after that."""
 
     def __init__(self, state: State, secondary_trainers: Sequence[str]) -> None:
-        """Take the state of the engine, which is only read, and the names of the secondary trainers."""
+        """Read the engine's `state`, without changing it; `secondary_trainers` has names for log lines."""
         self._state = state
         self._names = ["trainer", *(f"secondary trainer {name}" for name in secondary_trainers)]
         self._num_first = state.fleet.num_wanted
-        """Replicas that the run begins with; later ones are replacements or come by a resize."""
+        """Replicas at the start of the run; later ones are replacements or come from a resize."""
         self._lost_replicas: deque[int] = deque()
-        """Those without a replacement so far."""
+        """Lost replicas without a replacement so far."""
         self._replaced_by: dict[int, int] = {}
-        """The lost replica by its replacement, which is coming up."""
+        """Lost replica by the number of its replacement, which is starting."""
         self._lost_trainers: set[int] = set()
         self._num_replicas = state.fleet.kinds[0].num_wanted
-        """Of the kind that a resize changes."""
+        """Replicas of the kind that a resize changes."""
         self._num_rollouts = 0
-        """On the replica that is lost."""
+        """Rollouts on the lost replica."""
         self._version = 0
-        """Of the trainer that is lost."""
+        """Version of the lost trainer."""
         self._group: int | None = None
-        """Of the rollout that failed."""
+        """Group of the failed rollout."""
         self._is_part_of_loss = False
-        """Whether a command failed only because its role was lost, which has a line already."""
+        """Whether a command failed only because its role was lost, which was logged already."""
 
     def see(self, event: Event) -> None:
-        """Note what `write` needs to know of the time before `event`."""
+        """Record the state before `event`, which `write` needs."""
         self._group = None
         match event:
             case ReplicaLost(replica):
@@ -94,7 +94,7 @@ class RunLog:
         return False
 
     def write(self, event: Event, commands: Sequence[Command]) -> None:
-        """Log an event, the commands that it led to, and what becomes of a loss."""
+        """Log an event, its commands, and the consequences of a loss."""
         logger.debug("event %s", event)
         match event:
             case ReplicaLost(replica, reason):
@@ -138,7 +138,7 @@ class RunLog:
         return f"{verb} on the other {len(serving)} replicas"
 
     def _replacement(self, commands: Sequence[Command]) -> str:
-        """Say who takes the place of a replica that is lost or did not start."""
+        """Return text about the replacement of a replica that is lost or did not start."""
         if (stop := _first(Stop, commands)) is not None:
             return f"the run stops: {stop.reason}"
         if (start := _first(StartReplica, commands)) is not None:
@@ -148,7 +148,7 @@ class RunLog:
         return "a replacement starts after the next push"
 
     def _lacks_replica(self, commands: Sequence[Command]) -> bool:
-        """Return whether a replica that is gone has, or should get, a replacement."""
+        """Return whether a lost replica has a replacement, or should get one."""
         fleet = self._state.fleet
         is_missing = len(fleet.replicas) < fleet.num_wanted
         return is_missing or _first(StartReplica, commands) is not None
@@ -241,7 +241,7 @@ class RunLog:
 
     @property
     def _step(self) -> int:
-        """The step that the primary trainer is making."""
+        """The step that the primary trainer works on."""
         return self._state.leader.version + 1
 
 
@@ -254,6 +254,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _how(reason: str) -> str:
-    """Return a reason for a reader: `process 4711 ended with signal 9`."""
+    """Return a short reason, such as `process 4711 ended with signal 9`."""
     plain = reason.removeprefix("WorkerLostError: ").removeprefix("worker ")
     return re.sub(r"ended with status -(\d+)", r"ended with signal \1", plain)

@@ -1,16 +1,16 @@
 """Write and read files of output tokens, so that a resumed run continues rollouts of a process that died.
 
-Files of output tokens that say what they hold, so that what a dead process left can be gone on with.
+| file                   | content                                                            |
+|------------------------|--------------------------------------------------------------------|
+| `ROLLOUT.ATTEMPT`      | tokens of an attempt that has ended                                |
+| `ROLLOUT.ATTEMPT.part` | tokens of a running attempt; a record is appended every few seconds |
 
-    ROLLOUT.ATTEMPT         what an attempt made, once it has ended
-    ROLLOUT.ATTEMPT.part    what it has made so far: a record is added every few seconds
+A file is a list of records. Each record has a head and tokens, both with a checksum. The head has the rollout, the
+position of the tokens, and the versions that sampled them. A truncated or damaged record is discarded, with all
+records after it.
 
-Both are records: a head, which says of which tokens of which rollout it is and which versions sampled them, and the
-tokens, each with a checksum. One that was cut short by a crash, or is damaged, is left out with all that follow it.
-
-What earlier legs of a run left of rollouts that no checkpoint has in it: tokens that a resumed run goes on from.
-
-A version after the checkpoint's is made again, with other weights: what the lost one sampled is left out.
+`KeptTokens` finds the saved tokens of rollouts that were not trained on at the checkpoint. A resume repeats all steps
+after the checkpoint, with different weights. So tokens sampled by later versions are discarded.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from streamrl.executor.tokens import (
 )
 
 FRAME = struct.Struct("<II")
-"""What a record begins with: bytes of its head, and their CRC-32."""
+"""Start of a record: the length of its head in bytes, and the CRC-32 of the head."""
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
-    """What a record says of its tokens."""
+    """The description of the tokens of a record."""
 
     rollout: int
     start: int
-    """Output tokens of the rollout before them."""
+    """Number of output tokens of the rollout before these."""
     num_tokens: int
     segments: tuple[TokenSegment, ...]
     versions: list[tuple[int, int]]
-    """Spans `(version, start)`: from token `start` of the record on, the policy version that sampled."""
+    """Spans `(version, start)`: the policy version that sampled from token `start` of the record on."""
     finish: FinishReason
-    """How the attempt ended; aborted where it has not."""
+    """How the attempt ended; "aborted" while it runs."""
     run_time: float
-    """Seconds of the attempt so far, as of a `Completion`."""
+    """Seconds of the attempt so far; see `Completion`."""
     prefill_time: float
 
     def encode(self, tokens: bytes) -> bytes:
-        """Return the bytes that stand before these tokens."""
+        """Return the bytes of the head for a record with these tokens."""
         data = _ENCODER.encode((self, crc32(tokens)))
         return FRAME.pack(len(data), crc32(data)) + data
 
@@ -82,22 +82,22 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(tuple[He
 
 
 def attempt_of(path: str) -> int:
-    """Return the number of the attempt that a file is of."""
+    """Return the attempt number in a file's name."""
     return int(path.rpartition(".")[2])
 
 
 def part_of(path: str) -> str:
-    """Return where what an attempt has made so far is kept while it runs."""
+    """Return the path of the file for a running attempt."""
     return f"{path}.part"
 
 
 def fresh_of(path: str) -> str:
-    """Return where the file of an attempt that was taken over lies until it is whole."""
+    """Return the temporary path of a recovered attempt's file."""
     return f"{path}.new"
 
 
 def add_record(path: str, record: TokenRecord) -> None:
-    """Add tokens to what an attempt has made so far, in a file that only this user can read: all of them or none."""
+    """Append a record to the file of a running attempt, completely or not at all; only this user can read it."""
     tokens = encode_tokens(record.ids, record.logprobs)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     with os.fdopen(os.open(part_of(path), flags, 0o600), "ab", buffering=0) as file:
@@ -113,14 +113,14 @@ def add_record(path: str, record: TokenRecord) -> None:
 
 
 def remove_files(path: str) -> None:
-    """Remove what an attempt left."""
+    """Remove all files of an attempt."""
     for each in (path, part_of(path), fresh_of(path)):
         with suppress(OSError):
             Path(each).unlink()
 
 
 def remove_ended(path: str) -> None:
-    """Remove the file of an attempt that has ended; what is left of one that has not is removed with all there is."""
+    """Remove the file of an ended attempt; if there is none, remove all files of the attempt."""
     try:
         os.unlink(path)  # noqa: PTH108 (every rollout passes here: a `Path` takes longer)
     except OSError:
@@ -128,7 +128,7 @@ def remove_ended(path: str) -> None:
 
 
 def read_records(path: str) -> list[TokenRecord]:
-    """Return the records of an attempt's file, those of the attempt so far where it has not ended; none of no file."""
+    """Return the records of an ended or running attempt; an empty list if it has no file."""
     for each in (path, part_of(path)):
         with suppress(OSError):
             if records := list(_split(Path(each).read_bytes())):
@@ -137,7 +137,7 @@ def read_records(path: str) -> list[TokenRecord]:
 
 
 def _split(data: bytes) -> Iterator[TokenRecord]:
-    """Yield records as long as they are whole."""
+    """Yield records up to the first damaged one."""
     while len(data) >= FRAME.size:
         length, checksum = FRAME.unpack_from(data)
         end = FRAME.size + length
@@ -158,16 +158,16 @@ def _split(data: bytes) -> Iterator[TokenRecord]:
 def merge(
     records: Iterable[TokenRecord], rollout: int, start: int, newest: int | None = None
 ) -> TokenRecord | None:
-    """Put records together that follow each other from output token `start` of a rollout on.
+    """Merge the consecutive records of an attempt, from output token `start` of a rollout on.
 
     Args:
-        records: of one attempt.
-        rollout: which one.
-        start: tokens that the rollout has already.
-        newest: version after which what was sampled is left out; None where none is.
+        records: records of one attempt.
+        rollout: number of the rollout.
+        start: number of tokens that the rollout has already.
+        newest: tokens of later versions are discarded. None: keep all.
 
     Returns:
-        One record, whose attempt was aborted where something is left out; None where nothing is left.
+        One record, whose finish is "aborted" if tokens were discarded. None if no tokens remain.
     """
     ids, logprobs = np.empty(0, ID), np.empty(0, LOGPROB)
     segments: tuple[TokenSegment, ...] = ()
@@ -201,7 +201,7 @@ def merge(
 
 
 def _cut(segments: tuple[TokenSegment, ...], num_tokens: int) -> tuple[TokenSegment, ...]:
-    """Return the segments of the first tokens."""
+    """Return the segments of the first `num_tokens` tokens."""
     kept: list[TokenSegment] = []
     for segment in segments:
         left = num_tokens - count_tokens(kept)
@@ -211,10 +211,10 @@ def _cut(segments: tuple[TokenSegment, ...], num_tokens: int) -> tuple[TokenSegm
 
 
 def take_over(rollout: int, path: str, start: int, newest: int | None = None) -> Completion | None:
-    """Make what is left of an attempt an attempt that has ended, on disk too; see `merge`.
+    """Turn the saved tokens of a lost attempt into an ended attempt, also on disk; see `merge`.
 
     Returns:
-        What it made, without its text; None where nothing is left, and no file.
+        Its completion without text. None if no tokens remain; then its files are removed.
     """
     record = merge(read_records(path), rollout, start, newest)
     if record is None:
@@ -230,7 +230,7 @@ def take_over(rollout: int, path: str, start: int, newest: int | None = None) ->
 
 
 def write_record(record: TokenRecord, path: str) -> TokenBlock:
-    """Write what an attempt made that has ended: the file is there as a whole, or as it was."""
+    """Write the file of an ended attempt atomically."""
     write_attempt(record.head, record.ids, record.logprobs, fresh_of(path))
     Path(fresh_of(path)).replace(path)
     return TokenBlock(record.head.num_tokens, path)
@@ -239,12 +239,12 @@ def write_record(record: TokenRecord, path: str) -> TokenBlock:
 def write_attempt(
     head: Head, ids: Sequence[int] | Ids, logprobs: Sequence[float] | Logprobs, path: str | None
 ) -> TokenBlock:
-    """Write what an attempt made, after what is said of it; without a path the block has it."""
+    """Write the head and tokens of an attempt to a file; without a path, return them in the block."""
     return write_block(ids, logprobs, path, head.encode)
 
 
 def completion_of(head: Head, output: TokenBlock, text: str | None) -> Completion:
-    """Return what an attempt made, of whose output `head` tells."""
+    """Return the completion of an attempt from the head of its output."""
     return Completion(
         rollout=head.rollout,
         output=output,
@@ -258,18 +258,18 @@ def completion_of(head: Head, output: TokenBlock, text: str | None) -> Completio
 
 
 class KeptTokens:
-    """Owns a directory of token files between two legs of a run."""
+    """Owns a directory of token files from before a restart."""
 
     def __init__(
         self, directory: Path, newest: int, max_tokens: int, is_open: Callable[[int], bool]
     ) -> None:
-        """Sort out what is there: what can be gone on with becomes attempts that have ended, the rest is removed.
+        """Recover all attempts that can be continued, and remove all other files.
 
         Args:
-            directory: of the files; see `streamrl.executor.token_files`.
-            newest: the version that the run resumes at.
-            max_tokens: most output tokens of a rollout.
-            is_open: whether a rollout is still to be trained on.
+            directory: the directory of token files; see the module docstring.
+            newest: the version at which the run resumes.
+            max_tokens: maximum output tokens of a rollout.
+            is_open: returns whether a rollout still has to be trained on.
         """
         self._attempts: dict[int, list[Completion]] = {}
         for rollout, paths in sorted(_find(directory).items()):
@@ -281,16 +281,16 @@ class KeptTokens:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts of which something is left."""
+        """Number of rollouts with saved tokens."""
         return len(self._attempts)
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of them."""
+        """Number of saved output tokens."""
         return sum(each.output.num_tokens for kept in self._attempts.values() for each in kept)
 
     def take(self, rollout: int, oldest_version: int) -> list[Completion]:
-        """Return the attempts that are left of a rollout, in order; none where it began under a version that is too old."""
+        """Return the saved attempts of a rollout in order; discard them if their first version is too old."""
         attempts = self._attempts.pop(rollout, [])
         if attempts and attempts[0].versions[0][0] < oldest_version:
             _remove([str(each.output.path) for each in attempts])
@@ -299,7 +299,7 @@ class KeptTokens:
 
 
 def remove_all(directory: Path) -> None:
-    """Remove the files of every attempt, and the directory unless somebody else keeps something there."""
+    """Remove the files of every attempt, and the directory if it is empty then."""
     for paths in _find(directory).values():
         _remove(paths)
     with suppress(OSError):
@@ -307,7 +307,7 @@ def remove_all(directory: Path) -> None:
 
 
 def _find(directory: Path) -> dict[int, list[str]]:
-    """Return the files of each rollout's attempts, in order."""
+    """Return the paths of each rollout's attempts, in order."""
     found: dict[int, dict[int, str]] = defaultdict(dict)
     for path in directory.glob("*.*"):
         numbers = path.name.removesuffix(".part").removesuffix(".new").split(".")
@@ -319,7 +319,7 @@ def _find(directory: Path) -> dict[int, list[str]]:
 
 
 def _take_over(rollout: int, paths: list[str], newest: int) -> Iterator[Completion]:
-    """Yield the attempts that follow each other from the rollout's first token on, up to where something is missing."""
+    """Yield the consecutive attempts from the rollout's first token on, up to the first gap."""
     num_tokens, is_going_on = 0, True
     for path in paths:
         attempt = take_over(rollout, path, num_tokens, newest) if is_going_on else None

@@ -1,9 +1,9 @@
-"""Tokens on their way between processes: bytes that the controller passes on, or the file that holds them.
+"""Exchange tokens between processes, as files or as bytes in a message.
 
-A block of output tokens is a file in the run's directory, one for each attempt, written by the replica that made it
-and read by whoever trains on it or goes on after it; the controller says which and sees no more than its name. Where a
-worker is told no file, the block carries the bytes itself. What is said of tokens stands before them in their file
-(`streamrl.executor.token_files`), so that who finds it knows what they are.
+A block of output tokens is usually a file in the run directory, one for each attempt. The replica writes it. The
+trainer, or the replica that continues the rollout, reads it. The controller chooses the name and never reads the
+tokens. Without a file name, the block has the bytes itself. Each file starts with a head that describes its tokens
+(`streamrl.executor.token_files`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class TokenBlock(msgspec.Struct, frozen=True, array_like=True):
 
     num_tokens: int
     path: str | None
-    """The file whose last bytes they are; None: they are in `data`."""
+    """The file that ends with these tokens. None: they are in `data`."""
     data: bytes = b""
 
 
 class TokenSegment(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive output tokens of one origin; they may lie in several blocks."""
+    """Consecutive output tokens of one origin; they may span several blocks."""
 
     num_tokens: int
     is_policy: bool
-    """Whether the policy sampled them. Others, such as a tool's answer, are context for the model and no more:
-    nothing is learned from them, and their log-probabilities mean nothing."""
+    """Whether the policy sampled them. Other tokens, such as a tool's answer, are only context: they are not trained
+    on, and their log-probabilities are undefined."""
 
 
 def encode_ids(ids: Sequence[int] | Ids) -> bytes:
@@ -49,17 +49,17 @@ def encode_ids(ids: Sequence[int] | Ids) -> bytes:
 
 
 def decode_ids(data: bytes) -> Ids:
-    """Return what `encode_ids` was given, as an array that cannot be written to."""
+    """Return the token ids in bytes of `encode_ids`, as a read-only array."""
     return np.frombuffer(data, ID)
 
 
 def count_ids(data: bytes) -> int:
-    """Return the number of token ids in what `encode_ids` gave."""
+    """Return the number of token ids in bytes of `encode_ids`."""
     return len(data) // ID.itemsize
 
 
 def count_tokens(parts: Iterable[TokenBlock | TokenSegment]) -> int:
-    """Return the tokens of blocks, or of segments."""
+    """Return the number of tokens in blocks or segments."""
     return sum(part.num_tokens for part in parts)
 
 
@@ -67,7 +67,7 @@ def encode_tokens(ids: Sequence[int] | Ids, logprobs: Sequence[float] | Logprobs
     """Return output tokens as bytes: the ids of all, then the log-probabilities of all.
 
     Raises:
-        ValueError: there are not as many log-probabilities as ids.
+        ValueError: the numbers of ids and log-probabilities differ.
     """
     if len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probabilities")
@@ -75,7 +75,7 @@ def encode_tokens(ids: Sequence[int] | Ids, logprobs: Sequence[float] | Logprobs
 
 
 def decode_tokens(data: bytes, num_tokens: int) -> tuple[Ids, Logprobs]:
-    """Return ids and log-probabilities, each `[num_tokens]`, as arrays that cannot be written to."""
+    """Return ids and log-probabilities, each `[num_tokens]`, as read-only arrays."""
     ids = np.frombuffer(data, ID, num_tokens)
     return ids, np.frombuffer(data, LOGPROB, num_tokens, ids.nbytes)
 
@@ -86,12 +86,12 @@ def write_block(
     path: str | None,
     head_of: Callable[[bytes], bytes] = lambda tokens: b"",
 ) -> TokenBlock:
-    """Put output tokens into a file that only this user can read, after their head, or, without a path, into the block.
+    """Write output tokens and their head to a file that only this user can read; without a path, to the block.
 
-    What was in the file is gone. No tokens need no file.
+    An existing file is overwritten. Without tokens no file is written.
 
     Raises:
-        ValueError: there are not as many log-probabilities as ids.
+        ValueError: the numbers of ids and log-probabilities differ.
     """
     data = encode_tokens(ids, logprobs)
     if path is None or not data:
@@ -102,7 +102,7 @@ def write_block(
 
 
 def is_whole(block: TokenBlock) -> bool:
-    """Return whether a block has the bytes of its tokens, without a look at them."""
+    """Return whether a block is large enough for its tokens, without reading it."""
     if block.path is None:
         return len(block.data) == TOKEN_BYTES * block.num_tokens
     with suppress(FileNotFoundError):
@@ -111,10 +111,10 @@ def is_whole(block: TokenBlock) -> bool:
 
 
 def read_block(block: TokenBlock) -> tuple[Ids, Logprobs]:
-    """Return ids and log-probabilities of a block, each `[num_tokens]`, as arrays that cannot be written to.
+    """Return ids and log-probabilities of a block, each `[num_tokens]`, as read-only arrays.
 
     Raises:
-        ValueError: the bytes are not those of as many tokens.
+        ValueError: the block has too few or too many bytes.
     """
     data = block.data if block.path is None else Path(block.path).read_bytes()
     size = TOKEN_BYTES * block.num_tokens
@@ -125,7 +125,7 @@ def read_block(block: TokenBlock) -> tuple[Ids, Logprobs]:
 
 
 def read_blocks(blocks: Iterable[TokenBlock]) -> tuple[Ids, Logprobs]:
-    """Return ids and log-probabilities of blocks one after the other, in arrays of your own; see `read_block`."""
+    """Return the concatenated ids and log-probabilities of blocks as new arrays; see `read_block`."""
     parts = [(np.empty(0, ID), np.empty(0, LOGPROB)), *map(read_block, blocks)]
     ids, logprobs = zip(*parts, strict=True)
     return np.concatenate(ids), np.concatenate(logprobs)
@@ -134,7 +134,7 @@ def read_blocks(blocks: Iterable[TokenBlock]) -> tuple[Ids, Logprobs]:
 def merge_segments(
     segments: tuple[TokenSegment, ...], others: Iterable[TokenSegment]
 ) -> tuple[TokenSegment, ...]:
-    """Return segments and what follows them, neighbours of one origin as one."""
+    """Return both lists of segments in order; adjacent segments of the same origin are merged."""
     merged = list(segments)
     for other in others:
         if merged and merged[-1].is_policy == other.is_policy:

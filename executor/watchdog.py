@@ -1,10 +1,10 @@
-"""Which commands hang, though the process that carries them out gives signs of life.
+"""Detect commands that hang although their process is alive.
 
-    limit = FACTOR x the larger of `patience` and what the slowest of its kind so far would have taken
+    limit = FACTOR x max(patience, time of the slowest command of this kind so far)
 
-What the slowest would have taken goes by units: seconds of decoding by `max_tokens` of output, those of forward and
-backward passes by rollouts. Of a kind of which none has ended yet nothing is known, and nothing is said. Deadlines are
-counted in ticks, so that a controller that was itself stopped for an hour finds nobody late.
+The time of the slowest command is scaled by its units of work: decoding by output tokens (`max_tokens`), and forward and
+backward passes by rollouts. There is no limit until one command of the kind has ended. Deadlines are counted in ticks.
+So a controller that was itself stopped for an hour does not kill its workers.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from streamrl.engine.messages import (
 )
 
 FACTOR = 10
-"""How many times as long as the slowest so far a command may take: lengths, batches and disks vary by less."""
-TICK = 1.0  # seconds between two looks
+"""Limit of a command, as a multiple of the slowest one so far. Lengths, batches and disks vary by less."""
+TICK = 1.0  # seconds between two checks
 
 
 Kind: TypeAlias = tuple[type[Command], int | None]
-"""Commands that take alike: those of each trainer apart, as each has a pace of its own."""
+"""Commands with similar times: the type of a command and its trainer, because trainers differ in speed."""
 
 
 def kind_of(command: Command) -> Kind:
-    """Return which commands take as long as one."""
+    """Return the kind whose times apply to a command."""
     return type(command), getattr(command, "trainer", None)
 
 
-class UnderWay(NamedTuple):
-    """A command that was begun and has not ended."""
+class RunningCommand(NamedTuple):
+    """A command that has started and has not ended."""
 
     command: Command
     began_at: float
@@ -49,43 +49,43 @@ class UnderWay(NamedTuple):
 
 @dataclass(slots=True)
 class Slowest:
-    """Seconds of the slowest command of one kind: for each of its units, and apart from them."""
+    """Seconds of the slowest command of one kind: per unit of work, and independent of units."""
 
     rest: float = 0.0
     per_unit: float = 0.0
 
     def enter(self, rest: float, per_unit: float) -> None:
-        """Enter what another one took."""
+        """Record the times of another command."""
         self.rest = max(self.rest, rest)
         self.per_unit = max(self.per_unit, per_unit)
 
     def time(self, units: int) -> float:
-        """Return what it would have taken for as many units."""
+        """Return the seconds that `units` of work would take."""
         return self.rest + self.per_unit * units
 
 
 @dataclass
 class Watchdog:
-    """Told when commands begin and end, and asked at every tick which have gone on for too long."""
+    """Measures commands, and returns at every tick those that run for too long."""
 
     patience: float
     """Seconds; see `execute.patience`."""
     max_tokens: int
-    """Of a rollout's output."""
+    """Maximum output tokens of a rollout."""
     _tick: int = 0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _under_way: dict[int, UnderWay] = field(default_factory=dict)
+    _running: dict[int, RunningCommand] = field(default_factory=dict)
     _slowest: dict[Kind, Slowest] = field(default_factory=dict)
 
     def begin(self, command: Command, now: float) -> int:
-        """Enter that a command was begun at `now` seconds; return the number that it ends by."""
+        """Record the start of a command at `now` seconds; return the number to pass to `end`."""
         number = next(self._numbers)
-        self._under_way[number] = UnderWay(command, now, self._tick)
+        self._running[number] = RunningCommand(command, now, self._tick)
         return number
 
     def end(self, number: int, event: Event | None, now: float) -> None:
-        """Enter that a command ended; where it did so in an event, and did not fail, it is measured."""
-        command, began_at, _ = self._under_way.pop(number)
+        """Record the end of a command; its time counts only if it succeeded (`event` is given)."""
+        command, began_at, _ = self._running.pop(number)
         if event is None or isinstance(command, WakeAt):
             return
         slowest = self._slowest.setdefault(kind_of(command), Slowest())
@@ -97,24 +97,24 @@ class Watchdog:
             slowest.enter(0.0, seconds / self._units(command))
 
     def tick(self) -> list[tuple[Command, float]]:
-        """Enter that another tick is over; return the commands that hang, with the seconds that each was given."""
+        """Count a tick, and return each command that hangs with its limit in seconds."""
         self._tick += 1
-        found = []
-        for command, _, tick in self._under_way.values():
+        hanging = []
+        for command, _, tick in self._running.values():
             limit = self.limit(command)
             if limit is not None and (self._tick - tick) * TICK > limit:
-                found.append((command, limit))
-        return found
+                hanging.append((command, limit))
+        return hanging
 
     def limit(self, command: Command) -> float | None:
-        """Return the seconds that a command may take; None where none of its kind has ended."""
+        """Return the seconds that a command may take, or None if no command of its kind has ended."""
         slowest = self._slowest.get(kind_of(command))
         if slowest is None:
             return None
         expected = slowest.time(self._units(command))
         generate = self._slowest.get((Generate, None))
         if isinstance(command, LoadWeights) and command.drain and generate is not None:
-            expected += generate.time(self.max_tokens)  # it waits for what runs
+            expected += generate.time(self.max_tokens)  # it waits for running rollouts
         return FACTOR * max(self.patience, expected)
 
     def _units(self, command: Command) -> int:

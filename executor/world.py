@@ -1,7 +1,7 @@
-"""The real world: replicas, trainer and verifier at work, and a clock that nobody can turn.
+"""Run the engine's commands with real replicas, trainers and verifiers, in real time.
 
-The engine decides on counts; the buffer holds what is counted. Each command is one task here, and one
-place turns what goes wrong in it into `Failed`.
+The engine decides on counts, and the buffer has the data. Each command is one asyncio task. `_carry_out` is the only
+place that catches an error of a command and turns it into `Failed`.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
 
 STOP_TIME = 6.0
-"""Seconds that work under way gets to end once a run is interrupted: with `CLOSE_TIME` of the workers, and what their
-verifier takes, it is over within 15."""
+"""Seconds that running commands have to end after an interruption. With `CLOSE_TIME` of the workers and the end of the
+verifier, the run ends within 15 s."""
 
 
 class RealWorld(World[Trace]):
-    """Carries commands out in real seconds."""
+    """Executes commands in real time."""
 
     def __init__(
         self,
@@ -126,11 +126,11 @@ class RealWorld(World[Trace]):
 
     @property
     def now(self) -> float:
-        """Seconds since the run's start."""
+        """Seconds since the start of the run."""
         return time.monotonic() - self._began_at
 
     async def run(self) -> Trace:
-        """Execute to the end, and leave no process and no shared memory behind.
+        """Execute the run to its end; end all processes and remove all shared memory.
 
         Raises:
             RuntimeError: the run stopped before its last step; the message says why.
@@ -158,7 +158,7 @@ class RealWorld(World[Trace]):
         return self.trace
 
     def interrupt(self, reason: str) -> None:
-        """Let the run end soon: what runs is aborted, what hangs is killed after `STOP_TIME`, or a second call."""
+        """End the run soon: abort running commands; kill hanging ones after `STOP_TIME` or a second call."""
         if self._is_interrupted:
             self._over.set()
             return
@@ -168,7 +168,7 @@ class RealWorld(World[Trace]):
         self.emit(Interrupted(reason))
 
     def abandon(self) -> None:
-        """Leave no process and no shared memory behind, from any thread, where the event loop hangs."""
+        """Kill all processes and remove all shared memory; may be called from any thread if the event loop hangs."""
         reason = "was killed: the run hangs"
         for replica in self._replicas.values():
             replica.kill(reason)
@@ -177,7 +177,7 @@ class RealWorld(World[Trace]):
         self._verifier.close()
 
     def emit(self, event: Event) -> None:
-        """Let the engine handle `event`; notice when that ends the run."""
+        """Let the engine handle `event`, and check whether the run is over."""
         super().emit(event)
         self._stream.see(event)
         if isinstance(event, TrainerStopped | TrainerLost):
@@ -187,14 +187,14 @@ class RealWorld(World[Trace]):
             self._over.set()
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Return the engine's commands after `event`, record both, and log what a reader should know."""
+        """Return the engine's commands after `event`; record both, and log lifecycle events."""
         self._log.see(event)
         commands = super().handle(event, now)
         self._log.write(event, commands)
         return commands
 
     def start(self, command: Command) -> None:
-        """Begin `command` as a task; tasks begin in the order of these calls."""
+        """Start `command` as a task; tasks start in the order of these calls."""
         if isinstance(command, LoadWeights | StartReplica):
             self._transfer.hold(command.version)
         self._trainers.see_asked(command, self.engine.version)
@@ -203,7 +203,7 @@ class RealWorld(World[Trace]):
         task.add_done_callback(self._end_task)
 
     async def _carry_out(self, command: Command) -> None:
-        """Do what `command` says and emit its event, or that it failed."""
+        """Execute `command`, and emit its event or `Failed`."""
         try:
             async with self._turn(command):
                 event = await self._do_watched(command)
@@ -217,7 +217,7 @@ class RealWorld(World[Trace]):
                 self._transfer.release(command.version)
 
     def _turn(self, command: Command) -> AbstractAsyncContextManager[None]:
-        """Return what holds the devices for a command, where two sides share them."""
+        """Return a context that reserves shared devices for a command, if replicas and trainer share them."""
         is_followers = getattr(command, "trainer", LEADER) != LEADER
         return nullcontext() if self._turns is None or is_followers else self._turns.of(command)
 
@@ -230,7 +230,7 @@ class RealWorld(World[Trace]):
         ]
 
     async def _do_watched(self, command: Command) -> Event | None:
-        """Do what `command` says, and take note of how long that takes."""
+        """Execute `command` under the watchdog, and inject planned faults."""
         event = None
         number = self._watchdog.begin(command, self.now)
         try:
@@ -241,7 +241,7 @@ class RealWorld(World[Trace]):
         return event
 
     async def _do(self, command: Command) -> Event | None:
-        """Hand a command to the role it is for, and return the event that it ends in, if any."""
+        """Send a command to its role, and return the resulting event, if any."""
         match command:
             case Generate():
                 return await self._replica(command.replica).generate(command)
@@ -302,13 +302,13 @@ class RealWorld(World[Trace]):
         return await replica.load(command, self._transfer.fetch(command.version, command.replica))
 
     def _replica(self, number: int) -> Replica:
-        """Return a replica, unless it was lost between a command and its beginning."""
+        """Return a replica; raise an error if it was lost after its command was created."""
         if number not in self._replicas:
             raise WorkerLostError(f"replica {number} is lost")
         return self._replicas[number]
 
     async def _abort(self, command: Abort) -> None:
-        if command.replica in self._replicas:  # of a lost one the `Failed` is on its way
+        if command.replica in self._replicas:  # a lost replica emits `Failed` itself
             await self._replicas[command.replica].abort(command.rollout)
 
     async def _start_replica(self, command: StartReplica) -> Event:
@@ -329,22 +329,22 @@ class RealWorld(World[Trace]):
         return ReplicaStopped(command.replica)
 
     def _initial_model(self) -> str:
-        """Return the directory that a replica loads first; a manifest of newer weights comes on top."""
+        """Return the model directory that a replica loads first, before a manifest of newer weights."""
         path = self._run.model.path if self._resume_from is None else self._resume_from.path
-        assert path is not None, "check_executable wants a path"
+        assert path is not None, "check_executable requires a path"
         return str(path)
 
-    # What goes wrong, and the end -----------------------------------------------------------------
+    # Failures and the end of the run --------------------------------------------------------------
 
     async def _watch_commands(self) -> None:
-        """Give up what hangs, as long as the run goes on."""
+        """Give up commands that hang, until cancelled."""
         while True:
             await asyncio.sleep(TICK)
             for command, limit in self._watchdog.tick():
                 self._give_up(command, limit)
 
     def _give_up(self, command: Command, limit: float) -> None:
-        """Kill whoever carries out a command that hangs: that fails it."""
+        """Kill the worker of a hanging command, which makes the command fail."""
         reason = f"was killed: {type(command).__name__} took more than {limit:,.0f} s"
         match command:
             case Generate() | LoadWeights() | StartReplica() | StopReplica():
@@ -355,7 +355,7 @@ class RealWorld(World[Trace]):
             case Verify():
                 self._verifier.close()
             case _:
-                pass  # is done at once
+                pass  # ends at once
 
     def _emit_failure(self, command: Command, error: Exception) -> None:
         reason = reason_of(error)
@@ -366,22 +366,22 @@ class RealWorld(World[Trace]):
                 case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
                     self._lose_trainer(command.trainer, reason)
                 case _:
-                    pass  # is carried out elsewhere
+                    pass  # has no worker process
         if isinstance(command, StartReplica):
             if command.replica in self._replicas:
                 self._replicas.pop(command.replica).kill("did not come up")
             self._free(command.replica)
         if not isinstance(command, Abort | Take | Skip | Postpone | Drop | Resize | Stop):
-            self.emit(self._what_is_left(command, error) or Failed(command, reason))
+            self.emit(self._recovered(command, error) or Failed(command, reason))
 
-    def _what_is_left(self, command: Command, error: Exception) -> Event | None:
-        """Return what a lost replica has left of an attempt; None where that is nothing."""
+    def _recovered(self, command: Command, error: Exception) -> Event | None:
+        """Return an event with the saved tokens of a lost replica's attempt, or None if there are none."""
         if not isinstance(command, Generate):
             return None
         return self._buffer.end_failed(command, is_lost=isinstance(error, WorkerLostError))
 
     def _lose_replica(self, replica_id: int, reason: str) -> None:
-        """Report a replica's loss with the first of its commands that fail of it."""
+        """Report a replica's loss once, when the first of its commands fails."""
         if self._replicas.pop(replica_id, None) is not None:
             self._free(replica_id)
             self.emit(ReplicaLost(replica_id, reason))
@@ -391,7 +391,7 @@ class RealWorld(World[Trace]):
         self._launcher.free(replica)
 
     def _lose_trainer(self, trainer_id: int, reason: str) -> None:
-        """Report a trainer's loss with the first of its commands that fail of it."""
+        """Report a trainer's loss once, when the first of its commands fails."""
         if self._trainers.lose(trainer_id):
             self.emit(TrainerLost(trainer_id, reason))
             self._trainers.roll_back(trainer_id)
@@ -399,9 +399,9 @@ class RealWorld(World[Trace]):
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._error = task.exception()  # of the engine or of who watches, not of a command
+            self._error = task.exception()  # an error of the engine or of `watch`, not of a command
             self._over.set()
-        if not self._tasks:  # nothing will happen any more: finished, or stuck
+        if not self._tasks:  # no event can come any more: the run is finished, or stuck
             self._over.set()
 
     async def _close(self) -> None:

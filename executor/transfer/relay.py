@@ -113,15 +113,15 @@ class RelayWorker(RelayRole):
         return self._rendezvous.address
 
     async def join_broadcast(
-        self, hears: BroadcastRank | None, tells: BroadcastRank | None
+        self, receives: BroadcastRank | None, sends: BroadcastRank | None
     ) -> None:
         """Join the group that this relay receives from, the group that it sends to, or both."""
         self._receives = self._sends = None
-        if hears is not None:
-            self._receives = await asyncio.to_thread(BroadcastGroup, hears)
-        if tells is not None:
+        if receives is not None:
+            self._receives = await asyncio.to_thread(BroadcastGroup, receives)
+        if sends is not None:
             rendezvous, self._rendezvous = self._rendezvous, None
-            self._sends = await asyncio.to_thread(BroadcastGroup, tells, rendezvous)
+            self._sends = await asyncio.to_thread(BroadcastGroup, sends, rendezvous)
 
     async def broadcast(self, parcel: Parcel) -> None:
         """Receive or read the pieces of a parcel, and send them on.
