@@ -13,21 +13,21 @@ from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.section import Section
 
 GUESSES = ("workload.lengths.ranker", "workload.ranker")
-"""Keys that begin so say what is known of lengths, not how long outputs are."""
+"""Prefixes of keys that describe what is known about lengths, and not the lengths themselves."""
 OF_SHARE = ("every", "min_staleness", "max_staleness", "min_reward", "max_reward", "families")
-"""Keys of a trainer that follows which say what it learns from."""
+"""Keys of a secondary trainer that decide which rollouts it trains on."""
 
 
 def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in B")) -> None:
-    """Refuse two run files that train another model, or on other rollouts, or otherwise.
+    """Reject two run files that do not train the same model on the same rollouts.
 
     Args:
         one: a run file.
         other: the other.
-        names: where each has its keys, for the line that says so.
+        names: where each key is set, for the error message.
 
     Raises:
-        RunError: one line that names the first key in which they differ.
+        RunError: it names the first key that differs.
     """
     ours, theirs = work_of(one), work_of(other)
     for key in [*ours, *(key for key in theirs if key not in ours)]:
@@ -39,7 +39,7 @@ def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in 
 
 
 def work_of(run: Run) -> dict[str, object]:
-    """Return by dotted key what a run file says of what is trained, and on what."""
+    """Return the values of a run file that define its model and its work, by dotted key."""
     found: dict[str, object] = {"seed": run.seed, "rollout.max_tokens": run.rollout.max_tokens}
     found |= _entries("model", run.model)
     found |= _entries("algorithm", run.algorithm)
@@ -56,7 +56,7 @@ def work_of(run: Run) -> dict[str, object]:
 
 
 def _entries(name: str, section: Section) -> Mapping[str, object]:
-    """Return the keys of a section, and those of sections in it."""
+    """Return the keys of a section, including those of its subsections."""
     found: dict[str, object] = {}
     values: dict[str, Any] = asdict(section)
     for key, value in values.items():

@@ -30,17 +30,17 @@ from streamrl.sim.studies.comparable_runs import check_same_work
 from streamrl.sim.world import SimWorld, collecting_seldom
 
 LEAST_BANDWIDTH = 10e6 / 8
-"""Bytes a second below which nobody sends weights: 10 Mbps."""
+"""Lowest bandwidth of the search in bytes per second: 10 Mbps."""
 FREE_BANDWIDTH = 1e15
-"""Bytes a second of a link that is as good as free: 65 GB take 65 us."""
+"""Bandwidth of a link that is as good as free, in bytes per second: 65 GB take 65 us."""
 NEAR_EVEN = 0.1
-"""Share of the wanted interval within which costs are even, when a bandwidth is looked for."""
+"""Share of the wanted interval within which costs count as equal in the search."""
 NEAR_BANDWIDTH = 0.005
-"""Ratio, less one, of two bandwidths of which it is not worth asking what lies between."""
+"""Ratio of two bandwidths, minus one, below which the search stops."""
 MOST_TRIALS = 20
 
 Watch = Callable[[str, int, int], None]
-"""Told what is done, how much of it, and how much at most."""
+"""Called with the current work, the amount done, and the limit."""
 
 
 def find_break_even_bandwidth(
@@ -48,14 +48,15 @@ def find_break_even_bandwidth(
 ) -> BreakEvenBandwidth:
     """Find the bandwidth of one of A's links at which a token costs as much with A as with B.
 
-    A is simulated again for each that is tried, over the steps that count. In logarithms costs fall with bandwidth, and
-    never faster than it rises, so that a line through two points, and that bound, lead there.
+    A is simulated again for each bandwidth, over the counted steps. In logarithms, costs fall with
+    bandwidth, and never faster than it rises. So a line through two points, together with this
+    bound, finds the solution.
 
     Args:
         a: the run.
-        link: place of the link in its run file.
-        against: A against B, as the files have them.
-        watch: told of progress.
+        link: index of the link in its run file.
+        against: comparison of A with B, as the files are.
+        watch: receives progress.
     """
     own = a.cluster.links[link]
     near_even, num_tried = NEAR_EVEN * a.simulate.interval, 0
@@ -97,9 +98,9 @@ def _crossing(
     high: tuple[float, float],
     near: float,
 ) -> float:
-    """Return where a function that falls at most one for one is zero, from a point above zero and one below.
+    """Return the zero of a function whose slope is at least -1, from a point above zero and one below.
 
-    False position in the Illinois way: a side that stays twice in a row counts half.
+    This is false position with the Illinois rule: a side that stays twice in a row counts half.
     """
     (left, above), (right, below) = low, high
     place, bound = left, left + above
@@ -119,7 +120,7 @@ def _crossing(
 
 
 def _cost_at(a: Run, link: int, bandwidth: float, against: Against) -> float:
-    """Return dollars for a million tokens with another bandwidth of one link, over the same steps."""
+    """Return the dollars per million tokens with another bandwidth of one link, over the same steps."""
     links = list(a.cluster.links)
     links[link] = replace(links[link], bandwidth=Bandwidth(bandwidth))
     world = open_world(replace(a, cluster=replace(a.cluster, links=links)))
@@ -139,23 +140,25 @@ class Pair(NamedTuple):
     traces: tuple[Trace, Trace]
     steps: PairedSteps
     note: str
-    """What keeps their difference from being as exactly known as was asked for."""
+    """Reason why their difference is less exact than requested; empty if there is none."""
 
 
 def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Against:
-    """Simulate two runs of the same work until their difference is known, and set them against each other.
+    """Simulate two runs of the same work until their difference is known, and compare them.
 
-    Both take the same prompts and lengths step by step, and as many steps count in both. The narrower `[simulate]`
-    interval of the two is wanted, of the ratio of their step times; `simulate.max_steps` is the larger one.
+    Both use the same prompts and lengths step by step, and the same number of steps counts in both.
+    The ratio of their step times must reach the narrower `[simulate]` interval of the two. The
+    larger `simulate.max_steps` applies.
 
     Args:
-        a: the run that is asked about.
-        b: the run that one has.
-        watch: told of progress.
+        a: the run to assess.
+        b: the run to compare it with.
+        watch: receives progress.
 
     Raises:
-        ValueError: they do not do the same work, or one asks for what its profiles or memory do not allow.
-        RuntimeError: nothing is left that could happen, or one stops before its last step.
+        ValueError: they do not do the same work, or one does not fit its profiles or the GPU
+            memory.
+        RuntimeError: a run is stuck, or one stops before its last step.
     """
     check_same_work(a, b)
     for run in (a, b):
@@ -172,7 +175,7 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
 
 
 def _check_price(run: Run) -> None:
-    """Refuse a run that costs nothing: no ratio of dollars says how it compares."""
+    """Reject a run without costs, because no ratio of dollars can be computed."""
     if not dollars_per_second(run):
         key = pool_key(run.rollout.pool, "price")
         text = f"{key} is 0, and a run that costs nothing cannot be set against another"
@@ -217,10 +220,10 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
             watch("step", min(map(len, made)), most)
             ahead = len(made[behind]) - len(made[other])
             if not ahead:
-                answers = [each.is_there() for each in enough]  # each is asked once a step
+                answers = [each.is_there() for each in enough]  # call each once per step
                 is_over = all(answers)
             if ahead <= 0 and made[behind].num_made > most:
-                is_over = True  # though a loss of the trainer has taken steps back
+                is_over = True  # even if a loss of the trainer has removed steps
     if not min(map(len, made)):
         raise RuntimeError("a run was over before a step of it stayed: there is nothing to compare")
     steps = find_paired_steps(runs, made, 1, drifts=drifts)
@@ -228,7 +231,7 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
 
 
 def _check_finished(world: SimWorld, letter: str) -> None:
-    """Refuse to set a run that never comes to its last step against one that may."""
+    """Reject a comparison in which one run never finishes."""
     engine, run = world.engine, world.run_file
     unfinished = describe_unfinished(
         run.algorithm.steps, world.steps.version, engine.stop_reason or ""

@@ -1,4 +1,4 @@
-"""How near operators, training and a replica come to the datasheet of a GPU."""
+"""Compute how close operators, training and a replica come to a GPU's datasheet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def operator_efficiency(
         operator: gemm, decode_attention or prefill_attention.
         columns: values of its last axis: m or context.
         dtype: of the matrix product; attention is in 16 bits.
-        backend: whose tables are taken; the GPU profile's choice where absent.
+        backend: backend whose tables are used; None for the GPU's default.
         shape: values of its other axes.
     """
     places = np.array(columns, dtype=float)
@@ -69,7 +69,7 @@ def operator_efficiency(
 def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Series:
     """Return the MFU of training on batches of equal rollouts, one for each length.
 
-    Counted are the FLOPs that a forward and a backward pass need; recomputing activations is not among them.
+    It counts the FLOPs of a forward and a backward pass, without recomputation of activations.
     """
     costs, model = TrainingCosts.load(run), load_model(run.model)
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
@@ -100,13 +100,15 @@ def study_generation(
     backend: str | None = None,
     memory_utilization: float = 0.9,
 ) -> GenerationCurve:
-    """Compose the decode step at batches of powers of two, as many as memory holds.
+    """Compose the decode step at batches of powers of two, up to the batch that fits in memory.
 
-    Nodes are of 8 GPUs, which NVLink joins; tensor ranks of several of them reduce over the GPUs' own network.
+    Nodes have 8 GPUs, which NVLink joins. Tensor ranks on several nodes reduce over the GPUs' own
+    network.
 
     Raises:
-        ValueError: the GPU is unknown, does not compute in this dtype, or cannot hold one rollout; or tensor ranks fill no
-            whole nodes.
+        ValueError: the GPU is unknown, does not compute in this dtype, or cannot hold one rollout;
+            or the
+            tensor ranks do not fill whole nodes.
     """
     wide = "bfloat16" if is_narrow(dtype) else dtype
     own, degrees = (
@@ -149,7 +151,7 @@ def study_generation(
 
 
 def _wires(gpu: str, tensor_parallel: int) -> Interconnect | None:
-    """Return what joins the nodes of a replica, as a pool's of which a run file says no more; None where one holds it."""
+    """Return the default interconnect between a replica's nodes; None if one node holds it."""
     pool = PoolConfig(gpu=gpu)
     if pool.domain % tensor_parallel == 0:
         return None
@@ -181,7 +183,7 @@ def _point(
 
 
 def _ridge(shard: Shard) -> float:
-    """Return the batch at which products without attention take as long to compute as their weights to read."""
+    """Return the batch at which products take as long to compute as their weights take to read."""
     gpu, dtype = shard.kernels.gpu, shard.kernels.dtype
     batch = np.unique(np.geomspace(1, 65536, 400).round())
     work = [shard.step_work(int(b), 0) for b in batch]

@@ -1,4 +1,4 @@
-"""What would have happened? A recorded run simulated as it was and with changes, both from what it generated."""
+"""Simulate a recorded run as it was and with changes, both with the recorded rollouts: a what-if study."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ def rerun(
     changes: Sequence[str],
     watch: Watch = lambda what, done, most: None,
 ) -> Rerun:
-    """Simulate a recorded run as it was and with changes: same prompts, lengths, expectations and share of advantages.
+    """Simulate a recorded run as it was and with changes: same prompts, lengths and share of advantages.
 
-    Seconds are those of the run's profile in both, so what that is off by for both cancels in their ratio.
+    Both use the seconds of the run's profile, so errors that affect both cancel in their ratio.
 
     Args:
         trace: an executed or a simulated run.
-        file: its trace file, where lengths are read.
-        changes: `key=value` of its run file; `workload.lengths.ranker` says what is expected of lengths, which is
-            what the recorded run expected where it is left alone.
-        watch: told of progress.
+        file: its trace file, which has the lengths.
+        changes: `key=value` of its run file; `workload.lengths.ranker` sets the expected lengths,
+            by
+            default those that the recorded run expected.
+        watch: receives progress.
 
     Raises:
-        ValueError: no finished group or step is recorded, the record's ledger does not balance, or a change is none, or one of the work itself.
-        RuntimeError: a simulation stops before the steps that were recorded.
+        ValueError: no finished group or step is recorded, the record's ledger does not balance, or
+            a change
+            is invalid or changes the work itself.
+        RuntimeError: a simulation stops before the recorded number of steps.
     """
     num_steps = len(read_steps(trace))
     if not num_steps:
@@ -72,7 +75,7 @@ def _as_recorded(trace: Trace, file: Path) -> Run:
 
 
 def _check_order(base: Run, changed: Run) -> None:
-    """Refuse what lets other prompts make up a step than those whose lengths are recorded for it."""
+    """Reject changes by which a step would get other prompts than those with recorded lengths."""
     ours, theirs = (_order_of(run.policies, run.workload.lengths) for run in (base, changed))
     for key, was in ours.items():
         value = theirs.get(key, was)
@@ -92,7 +95,7 @@ def _order_of(policies: PoliciesConfig, lengths: LengthsConfig | None) -> dict[s
 
 
 def _simulate(run: Run, num_steps: int, is_cut: bool, what: str, watch: Watch) -> Trace:
-    """Simulate a run to its end, or where its record was cut as many steps of it, while things are under way."""
+    """Simulate a run to its end; if its record was cut off, simulate the same number of steps."""
 
     def tell(version: int) -> None:
         watch(what, version, num_steps)

@@ -16,16 +16,16 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation."""
 
     place: tuple[int, ...]
-    """Its point on every axis."""
+    """Its index on every axis."""
     seed: int
     figures: dict[str, float]
-    """Metrics, and what else a row of study.csv has."""
+    """Metrics, and the other columns of study.csv."""
     note: str = ""
-    """What keeps them from being as exactly known as was asked for."""
+    """Reason why they are less exact than requested; empty if there is none."""
 
     @classmethod
     def of(cls, place: tuple[int, ...], seed: int, metrics: Metrics) -> StudyRow:
-        """Take from a run's metrics what a study is about."""
+        """Select the metrics that a study uses."""
         figures: dict[str, float] = {
             "num_steps": metrics.num_steps,
             "step_time_low": metrics.step_time_interval[0] if metrics.step_time_interval else nan,
@@ -43,7 +43,7 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
         return cls(place=place, seed=seed, figures=figures, note=metrics.note)
 
     def spread(self, metric: str) -> float:
-        """Return by what share a figure may be off, as its 95 % interval has it; 0 where that is not known."""
+        """Return the relative half-width of a figure's 95 % interval; 0 if it is unknown."""
         low, high = (self.figures.get(f"step_time_{end}", nan) for end in ("low", "high"))
         if metric not in RATIOS or isnan(high - low):
             return 0.0
@@ -61,12 +61,12 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def legend(self) -> str:
-        """Name the line, and say where nothing was measured."""
+        """Return the name of the line, marked if it is not measured."""
         return f"{self.label} (unmeasured)" if self.is_unmeasured else self.label
 
 
 UNMEASURED_SHARE = 0.5
-"""Share of unmeasured seconds from which a figure as a whole is called unmeasured."""
+"""Share of unmeasured seconds above which a whole figure counts as unmeasured."""
 
 
 class GenerationPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,14 +77,14 @@ class GenerationPoint(msgspec.Struct, frozen=True, kw_only=True):
     roofline_time: float
     """Seconds at the datasheet's peak."""
     tokens_per_second: float
-    """Of one GPU."""
+    """Tokens per second of one GPU."""
     tokens_per_dollar: float
     mbu: float
     """Share of the peak memory bandwidth."""
     mfu: float
     """Share of the peak FLOP/s."""
     is_compute_bound: bool
-    """Whether the datasheet says that arithmetic takes longer than memory traffic."""
+    """Whether computing takes longer than memory traffic according to the datasheet."""
 
 
 class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,21 +98,23 @@ class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     """Tokens of context of every rollout."""
     most_running: int
-    """Rollouts of that context whose keys and values fit in memory."""
+    """Most rollouts of that context that fit in the KV cache."""
     price: float
     """Dollars per GPU-hour."""
     ridge: float
-    """Rollouts from which a step's matrix products take longer to compute than their weights to read."""
+    """Rollouts from which a step's matrix products take longer to compute than their weights take
+    to read.
+    """
     points: list[GenerationPoint]
     provenance: Provenance
 
     @property
     def label(self) -> str:
-        """Name the curve in a legend."""
+        """Return the name of the curve in a legend."""
         degree = f" TP{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.gpu}{degree}{' (unmeasured)' if self.is_unmeasured else ''}"
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether most of its seconds have no measurement behind them."""
+        """Whether most of its seconds are unmeasured."""
         return self.provenance.shares.get("roofline", 0.0) >= UNMEASURED_SHARE

@@ -18,7 +18,7 @@ from streamrl.sim.studies.results import StudyRow
 from streamrl.workload.workload import SimulatedWorkload
 
 Watch = Callable[[str, int, int], None]
-"""Told what is under way, how many of it are done, and of how many."""
+"""Called with the current work, the number of finished jobs, and the total."""
 
 
 def run_sweep(
@@ -28,23 +28,23 @@ def run_sweep(
     skips: bool = False,
     watch: Watch = lambda what, done, total: None,
 ) -> tuple[Grid, list[StudyRow]]:
-    """Return the grid without what cannot be simulated or does not finish, and a row for each combination and seed.
+    """Simulate a grid; return it without failed combinations, and a row for each combination and seed.
 
     Raises:
-        ValueError: the first combination whose costs, memory or workload allow no simulation, unless `skips`;
-            or nothing is left to simulate.
+        ValueError: a combination cannot be simulated and `skips` is false, or no combination is
+            left.
         RuntimeError: no combination finishes.
     """
     with ProcessPoolExecutor() as pool:
         try:
             return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
-        except BaseException:  # Ctrl-C for one: what has not begun is not waited for
+        except BaseException:  # also on Ctrl-C: do not wait for jobs that have not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
-    """Move the combinations that profiles, memory or files do not allow to the refused ones."""
+    """Move combinations that cannot be simulated to the rejected ones."""
     runs = [encode_run(cell.run) for cell in grid.cells]
     reasons = answers(pool, _find_fault, runs, _counted(watch, "checking", len(runs)))
     refused = list(grid.refused)
@@ -63,7 +63,7 @@ def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
 def _simulate(
     pool: Executor, grid: Grid, num_seeds: int, watch: Watch
 ) -> tuple[Grid, list[StudyRow]]:
-    """Simulate every combination with every seed, and keep those apart that do not finish."""
+    """Simulate every combination with every seed, and separate those that do not finish."""
     tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
     runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
     found = answers(pool, _measure, runs, _counted(watch, "simulating", len(runs)))
@@ -84,13 +84,13 @@ def _simulate(
 
 
 def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
-    """Return what is to be called after each of `total` jobs."""
+    """Return the callback for the end of each of `total` jobs."""
     done = count(1)
     return lambda: watch(what, next(done), total)
 
 
 def _find_fault(run: bytes) -> str:
-    """Say why a run cannot be simulated; nothing where it can."""
+    """Return the reason why a run cannot be simulated; empty if it can be."""
     try:
         decoded = decode_run(run)
         Costs.load(decoded)
@@ -101,7 +101,7 @@ def _find_fault(run: bytes) -> str:
 
 
 def _measure(run: bytes) -> Metrics | str:
-    """Simulate and measure a run, or say why that failed or is not finished."""
+    """Simulate and measure a run, or return the reason why it failed or did not finish."""
     try:
         metrics = measure_steady(decode_run(run))
     except (ValueError, RuntimeError) as error:
