@@ -2,9 +2,9 @@
 
 Two admission policies decide which queued rollouts join the batch:
 
-on-demand  if its current tokens fit; if the cache fills up later, a rollout is preempted and
-recomputed reserve    if the maximum length of all running rollouts fits: fewer run, and none is
-ever preempted
+- on-demand: if its current tokens fit. If the cache fills up later, a rollout is preempted and
+  recomputed.
+- reserve: if the maximum length of all running rollouts fits. Fewer run, and none is preempted.
 
 Between two changes of the batch, every running rollout gains one token per decode step. So the time
 of n steps has a closed form, and a rollout of any length costs only a few events:

@@ -1,10 +1,9 @@
-"""Fit factors by stage and the seconds of a step to measured or recorded steps, and report how well they hold.
-
-Fit factors by stage and the seconds of a step to steps that were measured, and say how well they hold.
+"""Fit factors by stage, and the seconds of a step outside its stages, to measured or recorded steps.
 
     run file + measured steps ─► disagreements? ─► simulate the same steps ─► factors ─► simulate again … ─► calibration
 
-Stages depend on each other where they overlap, so factors are fitted, applied and fitted again until they stay.
+Overlapping stages depend on each other, so factors are fitted, applied and fitted again until they
+are stable. Steps that are held out show how well the factors hold.
 """
 
 from __future__ import annotations
@@ -54,25 +53,29 @@ from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 BOUND_BY_GENERATION = 0.05
-"""Share of a step that a trainer must wait for rollouts for its steps to tell how fast these are."""
+"""Waiting share of a step from which its duration shows how fast generation is."""
 OUTSIDE = 0.05
-"""Chance that a factor is not in its interval."""
+"""Probability that a factor is outside its interval."""
 
 OF_GENERATION = ("generation", "busy", "rollout_time")
-"""Columns that tell how fast generation is, the best first: how long rollouts run does not say how many run at once."""
+"""Columns that show the speed of generation, the best first. A rollout's duration does not show
+how many run at once.
+"""
 
 Reader = Callable[[MeasuredStep], float | None]
 
 
 class Target(NamedTuple):
-    """Seconds that both worlds have, and the stages whose factor brings them together."""
+    """Seconds that are both measured and simulated, and the stages whose factor makes them equal."""
 
     stages: tuple[StageName, ...]
     read: Reader
     fixed: Reader
-    """What is no part of those stages: seconds of it count on neither side."""
+    """Seconds of other stages, which are subtracted on both sides."""
     has_overhead: bool = False
-    """Whether they hold the seconds of a step that are of no stage too, which count on neither side."""
+    """Whether they include the seconds of a step outside its stages, which are subtracted on both
+    sides.
+    """
 
 
 def find_targets(
@@ -166,7 +169,7 @@ def _sum_of(*names: str) -> Reader:
 
 
 def no_seconds(step: MeasuredStep) -> float | None:
-    """Return none of a step's seconds."""
+    """Return 0 seconds for every step."""
     return 0.0
 
 
@@ -183,12 +186,12 @@ class StepPairs(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
-        """How many times as long each step is predicted to take as it took."""
+        """Predicted over measured seconds of each step."""
         return [p / m for p, m in zip(self.predicted, self.measured, strict=True)]
 
     @property
     def ratio(self) -> float:
-        """What a factor has to grow by: the median, as a step that stalls says nothing of a stage's speed."""
+        """Correction of a factor: the median, because a stalled step does not show a stage's speed."""
         return median(self.ratios)
 
     @property
@@ -197,15 +200,16 @@ class StepPairs(NamedTuple):
         return median(abs(ratio - 1) for ratio in self.ratios)
 
     def interval(self, factor: float) -> tuple[float, float] | None:
-        """Return the 95 % interval of a factor by the scatter of its steps; None of too few."""
+        """Return the 95 % interval of a factor from the scatter of its steps; None if there are too few."""
         found = interval_of_median(self.ratios)
         return None if found is None else (factor * found[0], factor * found[1])
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the values between which the median lies with 95 % or more, whatever their distribution; None of under six.
+    """Return an interval that contains the median with at least 95 % probability; None for fewer than six values.
 
-    Values k from either end have it between them unless k - 1 or fewer of them lie on one side of it (binomially).
+    It holds for every distribution. The values of rank k from either end enclose the median, unless
+    at most k - 1 values are on one side of it (binomial distribution).
     """
     num, rank, outside = len(values), 0, 0.0
     while rank < num // 2 and outside + 2 * comb(num, rank) / 2**num <= OUTSIDE:
@@ -224,7 +228,7 @@ def pair(
     fixed: Reader = no_seconds,
     overheads: tuple[float, float] = (0.0, 0.0),
 ) -> StepPairs | None:
-    """Return what both have of each step, less what is fixed and each side's overhead; None where no step has both."""
+    """Return both sides' seconds of each step without fixed seconds and overhead; None if no step has both."""
     both = [
         (_less(read, fixed, ours, overheads[0]), _less(read, fixed, theirs, overheads[1]))
         for ours, theirs in zip(predicted, measured, strict=True)
@@ -241,17 +245,21 @@ def _less(read: Reader, fixed: Reader, step: MeasuredStep, overhead: float) -> f
 
 
 ROUNDS, ENOUGH = 8, 0.002
-"""Fits in a row at most, and the share of itself by which a factor may still change at the last."""
+"""Limit on repeated fits, and the relative change of factors below which the fit is done."""
 MOST_STEPS = 40
-"""That are simulated; of more the last, as lengths drift and a later simulation asks what a step takes now."""
+"""Limit on simulated steps. The last steps are used, because lengths drift and later simulations
+need current speeds.
+"""
 HELD_OUT = 0.4
-"""Share of the steps, the last ones, that nothing is fitted to."""
+"""Share of the steps, the last ones, that are not used in the fit."""
 FOR_HOLDING_OUT = 4
-"""Steps from which on some are held out, and the first is skipped: it compiles, and waits for what came before none."""
+"""Number of steps from which some are held out and the first is skipped, because it compiles and
+has no earlier work.
+"""
 UNLIKELY = (0.25, 4.0)
-"""Factors beyond which hardware and frameworks do not differ: more likely the run file is of something else."""
+"""Plausible range of factors; beyond it, the run file probably describes something else."""
 MET = 0.05
-"""Share by which simulated and measured seconds may still differ after the last round."""
+"""Relative difference of simulated and measured seconds that is accepted after the last round."""
 SUSPECTS: dict[StageName, str] = {
     "generation": "rollout.replicas, rollout.tensor_parallel, rollout.max_running, costs.engine, "
     "algorithm.dynamic_sampling with workload.informative_share",
@@ -261,25 +269,25 @@ SUSPECTS: dict[StageName, str] = {
 }
 WHOLE_STEP = Target((), step_seconds, no_seconds)
 IN_OTHER_UNITS = 200.0
-"""Measured over simulated seconds of every stage from which on those are no seconds: no machine is so much slower."""
+"""Ratio of measured to simulated seconds of every stage from which the unit must be wrong."""
 LARGE = 0.15
-"""Error of a stage after its factor from which on one factor does not explain its steps."""
+"""Error of a stage after its factor from which one factor does not explain its steps."""
 
 Simulator = Callable[[Run, Sequence[MeasuredStep]], SimulatedSteps]
 
 
 class Calibrated(NamedTuple):
-    """A calibration, and what there is to say about it."""
+    """A calibration, and the notes about it."""
 
     calibration: Calibration
     notes: list[str]
 
 
 class _Used(NamedTuple):
-    """Which steps are for what."""
+    """The use of each step."""
 
     fitted: int
-    """The first so many."""
+    """Number of first steps that are fitted."""
     steps: list[MeasuredStep]
 
 
@@ -292,13 +300,14 @@ def calibrate_steps(
     """Fit a calibration to measured steps.
 
     Args:
-        run: the run file that they were measured of; a calibration that it names is left out of account.
+        run: the run file of the measured steps; a calibration that it names is ignored.
         measured: the steps.
-        held_out: share of the steps, the last ones, that nothing is fitted to.
-        watch: told what is simulated.
+        held_out: share of the steps, the last ones, that are not used in the fit.
+        watch: receives a text about the current simulation.
 
     Raises:
-        ValueError: the run file disagrees with the work of the steps, naming each key, or nothing can be fitted.
+        ValueError: the run file disagrees with the measured work, with each key, or nothing can be
+            fitted.
     """
     refuse(find_disagreements(run, measured), measured.source)
     return calibrate_checked(run, measured, held_out, simulate_steps, watch)
@@ -329,7 +338,7 @@ def calibrate_checked(
 
 
 def refuse(found: Sequence[Disagreement], source: str) -> None:
-    """Raise `ValueError` where a run file disagrees with what was measured."""
+    """Raise `ValueError` if a run file disagrees with the measurements."""
     if not found:
         return
     told = "; ".join(f"{each.key}: {each.text}" for each in found)
@@ -369,7 +378,7 @@ def _overhead(policies: PoliciesConfig, used: _Used) -> StepOverhead | None:
 
 
 class _Fit:
-    """Factors that grow from 1 until simulated steps take what was measured."""
+    """Factors that change from 1 until simulated steps take the measured seconds."""
 
     def __init__(
         self,
@@ -385,7 +394,7 @@ class _Fit:
         self.notes: list[str] = []
 
     def fit(self, targets: Sequence[Target], empty: Calibration) -> Calibration:
-        """Return the calibration that brings the targets together, as far as any factor does."""
+        """Return the calibration that makes targets equal, as well as factors can do it."""
         self._factors = {stage: 1.0 for target in targets for stage in target.stages}
         self._watch("without a calibration")
         before = made = self._simulated(self._run, self._used.steps)
@@ -405,7 +414,7 @@ class _Fit:
     def _refuse_other_units(
         self, targets: Sequence[Target], made: SimulatedSteps, source: str
     ) -> None:
-        """Raise `ValueError` where every stage was measured to take hundreds of times what it is simulated to."""
+        """Raise `ValueError` if every stage was measured at hundreds of times its simulated seconds."""
         found = [pairs for target in targets if (pairs := self._fitted(target, made)) is not None]
         slower = min((1 / pairs.ratio for pairs in found), default=0.0)
         if slower > IN_OTHER_UNITS:
@@ -422,7 +431,7 @@ class _Fit:
             return self._simulated(replace(self._run, costs=costs), self._used.steps)
 
     def _adjust(self, targets: Sequence[Target], made: SimulatedSteps) -> float:
-        """Let each factor grow by what its seconds are predicted too long; return the largest change."""
+        """Correct each factor by its prediction error, and return the largest change."""
         changes = [0.0]
         for target in targets:
             if (pairs := self._fitted(target, made)) is not None:
@@ -432,7 +441,7 @@ class _Fit:
         return max(changes)
 
     def _is_met(self, target: Target, made: SimulatedSteps) -> bool:
-        """Return whether a factor brought both sides together: not where its stages bound nothing."""
+        """Return whether a factor made both sides equal; it cannot if its stages do not affect the seconds."""
         pairs = self._fitted(target, made)
         return pairs is not None and abs(pairs.ratio - 1) < MET
 
@@ -454,7 +463,7 @@ class _Fit:
     def _filled(
         self, targets: Sequence[Target], empty: Calibration, made: SimulatedSteps
     ) -> Calibration:
-        """Return the calibration with the factors as they are now."""
+        """Return the calibration with the current factors."""
         factors: dict[str, StageFactor] = {}
         for target in targets:
             pairs = self._fitted(target, made)
@@ -497,7 +506,7 @@ class _Fit:
 
 
 def gpu_of(run: Run, stage: StageName) -> str:
-    """Return the GPU that a stage runs on; of a sync that of the replicas."""
+    """Return the GPU of a stage; for a sync, that of the replicas."""
     side = run.trainer if stage in ("score", "train") else run.rollout
     return run.cluster.pools[side.pool].gpu
 
@@ -518,7 +527,7 @@ def _empty(run: Run, source: str, used: _Used) -> Calibration:
 
 
 def _doubts(made: Calibration) -> Iterator[str]:
-    """Yield what makes a factor doubtful."""
+    """Yield the reasons to doubt a factor."""
     for stage in STAGES:
         found = made.stage(stage)
         if found is None:
@@ -542,7 +551,7 @@ def measured_steps(trace: Trace, name: str) -> MeasuredSteps:
     """Return the steps of a recorded run.
 
     Raises:
-        ValueError: it made none.
+        ValueError: it has no finished step.
     """
     beside = 0.0 if trace.world == "real" else Costs.load(trace.run).training.overhead_time
     steps = read_run_steps(trace, beside, takes_turns=takes_turns(trace.run.policies))
@@ -560,17 +569,17 @@ def calibrate_recorded(
     held_out: float = HELD_OUT,
     watch: Callable[[str], None] = lambda what: None,
 ) -> Calibrated:
-    """Fit a calibration to a run that was executed.
+    """Fit a calibration to an executed run.
 
     Args:
-        run: the run file; a calibration that it names is left out of account.
+        run: the run file; a calibration that it names is ignored.
         trace: the recorded run.
-        file: its trace, where lengths are read.
-        held_out: share of the steps, the last ones, that nothing is fitted to.
-        watch: told what is simulated.
+        file: its trace, which has the lengths.
+        held_out: share of the steps, the last ones, that are not used in the fit.
+        watch: receives a text about the current simulation.
 
     Raises:
-        ValueError: the recorded run is of another run file, naming each key, or nothing can be fitted.
+        ValueError: the recorded run has another run file, with each key, or nothing can be fitted.
     """
     measured = measured_steps(trace, str(file.parent if file.name == "trace.jsonl" else file))
     refuse(find_differences(run, trace.run), measured.source)

@@ -20,13 +20,15 @@ from streamrl.runfile.policies_config import PoliciesConfig, SystemName
 from streamrl.workload.workload import SimulatedWorkload
 
 LENGTHS, COUNTS = 0.10, 0.02
-"""Shares by which means of tokens may differ beside their scatter, and counts, which are exact."""
+"""Accepted relative differences: of token means in addition to their scatter, and of counts, which
+are exact.
+"""
 OVERHEAD = 0.03
-"""Share of a step by which its seconds beside its stages may differ from what a run file states."""
+"""Share of a step by which its seconds outside its stages may differ from the run file."""
 PROMPTS = 512
-"""Over which the lengths of a run file are taken."""
+"""Prompts over which the mean lengths of a run file are computed."""
 OF_THE_RUN = ("model", "cluster", "rollout", "trainer", "algorithm", "sync", "policies", "verifier")
-"""Sections in which a recorded run and the run file must agree, but for `NOT_OF_SPEED`."""
+"""Sections in which the recorded run and the run file must agree, except `NOT_OF_SPEED`."""
 NOT_OF_SPEED = (
     *("model.path", "algorithm.steps", "algorithm.learning_rate", "policies.latency"),
     *("policies.context_time", "rollout.temperature", "verifier.scorer", "verifier.reward"),
@@ -34,7 +36,7 @@ NOT_OF_SPEED = (
 
 
 PRICES = (".price", ".price_per_gb")
-"""What keys end with that are dollars; an executed run's own machine costs none."""
+"""Ends of keys that are prices; an executed run's own machine costs nothing."""
 
 
 class Disagreement(NamedTuple):
@@ -105,7 +107,7 @@ def _of_mode(policies: PoliciesConfig, measured: MeasuredSteps) -> Iterator[Disa
 
 
 def _of_turns(system: SystemName, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    """Find that stages which should follow each other take longer together than their step."""
+    """Find stages that should take turns but together take longer than their step."""
     step, generation = measured.mean("step_time"), measured.mean("generation")
     first, train = (
         measured.mean("busy") if generation is None else generation,
@@ -149,7 +151,7 @@ def _counted_by_tokens(measured: MeasuredSteps) -> float | None:
 
 
 def _of_tokens(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    """Find that the mean tokens of an output or of a prompt differ."""
+    """Find differences in the mean tokens of an output or a prompt."""
     outputs, prompt = measured.values("output_tokens"), measured.mean("prompt_tokens")
     if not outputs and prompt is None:
         return

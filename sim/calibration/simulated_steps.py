@@ -1,4 +1,4 @@
-"""Simulate the same number of steps as were measured, each with output lengths of the measured mean."""
+"""Simulate as many steps as were measured, each with output lengths of the measured mean."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import Draw, SimulatedWorkload
 
 LEAST_STEPS = 8
-"""That are simulated, so that the mean of a stage does not hang on the longest rollout of one draw."""
+"""Least number of simulated steps, so that one long rollout does not dominate the mean of a stage."""
 WARM_UP = 2
-"""Steps before those that count: nothing was generated before the first, nor loaded."""
+"""Steps before the counted ones: nothing was generated or loaded before the first."""
 ROUNDS = 20
-"""In which a scale is looked for that gives a batch its mean under the cap."""
+"""Rounds of the search for a scale that gives a batch its mean under the cap."""
 
 
 class StepwiseWorkload:
-    """The groups of a run, scaled step by step to the mean that was measured."""
+    """The groups of a run, scaled step by step to the measured mean."""
 
     def __init__(self, run: Run, steps: Sequence[MeasuredStep]) -> None:
-        """Take note of the means.
+        """Read the means.
 
         Args:
             run: the run file.
-            steps: those that are simulated, in order; what comes after them is as the last.
+            steps: the simulated steps, in order; later steps are like the last one.
         """
         self._inner = SimulatedWorkload(run)
         self._steps = steps
         self._size = run.algorithm.prompts_per_step
         self._batches = step_batches(run, self._inner)
         self._ends: list[int] = []
-        """Of each step the group after its last one, as far as they were drawn."""
+        """For each step, the group after its last one, for the steps drawn so far."""
         self._most = run.rollout.max_tokens
         self._scales: dict[int, float] = {}
 
@@ -62,7 +62,7 @@ class StepwiseWorkload:
         self._inner.forget(group)
 
     def _step_of(self, group: int) -> int:
-        """Return the step, from 0 on, for which a group is drawn."""
+        """Return the step, counted from 0, for which a group is drawn."""
         while not self._ends or self._ends[-1] <= group:
             self._ends.append(next(self._batches).drawn[-1].drawn.group + 1)
         return bisect_right(self._ends, group)
@@ -82,7 +82,7 @@ class StepwiseWorkload:
         return self._most if not longest else min(self._most, ceil(longest))
 
     def _scale(self, step: int) -> float:
-        """Return what gives the batch of a step the mean that was measured, each output capped."""
+        """Return the scale that gives a step's batch the measured mean, with capped outputs."""
         wanted, most = self._measured(step).output_tokens, self._cap(step)
         if wanted is None:
             return 1.0
@@ -100,19 +100,19 @@ class StepwiseWorkload:
 
 @dataclass(frozen=True)
 class SimulatedSteps:
-    """What a run file predicts of each measured step, in their order."""
+    """The predictions of a run file for each measured step, in order."""
 
     steps: list[MeasuredStep]
     overhead: float
-    """Seconds of a step beside its stages."""
+    """Seconds of a step outside its stages."""
 
 
 def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps:
-    """Simulate as many steps as were measured, each of its own lengths; of few steps several times.
+    """Simulate as many steps as were measured, each with its own lengths; a few steps are simulated several times.
 
     Raises:
-        ValueError: the run file asks for what its profiles or memory do not allow.
-        RuntimeError: nothing is left that could happen.
+        ValueError: the run file does not fit its profiles or the GPU memory.
+        RuntimeError: the run is stuck.
     """
     run = replace(run, faults=())
     repeats = ceil(LEAST_STEPS / len(measured))
@@ -135,7 +135,7 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
 
 
 def _with_generation(run: Run, costs: Costs, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Add the seconds of generating each step's batch alone, which a run that trains meanwhile does not show."""
+    """Add the seconds to generate each step's batch alone, because a run that trains meanwhile does not show them."""
     batches = islice(step_batches(run, StepwiseWorkload(run, steps)), len(steps))
     seconds = [batch.generate(run, costs).in_turn[-1].time for batch in batches]
     return [replace(step, generation=s) for step, s in zip(steps, seconds, strict=True)]

@@ -1,1 +1,10 @@
-"""What only a simulation tells of a run file: whether it comes to an end, and what its link is used for."""
+"""Check a run file by a short simulation: does the run finish, and how is its link used?
+
+Files to read first:
+
+- `checkup.py`: the findings that need a simulation.
+- `rehearsal.py`: a short simulation of the run.
+- `progress.py`: how far a run comes, and why it stops.
+
+Findings that need no simulation belong in the doctor.
+"""

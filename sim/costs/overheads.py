@@ -1,15 +1,13 @@
 """Load an inference engine's constants: its overheads per decode step, and the operators that it uses.
 
-| term       | seconds of
-|
+| term       | seconds of                                                                           |
 |------------|--------------------------------------------------------------------------------------|
-| `step`     | each step: scheduling, inputs, outputs
-| | `layer`    | each layer: gaps between kernels, elementwise kernels that have no table
-| | `launch`   | each layer's launches by the host, without CUDA graphs: kernels wait for them
-| | `request`  | each running rollout: scheduling, detokenising, returning results
-| | `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them
-| | `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables
-|
+| `step`     | each step: scheduling, inputs, outputs                                               |
+| `layer`    | each layer: gaps between kernels, elementwise kernels that have no table             |
+| `launch`   | each layer's launches by the host, without CUDA graphs: kernels wait for them        |
+| `request`  | each running rollout: scheduling, detokenising, returning results                    |
+| `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them          |
+| `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables       |
 
 `benchmarks/fit_decode.py` fits them to published steps, and `profiles/engines/` has one file per
 engine. The choice of kernels is not fitted; it comes from the engine's code or release notes. fp8

@@ -1,1 +1,18 @@
-"""The planner: every plan of an offer, bounds and estimates for all, simulations of the best, and what would change the choice."""
+"""Choose a plan for an offer of GPUs: bounds and estimates for all plans, simulations of the best ones.
+
+Files to read first:
+
+- `planner.py`: runs the whole search for a run file.
+- `space.py` and `layouts.py`: all plans of an offer, as arrays.
+- `estimates.py` and `stage_times.py`: bounds and estimates of step times.
+- `search.py`: simulates the plans that may still be best.
+- `race.py`: simulates the finalists on the same prompts until their order is known.
+- `objective.py` and `scores.py`: compute what a plan is ranked by.
+- `allocation.py`: divides GPUs between generation and training by StreamRL's Algorithm 1.
+- `sensitivity.py`: what would change the choice.
+
+Rules:
+
+- Bounds must hold for every plan, because the search discards plans by them. Estimates only rank.
+- Two simulated plans are compared on the same prompts and lengths.
+"""

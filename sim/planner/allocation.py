@@ -1,20 +1,17 @@
 """Divide GPUs between generation and training: Algorithm 1 of StreamRL (arXiv 2504.15930) and its stage times.
 
-What each stage takes on a number of GPUs, with the parallelism that is best there.
-
-StreamRL (arXiv 2504.15930) calls these P_gen(x) and P_train(y). Both are seconds of one batch, alone: from the
-first prompt to the last rollout, dealt out by the run's own policies to replicas as they are simulated; and of
-every command that trains on it, optimizer included. Where a batch starts before the one before is done, steps
-follow each other faster than a batch alone is generated.
-
-How many GPUs generate and how many train: Algorithm 1 of StreamRL (arXiv 2504.15930).
+P_gen(x) and P_train(y) are the stage times on x and y GPUs with the best parallelism. Both are
+seconds of a single batch. Generation lasts from the first prompt to the last rollout: the run's
+policies distribute the batch to simulated replicas. Training covers every command for the batch,
+including the optimizer. If batches overlap, steps follow each other faster than a single batch is
+generated.
 
     one pool of n GPUs      over all x + y <= n: the least max(P_gen(x), P_train(y))
-    two pools, m and n      the slower side keeps its pool; the other gets as many GPUs as bring its stage nearest
-                            to that, and gives the rest back
+    two pools, m and n      the slower side keeps its pool; the other uses the number of GPUs whose stage time
+                            is nearest to that, and returns the rest
 
-P_gen and P_train are those of `streamrl.sim.planner.allocation`. Where steps do not overlap, one pool is divided so that a step is
-shortest: generation, then training, or with streaming whatever of training is left when generation ends.
+If steps do not overlap, one pool is divided for the shortest step. The step is generation plus
+training. With streaming, it is generation plus the training that remains when generation ends.
 """
 
 from __future__ import annotations
@@ -56,8 +53,10 @@ FEWEST_LONGEST = 8
 with fewer, the tail of a batch waits for memory. Qwen2.5 7B, 32B and 72B then fit 1, 2 and 4 H800."""
 
 NEAR = 1.3
-"""Closed form of a trainer over that of the best one up to which its passes are computed one by one: closed forms of
-data, tensor and short pipelines lie within 10 % of that, and of long pipelines, which are slow, above it."""
+"""Ratio to the best closed form up to which a trainer's passes are computed one by one. Closed
+forms are within 10 % for data, tensor and short pipeline parallelism. They are further off for long
+pipelines, which are slow.
+"""
 TRAINED_BATCHES = 4
 """Batches over which training time is averaged: it goes with their tokens, and is quickly computed."""
 

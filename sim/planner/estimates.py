@@ -1,16 +1,16 @@
-"""Bounds and estimates of the step time of every plan in a search space, as arrays.
+"""Compute bounds and estimates of the step time for every plan in a search space, as arrays.
 
-What every plan of a space takes, as arrays: bounds that hold, and estimates that rank.
+Bounds always hold; estimates rank plans. The stages of a plan are separable. Seconds of generation
+depend on its replicas and dispatch, those of training on its trainer, and those of weight sync on a
+class of pairs. Each is computed once and combined for all plans.
 
-A plan's stages are separable: seconds of generation belong to its replicas and dispatch, those of training to
-its trainer, those of weight sync to a class of pairs. Each is computed once and put together for all plans.
-
-system                       a step takes
-colocated, disaggregated     generation + training + phase change or sync
-stream-sync                  until the trainer has worked off what generation brings, + sync
-one-step-async               the longer of generation and training, + sync
-batches one after another    the longer of generation and training
-steps that overlap           the same, of replicas that begin a batch each as it ends its share of the one before
+| system                     | a step takes                                                     |
+|----------------------------|------------------------------------------------------------------|
+| colocated, disaggregated   | generation + training + phase change or sync                     |
+| stream-sync                | until the trainer has processed the generated rollouts, + sync   |
+| one-step-async             | the longer of generation and training, + sync                    |
+| batches one after another  | the longer of generation and training                            |
+| steps that overlap         | the same; replicas begin a batch when they end the one before    |
 """
 
 from __future__ import annotations

@@ -100,8 +100,9 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was simulated and not chosen, on the same prompts.
 
-    What stands beside the choice is simulated for as long as that, and has figures of its own. Those of a finalist are
-    the chosen plan's times what both differ by over two dozen steps.
+    Plans for comparison are simulated for as many steps as the chosen one, and have their own
+    figures. The figures of a finalist are those of the chosen plan, scaled by their ratio over two
+    dozen steps.
     """
 
     choice: Choice

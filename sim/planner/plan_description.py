@@ -97,7 +97,7 @@ class PlanDescription:
         return ComparedPlan(what=what, runner=self._runner(index))
 
     def wanted(self) -> list[int]:
-        """Return the plans that are to be simulated for as long as the chosen one, as they stand beside it."""
+        """Return the plans for comparison, which are simulated for as many steps as the chosen one."""
         found = [index for index in self._kinds().values() if index is not None]
         if self._search.space.run.plan.objective == "pareto":
             speeds = self._search.speeds

@@ -48,13 +48,13 @@ class Race:
     def __init__(self, search: Search) -> None:
         self.search = search
         self.finals: dict[int, list[Speed]] = {}
-        """Of each finalist the paired steps that tell them apart, one simulation for each seed."""
+        """By finalist: the paired steps of the comparison, one simulation per seed."""
         self.steady: dict[int, list[Metrics]] = {}
-        """Of what may be chosen the steady state, one for each seed."""
+        """By candidate for the choice: the steady state, one per seed."""
         self.beside: dict[int, Speed] = {}
-        """Of what stands beside it, on the run's own seed, as many steps."""
+        """By plan for comparison: the same number of steps on the run's own seed."""
         self._limited: dict[int, Run] = {}
-        """The run file by which each of these was simulated, with as many steps as there was time for."""
+        """Run file of each of these simulations, with as many steps as time allowed."""
 
     # Rounds ---------------------------------------------------------------------------------------
 

@@ -65,10 +65,11 @@ Counts = NDArray[np.int64]
 
 
 def complexities(space: Space) -> Counts:
-    """Count what there is to set up for each plan of a space.
+    """Count the features to set up for each plan of a space.
 
-    That is every parallel degree above one, ZeRO 3, offloading, every pool and every kind of replica beyond one, each
-    step that generation is ahead, streaming, dispatch by a ranker, a delta instead of weights, tokens that are drafted.
+    These are: every parallel degree above one, ZeRO 3, offloading, further pools and further kinds
+    of replicas. Each step of staleness, streaming, a length ranker, delta sync and speculative
+    decoding count too.
     """
     replicas = np.array([_of_replicas(each) for each in space.replicas])
     trainers = np.array([_of_trainer(each) for each in space.trainers])

@@ -50,11 +50,15 @@ ROUND = 8
 FINAL_SHARE = 0.2
 """Of `plan.time_limit` that is left to finalists where the search has not ended before."""
 FIRST_LOOK, FIRST_SHARE = 1, 0.3
-"""Batches from which replicas' seconds are taken for a first ranking, and share of `plan.time_limit` after which a first
-plan of each system is settled on, though another may turn out to be better."""
+"""Batches whose generation is simulated for a first ranking. Second value: share of
+`plan.time_limit` after which the first plan of each system is chosen, although another may be
+better.
+"""
 NEAR, NEARER = 1.1, 1.05
-"""How far from the best estimate a plan may be whose replicas are simulated on one batch, and on all: while
-some are only bounded from below many look good, and one batch may be 5 % longer than another."""
+"""Ratio to the best estimate up to which a plan's replicas are simulated on one batch, and on all.
+The first is larger: plans with only a lower bound look good, and one batch may be 5 % longer than
+another.
+"""
 MARGIN = 0.01
 """Share by which no plan that was not simulated may be better, by its lower estimate, than the best that was."""
 ALIKE = 0.02
@@ -194,7 +198,7 @@ class Search(Scores):
         return [i for i in order if self.space.candidate(i).mode.system != "colocated"]
 
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
-        """Simulate the best plan of each system on pools of which none was, but where all of those are known to be worse."""
+        """Simulate the best plan of each system on pools without a simulated plan, unless all of those are known to be worse."""
         wanted = self._refine(
             pool,
             lambda order, scores: self.best_of_each(scores),
@@ -280,11 +284,11 @@ class Search(Scores):
         return run_all(pool, work, trials, until=self.deadline).items()
 
     def _pick(self, order: list[int], scores: Floats) -> list[int]:
-        """Take the best by estimate that may be better than the best so far, or as good and simpler.
+        """Choose the best plans by estimate that may be better than the best so far, or equal and simpler.
 
-        Of plans that differ only in how the trainer splits its GPUs and what is sent, the best by estimate is
-        taken and no other: which of two is better, closed forms say as well as a simulation. Of a Pareto set plans are
-        taken from one end to the other.
+        Among plans that differ only in the trainer's parallelism and the sync mode, only the best
+        by estimate is taken, because closed forms compare these as well as a simulation. Plans of a
+        Pareto set are taken in order from one end to the other.
         """
         ranking, plan = self.ranking(), self.space.run.plan
         if plan.objective == "pareto":

@@ -31,12 +31,17 @@ class GenerationTime(NamedTuple):
     """What replicas take for one batch after the other."""
 
     seconds: Floats
-    """To the last rollout of each batch that is trained on, groups for those that are passed over drawn as these are."""
+    """Seconds to the last rollout of each trained batch, with replacements drawn when groups are
+    rejected.
+    """
     together: Floats
-    """To the last rollout of each batch with all groups drawn at once, as where steps overlap."""
+    """Seconds to the last rollout of each batch with all groups drawn at once, as when steps
+    overlap.
+    """
     turnovers: Floats
-    """To the end of each group of a batch, all of them added up, over the groups that are trained on: what a step takes
-    where so many are under way at any time, and another is begun as one ends."""
+    """Sum of the end times of a batch's groups over the number of trained groups. It is the step
+    time if the number of groups under way is constant, and each end starts another group.
+    """
     shares: Floats
     """To the end of a replica's share of each batch, the mean over replicas: what a batch takes replicas that begin the
     next one as they end theirs."""

@@ -1,1 +1,13 @@
-"""Many runs, or shapes, beside each other: the grid of a what-if study, decode curves, efficiencies."""
+"""Run studies of several runs or shapes: what-if sweeps, comparisons, reruns, and hardware efficiency.
+
+Files to read first:
+
+- `sweep.py`: simulates a grid of run files, in parallel.
+- `comparison.py`: simulates two runs side by side, and finds the bandwidth at which they cost the same.
+- `comparable_runs.py`: checks that two run files do the same work.
+- `rerun.py`: simulates a recorded run with changes.
+- `hardware_efficiency.py`: decode curves and MFU without a run.
+- `results.py`: the results of all studies.
+
+Compared runs use the same prompts and lengths, so errors that affect both cancel in their ratio.
+"""

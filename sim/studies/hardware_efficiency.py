@@ -127,8 +127,8 @@ def study_generation(
     if most_running < 1:
         raise ValueError(
             f"{tensor_parallel} x {hardware.name} hold {hardware.usable_memory / 1e9:.0f} GB each: "
-            f"{model.name} takes {weights / 1e9:.1f} GB of it for weights, and no rollout of "
-            f"{context:,} tokens fits beside"
+            f"the weights of {model.name} take {weights / 1e9:.1f} GB, and "
+            f"no rollout of {context:,} tokens fits in the rest. Use more tensor ranks or a shorter context."
         )
     largest = min(max_running, most_running)
     curve = compose_decode(shard, largest, context, capacity)

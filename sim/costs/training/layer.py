@@ -4,19 +4,18 @@ One layer's passes over a micro-batch, term by term:
 
 | term        | forward                                                                | backward |
 |-------------|------------------------------------------------------------------------|----------|
-| products    | FLOPs at the rate that kernel tables give for their size               | twice, once
-with adapters | | adapters    | bytes through memory, see below
-| its own  | | attention   | the prefill kernel's seconds, a straight line in tokens and pairs
-| 2.8 x    | | linear      | linear-attention layers: seconds of a chunked prefill, by tokens
-| 2.55 x   | | activations | bytes that are kept, times `activation_traffic`, through memory
-| twice    | | softmax     | `logit_traffic` bytes a logit through memory, on the last stage
-| twice    | | experts     | grouped products at a rate that falls with few tokens or few channels
-| twice    | | permutation | tokens into the order of their experts and back, through memory
-| twice    | | all-to-all  | once per node and GPU if copies are saved, else each copy
-| as much  | | slices      | ranks of one expert gather its tokens, and scatter their sums
-| as much  | | routing     | counts of tokens that hosts and GPUs wait for
-| as much  | | reduce      | tensor ranks gather and scatter the hidden state twice
-| 1.5 x    |
+| products    | FLOPs at the rate that kernel tables give for their size               | twice, once with adapters |
+| adapters    | bytes through memory, see below                                        | its own  |
+| attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
+| linear      | linear-attention layers: seconds of a chunked prefill, by tokens       | 2.55 x   |
+| activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
+| softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
+| experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
+| permutation | tokens into the order of their experts and back, through memory        | twice    |
+| all-to-all  | once per node and GPU if copies are saved, else each copy              | as much  |
+| slices      | ranks of one expert gather its tokens, and scatter their sums          | as much  |
+| routing     | counts of tokens that hosts and GPUs wait for                          | as much  |
+| reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
 
 Recomputation adds the forward pass to the backward pass. With `mlp` it adds only the MLP's share,
 and with `selective` only norms and activations. Every term has a constant part, a part per token,
@@ -24,12 +23,10 @@ and a part per pair of tokens.
 
 LoRA adapters add bytes through memory; their products are small in comparison:
 
-| bytes through memory, times a value       | fused                      | otherwise
-|
+| bytes through memory, times a value       | fused                      | otherwise                  |
 |-------------------------------------------|----------------------------|----------------------------|
-| forward: of a layer's inputs, its outputs | 1, 2: added as it is made  | 1, 4: written, then added
-| | backward: the same of their gradients     | 3, 2                       | 5, 2
-|
+| forward: of a layer's inputs, its outputs | 1, 2: added as it is made  | 1, 4: written, then added  |
+| backward: the same of their gradients     | 3, 2                       | 5, 2                       |
 
 In the forward pass, A reads the inputs, and B's product is added to the outputs. The backward pass
 reads the outputs' gradient twice: for the gradient of B, and for the gradient that goes on to A. It
@@ -38,13 +35,11 @@ roofline, because no published measurement isolates adapters.
 
 Context ranks exchange data so that the tokens of one attend to those of the others:
 
-| exchange   | bytes that a rank sends of one layer, forward                           | backward |
-hidden behind            |
+| exchange   | bytes that a rank sends of one layer, forward                           | backward | hidden behind            |
 |------------|-------------------------------------------------------------------------|----------|--------------------------|
-| ring       | keys and values of its tokens, c - 1 times, to its neighbour            | twice    |
-attention over the parts | | all-gather | the same to all, by rings over all ports of a node
-| twice    | nothing                  | | all-to-all | of its tokens' queries, keys, values and
-output the heads of the others | as much  | nothing                  |
+| ring       | keys and values of its tokens, c - 1 times, to its neighbour            | twice    | attention over the parts |
+| all-gather | the same to all, by rings over all ports of a node                      | twice    | nothing                  |
+| all-to-all | of its tokens' queries, keys, values and output the heads of the others | as much  | nothing                  |
 
 The backward pass of the first two needs keys and values again, and returns their gradients.
 Sources: ring attention (Liu et al. 2023, arXiv 2310.01889), all-gather (Llama 3, arXiv 2407.21783,
