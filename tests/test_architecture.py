@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.mutants import load as load_mutants
+
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "ray", "safetensors"}
 CLOCKS = {"time", "datetime", "random", "asyncio", "threading", "os", "simpy", "ray", "torch"}
@@ -531,3 +533,11 @@ def test_the_count_of_whole_run_files_finds_them() -> None:
     source = "def a(run: Run): ...\nasync def b(x: int, *, run: Run): ...\ndef c(run: str): ...\n"
     source += "class D:\n    def e(self, run: Run, y: int): ...\n    def f(self, other: Run): ...\n"
     assert whole_runs(ast.parse(source)) == 3
+
+
+# Mutants ------------------------------------------------------------------------------------------
+
+
+def test_every_mutant_changes_a_line_that_is_there() -> None:
+    """`make mutants` takes long, so a moved line would be noticed late."""
+    assert load_mutants([])

@@ -375,7 +375,10 @@ def test_a_simulated_run_that_was_recorded_calibrates_to_itself(tmp_path: Path) 
         (("no.log",), "no.log: no such file"),
         (("made.csv",), "unknown column 'b'"),
         (("zero.csv",), "zero.csv: nothing can be fitted to it"),
-        (("steps.csv", "--format", "vrl"), "no format 'vrl' in profiles/logs; the formats are nemo-rl"),
+        (
+            ("steps.csv", "--format", "vrl"),
+            "no format 'vrl' in profiles/logs; the formats are nemo-rl",
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_writes_nothing(

@@ -88,7 +88,10 @@ def test_values_that_json_does_not_have_are_texts(tmp_path: Path) -> None:
     ("fields", "says"),
     [
         ({"prompt": "q"}, r":1: has no field 'q', which fields\.prompt names"),
-        ({"prompt": "question", "answer": "reward_model.gold"}, r":1: has no field 'reward_model\.gold'"),
+        (
+            {"prompt": "question", "answer": "reward_model.gold"},
+            r":1: has no field 'reward_model\.gold'",
+        ),
         ({"prompt": "level"}, r':1: needs a "prompt"'),
         ({}, r':1: needs a "prompt"'),
     ],
@@ -165,7 +168,9 @@ def test_a_split_is_chosen_by_name_or_is_the_only_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["split", "subset"])
 def test_a_file_has_no_parts(key: str, tmp_path: Path) -> None:
     source = SourceConfig(prompts=str(as_jsonl(tmp_path, ROWS)), **{key: "train"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=rf"^workload\.{key} applies only to data sets .*, got 'train'"):
+    with pytest.raises(
+        ValueError, match=rf"^workload\.{key} applies only to data sets .*, got 'train'"
+    ):
         read_source(source)
 
 

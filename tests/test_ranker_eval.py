@@ -122,7 +122,10 @@ def test_history_without_enough_samples_is_refused(tmp_path: Path) -> None:
     [
         ("scores,output_tokens\n1,2\n", r"no column 'score'; did you mean scores\?"),
         ("score,tokens\n1,2\n", r"no column 'output_tokens'"),
-        ("score,output_tokens\n1,2\n3,many\n", r"row 2, output_tokens must be a number, got 'many'"),
+        (
+            "score,output_tokens\n1,2\n3,many\n",
+            r"row 2, output_tokens must be a number, got 'many'",
+        ),
         ("score,output_tokens\nnan,2\n", r"row 1, score must be a number, got 'nan'"),
         ("score,output_tokens\n1,1e300\n", r"row 1, output_tokens: 1e\+300 is no number from 0"),
         ("score,output_tokens\n1,2\n3,-1\n", r"row 2, output_tokens: -1 is no number from 0"),
