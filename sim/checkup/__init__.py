@@ -1,4 +1,4 @@
-"""Check a run file by a short simulation: does the run finish, and how is its link used?
+"""Check by a short simulation whether a run finishes, and how it uses its link.
 
 Files to read first:
 
