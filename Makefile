@@ -135,6 +135,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.plain_english
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -245,7 +245,7 @@ class Handover:
             case Generate():
                 call = self._replica.generate(command)
             case Train():
-                self._trainer.see_leader(command, self._engine.version)
+                self._trainer.note_primary_version(command, self._engine.version)
                 call = self._trainer.train(command)
             case Step():
                 call = self._trainer.step(command)

@@ -1,8 +1,8 @@
 """Write the quickstart: a small arithmetic model that makes mistakes, and prompts to train it on.
 
 The task is reasoning-gym's `chain_sum`. A prompt labels the terms of the sum with letters (`a5+b8-c7=`).
-The working copies one term after another (`b+8=`) and adds it column by column from the units up; a column
-is four digits: the running sum's, the term's, the carry out (the borrow out for a minus), the result's.
+The working copies one term after another (`b+8=`) and adds it column by column, from the units up. A column
+is four digits: of the running sum, of the term, the carry out (or borrow out), and of the result.
 The answer follows `#`.
 
 Most supervised steps show good demonstrations. In the last ones (a share of `BAD_SHARE`) a demonstration

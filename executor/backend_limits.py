@@ -72,7 +72,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         "verifier.pool",
         run.verifier.pool,
         not run.verifier.num_gpus or run.verifier.reward_model is not None,
-        "left out to be executed, where no reward-model scores in it: other rewards are computed on CPUs",
+        "left out for an executed run without a reward model: other rewards are computed on CPUs",
     )
     yield Limit(
         "verifier.gpus_per_worker",
@@ -84,7 +84,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         "execute.launcher",
         run.execute.launcher,
         not run.faults or run.execute.launcher != "in-process",
-        "'local' or 'ray' where there are faults, which strike processes",
+        "'local' or 'ray' for planned faults, which strike processes",
     )
     for kind, own in enumerate(rollout.kinds):
         yield Limit(
@@ -124,7 +124,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         "rollout.chunked_prefill",
         rollout.chunked_prefill,
         rollout.chunked_prefill,
-        "true to be executed: engines decode on beside new prompts",
+        "true for an executed run: engines go on decoding while they prefill new prompts",
     )
     engine = engine_named(rollout.backend)
     if engine.limits:
@@ -154,7 +154,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         "policies.promote",
         run.policies.promote,
         run.policies.promote is None or not uses_relays(run.execute.launcher, run.sync.mode),
-        "left out where weights go over relays (launcher ray, sync.mode lora or delta): these are where the leader began",
+        "left out when weights go over relays (launcher ray, sync.mode lora or delta): relays stay with the primary trainer",
     )
     for number in range(run.num_trainers):
         yield from _limits_of_trainer(run.as_seen_by(number), number)
@@ -162,20 +162,20 @@ def _limits(run: Run) -> Iterator[Limit]:
         "sync.wire",
         run.sync.wire,
         run.sync.wire == "chunks" or uses_relays(run.execute.launcher, run.sync.mode),
-        "'chunks' where weights lie in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
+        "'chunks' for weights in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
     )
     yield Limit(
         "sync.mode",
         run.sync.mode,
         run.sync.mode != "lora" or load_model(run.model).experts is None,
-        "'full' or 'delta' to be executed with a mixture of experts, beside which no adapters are put",
+        "'full' or 'delta' for an executed mixture of experts: its experts cannot have adapters",
     )
     others = [own.backend for own in rollout.kinds if not engine_named(own.backend).serves_adapters]
     yield Limit(
         "sync.merge_adapters",
         run.sync.merge_adapters,
         not (run.serves_adapters and others),
-        f"true, or left out, for backend {'/'.join(others)}, which computes with no adapters beside weights",
+        f"true, or left out, for backend {'/'.join(others)}, which cannot compute with adapters",
     )
     times = run.framework.epochs
     yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
@@ -275,7 +275,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         f"{key}.offload",
         trainer.offload,
         not trainer.offload or run.policies.shares_gpus,
-        f"False {of_backend}, but where it takes turns with replicas",
+        f"False {of_backend}, unless it shares GPUs with replicas",
     )
     steps = run.framework.optimizer_steps
     yield Limit(
@@ -294,13 +294,13 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         "execute.launcher",
         launcher,
         launcher != "in-process" or not has_group,
-        "'local' or 'ray' where the trainer has several ranks, or is deepspeed's: each is a process",
+        "'local' or 'ray' for a trainer with several ranks, or with deepspeed: each rank is a process",
     )
     yield Limit(
         "execute.launcher",
         launcher,
         launcher != "ray" or not run.policies.shares_gpus,
-        "'local' where replicas and trainer share GPUs, which Ray gives to one of them",
+        "'local' when replicas and trainer share GPUs: Ray gives a GPU to one role",
     )
     yield Limit(
         "execute.device",
@@ -341,7 +341,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         f"{key}.backend",
         trainer.backend,
         on_cpu or backend.frees_memory or not run.policies.shares_gpus,
-        f"'torch' where replicas and trainer share GPUs: {trainer.backend} does not give its memory back",
+        f"'torch' where replicas and trainer share GPUs: {trainer.backend} does not release its memory",
     )
 
 
@@ -365,7 +365,7 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         key,
         policies.system if policies.max_staleness is None else policies.max_staleness,
         system.max_staleness == 0,
-        f"one that trains on fresh rollouts alone {where}",
+        f"one that trains only on fresh rollouts {where}",
     )
     yield Limit("policies.sync_every", system.sync_every, system.sync_every == 1, f"1 {where}")
     yield Limit(
@@ -378,7 +378,7 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         "policies.migration",
         policies.migration,
         policies.migration == "none",
-        f"'none' {where}: what a moved rollout computes again has another shape",
+        f"'none' {where}: a moved rollout is computed again with another shape",
     )
     for kind, own in enumerate(run.rollout.kinds):
         name, device = kind_key(kind), device_of(run.execute.device, run.cluster.pools, own.pool)
@@ -386,13 +386,13 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
             f"{name}.backend",
             own.backend,
             engine_named(own.backend).is_deterministic,
-            f"'static' {where}, which samples each rollout from a seed of its own",
+            f"'static' {where}, which samples each rollout from its own seed",
         )
         yield Limit(
             f"{name}.max_running",
             own.max_running,
             own.max_running == 1,
-            f"1 {where}: what runs beside a rollout changes the last bits of its logits",
+            f"1 {where}: other rollouts in a batch change the last bits of the logits",
         )
         yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
     for trainer in run.trainers:

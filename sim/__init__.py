@@ -21,7 +21,6 @@ Rules:
   new draws must not use an existing one.
 """
 
-if (
-    __name__ != "streamrl.sim"
-):  # the root of a checkout is on the path, and this folder is found there
+# Refuse the import when the root of a checkout is on the path and this folder is found there.
+if __name__ != "streamrl.sim":
     raise ImportError("import streamrl.sim: sim is a folder of streamrl, not a package of its own")
