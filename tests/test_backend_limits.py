@@ -142,7 +142,7 @@ def test_one_gpu_by_name_is_refused_to_who_needs_several(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"policies.system": "colocated"}, "must be 'local' where replicas and trainer share"),
+        ({"policies.system": "colocated"}, "must be 'local' when replicas and trainer share"),
         ({"execute.device": "cuda:1"}, "for launcher ray, which chooses GPUs itself"),
     ],
 )
@@ -211,7 +211,7 @@ def test_verifiers_on_gpus_are_simulated_only(tmp_path: Path) -> None:
     table = local_table(tmp_path, {})
     table["cluster"]["pools"][table["trainer"]["pool"]]["gpus_per_node"] = 8
     on_gpus = {**table, "verifier": {"pool": table["trainer"]["pool"], "gpus_per_worker": 1}}
-    with pytest.raises(ValueError, match=r"^verifier.pool must be left out to be executed"):
+    with pytest.raises(ValueError, match=r"^verifier.pool must be left out for an executed run"):
         check_back_ends(make_run(on_gpus, NOWHERE.parent))
 
 

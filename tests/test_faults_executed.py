@@ -259,6 +259,6 @@ def test_faults_are_executed_in_processes_only(tmp_path: Path) -> None:
         )
     )
     with pytest.raises(
-        ValueError, match=r"execute\.launcher must be 'local' or 'ray' where there are f"
+        ValueError, match=r"execute\.launcher must be 'local' or 'ray' for planned f"
     ):
         check_executable(run)

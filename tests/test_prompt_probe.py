@@ -85,7 +85,7 @@ def test_a_probe_is_kept_in_a_file_and_asked_ahead_of_a_run_alone(
     asked = tmp_path / "prompts.jsonl"
     asked.write_text('{"prompt": "1+1="}\n')
     run = small_run({"workload.prompts": str(asked), "workload.ranker.path": str(path)})
-    with pytest.raises(ValueError, match=r"workload\.ranker\.path: .*ahead of the run"):
+    with pytest.raises(ValueError, match=r"workload\.ranker\.path: .*before the run"):
         PromptWorkload(run, ScriptedTokenizer())
 
 

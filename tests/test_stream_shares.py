@@ -211,7 +211,9 @@ def test_a_simulation_takes_as_large_a_share_by_rewards_as_the_run_file_says() -
     num = len([why for why in skipped(trace).values() if why == OF_REWARD])
     assert num / len(completed(trace, 2)) == pytest.approx(0.75, abs=0.08)
     books_agree(trace, OF_REWARD)
-    with pytest.raises(RunError, match=r"workload\.group_rewards is missing: trainer\.1 takes"):
+    with pytest.raises(
+        RunError, match=r"workload\.group_rewards is missing, but trainer\.1 selects"
+    ):
         checked_world(run_of(share))
 
 

@@ -87,8 +87,17 @@ def find(run: Run) -> Iterator[Finding]:
         yield from _find_gpus(gpus_needed(run), run.execute.device)
         yield from _find_cores(run.rollout, roles_on_cores(run), threads_of(run))
     if device_of(run.execute.device, run.cluster.pools, run.trainer.pool) != "cpu":
-        yield from _find_memory(resolve(run).trainer, run.rollout.max_tokens)
+        yield from _find_memory_of(run)
     yield from _find_sandbox(run.verifier)
+
+
+def _find_memory_of(run: Run) -> Iterator[Finding]:
+    """Yield the memory of the primary trainer; the doctor says by itself that a model cannot be read."""
+    try:
+        trainer = resolve(run).trainer
+    except ValueError:
+        return
+    yield from _find_memory(trainer, run.rollout.max_tokens)
 
 
 def _find_limits(run: Run) -> Iterator[Finding]:
