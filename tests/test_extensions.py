@@ -286,3 +286,37 @@ def test_a_subclass_of_a_policy_that_can_wait_is_refused_and_never_replaced() ->
     with pytest.raises(RunError) as caught:
         small_run({**changes, "policies.dispatch": "tests.test_extensions:Reversed"})
     assert caught.value.key == "policies.dispatch"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise ValueError('\\x1b[31mred\\nnext')", r"ValueError: \x1b[31mred next"),
+        (
+            "from streamrl.engine.policies.dispatch import Dispatch\nclass Own(Dispatch): ...",
+            "TypeError: odd:Own does not define choose",
+        ),
+    ],
+)
+def test_a_module_that_exits_or_a_class_without_its_method_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str
+) -> None:
+    (tmp_path / "odd.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+    with pytest.raises(RunError) as caught:
+        small_run({"policies.dispatch": "odd:Own"})
+    assert caught.value.key == "policies.dispatch"
+    assert f"cannot be used: {why}; make its module importable" in str(caught.value)
+
+
+def test_what_a_module_prints_at_import_does_not_reach_standard_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "from streamrl.engine.policies.dispatch import LeastLoaded as Own\nprint('hello')"
+    (tmp_path / "loud.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    small_run({"policies.dispatch": "loud:Own"})
+    printed = capsys.readouterr()
+    assert printed.out == "" and "hello" in printed.err

@@ -28,6 +28,7 @@ ALGORITHMS = ChoiceList(
     key="algorithm.name",
     group="streamrl.algorithms",
     base="streamrl.runfile.algorithms:Algorithm",
+    required="advantages",
     own={
         "grpo": "streamrl.runfile.algorithms:Grpo",
         "dr-grpo": "streamrl.runfile.algorithms:DrGrpo",

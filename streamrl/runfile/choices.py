@@ -12,7 +12,9 @@ may name classes of any room, and libraries that only they need.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar, get_args, get_origin
@@ -25,7 +27,9 @@ _Base = TypeVar("_Base")
 class ChoiceList:
     """The classes that one key chooses among, by name."""
 
-    def __init__(self, key: str, group: str, base: str, own: Mapping[str, str]) -> None:
+    def __init__(
+        self, key: str, group: str, base: str, own: Mapping[str, str], required: str | None = None
+    ) -> None:
         """List the choices of a key.
 
         Args:
@@ -33,11 +37,13 @@ class ChoiceList:
             group: the entry points of installed packages that add choices.
             base: "module:Class" that every choice is a subclass of.
             own: "module:Class" of each choice in this package, by name.
+            required: the method that every choice must define; the base has none to fall back on.
         """
         self.key = key
         self.group = group
         self.base = base
         self.own = own
+        self.required = required
         self._loaded: dict[str, type] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -70,8 +76,13 @@ class ChoiceList:
             return RunError(key, value, allowed, text)
         try:
             self._load(value)
-        except Exception as error:  # the module is the user's: its import may raise anything
-            text = f"{key} {shown(value)} cannot be used: {_one_line(error)}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the module is the user's: its import may raise or exit
+            text = (
+                f"{key} {shown(value)} cannot be used: {_one_line(error)}; "
+                f"make its module importable (PYTHONPATH or pip install), or use one of {', '.join(self.names())}"
+            )
             return RunError(key, value, OneOf(self.names()), text)
         return None
 
@@ -91,10 +102,15 @@ class ChoiceList:
 
     def _load(self, name: str) -> type:
         path = self.path_of(name)
-        found, base = import_object(path), import_object(self.base)
+        with redirect_stdout(sys.stderr):  # what a user's module prints must not mix with --json
+            found = import_object(path)
+        base = import_object(self.base)
         assert isinstance(base, type)
         if not isinstance(found, type) or not issubclass(found, base):
             raise TypeError(f"{path} is not a subclass of {self.base.replace(':', '.')}")
+        needed = self.required
+        if needed is not None and getattr(found, needed) is getattr(base, needed):
+            raise TypeError(f"{path} does not define {needed}")
         return found
 
     def _installed(self) -> dict[str, EntryPoint]:
@@ -121,6 +137,8 @@ def choices_of(kind: object) -> ChoiceList | None:
     return next((note for note in notes if isinstance(note, ChoiceList)), None)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
+    """Return an error's type and text in one line, unprintable characters escaped."""
     text = " ".join(str(error).split())
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

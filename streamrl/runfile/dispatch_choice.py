@@ -15,6 +15,7 @@ DISPATCH = ChoiceList(
     key="policies.dispatch",
     group="streamrl.dispatch",
     base="streamrl.engine.policies.dispatch:Dispatch",
+    required="choose",
     own={
         DEFAULT_DISPATCH: "streamrl.engine.policies.dispatch:LeastLoaded",
         "round-robin": "streamrl.engine.policies.dispatch:RoundRobin",
