@@ -22,9 +22,11 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.trainer_side import LEADER
-from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.failure_rates import (
+    replica_gpu_failures_per_day,
+    trainer_gpu_failures_per_day,
+)
 from streamrl.runfile.simulation_config import FaultConfig
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.sim.replica import Replica
@@ -37,16 +39,21 @@ STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
 REASON = "a GPU failed"
 
 
-def time_to_failure(run: Run, num_gpus: int, *stream: int, trainer: int | None = None) -> float:
-    """Return the seconds until one of `num_gpus` GPUs of a trainer or replica fails; infinite at a rate of 0.
+def time_to_failure(failures_per_day: float, seed: int, *stream: int) -> float:
+    """Return the seconds until one GPU of a trainer or replica fails; infinite at a rate of 0.
 
-    The time is exponential with mean 1 / (rate x GPUs). Each role has its own random stream, so
-    replica 3 of a seed fails after the same time whatever the others do.
+    The time is exponential with mean 1 / rate. Each role has its own random stream, so replica 3 of
+    a seed fails after the same time whatever the others do.
+
+    Args:
+        failures_per_day: of all GPUs of the role.
+        seed: of the run.
+        stream: what tells the role, and its start, from the others.
     """
-    rate = failures_per_gpu_day(run, trainer) * num_gpus / SECONDS_PER_DAY
+    rate = failures_per_day / SECONDS_PER_DAY
     if not rate:
         return inf
-    return float(np.random.default_rng([run.seed, *stream]).exponential(1 / rate))
+    return float(np.random.default_rng([seed, *stream]).exponential(1 / rate))
 
 
 class Failures:
@@ -66,20 +73,23 @@ class Failures:
 
     def watch(self, replica: Replica) -> None:
         """Schedule the failure of a new replica; it has no effect if the replica is gone by then."""
-        run = self._around.run_file.of_kind(replica.kind)
-        seconds = time_to_failure(run, run.rollout.gpus_per_replica, STREAM, replica.id)
+        run = self._around.run_file
+        config = run.rollout.kinds[replica.kind]
+        rate = replica_gpu_failures_per_day(run.failures, run.cluster.pools[config.pool])
+        seconds = time_to_failure(rate * config.gpus_per_replica, run.seed, STREAM, replica.id)
         if seconds < inf:
             self._around.env.process(self._fail(replica, seconds, self._lose_replica))
 
     def watch_trainer(self, trainer: Trainer) -> None:
         """Schedule the failure of a new trainer, if the run has trainer failures."""
         run = self._around.run_file
-        if not failures_per_gpu_day(run, trainer.id):
+        config = run.trainers[trainer.id]
+        rate = trainer_gpu_failures_per_day(run.failures, run.cluster.pools[config.pool])
+        if not rate:
             return
         count = self._num_started[trainer.id] = self._num_started.get(trainer.id, 0) + 1
-        num_gpus = run.trainers[trainer.id].num_gpus
         stream = (TRAINER_STREAM, trainer.id, count)
-        seconds = time_to_failure(run, num_gpus, *stream, trainer=trainer.id)
+        seconds = time_to_failure(rate * config.num_gpus, run.seed, *stream)
         if seconds < inf:
             self._around.env.process(self._fail(trainer, seconds, self._lose_trainer))
 

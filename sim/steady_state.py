@@ -14,7 +14,6 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from streamrl.engine.trace import Trace
-from streamrl.engine.trainer_side import LEADER
 from streamrl.record.metrics import Metrics
 from streamrl.record.steady_state import (
     LEAST_FAILURES,
@@ -27,7 +26,10 @@ from streamrl.record.steady_state import (
 )
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
-from streamrl.runfile.failure_rates import failures_per_gpu_day, replica_failures_per_day
+from streamrl.runfile.failure_rates import (
+    replica_failures_per_day,
+    trainer_gpu_failures_per_day,
+)
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.costs import Costs
@@ -202,8 +204,9 @@ class Enough:
 
     def _lacks_failures(self, step_time: float) -> bool:
         """Return whether too few failures occurred, in a run where enough are to be expected."""
-        run = self._run
-        per_day = replica_failures_per_day(run)
-        per_day += failures_per_gpu_day(run, LEADER) * run.trainer.num_gpus
+        run, pools = self._run, self._run.cluster.pools
+        per_day = replica_failures_per_day(run.failures, run.rollout.kinds, pools)
+        of_one = trainer_gpu_failures_per_day(run.failures, pools[run.trainer.pool])
+        per_day += of_one * run.trainer.num_gpus
         expected = per_day * run.simulate.max_steps * step_time / SECONDS_PER_DAY
         return self._steps.num_failures < LEAST_FAILURES <= expected

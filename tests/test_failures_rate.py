@@ -47,27 +47,29 @@ def test_a_rate_too_small_to_matter_changes_no_event() -> None:
 
 
 def test_the_same_seed_fails_at_the_same_times_and_another_seed_at_others() -> None:
-    first, same, other = (failing(EVERY_5_S, seed=seed) for seed in (1, 1, 2))
+    first, same = (failing(EVERY_5_S, seed=1) for _ in range(2))
     assert simulate(first).encode() == simulate(same).encode()
-    assert (
-        time_to_failure(first, 1, 0) != time_to_failure(other, 1, 0) != time_to_failure(other, 1, 1)
-    )
+    rate = EVERY_5_S
+    assert time_to_failure(rate, 1, 0) != time_to_failure(rate, 2, 0) != time_to_failure(rate, 2, 1)
+
+
+@pytest.mark.parametrize("rate", [3.0, 12.0])
+def test_a_replica_serves_for_the_inverse_of_its_rate_on_average(rate: float) -> None:
+    times = [time_to_failure(rate, 0, n) for n in range(4000)]
+    expected = SECONDS_PER_DAY / rate
+    assert mean(times) == pytest.approx(expected, rel=4 / sqrt(len(times)))
+    assert time_to_failure(0.0, 1, 0) == inf
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 4])
-def test_a_replica_serves_for_the_inverse_of_the_rate_of_all_its_gpus(tensor_parallel: int) -> None:
-    run = failing(3.0, rollout__tensor_parallel=tensor_parallel)
-    times = [time_to_failure(run, run.rollout.tensor_parallel, n) for n in range(4000)]
-    expected = SECONDS_PER_DAY / (3.0 * tensor_parallel)
-    assert mean(times) == pytest.approx(expected, rel=4 / sqrt(len(times)))
-    assert time_to_failure(failing(0.0), 1, 0) == inf
-
-
-def test_as_many_replicas_fail_as_the_rate_says_of_the_gpu_seconds_that_they_serve() -> None:
+def test_as_many_replicas_fail_as_the_rate_says_of_the_gpu_seconds_that_they_serve(
+    tensor_parallel: int,
+) -> None:
     """Poisson: the number has mean and variance rate x GPUs x seconds."""
     expected, found = 0.0, 0
     for seed in range(8):
-        trace = simulate(failing(EVERY_5_S, seed=seed, algorithm__steps=40))
+        layout = {"rollout__tensor_parallel": tensor_parallel}
+        trace = simulate(failing(EVERY_5_S, seed=seed, algorithm__steps=40, **layout))
         assert measure(trace).num_steps == 40
         expected += trace.run.rollout.num_gpus * trace.entries[-1].time / 5
         found += num_lost(trace)
@@ -88,7 +90,8 @@ def test_a_replica_that_is_gone_does_not_fail_again() -> None:
     reasons = [e.event.reason for e in trace.entries if isinstance(e.event, ReplicaLost)]
     assert reasons[:2] == ["pulled the plug"] * 2
     assert "a GPU failed" in reasons[2:]
-    first = time_to_failure(trace.run, trace.run.rollout.tensor_parallel, STREAM, 0)
+    rate = EVERY_5_S * trace.run.rollout.tensor_parallel
+    first = time_to_failure(rate, trace.run.seed, STREAM, 0)
     assert first < trace.entries[-1].time
 
 

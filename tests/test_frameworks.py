@@ -17,7 +17,8 @@ from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import change_run, load_run, make_run, write_run
-from streamrl.runfile.frameworks import load_framework, load_usual, value_at
+from streamrl.runfile.findings import value_of
+from streamrl.runfile.frameworks import load_framework, load_usual
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.sim.costs.corrections import (
     Corrections,
@@ -165,7 +166,7 @@ def test_a_run_file_is_read_back_as_it_was_whatever_its_framework_fills_in(
     write_run(run, tmp_path / "run.toml", base=EXAMPLE.parent)
     again = load_run(tmp_path / "run.toml")
     for setting in load_framework(name).settings:
-        assert value_at(again, setting.key) == value_at(run, setting.key)
+        assert value_of(again, setting.key) == value_of(run, setting.key)
 
 
 def test_another_name_takes_away_what_the_first_one_filled_in() -> None:

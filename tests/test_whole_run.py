@@ -16,7 +16,10 @@ from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun, whole_dollars, whole_time
 from streamrl.report.run_tables import dollars_text, facts, headline, time_text
 from streamrl.runfile.config import Run
-from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.failure_rates import (
+    replica_gpu_failures_per_day,
+    trainer_gpu_failures_per_day,
+)
 from streamrl.runfile.files import write_run
 from streamrl.runfile.formatting import long_dollars, long_time
 from streamrl.runfile.units import SECONDS_PER_DAY
@@ -172,10 +175,11 @@ def test_gpus_of_a_spot_pool_fail_beside_all_others_and_trainers_too() -> None:
     run = small_run(
         {"failures.per_gpu_day": 1.0, "cluster.pools.near.spot_failures_per_gpu_day": 2.0}
     )
-    assert (failures_per_gpu_day(run), failures_per_gpu_day(run, 0)) == (1, 2)
-    both = replace(run, failures=replace(run.failures, trainers=True))
-    assert failures_per_gpu_day(both, 0) == 3
-    mean = sum(time_to_failure(run, 1, TRAINER_STREAM, n, trainer=0) for n in range(4000)) / 4000
+    kept, spot = (run.cluster.pools[side.pool] for side in (run.rollout, run.trainer))
+    assert replica_gpu_failures_per_day(run.failures, kept) == 1
+    assert trainer_gpu_failures_per_day(run.failures, spot) == 2
+    assert trainer_gpu_failures_per_day(replace(run.failures, trainers=True), spot) == 3
+    mean = sum(time_to_failure(2.0, run.seed, TRAINER_STREAM, n) for n in range(4000)) / 4000
     assert mean == pytest.approx(SECONDS_PER_DAY / 2, rel=0.07)
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.presets import SYSTEMS, choose_system
-from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.failure_rates import Losses, expected_losses, failures_per_gpu_day
+from streamrl.runfile.failure_rates import (
+    Losses,
+    expected_losses,
+    replica_gpu_failures_per_day,
+    trainer_gpu_failures_per_day,
+)
 from streamrl.runfile.findings import Changes, Finding, Fix, Level, is_error
 from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.simulation_config import FailuresConfig
 from streamrl.sim.checkup.rehearsal import Rehearsal
 from streamrl.workload.replica_batch import ReplicaBatch, mean_lengths, replica_batch
 
@@ -54,7 +61,8 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
             rehearsal, run.rollout.max_running, run.algorithm.rollouts_per_step
         )
         losses = expected_losses(run, metrics.step_time)
-        yield from _find_losses(losses, _rate(run), run.policies.max_restarts, run.algorithm.steps)
+        rate = _highest_rate(run.failures, run.rollout.kinds, run.trainer, run.cluster.pools)
+        yield from _find_losses(losses, rate, run.policies.max_restarts, run.algorithm.steps)
         yield from _find_stale(run.policies, metrics)
 
 
@@ -98,9 +106,15 @@ def _find_losses(expected: Losses, rate: float, most: int, steps: int) -> Iterat
         yield _finding("warning", "restarts", text)
 
 
-def _rate(run: Run) -> float:
-    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.rollout.num_kinds))
-    return max(failures_per_gpu_day(run, LEADER), *kinds)
+def _highest_rate(
+    failures: FailuresConfig,
+    kinds: Iterable[RolloutConfig],
+    trainer: TrainerConfig,
+    pools: dict[str, PoolConfig],
+) -> float:
+    """Return the failures in 24 hours of a GPU of the side whose GPUs fail most often."""
+    of_kinds = (replica_gpu_failures_per_day(failures, pools[kind.pool]) for kind in kinds)
+    return max(trainer_gpu_failures_per_day(failures, pools[trainer.pool]), *of_kinds)
 
 
 def _find_stale(policies: PoliciesConfig, metrics: Metrics) -> Iterator[Finding]:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import ceil, sqrt
 from typing import NamedTuple
 
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.simulation_config import FailuresConfig
 from streamrl.runfile.units import SECONDS_PER_DAY
 
 
-def failures_per_gpu_day(run: Run, trainer: int | None = None) -> float:
-    """Return the failures of one GPU in 24 hours, of a trainer by its number or, where absent, of the replicas."""
-    if trainer is None:
-        breaks, pool = run.failures.per_gpu_day, run.rollout.pool
-    else:
-        breaks = run.failures.per_gpu_day if run.failures.trainers else 0.0
-        pool = run.trainers[trainer].pool
-    return breaks + run.cluster.pools[pool].spot_failures_per_gpu_day
+def replica_gpu_failures_per_day(failures: FailuresConfig, pool: PoolConfig) -> float:
+    """Return the failures of one GPU of a replica in 24 hours."""
+    return failures.per_gpu_day + pool.spot_failures_per_gpu_day
 
 
-def replica_failures_per_day(run: Run) -> float:
+def trainer_gpu_failures_per_day(failures: FailuresConfig, pool: PoolConfig) -> float:
+    """Return the failures of one GPU of a trainer in 24 hours."""
+    breaks = failures.per_gpu_day if failures.trainers else 0.0
+    return breaks + pool.spot_failures_per_gpu_day
+
+
+def replica_failures_per_day(
+    failures: FailuresConfig, kinds: Iterable[RolloutConfig], pools: Mapping[str, PoolConfig]
+) -> float:
     """Return the failures of all GPUs that generate, of every kind of replica, in 24 hours."""
-    kinds = (run.of_kind(kind) for kind in range(run.rollout.num_kinds))
-    return sum(failures_per_gpu_day(own) * own.rollout.num_gpus for own in kinds)
+    return sum(
+        replica_gpu_failures_per_day(failures, pools[own.pool]) * own.num_gpus for own in kinds
+    )
 
 
 class Losses(NamedTuple):
@@ -40,8 +48,10 @@ class Losses(NamedTuple):
 def expected_losses(run: Run, step_time: float) -> Losses:
     """Return the losses of replicas, or of the trainer that leads where there are more of them."""
     days = run.algorithm.steps * step_time / SECONDS_PER_DAY
-    of_replicas = replica_failures_per_day(run)
-    of_trainer = failures_per_gpu_day(run, 0) * run.trainer.num_gpus  # that leads
+    pools = run.cluster.pools
+    of_replicas = replica_failures_per_day(run.failures, run.rollout.kinds, pools)
+    of_one = trainer_gpu_failures_per_day(run.failures, pools[run.trainer.pool])
+    of_trainer = of_one * run.trainer.num_gpus  # that leads
     return max(
         Losses(of_replicas * days, "replicas"), Losses(of_trainer * days, "times the trainer")
     )
@@ -49,6 +59,7 @@ def expected_losses(run: Run, step_time: float) -> Losses:
 
 def can_fail(run: Run) -> bool:
     """Return whether any simulated GPU may fail."""
-    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.rollout.num_kinds))
-    trainers = (failures_per_gpu_day(run, trainer) for trainer in range(run.num_trainers))
-    return any(rate > 0 for rate in (*kinds, *trainers))
+    failures, pools = run.failures, run.cluster.pools
+    of_kinds = (replica_gpu_failures_per_day(failures, pools[k.pool]) for k in run.rollout.kinds)
+    of_trainers = (trainer_gpu_failures_per_day(failures, pools[t.pool]) for t in run.trainers)
+    return any(rate > 0 for rate in (*of_kinds, *of_trainers))

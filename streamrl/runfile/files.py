@@ -24,6 +24,7 @@ from streamrl.runfile.field_checks import drop_unused, find_errors, find_unused
 from streamrl.runfile.frameworks import fill_in, settings_of
 from streamrl.runfile.keys import join_trainers, override, place_of, split_trainers
 from streamrl.runfile.paths import paths_of, with_paths
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.staleness_study import read_staleness_model
@@ -177,16 +178,18 @@ def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
     for error in find_errors(table):
         raise error
     run = msgspec.convert(split_trainers(fill_in(table)), Run, dec_hook=read_quantity)
-    return _with_studied_cost(_resolve_paths(run, base))
+    run = _resolve_paths(run, base)
+    plan = _with_studied_cost(run.plan, run.algorithm.corrected_by or "none")
+    found: Run = msgspec.structs.replace(run, plan=plan)
+    return found
 
 
-def _with_studied_cost(run: Run) -> Run:
-    """Return the run with what its study of staleness says of `plan.staleness_cost`, where it names one."""
-    if run.plan.staleness_study is None:
-        return run
-    correction = run.algorithm.corrected_by or "none"
-    model = read_staleness_model(run.plan.staleness_study, correction)
-    cost, stated = max(0.0, model.percent), run.plan.staleness_cost
+def _with_studied_cost(plan: PlanConfig, correction: str) -> PlanConfig:
+    """Return the section with what its study of staleness says of `staleness_cost`, where it names one."""
+    if plan.staleness_study is None:
+        return plan
+    model = read_staleness_model(plan.staleness_study, correction)
+    cost, stated = max(0.0, model.percent), plan.staleness_cost
     if stated and not isclose(stated, cost, rel_tol=1e-6):
         raise RunError(
             "plan.staleness_cost",
@@ -195,8 +198,7 @@ def _with_studied_cost(run: Run) -> Run:
             f"plan.staleness_cost must be absent where plan.staleness_study says it ({cost:.3g}), got {stated:g}",
             ("plan.staleness_study",),
         )
-    plan = msgspec.structs.replace(run.plan, staleness_cost=cost)
-    found: Run = msgspec.structs.replace(run, plan=plan)
+    found: PlanConfig = msgspec.structs.replace(plan, staleness_cost=cost)
     return found
 
 

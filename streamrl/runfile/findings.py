@@ -200,15 +200,14 @@ def fix_of_part(
         own_key: gives the key that stands for one of that run's in the whole run.
         otherwise: what to do where nothing helps.
     """
-
-    def candidates(run: Run) -> Iterator[Changes]:
-        for changes in fix.candidates(see(run)):
-            yield {own_key(key): value for key, value in changes.items()}
-
-    def effect(run: Run) -> str:
-        return fix.effect(see(run))
-
-    return Fix(candidates, otherwise, effect)
+    return Fix(
+        lambda run: (
+            {own_key(key): value for key, value in changes.items()}
+            for changes in fix.candidates(see(run))
+        ),
+        otherwise,
+        lambda run: fix.effect(see(run)),
+    )
 
 
 def propose_fix(run: Run, finding: Finding, fix: Fix, examine: Examine) -> Finding:

@@ -11,7 +11,7 @@ import copy
 import datetime
 import functools
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -19,6 +19,7 @@ import msgspec
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DispatchName
+from streamrl.runfile.findings import value_of
 from streamrl.runfile.keys import full_key, place_of
 from streamrl.runfile.policies_config import (
     OrderName,
@@ -246,8 +247,8 @@ def settings_of(run: Run) -> Iterator[tuple[Setting, object]]:
     """Yield each key that the framework of a run fills in where it is absent, with the value that the run has."""
     framework = framework_of(run.framework.name)
     for setting in () if framework is None else framework.settings:
-        if setting.holds(lambda key: value_at(run, key)):
-            yield setting, value_at(run, setting.key)
+        if setting.holds(lambda key: value_of(run, key)):
+            yield setting, value_of(run, setting.key)
 
 
 def keep_filled_in(run: Run, changed: Run) -> Run:
@@ -257,28 +258,18 @@ def keep_filled_in(run: Run, changed: Run) -> Run:
     """
     framework = framework_of(run.framework.name)
     for key in {setting.key for setting in framework.settings} if framework else ():
-        before, now = (_filled_in(each, key) for each in (run, changed))
-        if before != now and value_at(run, key) == before:
-            changed = _with_value(changed, key, now)
+        before, now = (_filled_in(settings_of(each), key) for each in (run, changed))
+        if before != now and value_of(run, key) == before:
+            section, name = key.split(".")
+            own = msgspec.structs.replace(getattr(changed, section), **{name: now})
+            changed = msgspec.structs.replace(changed, **{section: own})
     return changed
 
 
-def _filled_in(run: Run, key: str) -> object:
-    """Return the value of a key that the run file leaves out."""
-    filled = (setting.value for setting, _ in settings_of(run) if setting.key == key)
+def _filled_in(settings: Iterable[tuple[Setting, object]], key: str) -> object:
+    """Return the value of a key that the run file leaves out, with the settings of its framework."""
+    filled = (setting.value for setting, _ in settings if setting.key == key)
     return next(filled, _default_of(key))
-
-
-def _with_value(run: Run, key: str, value: object) -> Run:
-    section, name = key.split(".")
-    changed = msgspec.structs.replace(getattr(run, section), **{name: value})
-    return msgspec.structs.replace(run, **{section: changed})
-
-
-def value_at(run: Run, key: str) -> object:
-    """Return the value of a key of a section; of `[[trainer]]` that of the first."""
-    section, name = key.split(".")
-    return getattr(getattr(run, section), name)
 
 
 def _value_in(table: dict[str, Any], key: str) -> object:

@@ -423,27 +423,28 @@ def _check_link(
             raise RunError("cluster.links", links, None, text)
 
 
-def _check_resize(run: Run) -> None:
-    """Refuse to adjust replicas where there could be neither more nor fewer."""
-    policies, room = run.policies, most_replicas(run)
-    least, most = run.rollout.replicas, policies.max_replicas or room
+def _check_resize(
+    policies: PoliciesConfig, rollout: RolloutConfig, pools: dict[str, PoolConfig], room: int
+) -> None:
+    """Refuse to adjust replicas where there could be neither more nor fewer: the pool has GPUs for `room`."""
+    least, most = rollout.replicas, policies.max_replicas or room
     if not least <= most <= room:
         raise RunError(
             "policies.max_replicas",
             most,
             Bounds(least, room),
             f"policies.max_replicas must be between rollout.replicas={least} and {room}, for which pool "
-            f"{run.rollout.pool!r} has GPUs, got {most}",
+            f"{rollout.pool!r} has GPUs, got {most}",
             ("rollout.replicas",),
         )
-    unit = policies.resize_unit or replicas_per_node(run.rollout, run.cluster.pools)
+    unit = policies.resize_unit or replicas_per_node(rollout, pools)
     if policies.resize == "adjust" and least + unit > most and policies.shrink_after is None:
         raise RunError(
             "policies.resize",
             policies.resize,
             OneOf(["keep"]),
             f"policies.resize 'adjust' adds {unit} replicas at once, but there may be {most} in pool "
-            f"{run.rollout.pool!r} and rollout.replicas is {least}",
+            f"{rollout.pool!r} and rollout.replicas is {least}",
             ("rollout.replicas", "policies.resize_unit", "policies.shrink_after"),
         )
 
@@ -471,7 +472,7 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
         run.cluster.pools,
     ),
     lambda run: _check_link(run.cluster.links, run.rollout.kinds, run.trainer.pool),
-    _check_resize,
+    lambda run: _check_resize(run.policies, run.rollout, run.cluster.pools, most_replicas(run)),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""
 

@@ -8,6 +8,7 @@ from streamrl.runfile.config import Run, num_extra, whole_groups
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, dispatch_named
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.workload_config import LengthsConfig
 
 
@@ -162,28 +163,33 @@ def _check_concurrency(policies: PoliciesConfig) -> None:
         )
 
 
-def _check_promotion(run: Run) -> None:
+def _check_promotion(
+    policies: PoliciesConfig,
+    followers: tuple[SecondaryTrainerConfig, ...],
+    trainer_pool: str,
+    optimizer_steps: int,
+) -> None:
     """Refuse to promote nobody, or somebody who cannot lead."""
-    policies, key = run.policies, "policies.promote"
+    key = "policies.promote"
     if policies.promote is None:
         if policies.on_leader_loss == "promote":
             text = f"{key} is missing: policies.on_leader_loss 'promote' needs the name of a secondary trainer"
             raise RunError(key, None, str, text, ("policies.on_leader_loss",))
         return
-    names = run.secondary_trainer_names
+    names = [follower.name for follower in followers]
     if policies.promote not in names:
         known = OneOf(names) if names else "left out where no trainer follows"
         text = f"{key} must be {known}, got {shown(policies.promote)}"
         raise RunError(key, policies.promote, OneOf([*names, None]), text)
-    follower = run.followers[names.index(policies.promote)]
+    follower = followers[names.index(policies.promote)]
     for is_wrong, why in (
         (follower.counts_only, "which only counts and has no weights"),
         (
-            follower.pool != run.trainer.pool,
-            f"which is not in the primary trainer's pool {run.trainer.pool!r}",
+            follower.pool != trainer_pool,
+            f"which is not in the primary trainer's pool {trainer_pool!r}",
         ),
-        (run.policies.shares_gpus, "because the primary trainer shares its GPUs with replicas"),
-        (run.framework.optimizer_steps > 1, "where a batch has several optimizer steps"),
+        (policies.shares_gpus, "because the primary trainer shares its GPUs with replicas"),
+        (optimizer_steps > 1, "where a batch has several optimizer steps"),
     ):
         if is_wrong:
             text = f"{key} cannot be {policies.promote!r}, {why}"
@@ -194,7 +200,9 @@ POLICY_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_tail_batching(run.policies, run.algorithm.steps, run.workload.lengths),
     lambda run: _check_learning(run.policies, run.algorithm.group_size),
     lambda run: _check_overrun(run.policies),
-    _check_promotion,
+    lambda run: _check_promotion(
+        run.policies, run.followers, run.trainer.pool, run.framework.optimizer_steps
+    ),
     lambda run: _check_fraction(run.policies.max_staleness, run.algorithm.prompts_per_step),
     lambda run: _check_over_staleness(run.policies),
     lambda run: _check_oversampling(run.policies, run.algorithm.prompts_per_step),
