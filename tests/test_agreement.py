@@ -100,7 +100,8 @@ def test_a_part_of_a_node_that_is_rented_is_no_idle_node(tmp_path: Path) -> None
 
 def test_a_plan_leaves_its_trainer_the_room_that_doctor_asks_for() -> None:
     space = Space.open(few())
-    sides = [trainer_side(resolve(trainer.apply(space.run)).trainer) for trainer in space.trainers]
+    own = resolve(space.run).trainer
+    sides = [trainer_side(trainer.place(own)) for trainer in space.trainers]
     assert all(side.need <= ROOMY * side.capacity for side in sides)
 
 
@@ -124,7 +125,7 @@ def test_trainers_without_room_are_taken_where_there_are_no_others() -> None:
     )
     (roomy,) = find_trainers(run, Counter())
     for tokens in range(8000, 400_000, 1000):
-        trainer = replace(roomy.apply(run).trainer, max_tokens_per_pass=tokens)
+        trainer = replace(roomy.change(run.trainer), max_tokens_per_pass=tokens)
         side = trainer_side(resolve(replace(run, trainer=trainer)).trainer)
         if side.need > ROOMY * side.capacity:
             break

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.engine.messages import Generated
 from streamrl.record.metrics import measure
@@ -97,7 +98,8 @@ def test_the_slower_stage_takes_as_long_as_in_the_steps_of_an_asynchronous_run(s
     stages = Stages(run, smallest_tensor_parallel=True)
     generation, training = stages.generation(16), stages.training(16)
     assert generation is not None and training is not None
-    steps = read_paces(simulate(training.apply(generation.apply(run))))[2:]
+    rollout, trainer = generation.change(run.rollout), training.change(run.trainer)
+    steps = read_paces(simulate(replace(run, rollout=rollout, trainer=trainer)))[2:]
     times = [step.generation_time for step in steps]
     if slower == "training":
         times = [step.training_time for step in steps]
@@ -110,7 +112,8 @@ def test_the_trainer_of_a_whole_batch_takes_exactly_its_stage_time() -> None:
     run = paper_run(algorithm__steps=TRAINED_BATCHES, policies__system="disaggregated")
     training = Stages(run).training(16)
     assert training is not None
-    times = [step.training_time for step in read_paces(simulate(training.apply(run)))]
+    trained = replace(run, trainer=training.change(run.trainer))
+    times = [step.training_time for step in read_paces(simulate(trained))]
     assert training.time == pytest.approx(sum(times) / len(times), rel=1e-9)
 
 
@@ -143,8 +146,10 @@ def test_a_trainer_offloads_only_where_its_models_do_not_fit_beside_each_other()
 class Given(Stages):
     """Stages that take what a test says."""
 
-    def __init__(self, generate: Callable[[int], float], train: Callable[[int], float]) -> None:
-        self.generate, self.train = generate, train
+    def __init__(
+        self, run: Run, generate: Callable[[int], float], train: Callable[[int], float]
+    ) -> None:
+        self.run, self.generate, self.train = run, generate, train
 
     def generation(self, num_gpus: int) -> Generation | None:
         """Take the test's word for it."""
@@ -168,8 +173,8 @@ times = st.lists(st.floats(1.0, 1000.0), min_size=4, max_size=4)
 def test_no_division_of_one_pool_is_better_than_the_chosen_one(
     generate: list[float], train: list[float], objective: Objective
 ) -> None:
-    stages = Given(lambda x: generate[x // 8 - 1], lambda y: train[y // 8 - 1])
-    found = search(paper_run(), stages, objective=objective)
+    stages = Given(paper_run(), lambda x: generate[x // 8 - 1], lambda y: train[y // 8 - 1])
+    found = search(stages, objective=objective)
     pairs = [(x, y) for x in range(4) for y in range(4) if x + y + 2 <= 4]
     assert len(found.table) == len(pairs)
     best = max if objective == "max" else lambda a, b: a + b
@@ -178,8 +183,8 @@ def test_no_division_of_one_pool_is_better_than_the_chosen_one(
 
 def test_of_two_pools_the_slower_side_stays_whole_and_the_other_gives_its_surplus_back() -> None:
     def chosen(generate: float, train: float) -> tuple[int, int]:
-        stages = Given(lambda x: generate / x, lambda y: train / y)
-        found = search(paper_run(FAR_APART), stages).chosen
+        stages = Given(paper_run(FAR_APART), lambda x: generate / x, lambda y: train / y)
+        found = search(stages).chosen
         return found.generation.num_gpus, found.training.num_gpus
 
     assert chosen(320.0, 320.0) == (16, 16)  # 10 s against 20 s: half of the 32 H20 will do
@@ -194,7 +199,7 @@ def test_the_objective_is_that_of_the_runs_system() -> None:
 
 
 def test_streamed_training_lasts_until_its_last_rollout_or_until_its_backlog_is_done() -> None:
-    training = Given(lambda x: 0.0, lambda y: 8.0).training(8)
+    training = Given(paper_run(), lambda x: 0.0, lambda y: 8.0).training(8)
     assert training is not None
 
     def streamed(*finishes: tuple[float, int]) -> float:
@@ -215,7 +220,7 @@ def test_streamed_training_lasts_until_its_last_rollout_or_until_its_backlog_is_
 @pytest.mark.parametrize("changes", [{}, FAR_APART])
 def test_an_allocated_run_is_valid_and_takes_what_the_search_said(changes: dict[str, Any]) -> None:
     run = paper_run(changes, algorithm__steps=7, policies__waits_for_whole_batches=True)
-    found = search(run, Stages(run)).chosen
+    found = search(Stages(run)).chosen
     allocated = allocate(run)
     assert allocated.rollout.num_gpus == found.generation.num_gpus
     assert allocated.trainer.num_gpus == found.training.num_gpus
@@ -256,5 +261,5 @@ def test_32b_on_64_gpus_is_divided_as_in_the_paper() -> None:
         trainer__kernels="fused",
         rollout__admission="reserve",
     )
-    chosen = search(run, Stages(run, smallest_tensor_parallel=True)).chosen
+    chosen = search(Stages(run, smallest_tensor_parallel=True)).chosen
     assert (chosen.generation.num_gpus, chosen.training.num_gpus) == (40, 24)

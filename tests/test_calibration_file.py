@@ -17,7 +17,8 @@ from streamrl.hardware.profiles import load_model
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.planner.estimates import _sync
+from streamrl.sim.planner.estimates import sync_times
+from streamrl.sim.planner.space import Space
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.runs import small_run
 
@@ -100,15 +101,11 @@ def test_the_sources_say_what_a_calibration_made_of_each_operation(tmp_path: Pat
 
 
 def test_the_planner_sees_the_same_sync(tmp_path: Path) -> None:
-    run = calibrated(tmp_path)
-
-    class Plan:
-        def apply(self, run: Run) -> Run:
-            return run
-
-    push, load, _ = _sync(run, Plan())  # type: ignore[arg-type]  # all that is asked of a candidate
-    costs = Costs.load(run).sync
-    assert (push, load) == (costs.push_time, costs.load_time)
+    space = Space.open(calibrated(tmp_path))
+    index = next(i for i in range(len(space)) if space.candidate(i).mode.system != "colocated")
+    found = sync_times(space)
+    costs = Costs.load(space.candidate(index).apply(space.run)).sync
+    assert (found.push[index], found.load[index]) == (costs.push_time, costs.load_time)
 
 
 @pytest.mark.parametrize(

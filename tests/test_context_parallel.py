@@ -23,7 +23,7 @@ from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.stage_times import StageTimes
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.fidelity.training_steps import training_rows
-from streamrl.sim.planner.layouts import TrainerRange, fitting_trainers
+from streamrl.sim.planner.layouts import TrainerRange, fitting_trainers, in_pool
 from streamrl.sim.planner.space import find_trainers
 from tests.runs import small_run
 
@@ -226,11 +226,11 @@ def test_a_long_rollout_that_fits_no_gpu_whole_fits_several_context_ranks() -> N
         "recompute": ["full"],
     }
 
+    trainer = in_pool(resolve(run).trainer, "near", run.cluster.pools)
+
     def fits(degrees: tuple[int, ...]) -> set[int]:
         found = TrainerRange(**among, context_parallel=degrees)  # type: ignore[arg-type]
-        return {
-            each.context_parallel for each in fitting_trainers(run, "near", 16, found, Counter())
-        }
+        return {each.context_parallel for each in fitting_trainers(trainer, 16, found, Counter())}
 
     assert fits((1,)) == set()
     assert fits((1, 16)) == {16}

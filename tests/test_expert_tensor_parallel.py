@@ -236,7 +236,7 @@ def test_a_plan_shares_experts_out_in_slices_where_it_is_asked_to() -> None:
     assert {each.expert_tensor_parallel for each in asked.trainers} == {1, 2}
     assert not asked.cut[SLICES]
     for each in asked.trainers:
-        own = each.apply(asked.run).trainer
+        own = each.change(asked.run.trainer)
         assert own.copies * own.tensor_parallel % own.expert_ranks == 0
 
 

@@ -55,7 +55,8 @@ def filled() -> Run:
 def test_a_plan_names_the_better_one_that_leaves_less_room() -> None:
     run = filled()
     tight = Space.open(run, tight=True)
-    sides = [trainer_side(resolve(trainer.apply(run)).trainer) for trainer in tight.trainers]
+    own = resolve(run).trainer
+    sides = [trainer_side(trainer.place(own)) for trainer in tight.trainers]
     assert sides and all(ROOMY * side.capacity < side.need <= side.capacity for side in sides)
     planned = make_plan(run)
     tighter, chosen = planned.plan.tighter, planned.plan.allocation

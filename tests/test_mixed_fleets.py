@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.doctor.diagnosis import diagnose
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, make_run, write_run
 from streamrl.sim.planner.layouts import Degrees, Replicas, mixed_fleets
@@ -56,9 +57,15 @@ def offer(plan: dict[str, Any] | None = None, **changes: Any) -> Run:
     return make_run({**table, "plan": section})
 
 
+def beside_local(run: Run) -> list[Replicas]:
+    """Return what may come beside replicas of one kind."""
+    replica, pools = resolve(run).replica, run.cluster.pools
+    return mixed_fleets(replica, pools, run.plan, [LOCAL], [TRAINER])
+
+
 def test_what_comes_beside_fits_the_pools_and_is_of_another_kind() -> None:
     run = offer()
-    found = mixed_fleets(run, [LOCAL], [TRAINER])
+    found = beside_local(run)
     pairs = Pairs(run.cluster, found, [TRAINER])
     assert pairs._room.all() and not pairs._unlinked.any()
     assert len(found) == len(set(found))
@@ -82,13 +89,13 @@ def test_nothing_is_mixed_where_the_section_or_a_policy_knows_one_kind(
     plan: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     keys = {key.replace(".", "__"): value for key, value in changes.items()}
-    assert not mixed_fleets(offer(plan, **keys), [LOCAL], [TRAINER])
+    assert not Search.open(offer(plan, **keys)).mix()
 
 
 def test_only_pools_and_degrees_that_may_generate_come_beside() -> None:
-    found = mixed_fleets(offer({"rollout_pools": ["h20"]}), [LOCAL], [TRAINER])
+    found = beside_local(offer({"rollout_pools": ["h20"]}))
     assert found and {kind.pool for fleet in found for kind in fleet.kinds} == {"h20"}
-    found = mixed_fleets(offer({"rollout_tensor_parallel": [1]}), [LOCAL], [TRAINER])
+    found = beside_local(offer({"rollout_tensor_parallel": [1]}))
     assert found and {kind.tensor_parallel for fleet in found for kind in fleet.kinds} == {1}
 
 
@@ -103,7 +110,7 @@ def test_plans_keep_their_indices_when_others_are_opened() -> None:
     assert search.bounds()[:num_plans] == pytest.approx(bounds)
     added = [wider.candidate(index) for index in range(num_plans, len(wider))]
     assert added and all(each.replicas.beside is not None for each in added)
-    priced = wider.priced(wider.run).prices
+    priced = wider.priced(wider.run.cluster).prices
     assert priced == pytest.approx(wider.prices)
     assert len(search.scores()) == len(search.complexity) == len(wider)
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from streamrl.doctor.idle_gpus import find
 from streamrl.record.charges import dollars_per_second
+from streamrl.record.whole_run import whole_time
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import write_run
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -86,15 +87,15 @@ def test_limits_that_none_keeps_together_name_the_cheapest_and_the_fastest() -> 
         replace(SPEED, step_time=seconds, cost_per_step=dollars, counted_steps=(1, 5))
         for seconds, dollars in ((20.0, 3.0), (5.0, 8.0))
     )
-    spends = [spend_of(run, speed) for speed in (slow, fast)]
+    spends = [spend_of(whole_time(run, speed), speed) for speed in (slow, fast)]
     assert not any(keeps_limits(run.plan, spend) for spend in spends)
     text = str(unmet(run.plan, spends))
     assert text.startswith("plan.budget 500 and plan.deadline 15.0 min: no plan")
     assert "the cheapest takes 300 dollars and 33.3 min" in text
     assert "the fastest 800 dollars and 8.33 min" in text
     both = few(STEPS, budget=900.0, deadline="900 s")
-    assert keeps_limits(both.plan, spend_of(both, fast))
-    assert not keeps_limits(both.plan, spend_of(both, slow))
+    assert keeps_limits(both.plan, spend_of(whole_time(both, fast), fast))
+    assert not keeps_limits(both.plan, spend_of(whole_time(both, slow), slow))
 
 
 def test_the_limit_that_is_broken_most_counts() -> None:

@@ -72,22 +72,21 @@ def test_drafts_are_not_chosen_where_arithmetic_bounds_generation_and_few_are_ac
 def test_every_way_to_generate_is_tried_with_each_number_of_drafted_tokens() -> None:
     space = Space.open(drafting())
     assert [each.drafted for each in space.replicas] == [0, 1, 3]
-    own = [each.apply(space.run).rollout.drafts for each in space.replicas]
+    own = [each.change(space.run.rollout).drafts for each in space.replicas]
     assert own == [
         None,
         *(SpeculativeConfig(tokens=n, acceptance=0.8, model=DRAFTER) for n in (1, 3)),
     ]
     absent = Space.open(drafting(speculative=None))
     assert {each.drafted for each in absent.replicas} == {None}
-    assert (
-        absent.replicas[0].apply(absent.run).rollout.speculative == absent.run.rollout.speculative
-    )
+    rollout = absent.run.rollout
+    assert absent.replicas[0].change(rollout).speculative == rollout.speculative
 
 
 def test_without_drafts_nothing_is_kept_for_them() -> None:
     space = Space.open(drafting())
-    kept = [each.apply(space.run) for each in space.replicas]
-    sizes = [draft_bytes(resolve(run).replica) for run in kept]
+    own = resolve(space.run).replica
+    sizes = [draft_bytes(each.place(own, own.pool)) for each in space.replicas]
     assert sizes[0] == (0.0, 0.0) and sizes[1] == sizes[2] > (0.0, 0.0)
 
 
@@ -106,12 +105,13 @@ def test_drafting_counts_as_something_to_set_up() -> None:
 def test_replicas_of_two_kinds_draft_alike() -> None:
     run = drafting(mixes_replicas=True, rollout_gpus=None, rollout_tensor_parallel=[1, 2], unit=8)
     space = Space.open(run)
-    fleets = mixed_fleets(run, space.replicas, space.trainers)
+    replica, pools = resolve(run).replica, run.cluster.pools
+    fleets = mixed_fleets(replica, pools, run.plan, space.replicas, space.trainers)
     assert fleets
     for fleet in fleets:
         first, second = fleet.kinds
         assert first.drafted == second.drafted
-        fleet.apply(run)
+        fleet.change(run.rollout)
 
 
 # What a plan says of them -------------------------------------------------------------------------

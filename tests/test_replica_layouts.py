@@ -13,7 +13,7 @@ from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.parallelism import replica_shards
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.resolved import ReplicaHardware, resolve
 from streamrl.record.metrics import measure
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
@@ -34,6 +34,7 @@ from streamrl.sim.planner.layouts import (
     Replicas,
     check_attention_ranks,
     fitting_replicas,
+    in_pool,
 )
 from tests.runs import checked_world, small_run
 
@@ -237,7 +238,11 @@ def test_a_run_of_two_stages_a_replica_counts_all_its_gpus() -> None:
 
 
 def fleets(run: Run, num_gpus: int) -> list[Replicas]:
-    return list(fitting_replicas(run, "far", num_gpus, None, Counter()))
+    return list(fitting_replicas(far(run), run.plan, num_gpus, Counter()))
+
+
+def far(run: Run) -> ReplicaHardware:
+    return in_pool(resolve(run).replica, "far", run.cluster.pools)
 
 
 def test_a_model_that_fits_no_node_is_planned_in_stages_of_whole_nodes() -> None:
@@ -245,7 +250,7 @@ def test_a_model_that_fits_no_node_is_planned_in_stages_of_whole_nodes() -> None
     unasked = plan(name="llama-3.1-405b", tensor_parallel=8)
     found = fleets(unasked, 16)
     assert {(one.tensor_parallel, one.pipeline_parallel) for one in found} == {(8, 2)}
-    assert found[0].apply(unasked).rollout == large.rollout
+    assert found[0].change(unasked.rollout) == large.rollout
     assert fleets(unasked, 8) == []
 
 
@@ -276,9 +281,10 @@ def test_attention_ranks_that_divide_no_experts_are_refused_and_those_that_fit_r
         check_ranks(small_run_with(plan(), [2]))
     check_ranks(small_run_with(run, [1, 8]))
     cut: Counter[str] = Counter()
-    list(fitting_replicas(small_run_with(run, [64]), "far", 128, [4], cut))
+    for ranks, num_gpus, degree in ((64, 128, 4), (32, 256, 8)):
+        asked = replace(small_run_with(run, [ranks]).plan, rollout_tensor_parallel=[degree])
+        list(fitting_replicas(far(run), asked, num_gpus, cut))
     assert cut[DIVISIBILITY] == 1
-    list(fitting_replicas(small_run_with(run, [32]), "far", 256, [8], cut))
     assert cut[EXPERTS] == 1
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -24,6 +25,7 @@ from streamrl.sim.planner.layouts import (
     Degrees,
     TrainerRange,
     fitting_trainers,
+    in_pool,
 )
 from streamrl.sim.planner.modes import Mode, find_modes
 from streamrl.sim.planner.objective import OVER
@@ -245,7 +247,8 @@ def trainers_of_72b(
     run = offer({**changes, "cluster.pools.h800.host_memory": host_memory})
     shared: dict[str, Any] = {"tensor_parallel": [8], "micro_batch": [1], "recompute": RECOMPUTES}
     found = TrainerRange(**{**shared, "zero": [1], **among})
-    return list(fitting_trainers(run, "h800", num_gpus, found, cut))
+    trainer = in_pool(resolve(run).trainer, "h800", run.cluster.pools)
+    return list(fitting_trainers(trainer, num_gpus, found, cut))
 
 
 def test_an_optimizer_waits_in_host_memory_where_less_is_made_again_then() -> None:

@@ -133,8 +133,8 @@ def _divide(size: str) -> Divided:
         Case(size, "20K", "async"), changes={"cluster.pools.h800.nodes": GPUS[size] // NODE}
     )
     stages = Stages(run, smallest_tensor_parallel=True)
-    smallest = search(run, stages, unit=NODE)
-    return Divided(smallest, search(run, stages.with_fastest_replicas(), unit=NODE))
+    smallest = search(stages, unit=NODE)
+    return Divided(smallest, search(stages.with_fastest_replicas(), unit=NODE))
 
 
 def _division_note(size: str, divided: Divided) -> str:

@@ -30,8 +30,10 @@ from msgspec.structs import replace
 from streamrl.engine.presets import choose_system
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.checks import check_run
+from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.sim.batch_generation import Finish, StepBatch, step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_latency
@@ -45,7 +47,7 @@ from streamrl.sim.planner.layouts import (
     holds_rollouts,
     sizes,
 )
-from streamrl.sim.planner.stage_times import FallingLengths, passes_time, train_times
+from streamrl.sim.planner.stage_times import FallingLengths, passes_time, times_of_trainer
 from streamrl.workload.workload import SimulatedWorkload
 
 FEWEST_LONGEST = 8
@@ -73,14 +75,14 @@ class Generation:
     finishes: tuple[Finish, ...] = field(repr=False, compare=False)
     """When each rollout of the first batch was finished, the first first."""
 
-    def apply(self, run: Run) -> Run:
-        """Return the run with these replicas, which keep expert parallelism if the run has it."""
-        own, degree = run.rollout, self.tensor_parallel
+    def change(self, own: RolloutConfig) -> RolloutConfig:
+        """Return a section with these replicas, which keep expert parallelism if the section has it."""
+        degree = self.tensor_parallel
         experts = degree * own.data_parallel if own.expert_parallel > 1 else 1
-        rollout = replace(
+        changed: RolloutConfig = replace(
             own, replicas=self.replicas, tensor_parallel=degree, expert_parallel=experts
         )
-        return replace(run, rollout=rollout)
+        return changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,9 @@ class Training:
         """GPUs of the trainer."""
         return self.degrees.num_gpus
 
-    def apply(self, run: Run) -> Run:
-        """Return the run with these degrees, in its own pool."""
-        return self.degrees._replace(pool=run.trainer.pool).apply(run)
+    def change(self, trainer: TrainerConfig) -> TrainerConfig:
+        """Return the section of a trainer with these degrees, in its own pool."""
+        return self.degrees._replace(pool=trainer.pool).change(trainer)
 
 
 class Stages:
@@ -120,8 +122,10 @@ class Stages:
             ValueError: its costs were measured for one parallelism, or the trainer fits no GPUs of its pool.
         """
         refuse_profile(run.costs)
-        policies, plan = replace(run.policies, resize="keep"), replace(run.plan, speculative=None)
-        self._run = replace(run, policies=policies, plan=plan)
+        policies = replace(run.policies, resize="keep")
+        plan = replace(run.plan, speculative=None, rollout_tensor_parallel=None)
+        self.run = replace(run, policies=policies, plan=plan)
+        """The run with a fixed number of replicas, of any tensor parallelism."""
         self._smallest = smallest_tensor_parallel
         self._num_batches = num_batches
         self._generations: dict[int, Generation | None] = {}
@@ -154,24 +158,24 @@ class Stages:
     def _batches(self) -> list[StepBatch]:
         """Return the first batches of the run."""
         most = max(self._num_batches, TRAINED_BATCHES)
-        return list(islice(step_batches(self._run, SimulatedWorkload(self._run)), most))
+        return list(islice(step_batches(self.run, SimulatedWorkload(self.run)), most))
 
     def _choices(self, num_gpus: int) -> list[Replicas]:
         """Return the replicas to try."""
-        run, pool = self._run, self._run.rollout.pool
+        run, replica = self.run, resolve(self.run).replica
         least = FEWEST_LONGEST if self._smallest else 1
         own = (run.rollout.pipeline_parallel, run.rollout.data_parallel)
         fitting = [
             choice
-            for choice in fitting_replicas(run, pool, num_gpus, None, Counter())
+            for choice in fitting_replicas(replica, run.plan, num_gpus, Counter())
             if (choice.pipeline_parallel, choice.data_parallel) == own
-            and holds_rollouts(resolve(choice.apply(run)).replica, least)
+            and holds_rollouts(choice.place(replica, replica.pool), least)
         ]
         return fitting[:1] if self._smallest else fitting
 
     def _generate(self, choice: Replicas) -> Generation:
         run, costs = self._replica(choice)
-        run = choice.apply(run)
+        run = replace(run, rollout=choice.change(run.rollout))
         steps = [batch.generate(run, costs) for batch in self._batches[: self._num_batches]]
         is_ahead = choose_system(run.policies).staleness_bound > 0
         batches = [ends.at_once if is_ahead else ends.in_turn for ends in steps]
@@ -187,19 +191,21 @@ class Stages:
         """Return a run with replicas of a degree, and its costs; the trainer is any that fits."""
         degree = choice.tensor_parallel
         if degree not in self._costs:
-            run = choice._replace(replicas=1).apply(self._any_trainer)
+            one = choice._replace(replicas=1).change(self.run.rollout)
+            run = replace(self.run, rollout=one, trainer=self._any_trainer)
             costs = Costs.load(run)
             self._costs[degree] = fill_latency(run, costs), costs
         return self._costs[degree]
 
     @cached_property
-    def _any_trainer(self) -> Run:
-        pool = self._run.cluster.pools[self._run.trainer.pool]
+    def _any_trainer(self) -> TrainerConfig:
+        own = self.run.trainer
+        pool = self.run.cluster.pools[own.pool]
         for num_gpus in range(pool.num_gpus, 0, -1):
             for degrees in self._fitting(num_gpus):
-                return degrees.apply(self._run)
+                return degrees.change(own)
         raise ValueError(
-            f"trainer: no parallelism fits the {pool.num_gpus} GPUs of pool {self._run.trainer.pool!r}"
+            f"trainer: no parallelism fits the {pool.num_gpus} GPUs of pool {own.pool!r}"
         )
 
     # Training -------------------------------------------------------------------------------------
@@ -214,7 +220,7 @@ class Stages:
 
     def _fitting(self, num_gpus: int) -> Iterator[Degrees]:
         """Yield every trainer that fits, with the run's own micro-batch and ZeRO stage."""
-        config = self._run.trainer
+        config = self.run.trainer
         among = TrainerRange(
             expert_parallel=(config.expert_parallel,),
             expert_tensor_parallel=(config.expert_tensor_parallel,),
@@ -222,8 +228,9 @@ class Stages:
             micro_batch=(config.micro_batch,),
             zero=(config.zero,),
             recompute=(config.recompute,),
+            framework=self.run.framework.name,
         )
-        yield from fitting_trainers(self._run, config.pool, num_gpus, among, Counter())
+        yield from fitting_trainers(resolve(self.run).trainer, num_gpus, among, Counter())
 
     def _near_fastest(self, fitting: list[Degrees]) -> list[Degrees]:
         """Return the trainers that closed forms put so near the fastest that only the passes themselves decide."""
@@ -232,10 +239,9 @@ class Stages:
         return [each for each, time in zip(fitting, estimates, strict=True) if time <= most]
 
     def _estimate(self, degrees: Degrees) -> float:
-        run = degrees.apply(self._run)
-        factor = run.costs.training_factor
-        times = train_times(TrainingCosts.load(run), run.framework, factor, self._falling)
-        is_streamed = choose_system(run.policies).streaming == "stream"
+        trainer = degrees.change(self.run.trainer)
+        times = times_of_trainer(self.run, trainer, self._falling)
+        is_streamed = choose_system(self.run.policies).streaming == "stream"
         return (times.stream if is_streamed else times.whole) + times.optimizer
 
     @cached_property
@@ -243,7 +249,7 @@ class Stages:
         return [FallingLengths(lengths) for lengths in self._lengths]
 
     def _train(self, degrees: Degrees) -> Training:
-        run = degrees.apply(self._run)
+        run = replace(self.run, trainer=degrees.change(self.run.trainer))
         costs, streaming = TrainingCosts.load(run), choose_system(run.policies).streaming
         passes = fmean(
             passes_time(costs, run.algorithm, batch, streaming) for batch in self._lengths
@@ -299,28 +305,30 @@ def allocate(run: Run, *, smallest_tensor_parallel: bool = False) -> Run:
         ValueError: the model fits no division of the pools.
     """
     stages = Stages(run, smallest_tensor_parallel=smallest_tensor_parallel)
-    chosen = search(run, stages).chosen
-    run = chosen.training.apply(chosen.generation.apply(run))
+    chosen = search(stages).chosen
+    rollout = chosen.generation.change(run.rollout)
+    trainer, cluster = chosen.training.change(run.trainer), run.cluster
     if run.policies.resize == "keep":
-        run = without_surplus(run)
-    check_run(run)
-    return run
+        cluster = without_surplus(cluster, rollout, trainer)
+    allocated: Run = replace(run, rollout=rollout, trainer=trainer, cluster=cluster)
+    check_run(allocated)
+    return allocated
 
 
 def search(
-    run: Run, stages: Stages, *, objective: Objective | None = None, unit: int | None = None
+    stages: Stages, *, objective: Objective | None = None, unit: int | None = None
 ) -> Comparison:
     """Compare every division of a run's pools and choose one by Algorithm 1.
 
     Args:
-        run: its pools are the budgets; its system decides the objective where none is given.
-        stages: stage times of this run.
+        stages: stage times of the run. Its pools are the budgets; its system decides the objective where none is given.
         objective: what a step takes; it decides within one pool.
         unit: GPUs that sides differ by; a node where absent, one GPU where the pool is a single node.
 
     Raises:
         ValueError: generation and training share their GPUs, or the model fits no division of the pools.
     """
+    run = stages.run
     if run.policies.shares_gpus:
         raise ValueError(
             "policies.system 'colocated' has nothing to divide: both sides use all GPUs"
@@ -395,11 +403,14 @@ def _balance(table: list[Allocation]) -> Allocation:
     )
 
 
-def without_surplus(run: Run) -> Run:
-    """Return the run with as many nodes in the pools of both sides as they use."""
-    pools = dict(run.cluster.pools)
-    for name in {run.rollout.pool: 0, run.trainer.pool: 0}:
-        sides = [side for side in (run.rollout, run.trainer) if side.pool == name]
+def without_surplus(
+    cluster: ClusterConfig, rollout: RolloutConfig, trainer: TrainerConfig
+) -> ClusterConfig:
+    """Return a cluster with as many nodes in the pools of both sides as they use."""
+    pools = dict(cluster.pools)
+    for name in {rollout.pool: 0, trainer.pool: 0}:
+        sides = [side for side in (rollout, trainer) if side.pool == name]
         num_gpus = sum(side.num_gpus for side in sides)
         pools[name] = replace(pools[name], nodes=-(-num_gpus // pools[name].gpus_per_node))
-    return replace(run, cluster=replace(run.cluster, pools=pools))
+    changed: ClusterConfig = replace(cluster, pools=pools)
+    return changed

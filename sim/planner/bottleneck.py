@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from streamrl.hardware.resolved import resolve
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.estimates import Estimates
@@ -88,7 +89,9 @@ def _of_caps(search: Search, index: int) -> Iterator[RelaxedRun]:
         yield RelaxedRun("max_staleness", run, candidate._replace(mode=mode))
     batch = replica_batch(candidate.apply(run))
     wider = candidate._replace(replicas=_twice_running(candidate.replicas))
-    if batch is not None and batch.limit == "max_running" and wider.replicas.fits(run):
+    if batch is None or batch.limit != "max_running":
+        return
+    if wider.replicas.fits(resolve(run).replica, run.cluster.pools):
         yield RelaxedRun("max_running", run, wider)
 
 
@@ -120,8 +123,6 @@ def find_binding(
     """
     gains = gains or {}
     stages = estimates.estimate()
-    candidate = estimates.space.candidate(index)
-    run = candidate.apply(estimates.space.run)
     seconds = {
         "generation": float(stages.generation[index]),
         "training": float(stages.training[index]),
@@ -131,9 +132,9 @@ def find_binding(
     if stage != "sync" and "generation" in gains and "training" in gains:
         stage = "generation" if gains["generation"] >= gains["training"] else "training"
     resources = {
-        "generation": lambda: _of_generation(estimates, index, run, gains),
+        "generation": lambda: _of_generation(estimates, index, gains),
         "training": lambda: _of_training(estimates, index),
-        "sync": lambda: _of_sync(candidate),
+        "sync": lambda: _of_sync(estimates.space.candidate(index)),
     }
     resource = resources[stage]()
     overlap = "beside" if estimates.space.system(index).staleness_bound else "before"
@@ -158,10 +159,9 @@ def _told(gains: Mapping[RelaxedLimit, float]) -> str:
     )
 
 
-def _of_generation(
-    estimates: Estimates, index: int, run: Run, gains: Mapping[RelaxedLimit, float]
-) -> str:
+def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit, float]) -> str:
     """Say why generation takes what it takes: its longest rollout, a cap whose relief saves seconds, or the work."""
+    run = estimates.space.candidate(index).apply(estimates.space.run)
     batch = replica_batch(run)
     assert batch is not None, "it was simulated"
     cap = f"rollout.max_running {run.rollout.max_running}"

@@ -22,17 +22,15 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
 from streamrl.record.charges import egress_dollars
-from streamrl.runfile.config import Run
+from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.policies_config import StreamingName
 from streamrl.sim.batch_generation import StepBatch
 from streamrl.sim.costs.colocation import sync_costs
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.modes import Mode
 from streamrl.sim.planner.objective import values_of
@@ -44,7 +42,7 @@ from streamrl.sim.planner.stage_times import (
     LeastTimes,
     TrainTimes,
     least_times,
-    train_times,
+    times_of_trainer,
 )
 
 Floats = NDArray[np.float64]
@@ -72,7 +70,7 @@ def sync_times(space: Space, first: int = 0) -> SyncTimes:
     trainers = np.where(is_shared, size + shares, senders)
     codes = (space.of_replicas[first:].astype(np.int64) * 2 * size + trainers) * len(names) + sent
     _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
-    found = [_sync(space.run, space.candidate(first + int(place))) for place in firsts]
+    found = [_sync(space, first + int(place)) for place in firsts]
     push, load, egress = np.array(found).T[:, inverse]
     return SyncTimes(push, load, egress)
 
@@ -92,8 +90,8 @@ def _classes(trainers: list[Degrees], key: Callable[[Degrees], Hashable]) -> Pla
     return np.array([seen.setdefault(key(trainer), len(seen)) for trainer in trainers])
 
 
-def _sync(run: Run, candidate: Candidate) -> tuple[float, float, float]:
-    run = candidate.apply(run)
+def _sync(space: Space, index: int) -> tuple[float, float, float]:
+    run = space.candidate(index).apply(space.run)
     costs = sync_costs(run)
     return (
         costs.push_time,
@@ -169,7 +167,9 @@ class Estimates:
         self._least: list[LeastTimes] = []
         self._shards: dict[Degree, list[LeastTimes]] = {}
         self._bound_replicas()
-        trained = [_train(run, trainer, trains) for trainer in space.trainers]
+        trained = [
+            times_of_trainer(run, trainer.change(run.trainer), trains) for trainer in space.trainers
+        ]
         self._checked: set[Passes] = set()
         """What was gone through one by one."""
         self._trained = {
@@ -269,10 +269,10 @@ class Estimates:
         whole = part[trainer] + self._trained["optimizer"][trainer]
         return float(self._trained["least"][trainer]), float(whole)
 
-    def shifted(self, run: Run) -> Estimates:
+    def shifted(self, cluster: ClusterConfig) -> Estimates:
         """Return estimates for other prices or links, with the same workload and the same plans."""
         other = copy(self)
-        other._take_offer(self.space.priced(run))
+        other._take_offer(self.space.priced(cluster))
         return other
 
     def _take_offer(self, space: Space) -> None:
@@ -451,10 +451,3 @@ def _together(kinds: Sequence[tuple[int, list[LeastTimes]]]) -> LeastTimes:
     a_second = sum(number / least.work for number, least in alone)
     longest = min(least.longest for _, least in alone)
     return LeastTimes(longest, sum(number for number, _ in alone) / a_second)
-
-
-def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
-    """Return the seconds of a trainer. Replicas are placed in its pool, because training costs do not depend on them."""
-    run = trainer.apply(replace(run, rollout=replace(run.rollout, pool=trainer.pool)))
-    factor = run.costs.training_factor
-    return train_times(TrainingCosts.load(run), run.framework, factor, batches)

@@ -9,11 +9,11 @@ kinds that they combine. So they are built only from the best plans whose replic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -26,10 +26,9 @@ from streamrl.hardware.memory import (
 )
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.parallelism import slices_experts, splits_context
-from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.resolved import ReplicaHardware, TrainerHardware, resolve
+from streamrl.hardware.profiles import load_gpu
+from streamrl.hardware.resolved import ReplicaHardware, TrainerHardware
 from streamrl.runfile.cluster_config import PoolConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import has_layout
 from streamrl.runfile.gpu_pools import powers_of_two
@@ -71,6 +70,13 @@ FINE = 16
 """Sizes of a side between a number of nodes and twice that, in a pool that has so many."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 """What a backward pass makes again, the fastest and largest first."""
+
+Side = TypeVar("Side", ReplicaHardware, TrainerHardware)
+
+
+def in_pool(side: Side, name: str, pools: Mapping[str, PoolConfig]) -> Side:
+    """Return a side on the GPUs of a pool."""
+    return replace_fields(side, config=replace(side.config, pool=name), pool=pools[name])
 
 
 class Replicas(NamedTuple):
@@ -120,16 +126,19 @@ class Replicas(NamedTuple):
         shared = ("beside", "drafted")
         return {key: value for key, value in self._asdict().items() if key not in shared}
 
-    def apply(self, run: Run) -> Run:
-        """Return the run with these replicas."""
+    def change(self, rollout: RolloutConfig) -> RolloutConfig:
+        """Return the section of the run file with these replicas."""
         others = tuple(ReplicasConfig(**kind.own) for kind in self.kinds[1:])
-        rollout = replace(run.rollout, **self.own, others=others)
-        speculative = self._drafting(run.rollout.speculative)
-        return replace(run, rollout=replace(rollout, speculative=speculative))
+        speculative = self._drafting(rollout.speculative)
+        return replace(rollout, **self.own, others=others, speculative=speculative)
 
-    def fits(self, run: Run) -> bool:
+    def place(self, replica: ReplicaHardware, pool: PoolConfig) -> ReplicaHardware:
+        """Return one kind of replica with these degrees, in the pool that they name."""
+        return replace_fields(replica, config=self.change(replica.config), pool=pool)
+
+    def fits(self, replica: ReplicaHardware, pools: Mapping[str, PoolConfig]) -> bool:
         """Return whether one replica of each kind holds a rollout of the longest kind."""
-        return all(holds_rollouts(resolve(kind.apply(run)).replica) for kind in self.kinds)
+        return all(holds_rollouts(kind.place(replica, pools[kind.pool])) for kind in self.kinds)
 
     def _drafting(self, own: SpeculativeConfig | None) -> SpeculativeConfig | None:
         if own is None or self.drafted is None:
@@ -164,10 +173,6 @@ class Degrees(NamedTuple):
         """How it splits models and batches, whatever it does to fit its memory."""
         return self._replace(recompute="full", logits=None, offload=False)
 
-    def apply(self, run: Run) -> Run:
-        """Return the run with this trainer."""
-        return replace(run, trainer=self.change(run.trainer))
-
     def change(self, trainer: TrainerConfig) -> TrainerConfig:
         """Return the section of a trainer with these degrees. A single pipeline stage has one slice."""
         slices = trainer.virtual_stages if self.pipeline_parallel > 1 else 1
@@ -193,18 +198,21 @@ class TrainerRange:
     """The first that fits is taken: the less is made again, the faster a step."""
     most_memory: float = 1.0
     """Share of a GPU that may be taken."""
+    framework: FrameworkName | None = None
+    """The framework whose layouts alone are tried; None: all layouts."""
 
 
 def fitting_replicas(
-    run: Run, pool: str, num_gpus: int, degrees: Iterable[int] | None, cut: Counter[str]
+    replica: ReplicaHardware, plan: PlanConfig, num_gpus: int, cut: Counter[str]
 ) -> Iterator[Replicas]:
-    """Yield the replicas that fit on `num_gpus` of a pool, the smallest tensor parallelism first.
+    """Yield the replicas that fit on `num_gpus` of a replica's pool, the smallest tensor parallelism first.
 
     Replicas keep expert parallelism if the run has it. Several pipeline stages, or attention ranks, are tried only if
     `[plan]` or the run names them. Pipeline stages are also tried if no other replica holds a rollout.
     """
-    domain, model, plan = run.cluster.pools[pool].domain, load_model(run.model), run.plan
-    tried = powers_of_two(domain) if degrees is None else list(degrees)
+    domain, model = replica.pool.domain, replica.model
+    degrees = plan.rollout_tensor_parallel
+    tried = powers_of_two(domain) if degrees is None else degrees
     drafts: Sequence[int | None] = plan.speculative or [None]
     has_any = False
     for degree in tried:
@@ -214,9 +222,9 @@ def fitting_replicas(
         if not model.splits_over(degree):
             cut[HEADS] += 1
             continue
-        ways = _replicas_of(plan, run.rollout, model, pool, num_gpus, degree, cut)
+        ways = _replicas_of(replica, plan, num_gpus, degree, cut)
         for found in _drafting(drafts, ways):
-            if found.fits(run):
+            if holds_rollouts(found.place(replica, replica.pool)):
                 has_any = True
                 yield found
             else:
@@ -225,8 +233,10 @@ def fitting_replicas(
         return
     if not model.splits_over(domain):
         return
-    for piped in _piped(run.rollout, pool, num_gpus, domain):
-        if fitting := [each for each in _drafting(drafts, [piped]) if each.fits(run)]:
+    for piped in _piped(replica.config, num_gpus, domain):
+        drafting = _drafting(drafts, [piped])
+        fitting = [each for each in drafting if holds_rollouts(each.place(replica, replica.pool))]
+        if fitting:
             yield from fitting
             return
 
@@ -259,16 +269,11 @@ def check_attention_ranks(plan: PlanConfig, model: ModelShape) -> None:
 
 
 def _replicas_of(
-    plan: PlanConfig,
-    rollout: RolloutConfig,
-    model: ModelShape,
-    pool: str,
-    num_gpus: int,
-    degree: int,
-    cut: Counter[str],
+    replica: ReplicaHardware, plan: PlanConfig, num_gpus: int, degree: int, cut: Counter[str]
 ) -> Iterator[Replicas]:
     """Yield replicas of a tensor degree, with the stages and the attention ranks that a plan may have."""
-    most = rollout.max_running
+    rollout, mixture = replica.config, replica.model.experts
+    pool, most = rollout.pool, rollout.max_running
     experts = degree if rollout.expert_parallel > 1 else 1
     stages = plan.rollout_pipeline_parallel or sorted({1, rollout.pipeline_parallel})
     for each in stages:
@@ -276,21 +281,21 @@ def _replicas_of(
             one = Replicas(pool, num_gpus // degree // each, degree, experts, most)
             yield one._replace(pipeline_parallel=each)
     for ranks in plan.rollout_data_parallel or [rollout.data_parallel]:
-        if ranks == 1 or model.experts is None:
+        if ranks == 1 or mixture is None:
             continue
         if num_gpus % (degree * ranks):
             cut[DIVISIBILITY] += 1
             continue
-        if model.experts.num_experts % (degree * ranks):
+        if mixture.num_experts % (degree * ranks):
             cut[EXPERTS] += 1
             continue
         replicas, shared = num_gpus // degree // ranks, degree * ranks
         yield Replicas(pool, replicas, degree, shared, most, data_parallel=ranks)
 
 
-def _piped(rollout: RolloutConfig, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:
+def _piped(rollout: RolloutConfig, num_gpus: int, degree: int) -> Iterator[Replicas]:
     """Yield replicas with several pipeline stages of one tensor degree, those with fewest stages first."""
-    experts = degree if rollout.expert_parallel > 1 else 1
+    pool, experts = rollout.pool, degree if rollout.expert_parallel > 1 else 1
     for stages in powers_of_two(min(num_gpus // degree, MOST_STAGES))[1:]:
         if num_gpus % (degree * stages) == 0:
             one = Replicas(pool, num_gpus // degree // stages, degree, experts, rollout.max_running)
@@ -306,14 +311,13 @@ def holds_rollouts(replica: ReplicaHardware, least: int = 1) -> bool:
 
 
 def fitting_trainers(
-    run: Run, pool: str, num_gpus: int, among: TrainerRange, cut: Counter[str]
+    trainer: TrainerHardware, num_gpus: int, among: TrainerRange, cut: Counter[str]
 ) -> Iterator[Degrees]:
-    """Yield every trainer that fits on `num_gpus` of a pool.
+    """Yield every trainer that fits on `num_gpus` of a trainer's pool.
 
     The same split may give two trainers. One keeps everything on its GPUs. The other offloads and recomputes less.
     """
-    trainer = replace_fields(resolve(run).trainer, pool=run.cluster.pools[pool])
-    per_node = trainer.pool.domain
+    pool, per_node = trainer.config.pool, trainer.pool.domain
     for tensor in among.tensor_parallel or powers_of_two(per_node):
         if not trainer.model.splits_over(tensor):
             cut[HEADS] += 1
@@ -339,7 +343,7 @@ def fitting_trainers(
                 degrees = Degrees(
                     *(*split, among.recompute[0], trainer.config.logits, False, context, slices)
                 )
-                reason = _reason_against(trainer, degrees, run.framework.name)
+                reason = _reason_against(trainer, degrees, among.framework)
                 yield from _ways_to_fit(trainer, degrees, among, reason, cut)
 
 
@@ -460,24 +464,28 @@ MOST_SIZES = 6
 
 
 def mixed_fleets(
-    run: Run, replicas: Iterable[Replicas], trainers: Sequence[Degrees]
+    replica: ReplicaHardware,
+    pools: Mapping[str, PoolConfig],
+    plan: PlanConfig,
+    replicas: Iterable[Replicas],
+    trainers: Sequence[Degrees],
 ) -> list[Replicas]:
     """Return replicas of two kinds: all or most of one of `replicas`, with others in the remaining GPUs.
 
     Args:
-        run: the offer.
+        replica: the run file's own.
+        pools: the offer.
+        plan: the section `[plan]`, which allows two kinds (`can_mix`).
         replicas: good ones, of one kind each.
         trainers: the smallest of them decides how many GPUs remain.
     """
-    if not can_mix(run.plan, run.policies):
-        return []
     found = dict.fromkeys(
         _together(each._replace(replicas=kept), beside)
         for each in replicas
         if each.beside is None
         for share in SHARES
         if (kept := int(each.replicas * share))
-        for beside in _beside(run, each._replace(replicas=kept), trainers)
+        for beside in _beside(replica, pools, plan, each._replace(replicas=kept), trainers)
     )
     return list(found)
 
@@ -496,17 +504,22 @@ def can_mix(plan: PlanConfig, policies: PoliciesConfig) -> bool:
     return plan.mixes_replicas and plan.rollout_gpus is None and not knows_one
 
 
-def _beside(run: Run, kept: Replicas, trainers: Sequence[Degrees]) -> Iterator[Replicas]:
+def _beside(
+    replica: ReplicaHardware,
+    pools: Mapping[str, PoolConfig],
+    plan: PlanConfig,
+    kept: Replicas,
+    trainers: Sequence[Degrees],
+) -> Iterator[Replicas]:
     """Yield the replicas of another kind that fit on the remaining GPUs."""
-    plan = run.plan
-    for pool in plan.rollout_pools or run.cluster.pools:
+    for pool in plan.rollout_pools or pools:
         taken = min(trainer.num_gpus if trainer.pool == pool else 0 for trainer in trainers)
-        room = run.cluster.pools[pool].num_gpus - taken
+        room = pools[pool].num_gpus - taken
         room -= kept.num_gpus if kept.pool == pool else 0
-        open_sizes = [size for size in sizes(run.cluster.pools[pool], plan.unit) if size <= room]
+        open_sizes = [size for size in sizes(pools[pool], plan.unit) if size <= room]
+        there = in_pool(replica, pool, pools)
         for size in _spread(open_sizes):
-            degrees = plan.rollout_tensor_parallel
-            for choice in fitting_replicas(run, pool, size, degrees, Counter()):
+            for choice in fitting_replicas(there, plan, size, Counter()):
                 is_other = (pool, choice.tensor_parallel) != (kept.pool, kept.tensor_parallel)
                 if is_other and choice.drafted == kept.drafted:
                     yield choice._replace(max_running=kept.max_running)

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.record.steady_state import Speed
-from streamrl.record.whole_run import steps_for_one, whole_dollars, whole_time
-from streamrl.runfile.config import Run
+from streamrl.record.whole_run import WholeTime, steps_for_one, whole_dollars
 from streamrl.runfile.formatting import long_time
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
@@ -177,9 +176,8 @@ def limits_of(plan: PlanConfig) -> list[Ceiling]:
     ]
 
 
-def spend_of(run: Run, speed: Speed) -> Spend[float]:
-    """Return the dollars and seconds of a simulated plan."""
-    time = whole_time(run, speed)
+def spend_of(time: WholeTime, speed: Speed) -> Spend[float]:
+    """Return the dollars and seconds of a simulated plan, whose whole run takes so long."""
     per_day = speed.cost_per_step / speed.step_time * SECONDS_PER_DAY
     whole = whole_dollars(speed, time, time.seconds)
     return Spend(speed.cost_per_step, per_day, whole, time.seconds)

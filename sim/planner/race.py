@@ -14,7 +14,7 @@ from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import is_beyond_chance
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
-from streamrl.sim.planner.objective import excess, limits_of, spend_of
+from streamrl.sim.planner.objective import excess, limits_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.trial import (
     SEARCH_STEPS,
@@ -101,10 +101,10 @@ class Race:
 
     def _most_spare(self, count: int) -> Iterator[int]:
         """Yield plans that are no finalists, those that leave most of the budgets first."""
-        search, run = self.search, self.search.space.run
+        search, plan = self.search, self.search.space.run.plan
         others = [index for index in search.ranking() if index not in self.finals]
-        others.sort(key=lambda index: excess(run.plan, spend_of(run, search.speeds[index])))
-        yield from others[:count] if limits_of(run.plan) else []
+        others.sort(key=lambda index: excess(plan, search.spend_of(search.speeds[index])))
+        yield from others[:count] if limits_of(plan) else []
 
     def _compare(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         search = self.search

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
 from streamrl.record.steady_state import Speed
-from streamrl.record.whole_run import steps_for_one
+from streamrl.record.whole_run import steps_for_one, whole_time
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
@@ -151,6 +151,10 @@ class Scores:
         """Return the objective of a simulation."""
         return value_of(self.space.run.plan, speed)
 
+    def spend_of(self, speed: Speed) -> Spend[float]:
+        """Return the dollars and seconds of a simulation."""
+        return spend_of(whole_time(self.space.run, speed), speed)
+
     def bounds(self) -> Floats:
         """Return the objective that no steady step of each plan goes below."""
         return self.estimates.values(self.estimates.bound())
@@ -203,5 +207,4 @@ class Scores:
 
     def is_affordable(self, speed: Speed) -> bool:
         """Whether a simulated plan keeps to the budgets and the deadline of `[plan]`."""
-        run = self.space.run
-        return keeps_limits(run.plan, spend_of(run, speed))
+        return keeps_limits(self.space.run.plan, self.spend_of(speed))

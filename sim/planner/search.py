@@ -18,12 +18,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.hardware.resolved import resolve
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.planner.estimates import Estimates
-from streamrl.sim.planner.layouts import Replicas, mixed_fleets
-from streamrl.sim.planner.objective import spend_of, unmet
+from streamrl.sim.planner.layouts import Replicas, can_mix, mixed_fleets
+from streamrl.sim.planner.objective import unmet
 from streamrl.sim.planner.scores import Scores, best_of, within
 from streamrl.sim.planner.space import Candidate, Space
 from streamrl.sim.planner.stage_times import DealtBatch, FallingLengths
@@ -154,9 +155,8 @@ class Search(Scores):
 
     def nothing_left(self, speeds: Iterable[Speed]) -> Exception:
         """Return the error that no plan keeps the limits, or that none finishes if there are no speeds."""
-        run = self.space.run
-        if spends := [spend_of(run, speed) for speed in speeds]:
-            return unmet(run.plan, spends)
+        if spends := [self.spend_of(speed) for speed in speeds]:
+            return unmet(self.space.run.plan, spends)
         some = next(iter(self.unfinished.values()))
         return RuntimeError(f"no plan that was simulated comes to its end: {some.reason}")
 
@@ -166,18 +166,21 @@ class Search(Scores):
 
     def mix(self) -> bool:
         """Open plans with two kinds of replicas, of what the best plans are made of; return whether there are any."""
-        space, near = self.space, self._near()
+        space, run, near = self.space, self.space.run, self._near()
+        if not can_mix(run.plan, run.policies):
+            return False
         trainers = np.unique(space.of_trainer[near]).tolist()
         modes = np.unique(space.of_mode[near]).tolist()
         good = dict.fromkeys(space.candidate(index).replicas for index in near)
         those = [space.trainers[each] for each in trainers]
-        return self.widen(mixed_fleets(space.run, list(good)[:MIXED], those), trainers, modes)
+        replica, pools, best = resolve(run).replica, run.cluster.pools, list(good)[:MIXED]
+        return self.widen(mixed_fleets(replica, pools, run.plan, best, those), trainers, modes)
 
     def open_mixed(self, candidate: Candidate) -> None:
         """Open a plan with two kinds of replicas, and those that are like it but for what the trainer does to fit."""
-        replicas, trainer, mode = candidate
+        (replicas, trainer, mode), run = candidate, self.space.run
         alike = [p for p, each in enumerate(self.space.trainers) if each.split == trainer.split]
-        fits = replicas.fits(self.space.run)
+        fits = replicas.fits(resolve(run).replica, run.cluster.pools)
         if replicas.beside is not None and fits and alike and mode in self.space.modes:
             self.widen([replicas], alike, [self.space.modes.index(mode)])
 

@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.estimates import Estimates, Floats
 from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.search import Search
@@ -74,8 +76,10 @@ def shifts(run: Run) -> Iterator[Shift]:
     """Yield the changes to plan for: lengths, training speed, bandwidth and prices, each 20 % lower and higher."""
     cluster = run.cluster
     for factor, name in ((1 - SHARE, f"-{SHARE:.0%}"), (1 + SHARE, f"+{SHARE:.0%}")):
-        if run.workload.lengths is not None:
-            yield Shift(f"lengths {name}", _with_lengths(run, factor))
+        if (lengths := run.workload.lengths) is not None:
+            workload = replace(run.workload, lengths=_scaled(lengths, factor))
+            rollout = _with_longest(run.rollout, factor)
+            yield Shift(f"lengths {name}", replace(run, rollout=rollout, workload=workload))
         faster = replace(run, costs=_with_speed(run.costs, factor))
         yield Shift(f"speed of training (MFU) {name}", faster)
         if cluster.links:
@@ -94,14 +98,14 @@ def _rents(pool: str) -> Callable[[Candidate], bool]:
     return lambda candidate: pool in (*candidate.replicas.pools, candidate.trainer.pool)
 
 
-def _with_lengths(run: Run, factor: float) -> Run:
-    """Scale lengths and their cap by the same factor, which keeps the shape of the distribution."""
-    lengths = run.workload.lengths
-    assert lengths is not None
+def _scaled(lengths: LengthsConfig, factor: float) -> LengthsConfig:
     scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
-    lengths = replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
-    rollout = replace(run.rollout, max_tokens=max(1, round(run.rollout.max_tokens * factor)))
-    return replace(run, rollout=rollout, workload=replace(run.workload, lengths=lengths))
+    return replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
+
+
+def _with_longest(rollout: RolloutConfig, factor: float) -> RolloutConfig:
+    """Scale the cap of lengths like the lengths, which keeps the shape of the distribution."""
+    return replace(rollout, max_tokens=max(1, round(rollout.max_tokens * factor)))
 
 
 def _with_speed(costs: CostsConfig, factor: float) -> CostsConfig:
@@ -180,7 +184,7 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     run = search.space.run
     if (shift.run.workload, shift.run.costs) != (run.workload, run.costs):
         return _look_at_stages(shift, search, chosen, pool)
-    before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run))
+    before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run.cluster))
     best, candidate = int(np.argmin(after)), search.space.candidate
     gains = after[best] / before[best] < (1 - TOUCHES) * after[chosen] / before[chosen]
     has_other = gains and is_ahead(after[best], after[chosen])

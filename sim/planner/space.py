@@ -7,7 +7,7 @@ and its reason is counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
@@ -21,14 +21,18 @@ from streamrl.engine.presets import System, choose_system
 from streamrl.hardware.memory import ROOMY, kv_capacity
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
-from streamrl.hardware.resolved import check_precision, longest_sequence, resolve
+from streamrl.hardware.resolved import (
+    ReplicaHardware,
+    TrainerHardware,
+    check_precision,
+    resolve,
+)
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import find_link, powers_of_two
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
-from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.planner.allocation import refuse_profile
 from streamrl.sim.planner.layouts import (
     RECOMPUTES,
@@ -38,11 +42,12 @@ from streamrl.sim.planner.layouts import (
     check_attention_ranks,
     fitting_replicas,
     fitting_trainers,
+    in_pool,
     sizes,
 )
 from streamrl.sim.planner.modes import Mode, find_modes
 from streamrl.sim.planner.objective import within_rent
-from streamrl.sim.planner.stage_times import FallingLengths, TrainTimes, train_times
+from streamrl.sim.planner.stage_times import FallingLengths, TrainTimes, times_of_trainer
 
 Indices = NDArray[np.int32]
 Floats = NDArray[np.float64]
@@ -199,8 +204,8 @@ class Candidate(NamedTuple):
 
     def apply(self, run: Run) -> Run:
         """Return the run file of the plan, with the nodes that it rents."""
-        run = self.mode.apply(self.trainer.apply(self.replicas.apply(run)))
-        return with_rent(run)
+        rollout, trainer = self.replicas.change(run.rollout), self.trainer.change(run.trainer)
+        return with_rent(self.mode.apply(replace(run, rollout=rollout, trainer=trainer)))
 
 
 Part = TypeVar("Part")
@@ -261,12 +266,12 @@ class Space:
         alike = [place for place, each in enumerate(self.trainers) if each.split == trainer.split]
         return sorted(alike, key=lambda place: self.trainers[place].offload != trainer.offload)
 
-    def priced(self, run: Run) -> Space:
-        """Return the same plans with the prices of another offer."""
-        pairs = Pairs(run.cluster, self.replicas, self.trainers)
+    def priced(self, cluster: ClusterConfig) -> Space:
+        """Return the same plans with the prices and links of another offer."""
+        pairs = Pairs(cluster, self.replicas, self.trainers)
         is_shared = np.array([mode.system == "colocated" for mode in self.modes])[self.of_mode]
         prices = pairs.prices(is_shared, self.of_replicas, self.of_trainer)
-        return replace_fields(self, run=run, prices=prices)
+        return replace_fields(self, run=replace(self.run, cluster=cluster), prices=prices)
 
     @classmethod
     def open(
@@ -291,39 +296,41 @@ class Space:
                 f"policies.resize {run.policies.resize!r} changes what a plan decides: leave it out"
             )
         cut: Counter[str] = Counter()
-        replicas, trainers = find_replicas(run, cut), find_trainers(run, cut, tight=tight)
-        modes = find_modes(run)
+        replica, pools = resolve(run).replica, run.cluster.pools
+        replicas = find_replicas(replica, pools, run.plan, cut)
+        trainers, modes = find_trainers(run, cut, tight=tight), find_modes(run)
         if batches:
-            trainers = _near_best(run, trainers, batches, cut)
-            mean_tokens = sum(batch.all.tokens / batch.all.num_rollouts for batch in batches)
-            replicas += _with_more_running(run, replicas, mean_tokens / len(batches))
-        return cls._combine(run, replicas, trainers, modes, cut)
-
-    @classmethod
-    def _combine(
-        cls,
-        run: Run,
-        replicas: list[Replicas],
-        trainers: list[Degrees],
-        modes: list[Mode],
-        cut: Counter[str],
-    ) -> Space:
+            own = (each.change(run.trainer) for each in trainers)
+            times = [times_of_trainer(run, trainer, batches[:1]) for trainer in own]
+            trainers = _near_best(trainers, times, cut)
+            mean_tokens = _mean_tokens(batches)
+            held = [
+                kv_capacity(each.place(replica, pools[each.pool])) / mean_tokens
+                for each in replicas
+            ]
+            num_rollouts = run.algorithm.rollouts_per_step
+            replicas += _with_more_running(replicas, held, num_rollouts, run.plan.max_running)
         plans = plans_of(run.cluster, run.plan, replicas, trainers, modes, cut)
         if not len(plans.of_mode):
             raise ValueError(f"no plan is left: {_why(cut)}")
-        replicas, of_replicas = _used(replicas, plans.of_replicas)
-        trainers, of_trainer = _used(trainers, plans.of_trainer)
-        modes, of_mode = _used(modes, plans.of_mode)
-        return cls(
-            run=run,
+        space = cls(
+            run=run, replicas=replicas, trainers=trainers, modes=modes, cut=cut, **plans._asdict()
+        )
+        return space._without_unused()
+
+    def _without_unused(self) -> Space:
+        """Return the same plans without the sides and modes that none of them has."""
+        replicas, of_replicas = _used(self.replicas, self.of_replicas)
+        trainers, of_trainer = _used(self.trainers, self.of_trainer)
+        modes, of_mode = _used(self.modes, self.of_mode)
+        return replace_fields(
+            self,
             replicas=replicas,
             trainers=trainers,
             modes=modes,
             of_replicas=of_replicas,
             of_trainer=of_trainer,
             of_mode=of_mode,
-            prices=plans.prices,
-            cut=cut,
         )
 
     def widened(
@@ -362,27 +369,37 @@ class Space:
 # The sides ------------------------------------------------------------------------------------
 
 
-def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
+def find_replicas(
+    replica: ReplicaHardware,
+    pools: Mapping[str, PoolConfig],
+    plan: PlanConfig,
+    cut: Counter[str],
+) -> list[Replicas]:
     """Return every layout of replicas that fits.
+
+    Args:
+        replica: the run file's own.
+        pools: the offer.
+        plan: the section `[plan]`.
+        cut: counts reasons.
 
     Raises:
         ValueError: there is none.
     """
-    plan, pools = run.plan, run.cluster.pools
     found = [
         choice
         for pool in plan.rollout_pools or pools
         for num_gpus in _sizes(pools[pool], plan.unit, plan.rollout_gpus)
-        for choice in fitting_replicas(run, pool, num_gpus, plan.rollout_tensor_parallel, cut)
+        for choice in fitting_replicas(in_pool(replica, pool, pools), plan, num_gpus, cut)
     ]
-    if load_model(run.model).experts is not None:
+    if replica.model.experts is not None:
         found += [
             choice._replace(expert_parallel=experts)
             for choice in found
             if (experts := choice.tensor_parallel) > 1 and choice.expert_parallel == 1
         ]
     if not found:
-        offer = ", ".join(plan.rollout_pools or run.cluster.pools)
+        offer = ", ".join(plan.rollout_pools or pools)
         raise ValueError(f"no replica can generate in pools {offer}: {_why(cut)}")
     return found
 
@@ -398,49 +415,53 @@ def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[D
     Raises:
         ValueError: there is none.
     """
-    plan, model = run.plan, load_model(run.model)
+    plan, pools, trainer = run.plan, run.cluster.pools, resolve(run).trainer
+    own = trainer.config
     among = TrainerRange(
         tensor_parallel=plan.trainer_tensor_parallel,
         pipeline_parallel=plan.pipeline_parallel,
-        expert_parallel=plan.expert_parallel or _expert_degrees(run.trainer, model),
-        expert_tensor_parallel=plan.expert_tensor_parallel or [run.trainer.expert_tensor_parallel],
-        context_parallel=plan.context_parallel
-        or _context_degrees(run.trainer, longest_sequence(run.rollout, run.workload)),
+        expert_parallel=plan.expert_parallel or _expert_degrees(own, trainer.model),
+        expert_tensor_parallel=plan.expert_tensor_parallel or [own.expert_tensor_parallel],
+        context_parallel=plan.context_parallel or _context_degrees(own, trainer.longest_sequence),
         micro_batch=plan.micro_batch or MICRO_BATCHES,
-        zero=plan.zero or sorted({1, 3, run.trainer.zero}),
+        zero=plan.zero or sorted({1, 3, own.zero}),
         recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
+        framework=run.framework.name,
     )
+    places = [
+        (in_pool(trainer, pool, pools), num_gpus)
+        for pool in plan.trainer_pools or pools
+        for num_gpus in _sizes(pools[pool], plan.unit, plan.trainer_gpus)
+    ]
     before = cut.copy()
     roomy = replace_fields(among, most_memory=ROOMY)
-    found = _fitting(run, roomy, cut) or _fitting(run, among, Counter())
+    found = _fitting(places, roomy, cut) or _fitting(places, among, Counter())
     if tight:
         roomier = set(found)
-        found = [each for each in _fitting(run, among, Counter()) if each not in roomier]
+        found = [each for each in _fitting(places, among, Counter()) if each not in roomier]
     if not found:
-        offer = ", ".join(plan.trainer_pools or run.cluster.pools)
+        offer = ", ".join(plan.trainer_pools or pools)
         raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
     return found
 
 
-def _fitting(run: Run, among: TrainerRange, cut: Counter[str]) -> list[Degrees]:
-    plan, pools = run.plan, run.cluster.pools
+def _fitting(
+    places: Iterable[tuple[TrainerHardware, int]], among: TrainerRange, cut: Counter[str]
+) -> list[Degrees]:
+    """Return the trainers that fit, for a trainer in each pool and its number of GPUs."""
     return [
         choice
-        for pool in plan.trainer_pools or pools
-        for num_gpus in _sizes(pools[pool], plan.unit, plan.trainer_gpus)
-        for choice in fitting_trainers(run, pool, num_gpus, among, cut)
+        for trainer, num_gpus in places
+        for choice in fitting_trainers(trainer, num_gpus, among, cut)
     ]
 
 
 def _near_best(
-    run: Run, trainers: list[Degrees], batches: Sequence[FallingLengths], cut: Counter[str]
+    trainers: list[Degrees], all_times: Sequence[TrainTimes], cut: Counter[str]
 ) -> list[Degrees]:
     """Leave out the trainers that are slower than others on the same GPUs, both with whole batches and streaming."""
     by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
-    for trainer in trainers:
-        split = trainer.apply(run)
-        costs, factor = TrainingCosts.load(split), run.costs.training_factor
-        times = train_times(costs, run.framework, factor, batches[:1])
+    for trainer, times in zip(trainers, all_times, strict=True):
         by_gpus[trainer.pool, trainer.num_gpus].append((trainer, times))
     kept: dict[Degrees, None] = {}
     for alike in by_gpus.values():
@@ -452,13 +473,29 @@ def _near_best(
     return [trainer for trainer in trainers if trainer in kept]
 
 
-def _with_more_running(run: Run, replicas: list[Replicas], mean_tokens: float) -> list[Replicas]:
-    """Return replicas that decode more rollouts at once, if more are waiting and memory holds them."""
-    wanted = run.plan.max_running
+def _mean_tokens(batches: Sequence[FallingLengths]) -> float:
+    """Return the mean tokens of a rollout."""
+    means = (batch.all.tokens / batch.all.num_rollouts for batch in batches)
+    return sum(means) / len(batches)
+
+
+def _with_more_running(
+    replicas: list[Replicas],
+    capacities: Sequence[float],
+    rollouts_per_step: int,
+    wanted: Sequence[int] | None,
+) -> list[Replicas]:
+    """Return replicas that decode more rollouts at once, if more are waiting and memory holds them.
+
+    Args:
+        replicas: layouts that fit.
+        capacities: mean rollouts that the memory of one replica of each layout holds.
+        rollouts_per_step: rollouts that all replicas share.
+        wanted: `plan.max_running`, which is tried whatever memory holds.
+    """
     found = []
-    for each in replicas:
-        share = run.algorithm.rollouts_per_step / each.replicas
-        held = kv_capacity(resolve(each.apply(run)).replica) / mean_tokens
+    for each, held in zip(replicas, capacities, strict=True):
+        share = rollouts_per_step / each.replicas
         for most in wanted or powers_of_two(MOST_RUNNING):
             if most > each.max_running and (wanted or most < 2 * min(share, held)):
                 found.append(each._replace(max_running=most))

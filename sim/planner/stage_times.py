@@ -11,10 +11,12 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.engine.systems import PASSES_PER_COMMAND, most_per_command, rollouts_that_fill
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
@@ -271,6 +273,14 @@ def train_times(
         float(least.min()),
         costs.optimizer_time / factor + costs.overhead_time,
     )
+
+
+def times_of_trainer(
+    run: Run, trainer: TrainerConfig, batches: Sequence[FallingLengths]
+) -> TrainTimes:
+    """Return the seconds in which a run with another trainer works on a batch; see `train_times`."""
+    costs = TrainingCosts.load(replace(run, trainer=trainer))
+    return train_times(costs, run.framework, run.costs.training_factor, batches)
 
 
 def passes_time(
