@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from streamrl.cli.doctor import examine
-from streamrl.doctor import batch
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
 from streamrl.hardware.side_memory import memory_of
@@ -366,6 +365,6 @@ def test_outputs_that_would_be_longer_than_they_may_are_told_of(
     tokens: int, level: str | None, words: str
 ) -> None:
     run = load_run(ROOT / "examples/streamrl-32b.toml", [f"rollout.max_tokens={tokens}"])
-    found = [finding for finding in batch.find(run) if finding.name == "cut-off"]
+    found = [finding for finding in diagnose(run) if finding.name == "cut-off"]
     assert [finding.level for finding in found] == ([] if level is None else [level])
     assert all(words in f.text and f"max_tokens={tokens:,}" in f.text for f in found)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from streamrl.doctor.diagnosis import examine
-from streamrl.doctor.staleness import idle_clips
+from streamrl.doctor.staleness import find_idle_clips
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.algorithms import ALGORITHMS, algorithm_named
 from streamrl.runfile.errors import RunError
@@ -138,9 +138,9 @@ FRESH = {"policies.system": "stream-sync"}
     ids=str,
 )
 def test_a_clip_that_is_set_and_cannot_act_is_told(changes: dict[str, Any], is_idle: bool) -> None:
-    assert not list(idle_clips(small_run(changes)))
-    lines = list(idle_clips(small_run({**changes, "algorithm.clip_high": 0.28})))
-    assert [line.split(" cannot act")[0] for line in lines] == [
+    assert not list(find_idle_clips(small_run(changes)))
+    found = find_idle_clips(small_run({**changes, "algorithm.clip_high": 0.28}))
+    assert [finding.text.split(" cannot act")[0] for finding in found] == [
         "algorithm.clip_high=0.28"
     ] * is_idle
 
@@ -166,7 +166,8 @@ def test_of_a_trainer_that_follows_only_its_own_clip_is_looked_at() -> None:
     def lines(**own: Any) -> list[str]:
         follower = {"name": "other", "pool": "near", "tensor_parallel": 4, "algorithm": own}
         changes = {"followers": [follower], "cluster.pools.near.nodes": 2}
-        return list(idle_clips(small_run({**FRESH, "algorithm.correction": "none", **changes})))
+        run = small_run({**FRESH, "algorithm.correction": "none", **changes})
+        return [finding.text for finding in find_idle_clips(run)]
 
     assert lines() == lines(correction="decoupled") == lines(clip_high=0.28) == []
     (line,) = lines(correction="decoupled", clip_high=0.28)

@@ -24,7 +24,7 @@ from streamrl.cli.shared import (
     stdout_console,
 )
 from streamrl.cli.watch_run import RunWatch
-from streamrl.doctor.staleness import idle_clips
+from streamrl.doctor.staleness import find_idle_clips
 from streamrl.engine.systems import needs_costs
 from streamrl.engine.trace import LARGE
 from streamrl.engine.world import RunInterruptedError
@@ -68,8 +68,8 @@ def execute(
         run = fill_policies(run, Costs.load(own))
     from streamrl.executor.execute import execute as execute_run
 
-    for line in idle_clips(run):
-        logger.warning(line)
+    for finding in find_idle_clips(run):
+        logger.warning(finding.text)
     output = Path(run.execute.output)
     try:
         with RunWatch(

@@ -11,10 +11,12 @@ Read these files first:
 
 Rules:
 
-- A check is a generator named `find`. It takes a `Run` and yields `Finding`s. It changes nothing and reads no GPU.
+- A check is a generator of `Finding`s. It takes the sections and roles of a run that it reads. It changes nothing and
+  reads no GPU.
+- `PARTS` in `diagnosis.py` lists the checks, and passes each one what it reads.
 - A fix yields candidate changes, the most likely one first. A change is proposed only after the run was diagnosed with
   it and the finding was gone.
 - `FIXES` maps the name of a finding to its fix. Every warning and error needs an entry.
-- `find` and the entries of `FIXES` take the run. The functions below them take only what they read.
+- The entries of `PARTS` and `FIXES` take the run. The functions that they call take only what they read.
 - A finding's text names the keys with their values. `otherwise` of a fix says what to do if no change was found.
 """

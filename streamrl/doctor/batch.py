@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from math import ceil, lcm
 
 from streamrl.engine.systems import rollouts_that_fill
-from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
-from streamrl.workload.replica_batch import MeanLengths, mean_lengths, rollouts_under_way
+from streamrl.workload.replica_batch import MeanLengths, rollouts_under_way
 
 MOST_BUBBLE = 0.1
 """Share of a pass that a pipeline may be empty before a warning."""
@@ -24,36 +22,30 @@ MOST_FACTOR = 2.0
 """Largest factor by which a fix may change the batch or the micro-batch before it tries anything else."""
 
 
-def find(run: Run) -> Iterator[Finding]:
-    """Find idle ranks, passes and replicas of a step."""
-    yield _finding("ok", "batch", _sum_up(run.algorithm, run.rollout, run.trainer))
-    yield from find_trainer(run)
-    yield from _find_replicas(run.rollout.num_replicas, rollouts_under_way(run))
-    yield from _find_cut_off(mean_lengths(run), run.rollout.max_tokens)
-    if run.algorithm.leaves_out_uniform:
-        yield _find_left_out(run.algorithm, run.workload.informative_share)
-
-
-def find_trainer(run: Run) -> Iterator[Finding]:
-    """Find idle ranks and passes of the trainer in a step."""
-    total, trainer = run.algorithm.rollouts_per_step, run.trainer
-    longest = longest_sequence(run.rollout, run.workload)
-    yield from _find_ranks(total, trainer.data_parallel)
-    yield from _find_fills(total, trainer)
-    yield from _find_tokens(trainer, mean_lengths(run), longest)
-    yield from _find_bubble(total, trainer)
-
-
-def _sum_up(algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> str:
+def report_step(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig
+) -> Iterator[Finding]:
+    """Report how the rollouts of a step divide over ranks, passes and replicas."""
     total = algorithm.rollouts_per_step
     per_replica = total / rollout.num_replicas
-    return (
+    text = (
         f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} = {total:,} rollouts a step: "
         f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(total, trainer):,} fills of "
         f"{rollouts_that_fill(trainer)} "
         f"({trainer.data_parallel} x {trainer.micro_batch}); {per_replica:,.6g} a replica, "
         f"{max(1, ceil(per_replica / rollout.max_running))} x max_running {rollout.max_running}"
     )
+    yield _finding("ok", "batch", text)
+
+
+def find_trainer(
+    total: int, trainer: TrainerConfig, mean: MeanLengths | None, longest: int
+) -> Iterator[Finding]:
+    """Find idle ranks and passes of a trainer in a step of `total` rollouts, the longest of `longest` tokens."""
+    yield from _find_ranks(total, trainer.data_parallel)
+    yield from _find_fills(total, trainer)
+    yield from _find_tokens(trainer, mean, longest)
+    yield from _find_bubble(total, trainer)
 
 
 def _find_ranks(total: int, ranks: int) -> Iterator[Finding]:
@@ -112,7 +104,7 @@ def _find_bubble(total: int, trainer: TrainerConfig) -> Iterator[Finding]:
         yield _finding("warning", "pipeline-bubble", text)
 
 
-def _find_replicas(replicas: int, most: int) -> Iterator[Finding]:
+def find_replicas(replicas: int, most: int) -> Iterator[Finding]:
     """Find replicas that are idle under every dispatch policy, because there are fewer rollouts than replicas."""
     if most < replicas:
         text = (
@@ -122,7 +114,7 @@ def _find_replicas(replicas: int, most: int) -> Iterator[Finding]:
         yield _finding("warning", "idle-replicas", text)
 
 
-def _find_cut_off(mean: MeanLengths | None, max_tokens: int) -> Iterator[Finding]:
+def find_cut_off(mean: MeanLengths | None, max_tokens: int) -> Iterator[Finding]:
     """Find outputs that are cut off at `rollout.max_tokens`."""
     if mean is None or mean.cut_off < LEAST_CUT_OFF:
         return
@@ -133,24 +125,24 @@ def _find_cut_off(mean: MeanLengths | None, max_tokens: int) -> Iterator[Finding
     yield _finding("warning" if mean.cut_off > MOST_CUT_OFF else "ok", "cut-off", text)
 
 
-def _find_left_out(algorithm: AlgorithmConfig, share: float) -> Finding:
+def find_left_out(algorithm: AlgorithmConfig, share: float) -> Iterator[Finding]:
     """Report the cost of groups with uniform rewards, or that their share is not set."""
+    if not algorithm.leaves_out_uniform:
+        return
     most = algorithm.max_gen_batches
     key = f"workload.informative_share={share:.3g}"
     if share == 1:
         text = f"algorithm.dynamic_sampling rejects no group in a simulation with {key}, so it costs nothing there"
-        return _finding("warning", "nothing-left-out", text)
-    if share * most < 1:
+        yield _finding("warning", "nothing-left-out", text)
+    elif share * most < 1:
         text = (
             f"{key} gives a step of {algorithm.prompts_per_step} groups too few of them within "
             f"algorithm.max_gen_batches={most}: it trains on groups of one reward too"
         )
-        return _finding("warning", "too-few-batches", text)
-    return _finding(
-        "ok",
-        "left-out",
-        f"{key}: {1 / share:,.3g} groups are generated for each that is trained on",
-    )
+        yield _finding("warning", "too-few-batches", text)
+    else:
+        text = f"{key}: {1 / share:,.3g} groups are generated for each that is trained on"
+        yield _finding("ok", "left-out", text)
 
 
 def _num_fills(total: int, trainer: TrainerConfig) -> int:

@@ -14,21 +14,55 @@ from streamrl.doctor import (
     planned_faults,
     staleness,
 )
+from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import longest_sequence, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Fix, Topic, propose_fix
+from streamrl.runfile.gpu_pools import sides_of
+from streamrl.workload.replica_batch import mean_lengths, rollouts_under_way
 
 PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
-    ("memory", memory.find),
-    ("divisibility", divisibility.find),
-    ("divisibility", idle_gpus.find),
-    ("batch", batch.find),
+    ("memory", lambda run: memory.find(resolve(run))),
+    (
+        "divisibility",
+        lambda run: divisibility.find(load_model(run.model), run.rollout, run.trainer),
+    ),
+    (
+        "divisibility",
+        lambda run: idle_gpus.find(
+            run.cluster.pools,
+            sides_of(run),
+            run.plan,
+            run.rollout.pool if run.policies.resize == "adjust" else None,
+        ),
+    ),
+    ("batch", lambda run: batch.report_step(run.algorithm, run.rollout, run.trainer)),
+    (
+        "batch",
+        lambda run: batch.find_trainer(
+            run.algorithm.rollouts_per_step,
+            run.trainer,
+            mean_lengths(run),
+            longest_sequence(run.rollout, run.workload),
+        ),
+    ),
+    (
+        "batch",
+        lambda run: batch.find_replicas(run.rollout.num_replicas, rollouts_under_way(run)),
+    ),
+    ("batch", lambda run: batch.find_cut_off(mean_lengths(run), run.rollout.max_tokens)),
+    (
+        "batch",
+        lambda run: batch.find_left_out(run.algorithm, run.workload.informative_share),
+    ),
     ("batch", every_side.find_secondary_trainers),
     ("memory", every_side.find_replica_kinds),
-    ("staleness", staleness.find),
+    ("staleness", lambda run: staleness.find(run.policies, run.algorithm)),
     ("staleness", staleness.find_idle_clips),
-    ("run file", planned_faults.find),
+    ("run file", lambda run: planned_faults.find(run.faults, run.policies.max_restarts)),
     ("run file", framework.find),
 )
+"""Each check with what it reads of a run file."""
 FIXES = {
     **memory.MEMORY_FIXES,
     **divisibility.FIXES,
@@ -54,13 +88,10 @@ def diagnose(run: Run) -> list[Finding]:
 
 def examine(run: Run) -> list[Finding]:
     """Return all findings of a run, each with a fix that was tried."""
-    return [_with_fix(run, finding) for finding in diagnose(run)]
-
-
-def _with_fix(run: Run, finding: Finding) -> Finding:
-    if finding.level == "ok":
-        return finding
-    return propose_fix(run, finding, _fix_of(finding), diagnose)
+    return [
+        finding if finding.level == "ok" else propose_fix(run, finding, _fix_of(finding), diagnose)
+        for finding in diagnose(run)
+    ]
 
 
 def _fix_of(finding: Finding) -> Fix:

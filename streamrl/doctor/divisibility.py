@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ClusterConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
@@ -17,29 +16,23 @@ MOST_DEGREE = 1024
 """Largest proposed degree of expert parallelism."""
 
 
-def find(run: Run) -> Iterator[Finding]:
+def find(model: ModelShape, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[Finding]:
     """Find dimensions of the model that the run file's degrees cannot split, or split unevenly."""
-    model = load_model(run.model)
-    before = [
-        *find_replica(run),
-        *find_trainer(run),
-    ]
+    before = [*find_replica(model, rollout), *find_trainer(model, trainer)]
     yield from before
     if not before:
-        yield _finding("ok", "divides", _all_even(model, run.rollout.tensor_parallel, run.trainer))
+        yield _finding("ok", "divides", _all_even(model, rollout.tensor_parallel, trainer))
 
 
-def find_replica(run: Run) -> Iterator[Finding]:
+def find_replica(model: ModelShape, rollout: RolloutConfig) -> Iterator[Finding]:
     """Find dimensions of the model that a replica cannot split."""
-    model = load_model(run.model)
-    yield from _find_heads(model, "rollout", run.rollout.tensor_parallel)
-    yield from _find_kv_heads(model, run.rollout.tensor_parallel)
-    yield from _find_experts(model, "rollout", run.rollout.expert_parallel)
+    yield from _find_heads(model, "rollout", rollout.tensor_parallel)
+    yield from _find_kv_heads(model, rollout.tensor_parallel)
+    yield from _find_experts(model, "rollout", rollout.expert_parallel)
 
 
-def find_trainer(run: Run) -> Iterator[Finding]:
+def find_trainer(model: ModelShape, trainer: TrainerConfig) -> Iterator[Finding]:
     """Find dimensions of the model that the trainer cannot split, or splits unevenly."""
-    model, trainer = load_model(run.model), run.trainer
     yield from _find_heads(model, "trainer", trainer.tensor_parallel)
     yield from _find_layers(model, trainer.pipeline_parallel)
     yield from _find_experts(model, "trainer", trainer.expert_parallel)

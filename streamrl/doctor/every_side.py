@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
 from streamrl.doctor import batch, divisibility, memory
+from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Fix, fix_of_part, of_part
 from streamrl.runfile.gpu_pools import kind_key, kind_name, own_keys
 from streamrl.runfile.keys import trainer_key
+from streamrl.workload.replica_batch import mean_lengths
 
 TRAINER_FINDING = re.compile(r"trainer\.(?P<trainer>\d+)-(?P<rest>.+)")
 """Matches the names of findings of secondary trainers: `trainer.1-memory` is `trainer-memory` of trainer 1."""
@@ -27,10 +28,17 @@ def find_secondary_trainers(run: Run) -> Iterator[Finding]:
     for number, follower in enumerate(run.followers, start=1):
         if follower.counts_only:
             continue  # has neither a model nor passes
-        seen, key = run.as_seen_by(number), trainer_key(number)
-        for look in (memory.find_trainer, divisibility.find_trainer, batch.find_trainer):
-            for finding in look(seen):
-                yield of_part(finding, "trainer", key, follower.name, partial(_own_text, key))
+        key = trainer_key(number)
+        for finding in _find_trainer(resolve(run.as_seen_by(number))):
+            yield of_part(finding, "trainer", key, follower.name, partial(_own_text, key))
+
+
+def _find_trainer(resolved: ResolvedRun) -> Iterator[Finding]:
+    trainer, algorithm = resolved.trainer, resolved.run.algorithm
+    total, mean = algorithm.rollouts_per_step, mean_lengths(resolved.run)
+    yield from memory.find_trainer(trainer)
+    yield from divisibility.find_trainer(trainer.model, trainer.config)
+    yield from batch.find_trainer(total, trainer.config, mean, trainer.longest_sequence)
 
 
 def fix_of_secondary_trainer(name: str, fixes: dict[str, Fix]) -> Fix | None:
@@ -72,9 +80,10 @@ KIND_FINDING = re.compile(r"rollout-(?P<number>\d+)-(?P<rest>.+)")
 def find_replica_kinds(run: Run) -> Iterator[Finding]:
     """Find errors and warnings of each replica kind after the first."""
     for kind in range(1, run.rollout.num_kinds):
-        seen = run.of_kind(kind)
-        for finding in chain([memory.find_replica(seen)], divisibility.find_replica(seen)):
-            name = kind_name(kind)
+        seen, name = run.of_kind(kind), kind_name(kind)
+        replica = resolve(seen).replica
+        fits = memory.find_replica(replica, mean_lengths(seen))
+        for finding in (fits, *divisibility.find_replica(replica.model, replica.config)):
             yield of_part(finding, "rollout", name, name, partial(own_keys, kind=kind))
 
 

@@ -143,23 +143,32 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 
 
 def _another(name: str) -> Fix:
-    def candidates(run: Run) -> Iterator[Changes]:
-        framework = framework_of(run.framework.name)
-        if framework is None:
-            return
-        for choice in _choices(framework, run.policies, run.sync.mode, run.costs.engine):
-            if choice.name == name:
-                yield from ({choice.key: value} for value in choice.able)
+    """Return the fix for a finding about one setting: each value that the framework supports."""
+    return Fix(
+        lambda run: (
+            {choice.key: value}
+            for choice in _choices(
+                _named(run.framework), run.policies, run.sync.mode, run.costs.engine
+            )
+            if choice.name == name
+            for value in choice.able
+        ),
+        "let `streamrl plan` choose, or name another framework",
+    )
 
-    return Fix(candidates, "let `streamrl plan` choose, or name another framework")
+
+def _named(config: FrameworkConfig) -> Framework:
+    """Return the framework of a run that has findings about it."""
+    framework = framework_of(config.name)
+    assert framework is not None, "a run without one has no such finding"
+    return framework
 
 
-def _other_layouts(framework: Framework | None, trainer: TrainerConfig) -> Iterator[Changes]:
+def _other_layouts(framework: Framework, trainer: TrainerConfig) -> Iterator[Changes]:
     """Yield another ZeRO stage, then data parallelism in place of each degree that is not supported."""
-    layouts = () if framework is None else framework.layouts
-    for layout in layouts:
+    for layout in framework.layouts:
         yield from ({"trainer.zero": zero} for zero in layout.zero)
-    for layout in layouts:
+    for layout in framework.layouts:
         missing = [split for split in SPLITS if split not in layout.splits]
         ranks = trainer.data_parallel
         for split in ("tensor_parallel", "pipeline_parallel"):
@@ -172,7 +181,7 @@ def _other_layouts(framework: Framework | None, trainer: TrainerConfig) -> Itera
 FIXES = {
     **{f"framework-{what}": _another(f"framework-{what}") for what in CHOICES},
     "framework-layout": Fix(
-        lambda run: _other_layouts(framework_of(run.framework.name), run.trainer),
+        lambda run: _other_layouts(_named(run.framework), run.trainer),
         "let `streamrl plan` choose, or name another framework",
     ),
     "framework-kinds": Fix(lambda run: iter(()), "leave rollout.others out"),

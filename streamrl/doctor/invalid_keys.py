@@ -368,15 +368,12 @@ def fix_contradictions(run: Run) -> Consistency:
 def fix_profile_names(run: Run) -> Consistency:
     """Find GPUs, models or lengths without a profile, with the closest names; missing files are not replaced."""
     mended, findings = _fix_run(run, (*CHECKS, check_profiles, check_precision))
-    error = _error_of(_check_directory, run)
-    if error is not None:
+    try:
+        if run.model.path is not None:
+            load_model(run.model)
+    except RunError as error:
         findings.append(_contradiction_finding(error, _NO_MODEL))
     return Consistency(mended or run, findings)
-
-
-def _check_directory(run: Run) -> None:
-    if run.model.path is not None:
-        load_model(run.model)
 
 
 def _fix_run(run: Run, checks: Sequence[Check]) -> Consistency:
@@ -422,17 +419,11 @@ def _find(
 def _first_error(run: Run, checks: Sequence[Check]) -> tuple[int, RunError | None]:
     """Return the number of checks that pass, and the error of the next one."""
     for num_passed, check in enumerate(checks):
-        if error := _error_of(check, run):
+        try:
+            check(run)
+        except RunError as error:
             return num_passed, error
     return len(checks), None
-
-
-def _error_of(check: Check, run: Run) -> RunError | None:
-    try:
-        check(run)
-    except RunError as error:
-        return error
-    return None
 
 
 def _contradiction_finding(error: RunError, fix: str, changes: Changes | None = None) -> Finding:

@@ -12,6 +12,7 @@ from streamrl.hardware.memory import (
 )
 from streamrl.hardware.resolved import (
     ReplicaHardware,
+    ResolvedRun,
     RewardHardware,
     TrainerHardware,
     resolve,
@@ -32,14 +33,15 @@ from streamrl.workload.replica_batch import (
 GB = 1e9
 
 
-def find(run: Run) -> Iterator[Finding]:
+def find(resolved: ResolvedRun) -> Iterator[Finding]:
     """Find sides that do not fit, and replicas that cannot hold their rollouts."""
-    yield find_replica(run)
-    side = replica_side(resolve(run).replica)
+    replica = resolved.replica
+    yield find_replica(replica, mean_lengths(resolved.run))
+    side = replica_side(replica)
     if side.need <= side.usable:
-        yield from _find_room(run.rollout.admission, replica_batch(run))
-    yield from find_trainer(run)
-    yield from _find_verifier(resolve(run).reward)
+        yield from _find_room(replica.config.admission, replica_batch(resolved.run))
+    yield from find_trainer(resolved.trainer)
+    yield from _find_verifier(resolved.reward)
 
 
 def _listed(side: SideMemory) -> str:
@@ -52,20 +54,19 @@ def _listed(side: SideMemory) -> str:
 # --------------------------------------------------------------------------------------
 
 
-def find_replica(run: Run) -> Finding:
+def find_replica(replica: ReplicaHardware, mean: MeanLengths | None) -> Finding:
     """Report whether a replica holds its weights and one rollout of the maximum length."""
-    replica = resolve(run).replica
     side = replica_side(replica)
     if side.need > side.usable:
         text = (
             f"rollout: {side.need / GB:.1f} GB a GPU ({_listed(side)}, for one rollout of "
             f"{replica.longest_sequence:,} tokens), but {side.gpu} at memory_utilization "
-            f"{run.rollout.memory_utilization:g} gives {side.usable / GB:.1f} GB"
+            f"{replica.config.memory_utilization:g} gives {side.usable / GB:.1f} GB"
         )
         return Finding(level="error", topic="memory", name="rollout-memory", text=text)
     text = (
         f"rollout: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU ({_listed(side)}); "
-        f"{_held(replica, mean_lengths(run))}"
+        f"{_held(replica, mean)}"
     )
     return Finding(level="ok", topic="memory", name="rollout-fits", text=text)
 
@@ -98,9 +99,9 @@ def _find_room(admission: AdmissionName, batch: ReplicaBatch | None) -> Iterator
 # -------------------------------------------------------------------------------------
 
 
-def find_trainer(run: Run) -> Iterator[Finding]:
+def find_trainer(trainer: TrainerHardware) -> Iterator[Finding]:
     """Find a trainer that does not fit, or nearly fills its GPUs."""
-    side = trainer_side(resolve(run).trainer)
+    side = trainer_side(trainer)
     share = side.need / side.capacity
     text = (
         f"trainer: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU, {share:.0%} of {side.gpu} "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
@@ -16,10 +15,15 @@ LOSES_TRAINER: tuple[FaultKind, ...] = (
 )
 
 
-def find(run: Run) -> Iterator[Finding]:
-    """Find faults that end a run before its last step, and those that can only be executed."""
+def find(faults: tuple[FaultConfig, ...], most: int) -> Iterator[Finding]:
+    """Find faults that end a run before its last step, and those that can only be executed.
+
+    Args:
+        faults: those that the run file plans.
+        most: restarts that it allows.
+    """
     for what, kinds in (("replicas", LOSES_REPLICA), ("the trainer", LOSES_TRAINER)):
-        losses, most = _count(run.faults, kinds), run.policies.max_restarts
+        losses = _count(faults, kinds)
         if losses > most:
             text = (
                 f"faults: {what} will be lost {losses} times, and policies.max_restarts={most}: "
@@ -27,7 +31,7 @@ def find(run: Run) -> Iterator[Finding]:
             )
             yield _finding("error", "faults-stop", text)
             break
-    if deaths := _count(run.faults, ("driver-dies",)):
+    if deaths := _count(faults, ("driver-dies",)):
         text = (
             f"faults: driver-dies can be executed but not simulated; execute is killed {deaths} "
             f"time{'s' * (deaths > 1)}, and goes on with --resume each time"

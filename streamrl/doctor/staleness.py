@@ -16,13 +16,7 @@ from streamrl.runfile.simulation_config import FrameworkConfig
 
 
 def find_idle_clips(run: Run) -> Iterator[Finding]:
-    """Find configured clips that cannot act."""
-    for text in idle_clips(run):
-        yield Finding(level="warning", topic="staleness", name="idle-clip", text=text)
-
-
-def idle_clips(run: Run) -> Iterator[str]:
-    """Yield a line for each trainer with a configured clip, different from the default, that cannot act."""
+    """Find trainers with a configured clip, different from the default, that cannot act."""
     for number in range(run.num_trainers):
         own = run.followers[number - 1].algorithm if number else run.algorithm
         if not sets_clip(own):
@@ -34,7 +28,8 @@ def idle_clips(run: Run) -> Iterator[str]:
             name, value = (
                 ("clip", own.clip) if own.clip_high is None else ("clip_high", own.clip_high)
             )
-            yield f"{key}.{name}={value:g} cannot act with framework.optimizer_steps=1: {why}"
+            text = f"{key}.{name}={value:g} cannot act with framework.optimizer_steps=1: {why}"
+            yield _finding("warning", "idle-clip", text)
 
 
 def sets_clip(algorithm: AlgorithmConfig | AlgorithmChanges) -> bool:
@@ -72,27 +67,27 @@ MIXED = ("load-in-flight", "abort-and-resume")
 """Weight-sync modes that sample one rollout from several versions."""
 
 
-def find(run: Run) -> Iterator[Finding]:
+def find(policies: PoliciesConfig, algorithm: AlgorithmConfig) -> Iterator[Finding]:
     """Report the maximum staleness, and find settings that make the bound void or leave staleness uncorrected."""
-    system = choose_system(run.policies)
+    system = choose_system(policies)
     bound = system.staleness_bound
-    if not system.keeps_bound and (bound or _keeps(run.policies)):
+    if not system.keeps_bound and (bound or _keeps(policies)):
         yield _finding("warning", "unbounded-staleness", _unbounded(system))
     else:
-        yield _finding("ok", "staleness-bound", _bounded(run.policies.system, system))
-    if bound and run.algorithm.corrected_by == "none":
+        yield _finding("ok", "staleness-bound", _bounded(policies.system, system))
+    if bound and algorithm.corrected_by == "none":
         text = (
             f"rollouts are up to {bound} versions stale, and algorithm.correction 'none' weights them as if "
             f"the newest policy had sampled them"
         )
         yield _finding("warning", "uncorrected", text)
-    if bound >= run.algorithm.steps:
+    if bound >= algorithm.steps:
         text = (
-            f"{_keys_of_bound(system)} lets every prompt of the {run.algorithm.steps} steps start from the "
+            f"{_keys_of_bound(system)} lets every prompt of the {algorithm.steps} steps start from the "
             f"first weights: nothing that is learned is sampled from"
         )
         yield _finding("warning", "all-at-once", text)
-    yield from _left_over(run.policies, run.algorithm.prompts_per_step, bound)
+    yield from _left_over(policies, algorithm.prompts_per_step, bound)
 
 
 def _keeps(policies: PoliciesConfig) -> bool:
