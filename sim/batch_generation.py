@@ -27,10 +27,12 @@ from streamrl.engine.messages import (
     RunStarted,
     TrainerStarted,
 )
+from streamrl.engine.presets import choose_system
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import DISPATCH
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.cpu_contention import Cores
 from streamrl.sim.replica import Replica
@@ -70,11 +72,14 @@ def generate_batch(
             simulated.
 
     Raises:
-        ValueError: a policy needs `policies.latency`, and it is missing.
+        ValueError: a policy needs `policies.latency`, and it is missing, or sends nothing.
     """
     shares: dict[int, list[Generate]] = defaultdict(list)
     for command in dispatch_batch(run, batch):
         shares[command.replica].append(command)
+    if not shares:
+        why = "sends no rollout although all replicas are idle; mend its choose"
+        raise DISPATCH.refusal(choose_system(run.policies).dispatch, why)
     rollouts = rollouts_of(batch)
     finishes: list[Finish] = []
     kinds, weights = run.rollout.kind_of_each, dict[int, float]()

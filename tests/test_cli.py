@@ -214,3 +214,13 @@ def test_a_command_works_in_a_process_of_its_own(
     told = [line for line in lines if not PROGRESS.search(line)]
     assert done.returncode == 0 and not told, done.stderr
     assert shown in done.stdout
+
+
+@pytest.mark.parametrize("end", ["2>&-", "2</dev/null"], ids=["closed", "read-only"])
+def test_an_error_is_not_written_to_standard_output_if_standard_error_is_closed(
+    end: str,
+) -> None:
+    shell = ["sh", "-c", f'exec "$0" -c "$1" simulate nowhere.toml --json {end}']
+    words = (sys.executable, "from streamrl.cli import main; main()")
+    done = subprocess.run([*shell, *words], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -13,15 +14,21 @@ from pathlib import Path
 import pytest
 
 from streamrl.engine.messages import Generate
-from streamrl.engine.policies.dispatch import LeastLoaded
+from streamrl.engine.policies.dispatch import FromOutside, LeastLoaded
+from streamrl.engine.systems import build_dispatch
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.samples import read_completions
 from streamrl.runfile.algorithms import ALGORITHMS
 from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS
+from streamrl.runfile.choices import ExtensionError
 from streamrl.runfile.dispatch_choice import DISPATCH
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import write_run
 from streamrl.runfile.scorer_choice import SCORERS
+from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
+from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.test_architecture import EVERYWHERE, ROOT, name_of
@@ -320,3 +327,170 @@ def test_what_a_module_prints_at_import_does_not_reach_standard_output(
     small_run({"policies.dispatch": "loud:Own"})
     printed = capsys.readouterr()
     assert printed.out == "" and "hello" in printed.err
+
+
+# Faults of a class --------------------------------------------------------------------------------
+
+POLICIES = """
+from streamrl.engine.entities import Replica
+from streamrl.engine.policies.dispatch import Dispatch
+
+
+class Number(Dispatch):
+    def choose(self, state, rollout):
+        return 7
+
+
+class Dead(Dispatch):
+    def choose(self, state, rollout):
+        return Replica(99, 0)
+
+
+class Stale(Dispatch):
+    def choose(self, state, rollout):
+        return state.fleet.replicas[0]
+
+
+class Never(Dispatch):
+    def choose(self, state, rollout):
+        return None
+
+
+class Raises(Dispatch):
+    def choose(self, state, rollout):
+        raise ValueError("first\\nsecond")
+
+
+class Exits(Dispatch):
+    def choose(self, state, rollout):
+        raise SystemExit(0)
+
+
+class MakesNothing(Never):
+    @classmethod
+    def make(cls, run, order):
+        return None
+
+
+class Tail(Never):
+    has_tail = True
+"""
+CONSTRUCTORS = """
+from streamrl.engine.policies.dispatch import LeastLoaded
+from streamrl.runfile.algorithms import Grpo
+from streamrl.runfile.backend_choice import Torch, Transformers
+
+
+class Raises:
+    def __init__(self, *arguments):
+        print("made")
+        raise OSError("no settings\\nhere")
+
+
+class OwnAlgorithm(Raises, Grpo): ...
+class OwnDispatch(Raises, LeastLoaded): ...
+class OwnEngine(Raises, Transformers): ...
+class OwnTrainer(Raises, Torch): ...
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a run file, next to modules `odd_policies` and `odd_constructors` that can be imported."""
+    (tmp_path / "odd_policies.py").write_text(POLICIES)
+    (tmp_path / "odd_constructors.py").write_text(CONSTRUCTORS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("odd_policies", "odd_constructors"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    write_run(small_run(), tmp_path / "run.toml")
+    return tmp_path / "run.toml"
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("Number", "returned 7, which is not a replica; choose must return one of"),
+        ("Dead", "returned replica 99, which does not run; choose must return one of"),
+        ("Stale", "returned replica 0, whose weights are too old for rollout "),
+        ("Raises", "raised ValueError: first second\n"),
+        ("Exits", "raised SystemExit: 0\n"),
+    ],
+)
+def test_a_fault_of_a_dispatch_policy_names_its_class_and_is_no_wrong_input(
+    faulty: Path, policy: str, why: str
+) -> None:
+    chosen = f"policies.dispatch=odd_policies:{policy}"
+    done = streamrl("simulate", faulty, "--set", chosen, "--set", "policies.system=stream-sync")
+    assert done.returncode == 1 and done.stdout == ""
+    *above, last = done.stderr.splitlines(keepends=True)
+    assert last.startswith(f"streamrl: policies.dispatch 'odd_policies:{policy}' {why}")
+    of_class = any("odd_policies.py" in line for line in above)
+    assert of_class == (policy in ("Raises", "Exits")), "its traceback is shown where it raised"
+
+
+def test_a_fault_of_a_policy_can_be_sent_between_processes(faulty: Path) -> None:
+    with pytest.raises(ExtensionError) as caught:
+        simulate(small_run({"policies.dispatch": "odd_policies:Raises"}))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and "odd_policies.py" in again.traceback
+
+
+@pytest.mark.usefixtures("faulty")
+def test_policies_of_this_package_run_without_checks() -> None:
+    (own,) = build_dispatch(small_run())
+    (other,) = build_dispatch(small_run({"policies.dispatch": "odd_policies:Never"}))
+    assert isinstance(own, LeastLoaded) and "choose" not in vars(own)
+    assert isinstance(other, FromOutside)
+
+
+def test_a_policy_that_sends_nothing_is_named(faulty: Path) -> None:
+    run = small_run({"policies.dispatch": "odd_policies:Never"})
+    with pytest.raises(RuntimeError, match=r"'odd_policies:Never' sends none of the waiting"):
+        simulate(run)
+    draws = SimulatedWorkload(run).draw(0, 2)
+    with pytest.raises(RunError, match=r"policies.dispatch 'odd_policies:Never' sends no rollout"):
+        generate_batch(run, Costs.load(run), draws)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"policies.dispatch": "odd_policies:MakesNothing"}, "its make returned None"),
+        (
+            {"policies.dispatch": "odd_policies:Tail", "policies.migration": "overrun"},
+            "needs a subclass of SkewnessAware",
+        ),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(
+    faulty: Path, changes: dict[str, object], why: str
+) -> None:
+    settings = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    done = streamrl("simulate", faulty, *settings)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"streamrl: policies.dispatch '{changes['policies.dispatch']}'")
+    assert why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    zip(KEYS, ("OwnAlgorithm", "OwnDispatch", "OwnEngine", "OwnTrainer"), strict=False),
+)
+def test_a_constructor_that_raises_is_refused_in_one_line_with_its_key(
+    faulty: Path, key: str, name: str
+) -> None:
+    done = streamrl("simulate", faulty, "--json", "--set", f"{key}=odd_constructors:{name}")
+    assert done.returncode == 2 and done.stdout == ""
+    line = done.stderr.replace("made\n", "")
+    why = "cannot be made: OSError: no settings here; mend its constructor, or use one of "
+    assert line.startswith(f"streamrl: {key} 'odd_constructors:{name}' {why}")
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", KEYS[:4])
+@pytest.mark.parametrize("value", [":B", ".a:B", "a:", "a.b", "a:b:c", "a-b:C"])
+def test_a_path_of_another_form_is_refused_with_the_form(key: str, value: str) -> None:
+    with pytest.raises(RunError) as caught:
+        small_run({key: value})
+    assert str(caught.value).startswith(f"{key} must be one of ")
+    assert " or module:Class" in str(caught.value) and str(caught.value).endswith(f"got '{value}'")

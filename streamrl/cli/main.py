@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from fcntl import F_GETFL, fcntl
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
@@ -12,6 +15,7 @@ from streamrl import __version__
 from streamrl.cli.lazy_commands import CommandTable, LazyGroup
 from streamrl.cli.log_output import log_to_stderr
 
+STDERR = 2
 WRONG_INPUT = 2
 FAILED = 1
 MOST_LINE_CHARS = 1000
@@ -119,6 +123,8 @@ def _options(
 
 def main() -> None:
     """Run a command; print one line if its input was wrong or it failed."""
+    if sys.stderr is None or _is_read_only(STDERR):  # print would write to standard output instead
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (open until this process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(
@@ -131,11 +137,17 @@ def main() -> None:
         _say(error)
         sys.exit(WRONG_INPUT)
     except RuntimeError as error:
+        print(getattr(error, "traceback", ""), end="", file=sys.stderr)  # of `ExtensionError`
         _say(error)
         sys.exit(FAILED)
     except OSError as error:  # such as a full disk, or a file that was deleted
         _say(f"{error.filename}: {error.strerror}" if error.filename else error)
         sys.exit(FAILED)
+
+
+def _is_read_only(descriptor: int) -> bool:
+    """Return whether a descriptor is only read: that of a stream that the caller closed may be a shell's script."""
+    return fcntl(descriptor, F_GETFL) & os.O_ACCMODE == os.O_RDONLY
 
 
 def _say(error: Exception | str) -> None:

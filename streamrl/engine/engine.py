@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from streamrl.engine.messages import Command, Event
+from streamrl.engine.policies.dispatch import FromOutside
 from streamrl.engine.state import State
+from streamrl.runfile.dispatch_choice import DISPATCH
 
 
 class Policy(Protocol):
@@ -31,13 +33,22 @@ class Engine:
     def __init__(self, state: State, policies: Sequence[Policy]) -> None:
         self.state = state
         self._deciders = [policy.decide for policy in policies]
+        self._outside = [policy for policy in policies if isinstance(policy, FromOutside)]
 
     def __str__(self) -> str:
         state, batch = self.state, self.state.leader.batch
         return (
             f"version {self.version}, {state.num_generating} rollouts generating, "
             f"{len(batch.groups)} groups taken, {len(batch.trainable)} rollouts trainable"
+            f"{self._say_unsent()}"
         )
+
+    def _say_unsent(self) -> str:
+        """Name a dispatch policy from outside this package while it sends none of the waiting rollouts."""
+        if self.state.num_generating or self.state.waiting.first() is None:
+            return ""
+        names = (f"{DISPATCH.key} {policy.name!r}" for policy in self._outside)
+        return "".join(f"; {name} sends none of the waiting rollouts" for name in names)
 
     @property
     def is_finished(self) -> bool:

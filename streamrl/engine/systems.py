@@ -21,6 +21,7 @@ from streamrl.engine.policies.dispatch import (
     Dispatch,
     EvenShares,
     FirstInFirstOut,
+    FromOutside,
     LongestFirst,
     Order,
 )
@@ -53,6 +54,7 @@ from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, Batch, StreamShare, TrainerSide
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DISPATCH, dispatch_named
+from streamrl.runfile.errors import shown
 from streamrl.runfile.files import with_secondary_trainer
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
 from streamrl.runfile.policies_config import (
@@ -154,19 +156,24 @@ def build_dispatch(run: Run) -> list[Policy]:
     """Return the policies that move rollouts between replicas and send them to replicas.
 
     Raises:
-        ValueError: a policy needs seconds that are missing.
+        ValueError: a policy needs seconds that are missing, or cannot be made.
     """
     dispatch = _choose_dispatch(run)
     migration = _migration(run.policies, run.rollout.migration_transfer, dispatch)
     if choose_system(run.policies).weight_sync == "between-batches":
         dispatch = BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
-    return [dispatch] if migration is None else [migration, dispatch]
+    name = choose_system(run.policies).dispatch
+    last = dispatch if name in DISPATCH.own else FromOutside(dispatch, name)
+    return [last] if migration is None else [migration, last]
 
 
 def _choose_dispatch(run: Run) -> Dispatch:
     system = choose_system(run.policies)
     policy = DISPATCH.class_of(system.dispatch, Dispatch)
-    return policy.make(run, _order(system.order))
+    made: object = DISPATCH.make(system.dispatch, lambda: policy.make(run, _order(system.order)))
+    if not isinstance(made, Dispatch):
+        raise DISPATCH.refusal(system.dispatch, f"cannot be used: its make returned {shown(made)}")
+    return made
 
 
 def _order(name: OrderName) -> Order:
@@ -222,7 +229,9 @@ def _migration(
     seconds = (order, latency, policies.context_time)
     if policies.migration == "consolidate":
         return MoveStragglers(*seconds, moves_caches(policies.migration, migration_transfer))
-    assert isinstance(dispatch, SkewnessAware), "policy checks want it"
+    if not isinstance(dispatch, SkewnessAware):
+        why = "cannot be used: policies.migration 'overrun' needs a subclass of SkewnessAware"
+        raise DISPATCH.refusal(choose_system(policies).dispatch, why)
     return MoveOverrun(*seconds, dispatch, moves_caches(policies.migration, migration_transfer))
 
 

@@ -177,7 +177,7 @@ class Ppo(Algorithm):
 
 def algorithm_named(name: str) -> Algorithm:
     """Return the algorithm that a value of `algorithm.name` chooses; `RunError` where there is none."""
-    return ALGORITHMS.class_of(name, Algorithm)()
+    return ALGORITHMS.make(name, ALGORITHMS.class_of(name, Algorithm))
 
 
 def readers_of(key: str) -> tuple[str, ...]:

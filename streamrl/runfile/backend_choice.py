@@ -15,6 +15,7 @@ ENGINES = ChoiceList(
     key="rollout.backend",
     group="streamrl.engines",
     base="streamrl.runfile.backend_choice:EngineChoice",
+    required="engine",
     own={
         "transformers": "streamrl.runfile.backend_choice:Transformers",
         "static": "streamrl.runfile.backend_choice:Static",
@@ -25,6 +26,7 @@ TRAINING_BACKENDS = ChoiceList(
     key="trainer.backend",
     group="streamrl.training_backends",
     base="streamrl.runfile.backend_choice:TrainingChoice",
+    required="backend",
     own={
         "torch": "streamrl.runfile.backend_choice:Torch",
         "deepspeed": "streamrl.runfile.backend_choice:DeepSpeed",
@@ -163,12 +165,12 @@ class DeepSpeed(TrainingChoice):
 
 def engine_named(name: str) -> EngineChoice:
     """Return the engine that a value of `rollout.backend` chooses; `RunError` where there is none."""
-    return ENGINES.class_of(name, EngineChoice)()
+    return ENGINES.make(name, ENGINES.class_of(name, EngineChoice))
 
 
 def training_backend_named(name: str) -> TrainingChoice:
     """Return the backend that a value of `trainer.backend` chooses; `RunError` where there is none."""
-    return TRAINING_BACKENDS.class_of(name, TrainingChoice)()
+    return TRAINING_BACKENDS.make(name, TRAINING_BACKENDS.class_of(name, TrainingChoice))
 
 
 def simulated_engines() -> list[str]:

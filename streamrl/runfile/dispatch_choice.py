@@ -16,6 +16,7 @@ DISPATCH = ChoiceList(
     group="streamrl.dispatch",
     base="streamrl.engine.policies.dispatch:Dispatch",
     required="choose",
+    is_made_alone=False,
     own={
         DEFAULT_DISPATCH: "streamrl.engine.policies.dispatch:LeastLoaded",
         "round-robin": "streamrl.engine.policies.dispatch:RoundRobin",

@@ -13,7 +13,7 @@ received weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heapreplace
 from typing import Protocol
 
@@ -21,7 +21,8 @@ from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.messages import Command, Generate
 from streamrl.engine.state import State
 from streamrl.runfile.config import Run
-from streamrl.runfile.dispatch_choice import DispatchProperties
+from streamrl.runfile.dispatch_choice import DISPATCH, DispatchProperties
+from streamrl.runfile.errors import shown
 from streamrl.runfile.policies_config import GroupPlacement
 
 # longer than any rollout, so that steps do not mix in a longest-first priority
@@ -101,6 +102,15 @@ class Dispatch(DispatchProperties):
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return a replica that promises a version fresh enough for `rollout`, or None while there is none."""
         raise NotImplementedError
+
+    def check_choices(self, check: Callable[[object, State, Rollout], Replica | None]) -> None:
+        """Pass what `choose` of this object returns through `check`; other objects take no time for it."""
+        choose = self.choose
+
+        def checked(state: State, rollout: Rollout) -> Replica | None:
+            return check(choose(state, rollout), state, rollout)
+
+        self.choose = checked  # type: ignore[method-assign]  # the class keeps its own
 
 
 class LeastLoaded(Dispatch):
@@ -310,3 +320,40 @@ class BatchByBatch(Dispatch):
             self._shares[replica] += unit
             self._places |= {rollout.id: replica for rollout in unit}
         return True
+
+
+class FromOutside:
+    """Runs a dispatch policy from outside this package, and checks each replica that it chooses.
+
+    The policies of this package run without these checks, which take time.
+    """
+
+    def __init__(self, policy: Dispatch, name: str) -> None:
+        self._policy = policy
+        self.name = name
+        policy.check_choices(self._check)
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the commands of the policy.
+
+        Raises:
+            ExtensionError: the policy raised an error, or did not choose a replica.
+        """
+        with DISPATCH.blaming(self.name):
+            yield from self._policy.decide(state)
+
+    def _check(self, chosen: object, state: State, rollout: Rollout) -> Replica | None:
+        """Return what `choose` returned: a replica that may take the rollout now, or None."""
+        if chosen is None:
+            return None
+        oldest = rollout.group.oldest_version
+        if not isinstance(chosen, Replica):
+            what = f"{shown(chosen)}, which is not a replica"
+        elif state.fleet.replicas.get(chosen.id) is not chosen:
+            what = f"replica {chosen.id}, which does not run"
+        elif not chosen.promises(oldest):
+            what = f"replica {chosen.id}, whose weights are too old for rollout {rollout.id}"
+        else:
+            return chosen
+        must = f"choose must return one of state.fleet.fresh({oldest}), or None"
+        raise DISPATCH.fault(self.name, f"returned {what}; {must}")
