@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from streamrl.doctor.diagnosis import diagnose
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import memory_of
 from streamrl.record.run_comparison import ratio_half_width
 from streamrl.runfile.config import Run
@@ -126,7 +127,7 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
     }
     worst = max(behind, key=lambda who: behind[who])
     half_width = ratio_half_width(ours, speeds[worst])
-    sides = memory_of(planned.run)
+    sides = memory_of(resolve(planned.run))
     return {
         "offer": name,
         "commit": _commit(),

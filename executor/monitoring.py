@@ -22,6 +22,7 @@ import msgspec
 
 from streamrl.engine.trace import DecodeYield, Entry
 from streamrl.record.chrome_trace import CHROME_TRACE, ChromeReader, TraceEvent
+from streamrl.record.decode_efficiency import FullBatches
 from streamrl.runfile.config import Run, TrackerName
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,8 @@ class LiveTrace:
     def __init__(self, directory: Path, run: Run, decode: Sequence[DecodeYield]) -> None:
         """Create or overwrite the file in a run directory."""
         self._path = directory / CHROME_TRACE
-        self._reader = ChromeReader(run, decode)
+        full = FullBatches(decode, run.rollout.kinds, run.rollouts_per_prompt)
+        self._reader = ChromeReader(full, run.followers, run.verifier)
         self._block: list[Entry] = []
         self._is_open = True
         self._try(self._begin)

@@ -60,7 +60,7 @@ from streamrl.record.samples import SampledGroup
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import decode_run, encode_run, values_by_key
-from streamrl.runfile.paths import check_no_directory, check_writable
+from streamrl.runfile.paths import check_no_directory, check_writable, paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class RunDirectory(TrainerRecord):
         (self.path / RUN).write_bytes(encode_run(run))
         if not resume:
             (self.path / ATTACHED).unlink(missing_ok=True)
-        keep_inputs(run, self.path)
+        keep_inputs(paths_of(run), self.path)
         self.trace_file = LineFile((self.path / TRACE).open("wb", buffering=0))
         self._metrics = open_at_end(self.path / METRICS)
         self._rollouts = open_at_end(self.path / ROLLOUTS)

@@ -12,6 +12,7 @@ import pytest
 from streamrl.cli.doctor import examine
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import memory_of
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -245,7 +246,7 @@ def test_a_trainer_that_follows_has_its_findings_under_its_own_keys(
 
 def test_memory_names_every_trainer_and_idle_gpus_those_that_follow() -> None:
     run = followed({"tensor_parallel": 2})
-    sides = {side.side: side.num_gpus for side in memory_of(run)}
+    sides = {side.side: side.num_gpus for side in memory_of(resolve(run))}
     assert sides == {"rollout": 2, "trainer": 4, "second": 2}
     finding = bad(diagnose(run))["pool-aside"]
     assert "2 of 8 GPUs used" in finding.text

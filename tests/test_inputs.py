@@ -21,6 +21,7 @@ from streamrl.report.page.page import make_page, read_report, render_markdown
 from streamrl.report.page.sources import read_sources
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.paths import paths_of
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.steady_state import simulate_steady
@@ -131,14 +132,16 @@ def test_what_was_kept_has_the_same_name_wherever_it_is_and_another_where_it_dif
 ) -> None:
     run = local_run()
     for directory in (Path("a"), Path("b")):
-        keep_inputs(run, directory)
-        keep_inputs(with_kept_inputs(run, directory), directory)  # from itself: nothing to copy
-    assert kept_names(run, Path("a")) == kept_names(run, Path("b"))
-    assert set(kept_names(run, Path("a"))) == {
+        keep_inputs(paths_of(run), directory)
+        keep_inputs(
+            paths_of(with_kept_inputs(run, directory)), directory
+        )  # from itself: nothing to copy
+    assert kept_names(paths_of(run), Path("a")) == kept_names(paths_of(run), Path("b"))
+    assert set(kept_names(paths_of(run), Path("a"))) == {
         *("model.path", "costs.profile", "workload.lengths.source")
     }
     Path("b/inputs/workload.lengths.source/lengths.csv").write_text(LENGTHS + "9\n")
-    names = [kept_names(run, Path(name))["workload.lengths.source"] for name in "ab"]
+    names = [kept_names(paths_of(run), Path(name))["workload.lengths.source"] for name in "ab"]
     assert names[0] != names[1] and all(name.startswith("lengths.csv (") for name in names)
 
 
@@ -148,7 +151,7 @@ def test_a_run_goes_on_with_the_costs_that_it_began_with(
     """Its policies reckon with the same seconds, though another profile may lie where its own did."""
     run = local_run(policies__dispatch="skewness-aware")
     began = fill_policies(run, Costs.load(run)).policies.latency
-    keep_inputs(run, Path("run"))
+    keep_inputs(paths_of(run), Path("run"))
     measured = make_profile(home / "small")
     other = [replace(row, seconds=[2 * one for one in row.seconds]) for row in measured.decode]
     write_measured(replace(measured, decode=other), Path("profile.toml"))
@@ -168,4 +171,6 @@ def test_a_run_goes_on_with_the_costs_that_it_began_with(
 
 def test_a_run_that_kept_nothing_is_read_where_it_was(home: Path) -> None:
     run = local_run()
-    assert with_kept_inputs(run, Path("nowhere")) == run and not kept_names(run, Path("nowhere"))
+    assert with_kept_inputs(run, Path("nowhere")) == run and not kept_names(
+        paths_of(run), Path("nowhere")
+    )

@@ -19,6 +19,7 @@ from streamrl.engine.messages import Drop, Failed, StartTrainer, Stepped
 from streamrl.engine.trace import Trace
 from streamrl.executor.monitoring import LONGEST, LiveTrace
 from streamrl.record.chrome_trace import CHROME_TRACE, ChromeReader, chrome_trace
+from streamrl.record.decode_efficiency import FullBatches
 from streamrl.runfile.config import Run
 from streamrl.sim.steady_state import simulate_steady
 from tests.hand_traces import HandTrace
@@ -36,9 +37,14 @@ def exported(trace: Trace) -> list[Event]:
     return events
 
 
+def read_chrome(trace: Trace) -> ChromeReader:
+    """Return a reader of the entries of a trace."""
+    return ChromeReader(FullBatches.of(trace), trace.run.followers, trace.run.verifier)
+
+
 def by_blocks(trace: Trace, size: int) -> list[Event]:
     """Return the events that a reader makes of blocks of `size` entries."""
-    reader = ChromeReader(trace.run, trace.decode)
+    reader = read_chrome(trace)
     found = list(reader.names())
     for block in blocks(trace.entries, size):
         found += [*reader.read(block), *reader.settle()]
@@ -135,7 +141,7 @@ def test_what_nobody_will_train_on_is_told_at_once() -> None:
     hand.command(5.0, Drop(0, "of no use"))
     hand.command(5.0, Drop(1, "of no use"))
     hand.generated(6.0, 1, run_time=6.0)
-    reader = ChromeReader(hand.trace.run)
+    reader = read_chrome(hand.trace)
     begun = [event for event in reader.read(hand.trace.entries) if event.ph == "b"]
     assert [event.args["rollout"] for event in begun if event.args] == [0, 1]
 
@@ -152,7 +158,7 @@ def test_memory_does_not_grow_with_steps() -> None:
 
 def most_kept(trace: Trace) -> int:
     """Return the bytes that a reader keeps at most."""
-    reader = ChromeReader(trace.run, trace.decode)
+    reader = read_chrome(trace)
     tracemalloc.start()
     try:
         for block in blocks(trace.entries, 50):

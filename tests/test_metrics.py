@@ -24,7 +24,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import load_gpu
-from streamrl.record.charges import dollars_per_second
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure
 from streamrl.record.rollout_flow import read_flow
 from streamrl.runfile.config import Run
@@ -115,7 +115,7 @@ def test_dollars_are_gpus_by_price_by_time() -> None:
     trace = two_steps()
     per_second = (1.85 + load_gpu("h800").price) / 3600
     metrics = measure(trace)
-    assert dollars_per_second(trace.run) == pytest.approx(per_second)
+    assert PaidGpus.of(trace.run).dollars_per_second == pytest.approx(per_second)
     assert metrics.cost_per_step == pytest.approx(10 * per_second)
     assert metrics.cost_per_million_tokens == pytest.approx(per_second / 30 * 1e6)
 

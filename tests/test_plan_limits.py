@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.doctor.idle_gpus import find
-from streamrl.record.charges import dollars_per_second
+from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import whole_time
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import write_run
@@ -124,7 +124,7 @@ def test_a_plan_is_charged_all_of_an_owned_pool_and_keeps_all_its_nodes() -> Non
         candidate = space.candidate(int(index))
         run = candidate.apply(space.run)
         check_run(run)
-        assert dollars_per_second(run) == pytest.approx(space.prices[index], rel=1e-12)
+        assert PaidGpus.of(run).dollars_per_second == pytest.approx(space.prices[index], rel=1e-12)
         assert space.prices[index] * SECONDS_PER_HOUR >= whole
         assert run.cluster.pools["h20"].nodes == 2
     alone = [i for i, c in enumerate(candidates(space)) if "h20" not in (c[0].pool, c[1].pool)]

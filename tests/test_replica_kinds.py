@@ -20,7 +20,7 @@ from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import memory_of
-from streamrl.record.charges import dollars_per_second, egress_dollars
+from streamrl.record.charges import PaidGpus, egress_dollars
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -213,7 +213,7 @@ def test_every_kind_is_paid_for_in_its_own_pool() -> None:
         for name, gpu in (("far", "h20"), ("near", "h800"))
     }
     run = run_of(cluster__pools=pools)
-    assert dollars_per_second(run) * 3600 == pytest.approx(2 * 1.0 + (4 + 4) * 3.0)
+    assert PaidGpus.of(run).dollars_per_second * 3600 == pytest.approx(2 * 1.0 + (4 + 4) * 3.0)
 
 
 def test_a_spot_pool_takes_away_its_own_kind_alone() -> None:
@@ -236,7 +236,7 @@ def test_a_spot_pool_takes_away_its_own_kind_alone() -> None:
 
 def test_the_doctor_looks_at_every_kind() -> None:
     run = run_of({**WIDE, "tensor_parallel": 8, "replicas": 1}, trainer={"pool": "far"})
-    assert [side.side for side in memory_of(run)] == ["rollout", "rollout-2", "trainer"]
+    assert [side.side for side in memory_of(resolve(run))] == ["rollout", "rollout-2", "trainer"]
     found = {finding.name: finding for finding in diagnose(run)}
     assert found["rollout-2-fits"].level == "ok"
     assert "rollout.others.0.tensor_parallel=8 must divide" in found["rollout-2-heads"].text

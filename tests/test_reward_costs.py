@@ -234,7 +234,7 @@ def test_a_run_waits_for_reward_models_to_come_up() -> None:
 def test_doctor_knows_what_a_reward_model_takes_of_its_gpu(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model")
     here = {"verifier__reward": [{**MODEL, "model": str(model)}]}
-    (side,) = [side for side in memory_of(rewarded(**here)) if side.side == "verifier"]
+    (side,) = [side for side in memory_of(resolve(rewarded(**here))) if side.side == "verifier"]
     assert 0 < side.parts["weights"] < side.capacity and "A100" in side.gpu
     assert any(finding.name == "verifier-fits" for finding in find(rewarded(**here)))
     assert any(finding.name == "verifier-unknown" for finding in find(rewarded()))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamrl.hardware.resolved import resolve
-from streamrl.record.charges import dollars_per_second
+from streamrl.record.charges import PaidGpus
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
@@ -69,7 +69,7 @@ def test_every_plan_is_a_run_file_that_loads_and_costs_what_the_space_says() -> 
     for index in [*rng.choice(len(space), 60, replace=False), *shared[::50]]:
         run = space.candidate(index).apply(space.run)
         check_run(run)
-        assert dollars_per_second(run) == pytest.approx(space.prices[index], rel=1e-12)
+        assert PaidGpus.of(run).dollars_per_second == pytest.approx(space.prices[index], rel=1e-12)
 
 
 def test_a_plan_keeps_the_nodes_that_it_rents_and_no_other_pool() -> None:

@@ -25,7 +25,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import replay
 from streamrl.record.attribution import attribute
-from streamrl.record.charges import dollars_per_second
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure
 from streamrl.record.timeline import read_timeline
 from streamrl.report.figures import timeline_figure
@@ -85,13 +85,13 @@ def gpus_of(run: Run) -> dict[str, int]:
 def test_shared_gpus_are_paid_for_once() -> None:
     run = shared_run()
     assert gpus_of(run) == {"shared": 8}
-    assert dollars_per_second(run) == pytest.approx(8 * H800.price / 3600)
+    assert PaidGpus.of(run).dollars_per_second == pytest.approx(8 * H800.price / 3600)
     fewer = shared_run(trainer__data_parallel=1)
     assert gpus_of(fewer) == {"shared": 4, "rollout": 4}
-    assert dollars_per_second(fewer) == pytest.approx(8 * H800.price / 3600)
+    assert PaidGpus.of(fewer).dollars_per_second == pytest.approx(8 * H800.price / 3600)
     more = shared_run(rollout__replicas=3)
     assert gpus_of(more) == {"shared": 3, "trainer": 5}
-    assert dollars_per_second(more) == pytest.approx(8 * H800.price / 3600)
+    assert PaidGpus.of(more).dollars_per_second == pytest.approx(8 * H800.price / 3600)
 
 
 def colocated(replicas: int, trainer_gpus: int, **changes: object) -> HandTrace:

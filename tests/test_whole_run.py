@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.hardware.profiles import load_gpu
-from streamrl.record.charges import dollars_per_second, gpus_paid
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun, whole_dollars, whole_time
@@ -117,7 +117,7 @@ def test_a_whole_run_by_hand_has_hours_and_dollars_by_pool() -> None:
     assert (far.gpu, far.num_gpus, far.is_owned) == ("h20", 1, False)
     assert far.gpu_hours == pytest.approx(26 / 3600)
     assert far.dollars == pytest.approx(26 / 3600 * 1.85)
-    assert whole.dollars == pytest.approx(26 * dollars_per_second(trace.run))
+    assert whole.dollars == pytest.approx(26 * PaidGpus.of(trace.run).dollars_per_second)
     assert whole.dollars == pytest.approx(sum(pool.dollars for pool in whole.pools.values()))
     assert (whole.tokens, whole.rollouts) == (400, 2)
 
@@ -127,10 +127,14 @@ def test_a_whole_run_by_hand_has_hours_and_dollars_by_pool() -> None:
 
 def test_all_of_an_owned_pool_is_charged_and_of_a_rented_one_what_is_used() -> None:
     run = small_run({"cluster.pools.near.owned": True, "cluster.pools.near.nodes": 3})
-    assert gpus_paid(small_run()) == {"far": 2, "near": 4}
-    assert gpus_paid(run) == {"far": 2, "near": 24}
+    assert PaidGpus.of(small_run()).by_pool == {"far": 2, "near": 4}
+    assert PaidGpus.of(run).by_pool == {"far": 2, "near": 24}
     spare = {"gpu": "a100", "owned": True}
-    assert gpus_paid(small_run({"cluster.pools.spare": spare})) == {"far": 2, "near": 4, "spare": 8}
+    assert PaidGpus.of(small_run({"cluster.pools.spare": spare})).by_pool == {
+        "far": 2,
+        "near": 4,
+        "spare": 8,
+    }
     rented, owned = measured(), measured({"cluster.pools.near.owned": True})
     more = 4 * load_gpu("h800").price / 3600
     assert owned.step_time == rented.step_time

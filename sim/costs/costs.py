@@ -319,7 +319,7 @@ def _check(resolved: ResolvedRun) -> None:
     run = resolved.run
     _check_backend(run.rollout.backend)
     check_profiles(run)
-    check_precision(run)
+    check_precision(resolved)
     check_memory(resolved)
     check_host_memory(resolved.trainer)
     if not run.policies.shares_gpus:

@@ -288,7 +288,7 @@ class Space:
             ValueError: there are none. The error has the constraints that rule plans out.
         """
         check_profiles(run)
-        check_precision(run)
+        check_precision(resolve(run))
         check_attention_ranks(run.plan, load_model(run.model))
         refuse_profile(run.costs)
         if run.policies.resize != "keep":

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
-from streamrl.record.charges import dollars_per_second
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.steady_state import START, Speed, read_steps
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -196,7 +196,7 @@ def _measure_short(trial: Trial) -> Speed:
     costs = costs_of_portion(Costs.load(run), trial.portions)
     portion = portion_of(run, trial.portions)
     trace = simulate_steady(portion, workload=open_portion(trial.run, trial.portions), costs=costs)
-    return speed_of_all(_speed_of(trace), dollars_per_second(run), trial.portions)
+    return speed_of_all(_speed_of(trace), PaidGpus.of(run).dollars_per_second, trial.portions)
 
 
 def _speed_of(trace: Trace) -> Speed:

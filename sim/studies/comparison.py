@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from streamrl.engine.trace import Trace
-from streamrl.record.charges import dollars_per_second
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure_speed
 from streamrl.record.run_comparison import (
     Against,
@@ -176,7 +176,7 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
 
 def _check_price(run: Run) -> None:
     """Reject a run without costs, because no ratio of dollars can be computed."""
-    if not dollars_per_second(run):
+    if not PaidGpus.of(run).dollars_per_second:
         key = pool_key(run.rollout.pool, "price")
         text = f"{key} is 0, and a run that costs nothing cannot be set against another"
         raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)

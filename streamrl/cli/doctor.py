@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json, stdout_c
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.examination import Examination, render
 from streamrl.doctor.invalid_keys import fix_contradictions, fix_profile_names, read_leniently
+from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.hardware.side_memory import SideMemory, memory_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import read_table
 from streamrl.runfile.findings import (
     TOPICS,
     Changes,
+    Examine,
     Finding,
     Topic,
     changed,
@@ -78,9 +79,9 @@ def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Examination
             *before,
             *(finding for finding in static if finding.text not in known),
             *checkup.examine(mended),
-            *_on_this_machine(run),
+            *(found for find in _checks_of_this_machine() for found in find(run)),
         ],
-        memory=_memory(run),
+        memory=_memory(resolve(run)),
         not_examined=list(dict.fromkeys(f.topic for f in static if f.text in known)),
         assumed=say(assumed) if assumed else "",
     )
@@ -95,12 +96,12 @@ def _fix_all(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
     return fixes, mended
 
 
-def _on_this_machine(run: Run) -> Iterator[Finding]:
+def _checks_of_this_machine() -> tuple[Examine, ...]:
+    """Return the checks that look at files and installed packages. `streamrl.executor` is imported here."""
     from streamrl.executor.checkup import installed, readiness, run_paths
     from streamrl.executor.checkup import tested_backends as where_run
 
-    for find in (installed.find, readiness.find, where_run.find, files.find, run_paths.find):
-        yield from find(run)
+    return installed.find, readiness.find, where_run.find, files.find, run_paths.find
 
 
 def _give_up(run_file: Path, findings: list[Finding]) -> Examination:
@@ -114,8 +115,8 @@ def _all_changes(findings: list[Finding]) -> Changes:
     return {key: value for finding in findings for key, value in finding.changes.items()}
 
 
-def _memory(run: Run) -> list[SideMemory]:
+def _memory(resolved: ResolvedRun) -> list[SideMemory]:
     try:
-        return memory_of(run)
+        return memory_of(resolved)
     except ValueError:
         return []

@@ -23,6 +23,7 @@ from streamrl.report.export.option_table import ExportName, export_name
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
 
@@ -68,7 +69,7 @@ def plan(
         stdout_console().print(plan_report(planned.plan))
     output.mkdir(parents=True, exist_ok=True)
     write_plan(planned.plan, output)
-    keep_inputs(planned.run, output)
+    keep_inputs(paths_of(planned.run), output)
     notes = [f"Chosen by `streamrl plan {run_file.name}`:", *head_lines(planned.plan)]
     settings = planned.plan.allocation.settings
     write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)

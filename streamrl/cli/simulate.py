@@ -26,6 +26,7 @@ from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
+from streamrl.runfile.paths import paths_of
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 
@@ -199,6 +200,6 @@ def _write(trace: Trace, output: Path) -> None:
     from streamrl.report.figures import write_views
 
     output.mkdir(parents=True, exist_ok=True)
-    keep_inputs(trace.run, output)
+    keep_inputs(paths_of(trace.run), output)
     (output / TRACE).write_bytes(trace.encode())
     write_views(trace, output)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, assert_never, get_args, get_origin,
 import msgspec
 
 from streamrl.hardware.profiles import check_profiles, load_model
-from streamrl.hardware.resolved import check_precision
+from streamrl.hardware.resolved import check_precision, resolve
 from streamrl.runfile.checks import CHECKS
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import LinkConfig
@@ -367,7 +367,8 @@ def fix_contradictions(run: Run) -> Consistency:
 
 def fix_profile_names(run: Run) -> Consistency:
     """Find GPUs, models or lengths without a profile, with the closest names; missing files are not replaced."""
-    mended, findings = _fix_run(run, (*CHECKS, check_profiles, check_precision))
+    checks = (*CHECKS, check_profiles, lambda each: check_precision(resolve(each)))
+    mended, findings = _fix_run(run, checks)
     try:
         if run.model.path is not None:
             load_model(run.model)

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -162,26 +162,53 @@ class ResolvedRun:
     @cached_property
     def replica(self) -> ReplicaHardware:
         """The kind of replica that the run file names first."""
-        return _resolve_replica(self.run, self.model)
+        run, lengths = self.run, self.run.workload.lengths
+        is_stated = lengths is not None and lengths.kind != "trace"
+        return ReplicaHardware(
+            config=run.rollout,
+            pool=run.cluster.pools[run.rollout.pool],
+            model=self.model,
+            precision=rollout_precision(run.rollout, run.model),
+            longest_sequence=longest_sequence(run.rollout, run.workload),
+            prompt_tokens=lengths.prompt_tokens if lengths is not None and is_stated else 0,
+            rollouts_per_prompt=run.rollouts_per_prompt,
+            adapter_rank=run.sync.lora_rank if run.serves_adapters else None,
+            adapter_dtype=run.model.dtype,
+        )
 
     @cached_property
     def replicas(self) -> tuple[ReplicaHardware, ...]:
         """Every kind of replica, each as if the run had replicas of this kind alone."""
+        if not self.run.rollout.others:
+            return (self.replica,)
         kinds = map(self.run.of_kind, range(self.run.rollout.num_kinds))
-        return tuple(_resolve_replica(kind, self.model) for kind in kinds)
+        return tuple(ResolvedRun(kind).replica for kind in kinds)
 
     @cached_property
     def trainer(self) -> TrainerHardware:
         """The primary trainer."""
-        return _resolve_trainer(self.run, self.model, trainer_key(0))
+        run = self.run
+        return TrainerHardware(
+            key=trainer_key(0),
+            config=run.trainer,
+            pool=run.cluster.pools[run.trainer.pool],
+            model=self.model,
+            dtype=trained_dtype(run.trainer, run.model),
+            computes_in=training_dtype(run.trainer, run.model),
+            longest_sequence=longest_sequence(run.rollout, run.workload),
+            algorithm=run.algorithm,
+            adapter_rank=run.sync.adapter_rank,
+        )
 
     @cached_property
     def trainers(self) -> tuple[TrainerHardware, ...]:
         """Every trainer, the primary one first."""
-        return tuple(
-            _resolve_trainer(self.run.as_seen_by(number), self.model, trainer_key(number))
-            for number in range(self.run.num_trainers)
+        seen = (self.run.as_seen_by(number) for number in range(1, self.run.num_trainers))
+        followers = (
+            replace(ResolvedRun(run).trainer, key=trainer_key(number))
+            for number, run in enumerate(seen, start=1)
         )
+        return (self.trainer, *followers)
 
     @property
     def link(self) -> LinkConfig | None:
@@ -219,36 +246,6 @@ def longest_sequence(rollout: RolloutConfig, workload: WorkloadConfig) -> int:
     return rollout.max_tokens + workload.max_prompt_tokens
 
 
-def _resolve_replica(run: Run, model: ModelShape) -> ReplicaHardware:
-    lengths = run.workload.lengths
-    is_stated = lengths is not None and lengths.kind != "trace"
-    return ReplicaHardware(
-        config=run.rollout,
-        pool=run.cluster.pools[run.rollout.pool],
-        model=model,
-        precision=rollout_precision(run.rollout, run.model),
-        longest_sequence=longest_sequence(run.rollout, run.workload),
-        prompt_tokens=lengths.prompt_tokens if lengths is not None and is_stated else 0,
-        rollouts_per_prompt=run.rollouts_per_prompt,
-        adapter_rank=run.sync.lora_rank if run.serves_adapters else None,
-        adapter_dtype=run.model.dtype,
-    )
-
-
-def _resolve_trainer(run: Run, model: ModelShape, key: str) -> TrainerHardware:
-    return TrainerHardware(
-        key=key,
-        config=run.trainer,
-        pool=run.cluster.pools[run.trainer.pool],
-        model=model,
-        dtype=trained_dtype(run.trainer, run.model),
-        computes_in=training_dtype(run.trainer, run.model),
-        longest_sequence=longest_sequence(run.rollout, run.workload),
-        algorithm=run.algorithm,
-        adapter_rank=run.sync.adapter_rank,
-    )
-
-
 def reward_model_key(verifier: VerifierConfig) -> str:
     """Return the key of a run's reward model."""
     places = (at for at, each in enumerate(verifier.reward) if each.has_model)
@@ -267,9 +264,8 @@ def _reward_shape(verifier: VerifierConfig) -> ModelShape | None:
         raise RunError(key, reward.model, text=text) from None
 
 
-def check_precision(run: Run) -> None:
+def check_precision(resolved: ResolvedRun) -> None:
     """Raise `RunError` where a GPU has no units for what it should multiply."""
-    resolved = resolve(run)
     for replica in resolved.replicas:
         gpu, remedy = replica.gpu, "rollout.weight_only = true"
         check_units(replica.precision, gpu.name, gpu.flops, "rollout.", remedy)

@@ -11,8 +11,12 @@ from streamrl.hardware.memory import (
     trainer_memory,
 )
 from streamrl.hardware.profiles import load_gpu
-from streamrl.hardware.resolved import ReplicaHardware, RewardHardware, TrainerHardware, resolve
-from streamrl.runfile.config import Run
+from streamrl.hardware.resolved import (
+    ReplicaHardware,
+    ResolvedRun,
+    RewardHardware,
+    TrainerHardware,
+)
 from streamrl.runfile.gpu_pools import kind_name, trainer_names
 
 
@@ -35,7 +39,7 @@ class SideMemory(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.parts.values())
 
 
-def memory_of(run: Run) -> list[SideMemory]:
+def memory_of(resolved: ResolvedRun) -> list[SideMemory]:
     """Return the memory of every side that holds a model whose shape is known.
 
     Also where it does not fit: then with the cache of one longest rollout.
@@ -43,7 +47,7 @@ def memory_of(run: Run) -> list[SideMemory]:
     Raises:
         ValueError: a profile is missing, or the model cannot be split as the run file says.
     """
-    resolved = resolve(run)
+    run = resolved.run
     trainers = [
         msgspec.structs.replace(trainer_side(resolved.trainers[number]), side=name)
         for number, name in enumerate(trainer_names(run.followers))

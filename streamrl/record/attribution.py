@@ -43,11 +43,10 @@ from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.operator_tables import Floats
-from streamrl.record.decode_efficiency import Parts, PartsReader, YieldSource
+from streamrl.record.decode_efficiency import FullBatches, Parts, PartsReader, YieldSource
 from streamrl.record.interval_sums import IntervalSums
 from streamrl.record.state_counts import ChangeReader, Counts
 from streamrl.record.timeline import Timeline, TimelineReader
-from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
 
@@ -110,8 +109,8 @@ class AttributionReader:
         run = trace.run
         self._run = run
         self._timeline = TimelineReader()
-        self._changes = ChangeReader(run, is_endless=trace.is_endless, joined=trace.joined)
-        self._parts = PartsReader(run, trace.decode)
+        self._changes = ChangeReader(trace)
+        self._parts = PartsReader(FullBatches.of(trace))
         self._seconds = IntervalSums[tuple[str, str]]()
         """GPU-seconds of each side by activity or cause."""
         self._here: dict[tuple[str, str], float] = defaultdict(float)
@@ -204,10 +203,25 @@ class AttributionReader:
         lasted = time - self._swept_until
         if lasted <= 0:
             return
-        shares = _all_shares(self._counts, self._run, self._degrees, self._is_on_policy)
-        for side, activity, num_gpus in shares:
+        for side, activity, num_gpus in self._shares_now():
             self._here[side, activity] += num_gpus * lasted
         self._swept_until = time
+
+    def _shares_now(self) -> Shares:
+        """Yield what the GPUs of every side do, or wait for, at the instant of the sweep."""
+        run, counts, is_on_policy = self._run, self._counts, self._is_on_policy
+        if run.policies.shares_gpus:
+            yield from _shared_shares(counts, run.rollout, run.trainer, run.num_gpus, is_on_policy)
+        else:
+            for kind, (name, degree) in enumerate(self._degrees):
+                for activity, replicas in _replica_shares(counts, kind, is_on_policy):
+                    yield name, activity, replicas * degree
+            yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
+        for number, follower in enumerate(run.followers, start=1):
+            num_gpus = 0 if counts.trainers[number]["away"] else follower.num_gpus
+            yield follower.name, _secondary_trainer_activity(counts, number), num_gpus
+        if run.verifier.num_gpus:
+            yield from _verifier_shares(counts, run.verifier, is_on_policy)
 
     def _end_slot(self) -> None:
         self._seconds.add(self._slot, self._here)
@@ -234,24 +248,6 @@ def _shares(found: dict[str, float], parts: Parts) -> Attribution:
 
 Shares: TypeAlias = Iterator[tuple[str, str, int]]
 """Of which side how many GPUs do, or wait for, what: side, activity or cause, GPUs."""
-
-
-def _all_shares(
-    counts: Counts, run: Run, degrees: Sequence[tuple[str, int]], is_on_policy: bool
-) -> Shares:
-    """Yield what the GPUs of every side do."""
-    if run.policies.shares_gpus:
-        yield from _shared_shares(counts, run.rollout, run.trainer, run.num_gpus, is_on_policy)
-    else:
-        for kind, (name, degree) in enumerate(degrees):
-            for activity, replicas in _replica_shares(counts, kind, is_on_policy):
-                yield name, activity, replicas * degree
-        yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
-    for number, follower in enumerate(run.followers, start=1):
-        num_gpus = 0 if counts.trainers[number]["away"] else follower.num_gpus
-        yield follower.name, _secondary_trainer_activity(counts, number), num_gpus
-    if run.verifier.num_gpus:
-        yield from _verifier_shares(counts, run.verifier, is_on_policy)
 
 
 def _shared_shares(

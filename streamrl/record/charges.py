@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from streamrl.engine.messages import (
     Command,
@@ -21,7 +23,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Entry, Trace
 from streamrl.hardware.profiles import price_of
-from streamrl.runfile.cluster_config import LinkConfig
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import Side, find_link, sides_of
 from streamrl.runfile.roles_config import RolloutConfig
@@ -74,33 +76,45 @@ def read_replicas(trace: Trace) -> PaidReplicas:
 BYTES_PER_GB = 1e9
 
 
-def gpus_paid(run: Run, num_replicas: float | None = None) -> dict[str, float]:
-    """Return the GPUs of each pool that are paid for: all of one that is owned, of others those that a side uses.
+class PaidSide(NamedTuple):
+    """A side of a run, and the GPUs that it had on average."""
 
-    Args:
-        run: the run file; what replicas and a trainer share counts once.
-        num_replicas: replicas that there were on average; those of the run file where absent.
-    """
-    paid = dict.fromkeys(run.cluster.pools, 0.0)
-    for side, count in gpus_of_sides(run, num_replicas):
-        paid[side.pool] += count
-    owned = {name: float(p.num_gpus) for name, p in run.cluster.pools.items() if p.owned}
-    return {name: count for name, count in {**paid, **owned}.items() if count}
+    side: Side
+    num_gpus: float
 
 
-def gpus_of_sides(run: Run, num_replicas: float | None = None) -> Iterator[tuple[Side, float]]:
-    """Yield each side with the GPUs that it had on average, by how many replicas there were; see `gpus_paid`."""
-    more = 0.0 if num_replicas is None else num_replicas - run.rollout.num_replicas
-    for side in sides_of(run):
-        is_resized = side.kind == "rollout" and not side.of_kind
-        yield side, side.num_gpus + (more * run.rollout.gpus_per_replica if is_resized else 0.0)
+@dataclass(frozen=True)
+class PaidGpus:
+    """The GPUs that a run pays for; what replicas and a trainer share counts once."""
 
+    pools: Mapping[str, PoolConfig]
+    sides: Sequence[PaidSide]
 
-def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
-    """Return what the GPUs that are paid for cost a second, with as many replicas as there were; see `gpus_paid`."""
-    pools = run.cluster.pools
-    paid = gpus_paid(run, num_replicas).items()
-    return sum(count * price_of(pools[name]) for name, count in paid) / SECONDS_PER_HOUR
+    @classmethod
+    def of(cls, run: Run, num_replicas: float | None = None) -> PaidGpus:
+        """Return the GPUs of a run with this mean number of replicas; those of the run file where absent."""
+        more = 0.0 if num_replicas is None else num_replicas - run.rollout.num_replicas
+        sides = []
+        for side in sides_of(run):
+            is_resized = side.kind == "rollout" and not side.of_kind
+            added = more * run.rollout.gpus_per_replica if is_resized else 0.0
+            sides.append(PaidSide(side, side.num_gpus + added))
+        return cls(run.cluster.pools, sides)
+
+    @property
+    def by_pool(self) -> dict[str, float]:
+        """Return the paid GPUs of each pool: all GPUs of an owned pool, of others those that a side uses."""
+        paid = dict.fromkeys(self.pools, 0.0)
+        for side, num_gpus in self.sides:
+            paid[side.pool] += num_gpus
+        owned = {name: float(pool.num_gpus) for name, pool in self.pools.items() if pool.owned}
+        return {name: count for name, count in {**paid, **owned}.items() if count}
+
+    @property
+    def dollars_per_second(self) -> float:
+        """Return what all paid GPUs cost a second."""
+        prices = (num_gpus * price_of(self.pools[name]) for name, num_gpus in self.by_pool.items())
+        return sum(prices) / SECONDS_PER_HOUR
 
 
 def egress_dollars(

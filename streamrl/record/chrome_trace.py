@@ -40,12 +40,18 @@ from streamrl.engine.messages import (
     TrainerStarted,
     TrainerStopped,
 )
-from streamrl.engine.trace import DecodeYield, Entry, Trace, blaming_damage
+from streamrl.engine.trace import Entry, Trace, blaming_damage
 from streamrl.engine.trainer_side import LEADER
-from streamrl.record.decode_efficiency import DecodingReader, Underfilled, lost_of, read_underfilled
+from streamrl.record.decode_efficiency import (
+    DecodingReader,
+    FullBatches,
+    Underfilled,
+    lost_of,
+    read_underfilled,
+)
 from streamrl.record.timeline import Span, Timeline, TimelineReader
-from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import trainer_names
+from streamrl.runfile.roles_config import SecondaryTrainerConfig, VerifierConfig
 
 REPLICAS, TRAINERS, LINKS, VERIFIERS = 1, 2, 3, 4
 PROCESSES = {REPLICAS: "replicas", TRAINERS: "trainers", LINKS: "links", VERIFIERS: "verifiers"}
@@ -140,18 +146,23 @@ BEFORE = 1e-6
 class ChromeReader:
     """Reads a run block by block; what it keeps is what is under way, and rollouts that wait to be trained on."""
 
-    def __init__(self, run: Run, curves: Sequence[DecodeYield] = ()) -> None:
-        """Take the run file, and what a full batch of each kind of replica yields.
+    def __init__(
+        self,
+        full: FullBatches,
+        followers: tuple[SecondaryTrainerConfig, ...],
+        verifier: VerifierConfig,
+    ) -> None:
+        """Take what is known of full batches, and the sections of a run file that name threads.
 
-        Without curves nothing is told of underfilled GPUs: that takes the whole run, see `count_underfilled`.
+        Without decode curves no underfilled GPUs are counted: that takes the whole run, see `count_underfilled`.
         """
-        self._run = run
-        self._curves = curves
+        self._full = full
+        self._has_verifier = verifier.num_gpus > 0
         self._timeline = TimelineReader()
         self._decoding = DecodingReader()
         self._rollouts = _Rollouts()
-        self._trainers = trainer_names(run.followers)
-        self._versions = [0] * run.num_trainers
+        self._trainers = trainer_names(followers)
+        self._versions = [0] * len(self._trainers)
         self._cut_at = -inf
         """Where the last block ended."""
         self._cut: dict[Thread, Span] = {}
@@ -164,7 +175,7 @@ class ChromeReader:
     def names(self) -> Iterator[TraceEvent]:
         """Name processes and threads, and keep trainers in order; replicas are named as they come."""
         shown = {pid: name for pid, name in PROCESSES.items() if pid != VERIFIERS}
-        if self._run.verifier.num_gpus:
+        if self._has_verifier:
             shown[VERIFIERS] = PROCESSES[VERIFIERS]
             yield metadata_event("thread_name", VERIFIERS, 0, {"name": "verifier"})
         for pid, name in shown.items():
@@ -177,7 +188,7 @@ class ChromeReader:
     def read(self, entries: Sequence[Entry]) -> Iterator[TraceEvent]:
         """Take the entries that come after those before, and yield what is known at once."""
         self._timeline.read(entries)
-        if self._curves:
+        if self._full.curves:
             self._decoding.read(entries)
         for entry in entries:
             yield from self._mark(entry)
@@ -210,7 +221,7 @@ class ChromeReader:
         pieces |= {(REPLICAS, r): _activities(spans) for r, spans in timeline.replicas.items()}
         pieces |= {(TRAINERS, t): spans for t, spans in timeline.trainers.items()}
         pieces[LINKS, 0] = timeline.link
-        if self._run.verifier.num_gpus:
+        if self._has_verifier:
             pieces[VERIFIERS, 0] = timeline.verifier
         until = inf if is_last else timeline.end
         for thread, spans in pieces.items():
@@ -220,7 +231,7 @@ class ChromeReader:
                 self._running.add(span.start, 1)
                 self._running.add(span.end, -1)
         yield from self._running.until(until, self._cut_at)
-        if self._curves:
+        if self._full.curves:
             yield from self._lose(timeline.end, is_last=is_last)
         self._cut_at = timeline.end
 
@@ -245,22 +256,13 @@ class ChromeReader:
     def _lose(self, until: float, *, is_last: bool) -> Iterator[TraceEvent]:
         """Count the GPUs that were underfilled in the stretches that ended."""
         found = self._decoding.finish() if is_last else self._decoding.take(until)
-        self._enter_lost(
-            lost_of(
-                found,
-                self._curves,
-                self._run.rollout.kinds,
-                self._run.rollouts_per_prompt,
-                self._kinds,
-            )
-        )
+        self._enter_lost(lost_of(found, self._full, self._kinds))
         begun = min(map(self._decoding.began_at, self._named), default=inf)
         yield from self._underfilled.until(inf if is_last else min(until, begun), inf)
 
     def _enter_lost(self, found: Underfilled) -> None:
-        kinds = self._run.rollout.kinds
         for replica, lost in found.replicas.items():
-            degree = kinds[self._kinds.get(replica, 0)].gpus_per_replica
+            degree = self._full.rollouts[self._kinds.get(replica, 0)].gpus_per_replica
             for start, end, share in zip(*map(np.ndarray.tolist, lost), strict=True):
                 self._underfilled.add(start, share * degree)
                 self._underfilled.add(end, -share * degree)
@@ -439,7 +441,8 @@ def chrome_trace(trace: Trace) -> bytes:
         ValueError: the trace is damaged.
     """
     with blaming_damage(trace):
-        reader = ChromeReader(trace.run, trace.decode)
+        run = trace.run
+        reader = ChromeReader(FullBatches.of(trace), run.followers, run.verifier)
         events = [*reader.names(), *reader.read(trace.entries), *reader.finish()]
         if not trace.decode:  # full batches had to be looked for in all of the run
             events += reader.count_underfilled(read_underfilled(trace))

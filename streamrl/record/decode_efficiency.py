@@ -237,16 +237,28 @@ class Underfilled(NamedTuple):
 
 def read_underfilled(trace: Trace) -> Underfilled:
     """Return what the batches of a run lost, from its trace alone."""
-    run, kinds = trace.run, read_timeline(trace).kinds
-    siblings = run.rollouts_per_prompt
-    return lost_of(read_decoding(trace), trace.decode, run.rollout.kinds, siblings, kinds)
+    return lost_of(read_decoding(trace), FullBatches.of(trace), read_timeline(trace).kinds)
+
+
+class FullBatches(NamedTuple):
+    """What is known of full batches before a trace's entries are read."""
+
+    curves: Sequence[DecodeYield]
+    """Decode curve of each kind of replica; empty where none is known."""
+    rollouts: tuple[RolloutConfig, ...]
+    """Section of each kind of replica."""
+    siblings: int
+    """Rollouts that share the cache of their prompt; 1 where none do."""
+
+    @classmethod
+    def of(cls, trace: Trace) -> FullBatches:
+        """Return what the header of a trace tells."""
+        return cls(trace.decode, trace.run.rollout.kinds, trace.run.rollouts_per_prompt)
 
 
 def lost_of(
     decoding: Mapping[int, Decoding],
-    curves: Sequence[DecodeYield],
-    rollouts: tuple[RolloutConfig, ...],
-    siblings: int,
+    full: FullBatches,
     kinds: Mapping[int, int],
     rates: Sequence[float | None] | None = None,
 ) -> Underfilled:
@@ -254,23 +266,22 @@ def lost_of(
 
     Args:
         decoding: by replica.
-        curves: of each kind of replica, or none.
-        rollouts: the section of each kind of replica.
-        siblings: rollouts that share the cache of their prompt; 1 where none do.
+        full: what is known of full batches.
         kinds: which kind a replica is of, by its id; the first where absent.
         rates: without curves, tokens/s of full batches as `observed_rates` gives them; where absent, those of `decoding`,
             which must be all of a run then.
     """
-    if curves:
+    if full.curves:
         shares = {
-            replica: _share_by(curves[kinds.get(replica, 0)], each, siblings)
+            replica: _share_by(full.curves[kinds.get(replica, 0)], each, full.siblings)
             for replica, each in decoding.items()
         }
         return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
-    full = observed_rates(decoding, rollouts, kinds) if rates is None else rates
+    if rates is None:
+        rates = observed_rates(decoding, full.rollouts, kinds)
     found = {}
     for replica, each in decoding.items():
-        rate = full[kinds.get(replica, 0)]
+        rate = rates[kinds.get(replica, 0)]
         if rate is None:
             return Underfilled("unknown", {})
         found[replica] = _lost(each, np.clip(1 - each.rate / rate, 0.0, 1.0))
@@ -362,7 +373,7 @@ class Parts(NamedTuple):
 
 def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
     """Return the parts of what replicas of each kind generated in a window."""
-    reader = PartsReader(trace.run, trace.decode, window)
+    reader = PartsReader(FullBatches.of(trace), window)
     reader.read(trace.entries)
     reader.finish(read_timeline(trace))
     return reader.between(*window)
@@ -371,13 +382,10 @@ def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
 class PartsReader:
     """Adds the parts up, block by block; without a decode curve stretches are kept until enough of them are known."""
 
-    def __init__(
-        self, run: Run, curves: Sequence[DecodeYield], marks: Sequence[float] = ()
-    ) -> None:
-        self._run = run
-        self._curves = curves
-        self._source: YieldSource = "curve" if curves else "unknown"
-        self._degrees = [own.gpus_per_replica for own in run.rollout.kinds]
+    def __init__(self, full: FullBatches, marks: Sequence[float] = ()) -> None:
+        self._full = full
+        self._source: YieldSource = "curve" if full.curves else "unknown"
+        self._degrees = [own.gpus_per_replica for own in full.rollouts]
         self._kinds: Mapping[int, int] = {}
         """By replica: of which kind it is, where that is not the first."""
         self._sums = IntervalSums[tuple[int, Part]](marks)
@@ -400,12 +408,12 @@ class PartsReader:
         """Add up what can be known of the part of the run that a timeline is of."""
         self._see(timeline)
         decoding = self._decoding.take(timeline.end)
-        if not self._curves and self._rates is None:
+        if not self._full.curves and self._rates is None:
             self._kept.append(decoding)
             if sum(len(each.start) for part in self._kept for each in part.values()) < ENOUGH:
                 return
             decoding, self._kept = _joined(self._kept), []
-            self._rates = observed_rates(decoding, self._run.rollout.kinds, self._kinds)
+            self._rates = observed_rates(decoding, self._full.rollouts, self._kinds)
         self._enter(decoding)
         for replica, spans in self._paused.items():
             began = self._decoding.began_at(replica)
@@ -442,14 +450,7 @@ class PartsReader:
 
     def _enter(self, decoding: dict[int, Decoding]) -> None:
         """Enter what was lost of stretches, what was paused left out."""
-        source, replicas = lost_of(
-            decoding,
-            self._curves,
-            self._run.rollout.kinds,
-            self._run.rollouts_per_prompt,
-            self._kinds,
-            self._rates,
-        )
+        source, replicas = lost_of(decoding, self._full, self._kinds, self._rates)
         if decoding or self._rates is None:
             self._source = source
         for replica, lost in replicas.items():

@@ -23,7 +23,7 @@ from streamrl.record.attribution import (
     AttributionReader,
     SidesAttribution,
 )
-from streamrl.record.charges import PaidReplicas, Pushes, dollars_per_second, egress_dollars
+from streamrl.record.charges import PaidGpus, PaidReplicas, Pushes, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.ledger import Ledger, LedgerReader
 from streamrl.record.rollout_flow import Flow
@@ -293,7 +293,8 @@ def _measure_speed(
     began, ended = leader.window(first + 1, last)
     num_tokens = sum(leader.made.num_tokens[first:last])
     num_rollouts = sum(leader.made.num_rollouts[first:last])
-    dollars = dollars_per_second(trace.run, reader.replicas.mean(began, ended))
+    paid = PaidGpus.of(trace.run, reader.replicas.mean(began, ended))
+    dollars = paid.dollars_per_second
     egress = egress_dollars(
         trace.run.cluster.links,
         trace.run.rollout.kinds,

@@ -25,7 +25,7 @@ from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import SHARED, UNDERFILLED
-from streamrl.record.charges import gpus_of_sides, gpus_paid
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, measure, measure_read, read_run
 from streamrl.record.steady_state import (
     LeaderSteps,
@@ -253,7 +253,8 @@ class MeasuredRun:
         """Steps that are needed for one whose rollouts lag behind nothing."""
         self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
         window = reader.flow.leader.window(first, last)
-        self.num_replicas = round(reader.replicas.mean(*window), DIGITS)
+        num_replicas = round(reader.replicas.mean(*window), DIGITS)
+        self._paid = PaidGpus.of(self.run, num_replicas)
         idle = reader.attribution.idle_of_steps(steps.ended_at)
         sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
         self.idle: Floats = np.sum(list(sides.values()), axis=0)
@@ -276,7 +277,7 @@ class MeasuredRun:
     @property
     def gpus(self) -> Mapping[str, float]:
         """GPUs that are paid for by pool, on average."""
-        return gpus_paid(self.run, self.num_replicas)
+        return self._paid.by_pool
 
     @property
     def whole_run(self) -> WholeRun:
@@ -312,7 +313,7 @@ class MeasuredRun:
         if self.run.policies.shares_gpus:
             counts = {SHARED: float(self.run.num_gpus)}
         else:
-            sides = gpus_of_sides(self.run, self.num_replicas)
+            sides = self._paid.sides
             counts = {s.name: count for s, count in sides if s.kind == kind and not s.trainer}
         num_gpus, of_sides = sum(counts.values()), self.metrics.sides
         idle = sum(count * sum(of_sides[n].idle.values()) for n, count in counts.items())

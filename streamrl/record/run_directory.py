@@ -138,9 +138,14 @@ CONFIG = "config.json"
 """All of a model directory that tells its shape."""
 
 
-def keep_inputs(run: Run, directory: Path) -> None:
-    """Copy what the run was read from into its directory; a file that is not there was not read."""
-    for path, kept in _places(paths_of(run), directory).values():
+def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
+    """Copy what a run was read from into its directory; a file that is not there was not read.
+
+    Args:
+        paths: paths that the run names, by key, as `paths_of` returns them.
+        directory: the run directory.
+    """
+    for path, kept in _places(paths, directory).values():
         for source, target in _files(path, kept):
             if source.is_file() and not (target.exists() and source.samefile(target)):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -153,10 +158,10 @@ def with_kept_inputs(run: Run, directory: Path) -> Run:
     return with_paths(run, {key: str(kept) for key, (_, kept) in places.items() if kept.exists()})
 
 
-def kept_names(run: Run, directory: Path) -> dict[str, str]:
+def kept_names(paths: Mapping[str, str], directory: Path) -> dict[str, str]:
     """Return by key what was kept: its name with a digest of its bytes, alike wherever the directories are."""
     names = {}
-    for key, (_, kept) in _places(paths_of(run), directory).items():
+    for key, (_, kept) in _places(paths, directory).items():
         file = kept / CONFIG if kept.is_dir() else kept
         if file.is_file():
             digest = hashlib.blake2b(file.read_bytes(), digest_size=DIGEST_BYTES).hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -38,10 +38,9 @@ from streamrl.engine.messages import (
     Verified,
     Verify,
 )
-from streamrl.engine.trace import Entry
+from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.timeline import Timeline
-from streamrl.runfile.config import Run
 
 
 class CountChange(NamedTuple):
@@ -76,12 +75,13 @@ class Counts:
 class ChangeReader:
     """Reads the changes of a run block by block."""
 
-    def __init__(self, run: Run, *, is_endless: bool, joined: Container[int] = ()) -> None:
-        """Take a run file, and which of its trainers join later."""
-        trainers = range(run.num_trainers)
+    def __init__(self, trace: Trace) -> None:
+        """Take what a trace says of its run; its entries are read by `read`."""
+        run, joined, trainers = trace.run, trace.joined, range(trace.run.num_trainers)
+        prompts = [run.as_seen_by(trainer).algorithm.prompts_per_step for trainer in trainers]
         self._sources: list[_Source] = [
-            _RunChanges(run.rollout.replicas, run.algorithm.steps, is_endless=is_endless),
-            *(_RolloutChanges(run, trainer, trainer not in joined) for trainer in trainers),
+            _RunChanges(run.rollout.replicas, run.algorithm.steps, is_endless=trace.is_endless),
+            *(_RolloutChanges(n, prompts[n], n not in joined) for n in trainers),
         ]
         if run.verifier.pool is not None:
             self._sources.append(_VerifyingChanges())
@@ -211,13 +211,13 @@ class _VerifyingChanges:
 class _RolloutChanges:
     """How many rollouts wait for a replica, and how many a trainer's coming step lacks."""
 
-    def __init__(self, run: Run, trainer: int, is_there: bool) -> None:
+    def __init__(self, trainer: int, prompts_per_step: int, is_there: bool) -> None:
         self._trainer = trainer
         self._is_there = is_there
         """False of one that joins later, until it does."""
         self._is_away = not is_there
         """Whether it has no GPUs."""
-        self._rollouts = _Rollouts(run.as_seen_by(trainer).algorithm.prompts_per_step)
+        self._rollouts = _Rollouts(prompts_per_step)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
         for time, event, commands in entries:

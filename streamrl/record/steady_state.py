@@ -45,7 +45,6 @@ from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.operator_tables import Floats
-from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import can_fail, expected_losses
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.simulation_config import FaultConfig
@@ -454,7 +453,7 @@ def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfin
             f"{share:.2g} that is wanted (simulate.interval)"
         )
     if can_fail(trace.run) and trace.is_endless:
-        doubts += [*_tell_failures(steps), *_tell_restarts(trace.run, steady)]
+        doubts += [*_tell_failures(steps), *_tell_restarts(trace, steady)]
     return "; ".join(doubts)
 
 
@@ -473,8 +472,9 @@ def _tell_late(faults: tuple[FaultConfig, ...], steps: LeaderSteps) -> Iterator[
             yield f"faults.{number} never struck: the run was over before its time"
 
 
-def _tell_restarts(run: Run, steady: Steady) -> Iterator[str]:
+def _tell_restarts(trace: Trace, steady: Steady) -> Iterator[str]:
     """Say that the run, as long as it is, will lose more than it replaces."""
+    run = trace.run
     losses, most = expected_losses(run, steady.step_time), run.policies.max_restarts
     if losses.mean > most:
         yield (

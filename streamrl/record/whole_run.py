@@ -10,7 +10,7 @@ drift unforeseen nor an error of the costs is in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from math import ceil
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
@@ -21,7 +21,7 @@ from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import load_gpu, price_of
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
-from streamrl.record.charges import gpus_of_sides, gpus_paid
+from streamrl.record.charges import PaidGpus, PaidSide
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
@@ -48,22 +48,18 @@ class Energy(NamedTuple):
     """GPUs whose watts are not known for what they do."""
 
 
-def read_energy(
-    run: Run, shares: SidesAttribution, paid: Mapping[str, float], num_replicas: float
-) -> Energy:
+def read_energy(paid: PaidGpus, shares: SidesAttribution) -> Energy:
     """Return the mean watts of every pool that is paid for.
 
     Args:
-        run: the run file.
+        paid: GPUs of each pool; those that no side uses are idle.
         shares: what each side does, of its own GPU-seconds.
-        paid: GPUs by pool; those that no side uses stand idle.
-        num_replicas: replicas that there were on average.
     """
     watts: dict[str, float | None] = {}
     unknown: dict[str, None] = {}
-    for pool, count in paid.items():
-        gpu = run.cluster.pools[pool].gpu
-        works = list(_works(run, shares, pool, count, num_replicas))
+    for pool, count in paid.by_pool.items():
+        gpu = paid.pools[pool].gpu
+        works = list(_works(paid.sides, shares, pool, count))
         power = load_gpu(gpu).power
         needed = {work: power.watts(work) if power is not None else None for work, _ in works}
         if None in needed.values():
@@ -75,14 +71,14 @@ def read_energy(
 
 
 def _works(
-    run: Run, shares: SidesAttribution, pool: str, paid: float, num_replicas: float
+    sides: Sequence[PaidSide], shares: SidesAttribution, pool: str, paid: float
 ) -> Iterator[tuple[Work, float]]:
     """Yield what how many GPUs of a pool do on average."""
-    unused = paid
-    for side, count in gpus_of_sides(run, num_replicas):
+    unused, shares_gpus = paid, any(side.kind == "shared" for side, _ in sides)
+    for side, count in sides:
         if side.pool == pool:
             unused -= count
-            takes_turns = run.policies.shares_gpus and side.kind != "verifier" and not side.trainer
+            takes_turns = shares_gpus and side.kind != "verifier" and not side.trainer
             yield from _of_side(shares.sides[SHARED if takes_turns else side.name], count)
     if unused > 0:
         yield "idle", unused
@@ -214,10 +210,10 @@ def make_whole_run(
     run = trace.run
     time = whole_time(run, speed, is_recorded=trace.world == "real")
     hours = time.seconds / SECONDS_PER_HOUR
-    paid = gpus_paid(run, num_replicas)
-    energy = read_energy(run, shares, paid, num_replicas)
+    paid = PaidGpus.of(run, num_replicas)
+    energy = read_energy(paid, shares)
     pools = {}
-    for name, count in paid.items():
+    for name, count in paid.by_pool.items():
         pool, watts = run.cluster.pools[name], energy.watts[name]
         pools[name] = PoolTotal(
             gpu=pool.gpu,

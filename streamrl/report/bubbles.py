@@ -10,7 +10,7 @@ from rich.table import Table
 
 from streamrl.engine.trace import Trace
 from streamrl.record.attribution import IDLE, UNDERFILLED, attribute
-from streamrl.record.charges import dollars_per_second, read_replicas
+from streamrl.record.charges import PaidGpus, read_replicas
 from streamrl.record.metrics import measure
 from streamrl.record.rollout_flow import read_flow
 from streamrl.runfile.formatting import format_dollars, format_share
@@ -61,7 +61,7 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
     seconds = window[1] - window[0]
     shares = attribute(trace, window)
     goodput = sum(flow.leader.made.num_tokens[first - 1 : last]) / seconds
-    dollars = dollars_per_second(trace.run, read_replicas(trace).mean(*window))
+    paid = PaidGpus.of(trace.run, read_replicas(trace).mean(*window))
     return Bubbles(
         name=name,
         step_time=seconds / count,
@@ -69,7 +69,7 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
         busy={key: share * shares.gpu_seconds / count for key, share in shares.busy.items()},
         idle={key: share * shares.gpu_seconds / count for key, share in shares.idle.items()},
         goodput=goodput,
-        cost_per_million_tokens=dollars / goodput * 1e6,
+        cost_per_million_tokens=paid.dollars_per_second / goodput * 1e6,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from streamrl.hardware.profiles import price_of
-from streamrl.record.charges import dollars_per_second
+from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
@@ -191,7 +191,7 @@ def _of_run(run: RecordedRun) -> Option:
         goodput=metrics.goodput,
         cost_per_step=metrics.cost_per_step,
         cost_per_million_tokens=metrics.cost_per_million_tokens,
-        dollars_per_hour=dollars_per_second(config) * SECONDS_PER_HOUR,
+        dollars_per_hour=PaidGpus.of(config).dollars_per_second * SECONDS_PER_HOUR,
         band=Band(
             seeds=(1.0, 1.0) if metrics.world == "real" else metrics.spread,
             tiers=metrics.tiers,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.hardware.model_shape import ModelShape
@@ -27,8 +27,10 @@ from streamrl.record.run_directory import (
 from streamrl.record.samples import SampledGroup, read_completions
 from streamrl.report.against_report import AGAINST_JSON, AgainstFile, read_comparison
 from streamrl.report.study_report import STUDY_CSV, RecordedStudy, read_study
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
+from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
 
 REPORTED = (TRACE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
@@ -156,22 +158,22 @@ def _read_plan(path: Path, name: str) -> PlanMade:
         path=path,
         plan=read_plan(path),
         run=run,
-        model=_model_of(run, directory),
-        inputs=kept_names(run, directory),
+        model=_load_kept_model(with_kept_inputs(run, directory).model, run.model.path),
+        inputs=kept_names(paths_of(run), directory),
     )
 
 
 def _read_run(path: Path, name: str) -> RecordedRun:
-    trace = read_trace(path)
-    metrics = measure(trace)
+    trace, directory = read_trace(path), path.parent
+    run, metrics = trace.run, measure(trace)
     return RecordedRun(
         name=name,
         path=path,
         trace=trace,
         metrics=metrics,
-        model=_model_of(trace.run, path.parent),
-        inputs=kept_names(trace.run, path.parent),
-        learned=list(_read_learned(trace, path.parent, name)),
+        model=_load_kept_model(with_kept_inputs(run, directory).model, run.model.path),
+        inputs=kept_names(paths_of(run), directory),
+        learned=list(_read_learned(trace, directory, name)),
     )
 
 
@@ -197,9 +199,7 @@ def _read_samples(directory: Path) -> Sequence[SampledGroup]:
     return [groups[place] for place in shown]
 
 
-def _model_of(run: Run, directory: Path) -> ModelShape:
-    """Load the shape of the model; the result names its origin, not its local path."""
-    model = load_model(with_kept_inputs(run, directory).model)
-    if run.model.path is None:
-        return model
-    return msgspec.structs.replace(model, source=str(Path(run.model.path, CONFIG)))
+def _load_kept_model(model: ModelConfig, origin: str | None) -> ModelShape:
+    """Load the shape of a model; the result names the directory that it came from, not its local path."""
+    shape = load_model(model)
+    return shape if origin is None else replace(shape, source=str(Path(origin, CONFIG)))
