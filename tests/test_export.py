@@ -10,9 +10,10 @@ from typing import get_args
 
 import pytest
 
-from streamrl.report.export.launch_file import check_relations, export, find_arguments
+from streamrl.report.export.launch_file import check_relations, find_arguments, launch_script
 from streamrl.report.export.option_table import ExportName, Relation, load_options
 from streamrl.report.export.planned_values import conditions, planned_values
+from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run
 from streamrl.runfile.frameworks import load_framework
@@ -29,6 +30,11 @@ RUNS = [
     (MAIN, ["algorithm.name=grpo", "algorithm.group_size=8", "framework.optimizer_steps=4"]),
     (MAIN, ["trainer.zero=3", "trainer.tensor_parallel=1", "trainer.data_parallel=16"]),
 ]
+
+
+def script_of(run: Run, name: ExportName) -> str:
+    """Return the script that starts a framework with a run file."""
+    return launch_script(find_arguments(run, name))
 
 
 def read_script(text: str) -> tuple[dict[str, str], str, list[str]]:
@@ -53,7 +59,7 @@ def read_script(text: str) -> tuple[dict[str, str], str, list[str]]:
 
 @pytest.mark.parametrize("name", ["verl", "nemo-rl"])
 def test_the_exported_examples_are_what_export_writes(name: ExportName) -> None:
-    assert (EXPORTS / f"{name}.sh").read_text() == export(load_run(MAIN), name)
+    assert (EXPORTS / f"{name}.sh").read_text() == script_of(load_run(MAIN), name)
 
 
 @pytest.mark.parametrize("name", ["verl", "nemo-rl"])
@@ -90,7 +96,7 @@ def test_the_exported_verl_file_keeps_to_what_verl_asserts_at_its_start() -> Non
 def test_weights_that_are_pushed_every_few_steps_make_one_step_of_verl_of_these() -> None:
     late = {"policies.sync_every": 2, "policies.consumption": "greedy"}
     late |= {"policies.over_staleness": "drop", "algorithm.steps": 7}
-    found, _, rest = read_script(export(small_run(late), "verl"))
+    found, _, rest = read_script(script_of(small_run(late), "verl"))
     assert found["data.train_batch_size"] == "4"
     assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == "2"
     assert found["trainer.v1.separate_async.parameter_sync_step"] == "2"
@@ -102,12 +108,12 @@ def test_weights_that_are_pushed_every_few_steps_make_one_step_of_verl_of_these(
 def test_groups_too_many_and_partial_rollouts_are_options_of_slime() -> None:
     late = {"policies.consumption": "greedy", "policies.oversampling": 1.5}
     late |= {"policies.left_over": "keep", "policies.sync_every": 2}
-    found, _, rest = read_script(export(small_run(late), "slime"))
+    found, _, rest = read_script(script_of(small_run(late), "slime"))
     assert found["--over-sampling-batch-size"] == "3"
     assert found["--partial-rollout"] == "true"
     assert found["--update-weights-interval"] == "2"
     assert not any("oversampling" in line or "left_over" in line for line in rest)
-    _, _, rest = read_script(export(small_run(late), "verl"))
+    _, _, rest = read_script(script_of(small_run(late), "verl"))
     assert any("policies.oversampling = 1.5" in line for line in rest)
 
 
@@ -134,7 +140,8 @@ def test_the_exported_nemo_rl_file_takes_the_nodes_that_generate_out_of_the_clus
 @pytest.mark.parametrize("name", NAMES)
 def test_options_refer_to_values_and_facts_that_plans_have(name: ExportName) -> None:
     run, table, framework = load_run(MAIN), load_options(name), load_framework(name)
-    values, facts = planned_values(run), conditions(run)
+    values = planned_values(run)
+    facts = conditions(run.policies, run.algorithm, run.model, run.rollout, run.trainer)
     kinds = ("algorithm", "correction", "dtype", "layout", "recompute", "sends", "serves", "sync")
     layouts = {layout.name for layout in framework.layouts}
     for option in table.options:
@@ -163,7 +170,7 @@ def test_a_script_is_one_that_a_shell_reads_and_names_no_option_twice(
     arguments = find_arguments(run, name).arguments
     names = [argument.option.name for argument in arguments]
     assert len(names) == len({*names})
-    script = export(run, name)
+    script = script_of(run, name)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     found, _, _ = read_script(script)
     off = {arg.option.name for arg in arguments if arg.value is False}
@@ -174,14 +181,14 @@ def test_a_script_is_one_that_a_shell_reads_and_names_no_option_twice(
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_framework_has_no_option_for_stands_in_a_comment(name: ExportName) -> None:
     settings = ["policies.dispatch=round-robin", "policies.group_placement=together"]
-    _, _, comments = read_script(export(load_run(MAIN, settings), name))
+    _, _, comments = read_script(script_of(load_run(MAIN, settings), name))
     assert "policies.order = longest-first" in comments
     assert "policies.dispatch = round-robin" in comments
     assert "policies.group_placement = together" in comments
 
 
 def test_a_trainer_that_no_back_end_splits_so_is_said_first() -> None:
-    comments = read_script(export(load_run(MAIN, ["trainer.zero=2"]), "verl"))[2]
+    comments = read_script(script_of(load_run(MAIN, ["trainer.zero=2"]), "verl"))[2]
     assert "no training back end splits a trainer as the plan does" in comments
     assert "trainer.tensor_parallel = 4" in comments
 
@@ -190,15 +197,15 @@ def test_a_way_of_sending_weights_that_verl_has_an_option_for_is_in_no_comment()
     option = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     for stated, named in (("nccl-buckets", "nccl"), ("checkpoint-engine", "kimi_ckpt_engine")):
         run = load_run(MAIN, [f"sync.backend={stated}"])
-        found, _, comments = read_script(export(run, "verl"))
+        found, _, comments = read_script(script_of(run, "verl"))
         assert found[option] == named and "sync.backend" not in comments
-    comments = read_script(export(load_run(MAIN, ["sync.backend=nccl-reshard"]), "verl"))[2]
+    comments = read_script(script_of(load_run(MAIN, ["sync.backend=nccl-reshard"]), "verl"))[2]
     assert "sync.backend = nccl-reshard" in comments
 
 
 def test_slime_keeps_its_relation_of_batch_and_steps() -> None:
     settings = ["algorithm.name=grpo", "algorithm.group_size=8", "framework.optimizer_steps=4"]
-    found, command, _ = read_script(export(load_run(MAIN, settings), "slime"))
+    found, command, _ = read_script(script_of(load_run(MAIN, settings), "slime"))
     rollouts = int(found["--rollout-batch-size"]) * int(found["--n-samples-per-prompt"])
     assert rollouts == int(found["--global-batch-size"]) * int(found["--num-steps-per-rollout"])
     assert command.startswith("python3 train_async.py") and "--colocate" not in found
@@ -216,7 +223,7 @@ def test_a_decoupled_clip_is_the_importance_correction_of_others_beside_their_cl
     name: ExportName, weighs: tuple[str, str]
 ) -> None:
     settings = ["algorithm.correction=decoupled", "algorithm.clip_high=0.28"]
-    text = export(load_run(MAIN, settings), name)
+    text = script_of(load_run(MAIN, settings), name)
     option, value = weighs
     assert read_script(text)[0][option] == value and "0.28" in text
 
@@ -228,7 +235,7 @@ def test_a_mini_batch_that_does_not_come_out_even_is_one_line() -> None:
     run = load_run(MAIN, ["framework.optimizer_steps=3"])
     line = r"ppo_mini_batch_size of verl takes a whole number, and .*optimizer_steps=3 is none"
     with pytest.raises(RunError, match=line):
-        export(run, "verl")
+        script_of(run, "verl")
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.record.metrics import measure
-from streamrl.report.export.launch_file import export
+from streamrl.report.export.launch_file import find_arguments, launch_script
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -375,7 +375,7 @@ def test_a_plan_of_a_framework_says_what_it_left_out_and_is_exported_beside_it(
     assert any("old_log_probs = trainer" in each for each in planned.framework.facts)
     assert planned.allocation.settings["policies.system"] in ("colocated", "fully-async")
     assert run.framework.optimizer_steps == 4 and run.algorithm.old_log_probs == "trainer"
-    assert (tmp_path / "verl.sh").read_text() == export(run, "verl")
+    assert (tmp_path / "verl.sh").read_text() == launch_script(find_arguments(run, "verl"))
     again = streamrl("plan", written, *setting, "--export", "verl", "-o", tmp_path)
     assert again.returncode == 2 and "--force" in again.stderr
 

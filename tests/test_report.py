@@ -355,7 +355,10 @@ def test_the_table_of_a_run_names_every_trainer_and_every_side() -> None:
 
 
 def test_what_a_run_rents_names_every_side() -> None:
-    team = planned_sides_of(learners().run)
+    run = learners().run
+    team = planned_sides_of(
+        run.cluster.pools, run.rollout, run.trainer, run.followers, run.verifier
+    )
     assert plain(rent_text(team, "stream-sync")) == (
         "1 H20 in far to generate, 1 H800 in near to train, 2 H800 in near to train second and "
         "2 H800 in near to verify"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from streamrl.cli.shared import RunDirectory
-from streamrl.runfile.config import Run
 from streamrl.runfile.field_checks import drop_unused
 from streamrl.runfile.files import (
     decode_run,
@@ -39,18 +39,27 @@ def attach(
     """
     from streamrl.executor.subscribers.attach_requests import Attach, ask, find_run
 
-    follower = _read_secondary_trainer(decode_run(find_run(run).read_bytes()), trainer)
+    running = decode_run(find_run(run).read_bytes())
+    names = running.secondary_trainer_names
+    follower = _read_secondary_trainer(trainer, run_table(running), names)
     typer.echo(ask(run, Attach(secondary_trainer_section(follower))))
 
 
-def _read_secondary_trainer(run: Run, path: Path) -> SecondaryTrainerConfig:
-    """Return the trainer of a file, checked as if it were in the run file; it raises the same `ValueError`."""
-    section, table = read_table(path), run_table(run)
+def _read_secondary_trainer(
+    path: Path, table: dict[str, Any], names: Sequence[str]
+) -> SecondaryTrainerConfig:
+    """Return the trainer of a file, checked as if it were in the run file; it raises the same `ValueError`.
+
+    Args:
+        path: the file of the trainer.
+        table: the table of the job's run file, which is changed here.
+        names: the names of its secondary trainers.
+    """
+    section = read_table(path)
     drop_unused(table)
     trainers = table[TRAINER] if is_list(table) else [table[TRAINER]]
-    names = [None, *run.secondary_trainer_names]
     name = section.get("name")
-    place = names.index(name) if name in run.secondary_trainer_names else len(trainers)
+    place = names.index(name) + 1 if name in names else len(trainers)
     table[TRAINER] = [*trainers[:place], section, *trainers[place + 1 :]]
     try:
         return make_run(table).followers[place - 1]

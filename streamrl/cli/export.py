@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_json
-from streamrl.report.export.launch_file import export as launch_script
+from streamrl.report.export.launch_file import find_arguments, launch_script
 from streamrl.report.export.option_table import export_name
 from streamrl.runfile.files import load_run
 from streamrl.runfile.simulation_config import FrameworkName
@@ -43,7 +43,7 @@ def export(
     name = _name(run.framework.name, framework)
     if output is not None:
         claim_script(output, force=force)
-    script = launch_script(run, export_name(*name))
+    script = launch_script(find_arguments(run, export_name(*name)))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(script, encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -18,14 +20,14 @@ from streamrl.cli.shared import (
     stdout_console,
 )
 from streamrl.record.run_directory import keep_inputs
-from streamrl.report.export.launch_file import export as launch_script
+from streamrl.report.export.launch_file import find_arguments, launch_script
 from streamrl.report.export.option_table import ExportName, export_name
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
-from streamrl.sim.planner.planner import Planned, make_plan
+from streamrl.sim.planner.planner import make_plan
 
 
 def plan(
@@ -62,7 +64,8 @@ def plan(
         if (output / name).exists() and not force:
             raise ValueError(f"{output / name} exists already; use --force to replace it")
     claim_directory(output)
-    planned = _plan(run)
+    with _progress() as watch:
+        planned = make_plan(run, watch)
     if as_json:
         print_json(planned.plan)
     else:
@@ -86,7 +89,7 @@ def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None
     """Write the launch arguments of a framework next to the plan, which is already written."""
     path = output / f"{other}.sh"
     try:
-        script = launch_script(run, other)
+        script = launch_script(find_arguments(run, other))
     except ValueError as error:
         raise RuntimeError(f"the plan was written, but {path} was not: {error}") from None
     path.write_text(script, encoding="utf-8")
@@ -105,11 +108,13 @@ def _limit_of_execute(run: Run) -> str:
     return ""
 
 
-def _plan(run: Run) -> Planned:
+@contextmanager
+def _progress() -> Iterator[Callable[[int, str], None]]:
+    """Show the progress of a search, which calls what this yields."""
     with make_progress() as progress:
         task = progress.add_task("plan", total=None, facts="screening")
 
         def watch(done: int, what: str) -> None:
             progress.update(task, completed=done, facts=what)
 
-        return make_plan(run, watch)
+        yield watch

@@ -29,8 +29,10 @@ def simulate_against(
     if output is not None:
         claim_directory(output)
     files = (run_file, other)
-    a, b = (_load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True))
-    names = (_name(run_file, a), _name(other, b))
+    (name_a, a), (name_b, b) = (
+        _load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True)
+    )
+    names = (name_a, name_b)
     comparison = AgainstFile(names=names, against=_compare(a, b))
     if output is not None:
         write_comparison(comparison, output)
@@ -40,20 +42,20 @@ def simulate_against(
         stdout_console().print(against_report(comparison.against, names))
 
 
-def _load(path: Path, letter: str, overrides: Sequence[str]) -> Run:
+def _load(path: Path, letter: str, overrides: Sequence[str]) -> tuple[str, Run]:
+    """Return a description of a run file, and the run with its changes."""
     if is_study(path):
         raise ValueError(f"--against compares run files, but {path} is a study")
-    return load_run(path, _overrides_of(letter, overrides))
+    run = load_run(path, _overrides_of(letter, overrides))
+    pools = run.cluster.pools
+    team = planned_sides_of(pools, run.rollout, run.trainer, run.followers, run.verifier)
+    return f"{path.name}: {sides_text(team, run.policies.system)}", run
 
 
 def _overrides_of(letter: str, overrides: Sequence[str]) -> list[str]:
     """Return the changes for both runs, and those marked with the letter, in their order."""
     others = tuple(f"{each}:" for each in LETTERS if each != letter)
     return [each.removeprefix(f"{letter}:") for each in overrides if not each.startswith(others)]
-
-
-def _name(path: Path, run: Run) -> str:
-    return f"{path.name}: {sides_text(planned_sides_of(run), run.policies.system)}"
 
 
 def _compare(a: Run, b: Run) -> Against:

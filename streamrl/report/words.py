@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from streamrl.runfile.cluster_config import PoolConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import format_dollars, format_step_time, listing
 from streamrl.runfile.gpu_pools import kind_name
-from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig, TrainerConfig
+from streamrl.runfile.roles_config import (
+    RolloutConfig,
+    SecondaryTrainerConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
 from streamrl.sim.planner.plan import SHORT, PlannedSide
 
 NBSP = "\N{NO-BREAK SPACE}"
@@ -125,20 +129,20 @@ class PlannedSides(NamedTuple):
     """By task, in the words of a sentence."""
 
 
-def planned_sides_of(run: Run) -> PlannedSides:
+def planned_sides_of(
+    pools: dict[str, PoolConfig],
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    followers: tuple[SecondaryTrainerConfig, ...],
+    verifier: VerifierConfig,
+) -> PlannedSides:
     """Return all sides of a run file: a plan has the first two."""
-    rollout, *more = (_rollout_side(run.cluster.pools, own) for own in run.rollout.kinds)
+    first, *more = (_rollout_side(pools, own) for own in rollout.kinds)
     others = {f"generate as {kind_name(kind)}": own for kind, own in enumerate(more, start=1)}
-    others |= {
-        f"train {each.name}": _trainer_side(run.cluster.pools, each) for each in run.followers
-    }
-    if run.verifier.pool is not None and run.verifier.num_gpus:
-        others["verify"] = _side(run.cluster.pools, run.verifier.pool, run.verifier.num_gpus, {})
-    return PlannedSides(
-        rollout,
-        _trainer_side(run.cluster.pools, run.trainer),
-        others,
-    )
+    others |= {f"train {each.name}": _trainer_side(pools, each) for each in followers}
+    if verifier.pool is not None and verifier.num_gpus:
+        others["verify"] = _side(pools, verifier.pool, verifier.num_gpus, {})
+    return PlannedSides(first, _trainer_side(pools, trainer), others)
 
 
 def _rollout_side(pools: dict[str, PoolConfig], rollout: RolloutConfig) -> PlannedSide:

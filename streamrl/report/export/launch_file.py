@@ -43,19 +43,22 @@ class Launchable(NamedTuple):
     notes: list[str]
 
 
-def export(run: Run, name: ExportName) -> str:
+def launch_script(found: Launchable) -> str:
     """Return the script that starts a framework with a plan.
 
     Raises:
-        RunError: the plan has no whole number for an option, or the framework's own rules forbid the plan.
+        RunError: the framework's own rules forbid the plan.
     """
-    found = find_arguments(run, name)
     check_relations(found.table.relations, {arg.option.name: arg.value for arg in found.arguments})
     return "\n".join(_lines(found)) + "\n"
 
 
 def find_arguments(run: Run, name: ExportName) -> Launchable:
-    """Return the options that a plan sets, in the order of the framework's table."""
+    """Return the options that a plan sets, in the order of the framework's table.
+
+    Raises:
+        RunError: the plan has no whole number for an option.
+    """
     framework, table = load_framework(name), load_options(name)
     values, facts = planned_values(run), planned_facts(run, framework)
     arguments = list(_arguments(table, values, facts))

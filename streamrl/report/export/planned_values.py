@@ -73,19 +73,26 @@ def planned_facts(run: Run, framework: Framework) -> set[str]:
         f"system:{run.policies.system}",
         f"zero:{run.trainer.zero}",
     }
-    return named | {fact for fact, holds in conditions(run).items() if holds}
+    found = conditions(run.policies, run.algorithm, run.model, run.rollout, run.trainer)
+    return named | {fact for fact, holds in found.items() if holds}
 
 
-def conditions(run: Run) -> dict[str, bool]:
+def conditions(
+    policies: PoliciesConfig,
+    algorithm: AlgorithmConfig,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+) -> dict[str, bool]:
     """Return whether each fact holds for a plan, independent of the framework."""
-    algorithm, system = run.algorithm, choose_system(run.policies)
+    system = choose_system(policies)
     return {
-        "colocated": run.policies.shares_gpus,
+        "colocated": policies.shares_gpus,
         "async": system.staleness_bound > 0,
         "drops-stale": system.over_staleness == "drop",
         "syncs-seldom": system.sync_every > 1,
-        "oversamples": run.policies.oversampling > 1,
-        "keeps-left-over": run.policies.oversampling > 1 and run.policies.left_over == "keep",
+        "oversamples": policies.oversampling > 1,
+        "keeps-left-over": policies.oversampling > 1 and policies.left_over == "keep",
         "streams": system.streaming == "stream",
         "in-flight": system.weight_sync in IN_FLIGHT,
         "critic": algorithm.has_critic,
@@ -95,15 +102,15 @@ def conditions(run: Run) -> dict[str, bool]:
         "weighs-tokens": algorithm.corrected_by in ("token-tis", "decoupled"),
         "dynamic-sampling": algorithm.dynamic_sampling,
         "group": algorithm.group_size > 1,
-        "offload": run.trainer.offload,
-        "tensor": run.trainer.tensor_parallel > 1,
-        "mixture": load_model(run.model).experts is not None,
-        "virtual": run.trainer.virtual_stages > 1,
-        "deals-experts": run.rollout.expert_parallel > 1,
-        "context": run.trainer.context_parallel > 1,
-        "stages": run.rollout.pipeline_parallel > 1,
-        "attention-ranks": run.rollout.data_parallel > 1,
-        "two-pools": run.rollout.pool != run.trainer.pool,
+        "offload": trainer.offload,
+        "tensor": trainer.tensor_parallel > 1,
+        "mixture": load_model(model).experts is not None,
+        "virtual": trainer.virtual_stages > 1,
+        "deals-experts": rollout.expert_parallel > 1,
+        "context": trainer.context_parallel > 1,
+        "stages": rollout.pipeline_parallel > 1,
+        "attention-ranks": rollout.data_parallel > 1,
+        "two-pools": rollout.pool != trainer.pool,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from streamrl.engine.trace import Trace
@@ -16,9 +16,10 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
-from streamrl.runfile.frameworks import framework_of, settings_of
+from streamrl.runfile.frameworks import Setting, framework_of, settings_of
 from streamrl.runfile.keys import trainer_key
-from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig
+from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 from streamrl.sim.planner.plan import Plan
@@ -52,8 +53,15 @@ def assumptions_of(
     run: Run, model: ModelShape, trace: Trace | None, plan: Plan | None
 ) -> Iterator[Assumption]:
     """Yield the assumptions of a run file, and of its trace and its plan if there are any."""
-    yield from _of_work(run, model)
-    yield from _of_framework(run)
+    yield Assumption("model", f"{model.name} in {run.model.dtype}", model.source)
+    yield from _of_formats(run.rollout, run.model, run.trainer.dtype)
+    seen = [run.as_seen_by(number).algorithm for number in range(run.num_trainers)]
+    yield from _of_algorithms(seen, run.followers)
+    if run.filters_by_reward:
+        yield from _of_group_rewards(run.workload.group_rewards)
+    if run.workload.lengths is not None:
+        yield from _of_lengths(run.workload.lengths, run.rollout.max_tokens)
+    yield from _of_framework(run.framework.name, settings_of(run))
     for name, pool in run.cluster.pools.items():
         yield from _of_pool(run.cluster.pools, name)
         yield Assumption(f"GPUs of pool {name}", load_gpu(pool.gpu).name, load_gpu(pool.gpu).source)
@@ -93,10 +101,11 @@ def _of_formats(
         yield Assumption("products of training", trainer_dtype, f"{RUN_FILE}: trainer.dtype")
 
 
-def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
-    algorithm = run.algorithm
-    yield Assumption("model", f"{model.name} in {run.model.dtype}", model.source)
-    yield from _of_formats(run.rollout, run.model, run.trainer.dtype)
+def _of_algorithms(
+    seen: Sequence[AlgorithmConfig], followers: tuple[SecondaryTrainerConfig, ...]
+) -> Iterator[Assumption]:
+    """Yield the algorithm of each trainer, that of the primary trainer first."""
+    algorithm = seen[0]
     batch = f"{algorithm.prompts_per_step:,} prompts"
     if algorithm.group_size > 1:
         batch += f" with {algorithm.group_size} rollouts each"
@@ -105,8 +114,7 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
     passes += ["reference"] if algorithm.has_reference else []
     value = f"{algorithm.name.upper()} ({listing(passes)}), {batch} a step, {algorithm.steps} steps"
     yield Assumption("algorithm", value, f"{RUN_FILE}: algorithm")
-    for number, follower in enumerate(run.followers, start=1):
-        own = run.as_seen_by(number).algorithm
+    for number, (follower, own) in enumerate(zip(followers, seen[1:], strict=True), start=1):
         does = "none: it only counts" if follower.counts_only else own.name.upper()
         value = f"{does}, {own.prompts_per_step:,} prompts a step, in its own time"
         if not follower.counts_only and (left := _not_inherited(algorithm, own)):
@@ -115,21 +123,25 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
         yield Assumption(
             f"algorithm of {follower.name}", value, f"{RUN_FILE}: {trainer_key(number)}"
         )
-    if run.filters_by_reward and run.workload.group_rewards:
-        pairs = [f"{reward:g} of {share:.0%}" for reward, share in run.workload.group_rewards]
+
+
+def _of_group_rewards(group_rewards: tuple[tuple[float, float], ...]) -> Iterator[Assumption]:
+    if group_rewards:
+        pairs = [f"{reward:g} of {share:.0%}" for reward, share in group_rewards]
         source = f"{RUN_FILE}: workload.group_rewards"
         yield Assumption("mean rewards of groups, simulated", listing(pairs), source)
-    lengths = run.workload.lengths
-    if lengths is not None:
-        value = f"{KINDS[lengths.kind]} {lengths.source}"
-        value += f", scaled by {lengths.scale:g}" if lengths.scale != 1 else ""
-        value += f", at most {run.rollout.max_tokens:,} tokens; prompts of {lengths.prompt_tokens:,} where it has none of its own"
-        yield Assumption("output lengths", value, _lengths_source(lengths))
-        if lengths.ranker != "none":
-            value = lengths.ranker
-            if lengths.ranker == "recall":
-                value = f"finds {percent(lengths.ranker_recall)} of the longest fifth"
-            yield Assumption("predictor of lengths", value, f"{RUN_FILE}: workload.lengths.ranker")
+
+
+def _of_lengths(lengths: LengthsConfig, max_tokens: int) -> Iterator[Assumption]:
+    value = f"{KINDS[lengths.kind]} {lengths.source}"
+    value += f", scaled by {lengths.scale:g}" if lengths.scale != 1 else ""
+    value += f", at most {max_tokens:,} tokens; prompts of {lengths.prompt_tokens:,} where it has none of its own"
+    yield Assumption("output lengths", value, _lengths_source(lengths))
+    if lengths.ranker != "none":
+        value = lengths.ranker
+        if lengths.ranker == "recall":
+            value = f"finds {percent(lengths.ranker_recall)} of the longest fifth"
+        yield Assumption("predictor of lengths", value, f"{RUN_FILE}: workload.lengths.ranker")
 
 
 def _not_inherited(primary: AlgorithmConfig, own: AlgorithmConfig) -> list[str]:
@@ -146,14 +158,16 @@ def _lengths_source(lengths: LengthsConfig) -> str:
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
-def _of_framework(run: Run) -> Iterator[Assumption]:
+def _of_framework(
+    name: FrameworkName | None, settings: Iterator[tuple[Setting, object]]
+) -> Iterator[Assumption]:
     """Yield the framework, and the parts of a step that it determines."""
-    framework = framework_of(run.framework.name)
+    framework = framework_of(name)
     if framework is None:
         return
     place = f"profiles/frameworks/{framework.name}.toml"
     yield Assumption("framework", f"{framework.name}, {framework.version}", place)
-    for setting, own in settings_of(run):
+    for setting, own in settings:
         is_its = own == setting.value
         source = setting.source if is_its else f"{RUN_FILE}: {setting.key}"
         yield Assumption(setting.key, str(own), source)

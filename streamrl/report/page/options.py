@@ -177,7 +177,10 @@ def _of_choice(
 
 def _of_run(run: RecordedRun) -> Option:
     metrics, config = run.metrics, run.trace.run
-    team, system = planned_sides_of(config), config.policies.system
+    system, pools = config.policies.system, config.cluster.pools
+    team = planned_sides_of(
+        pools, config.rollout, config.trainer, config.followers, config.verifier
+    )
     return Option(
         name=run.name,
         kind="run",
