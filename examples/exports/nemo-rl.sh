@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What was planned, as nemo-rl 0.6.0 is started with it. Its options were read at
 # github.com/NVIDIA-NeMo/RL 7ea279abfbeb698b092856d0dab61e7cf39bc909 (2026-08-22), or at the commit
-# that stands beside a file. After each option: the key of the run file it comes from; the file that has it.
+# in parentheses after a file. After each option: the key of the run file it comes from; the file that has it.
 set -euo pipefail
 : "${MODEL:?directory or name of the model}"
 

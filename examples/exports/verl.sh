@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What was planned, as verl 0.10.0.dev is started with it. Its options were read at
 # github.com/verl-project/verl 1dda039b9c6311889a9c9a26040677e1254814f9 (2026-08-22), or at the commit
-# that stands beside a file. After each option: the key of the run file it comes from; the file that has it.
+# in parentheses after a file. After each option: the key of the run file it comes from; the file that has it.
 set -euo pipefail
 : "${MODEL:?directory or name of the model}"
 : "${TRAIN_FILES:?parquet of the prompts}"

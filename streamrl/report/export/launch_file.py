@@ -132,7 +132,7 @@ def _lines(found: Launchable) -> Iterator[str]:
     yield "#!/usr/bin/env bash"
     yield f"# What was planned, as {framework.name} {framework.version} is started with it. Its options were read at"
     yield f"# github.com/{framework.source} {framework.commit} ({framework.date}), or at the commit"
-    yield "# that stands beside a file. After each option: the key of the run file it comes from; the file that has it."
+    yield "# in parentheses after a file. After each option: the key of the run file it comes from; the file that has it."
     yield "set -euo pipefail"
     for name, what in table.variables.items():
         if any(f"${{{name}}}" in str(arg.value) for arg in found.arguments):
