@@ -121,10 +121,10 @@ def test_a_plan_replaces_as_much_as_it_may_well_lose_until_its_last_step() -> No
     day = 86_400 / 1000
     each = expected_losses(run, day).mean
     assert each == run.rollout.num_gpus
-    assert with_restarts(run, 30 * day).policies.max_restarts == ceil(
-        30 * each + 3 * sqrt(30 * each)
-    )
-    assert with_restarts(run, day / 1000) == run  # four are enough for that
+    many, few = (expected_losses(run, step_time) for step_time in (30 * day, day / 1000))
+    allowed = with_restarts(run.policies, many).max_restarts
+    assert allowed == ceil(30 * each + 3 * sqrt(30 * each))
+    assert with_restarts(run.policies, few) == run.policies  # four are enough for that
 
 
 def test_a_run_that_will_lose_more_than_it_replaces_is_told_so() -> None:

@@ -15,9 +15,10 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
-from streamrl.runfile.failure_rates import expected_losses
+from streamrl.runfile.failure_rates import Losses, expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
+from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
@@ -95,7 +96,9 @@ def _plan(
     on_parts = progress.on("parts of a node")
     parts = find_on_partial_nodes(search, chosen, pool, on_parts) if whole_nodes else None
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
-    planned = with_restarts(race.planned(chosen), metrics.step_time)
+    planned = race.planned(chosen)
+    losses = expected_losses(planned, metrics.step_time)
+    planned = replace(planned, policies=with_restarts(planned.policies, losses))
     check_run(planned)
     value, bounds = search.value_of(metrics), search.bounds()
     found = PlanDescription(search, race, chosen)
@@ -157,10 +160,12 @@ def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:
     return PlannedFramework(name=name, facts=facts, left_out=scope.left_out)
 
 
-def with_restarts(run: Run, step_time: float) -> Run:
-    """Return a run that allows as many restarts as it may need until its last step, which its price includes."""
-    most = max(run.policies.max_restarts, expected_losses(run, step_time).most)
-    return replace(run, policies=replace(run.policies, max_restarts=most))
+def with_restarts(policies: PoliciesConfig, losses: Losses) -> PoliciesConfig:
+    """Return policies that allow as many restarts as a run may need until its last step, which its price includes."""
+    changed: PoliciesConfig = replace(
+        policies, max_restarts=max(policies.max_restarts, losses.most)
+    )
+    return changed
 
 
 def _choose(
