@@ -21,6 +21,7 @@ from streamrl.runfile.files import write_run
 from streamrl.sim.calibration.calibrate import Calibrated, calibrate_steps
 from streamrl.sim.calibration.disagreement import find_differences, find_disagreements, mean_tokens
 from streamrl.sim.calibration.simulated_steps import simulate_steps
+from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.made_logs import MADE
 from tests.runs import small_run
@@ -397,7 +398,7 @@ def test_wrong_input_is_one_line_and_writes_nothing(
 
 def test_a_written_calibration_leaves_out_what_is_not_known() -> None:
     run = small_run(KEYS)
-    mean, prompt = mean_tokens(run)
+    mean, prompt = mean_tokens(SimulatedWorkload(run))
     assert 40 < mean < 60 and prompt == 40
     steps = MeasuredSteps(source="x", framework="csv", steps=(MeasuredStep(step=1, train=2.0),))
     found = calibrate_steps(run, steps)

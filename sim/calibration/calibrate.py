@@ -9,7 +9,7 @@ are stable. Steps that are held out show how well the factors hold.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import comb
 from pathlib import Path
 from statistics import fmean, median
@@ -33,9 +33,10 @@ from streamrl.hardware.calibration_file import (
 from streamrl.hardware.profiles import load_model
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, read_run_steps
 from streamrl.record.recorded_workload import recorded_workload
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
-from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.policies_config import PoliciesConfig, SystemName
 from streamrl.sim.calibration.disagreement import (
     LENGTHS,
     Disagreement,
@@ -321,7 +322,6 @@ def calibrate_checked(
     watch: Callable[[str], None],
 ) -> Calibrated:
     """Fit a calibration to steps whose work agrees with the run file; see `calibrate_steps`."""
-    run = replace(run, costs=replace(run.costs, calibration=None))
     used = _choose(measured, held_out)
     notes = list(measured.notes)
     targets = find_targets(run.policies, run.algorithm.needs_score, measured, notes)
@@ -332,8 +332,18 @@ def calibrate_checked(
         wrong = check_overhead(stated, overhead.seconds, _mean_step(used))
         refuse([] if wrong is None else [wrong], measured.source)
         overhead = None if stated is not None else overhead
-    fit = _Fit(run, used, overhead, simulated, watch)
-    made = fit.fit(targets, _empty(run, measured.source, used))
+
+    def simulate(calibration: str | None) -> SimulatedSteps:
+        return simulated(
+            replace(run, costs=replace(run.costs, calibration=calibration)), used.steps
+        )
+
+    generates_on, trains_on = (
+        run.cluster.pools[side.pool].gpu for side in (run.rollout, run.trainer)
+    )
+    fit = _Fit(used, overhead, _gpus_by_stage(generates_on, trains_on), simulate, watch)
+    empty = _empty(run.model, run.policies.system, run.costs.profile, measured.source, used)
+    made = fit.fit(targets, empty)
     return Calibrated(made, [*notes, *fit.notes, *_doubts(made)])
 
 
@@ -382,14 +392,23 @@ class _Fit:
 
     def __init__(
         self,
-        run: Run,
         used: _Used,
         overhead: StepOverhead | None,
-        simulated: Simulator,
+        gpus: Mapping[StageName, str],
+        simulate: Callable[[str | None], SimulatedSteps],
         watch: Callable[[str], None],
     ) -> None:
-        self._run, self._used, self._overhead = run, used, overhead
-        self._simulated, self._watch = simulated, watch
+        """Take what the factors are fitted to.
+
+        Args:
+            used: the measured steps.
+            overhead: seconds of a step outside its stages, if they are fitted.
+            gpus: the GPU of each stage.
+            simulate: simulates these steps with the calibration of a file, or with none.
+            watch: receives a text about the current simulation.
+        """
+        self._used, self._overhead, self._gpus = used, overhead, gpus
+        self._simulate, self._watch = simulate, watch
         self._factors: dict[StageName, float] = {}
         self.notes: list[str] = []
 
@@ -397,18 +416,18 @@ class _Fit:
         """Return the calibration that makes targets equal, as well as factors can do it."""
         self._factors = {stage: 1.0 for target in targets for stage in target.stages}
         self._watch("without a calibration")
-        before = made = self._simulated(self._run, self._used.steps)
+        before = made = self._simulate(None)
         self._refuse_other_units(targets, before, empty.source)
         for number in range(1, ROUNDS + 1):
             change = self._adjust(targets, made)
             self._watch(f"round {number}")
-            made = self._simulate(self._filled(targets, empty, made))
+            made = self._calibrated(self._filled(targets, empty, made))
             if change < ENOUGH:
                 break
         met = [target for target in targets if self._is_met(target, made)]
         if len(met) < len(targets):
             self._drop([target for target in targets if target not in met])
-            made = self._simulate(self._filled(met, empty, made))
+            made = self._calibrated(self._filled(met, empty, made))
         return self._with_errors(self._filled(met, empty, made), met, before, made)
 
     def _refuse_other_units(
@@ -423,12 +442,12 @@ class _Fit:
                 "are its seconds milliseconds?"
             )
 
-    def _simulate(self, calibration: Calibration) -> SimulatedSteps:
+    def _calibrated(self, calibration: Calibration) -> SimulatedSteps:
+        """Simulate the steps with a calibration."""
         with TemporaryDirectory() as directory:
             path = Path(directory) / "calibration.toml"
             path.write_text(write_calibration(calibration), encoding="utf-8")
-            costs = replace(self._run.costs, calibration=str(path))
-            return self._simulated(replace(self._run, costs=costs), self._used.steps)
+            return self._simulate(str(path))
 
     def _adjust(self, targets: Sequence[Target], made: SimulatedSteps) -> float:
         """Correct each factor by its prediction error, and return the largest change."""
@@ -470,9 +489,8 @@ class _Fit:
             for stage in target.stages:
                 factor = self._factors[stage]
                 interval = None if pairs is None else pairs.interval(factor)
-                factors[stage] = StageFactor(
-                    gpu=gpu_of(self._run, stage), factor=factor, interval=interval
-                )
+                gpu = self._gpus[stage]
+                factors[stage] = StageFactor(gpu=gpu, factor=factor, interval=interval)
         return replace(empty, overhead=self._overhead, **factors)
 
     def _with_errors(
@@ -505,22 +523,23 @@ class _Fit:
         )
 
 
-def gpu_of(run: Run, stage: StageName) -> str:
-    """Return the GPU of a stage; for a sync, that of the replicas."""
-    side = run.trainer if stage in ("score", "train") else run.rollout
-    return run.cluster.pools[side.pool].gpu
+def _gpus_by_stage(generates_on: str, trains_on: str) -> dict[StageName, str]:
+    """Return the GPU of each stage; for a sync, that of the replicas."""
+    return {stage: trains_on if stage in ("score", "train") else generates_on for stage in STAGES}
 
 
-def _empty(run: Run, source: str, used: _Used) -> Calibration:
-    """Return a calibration of a run without factors."""
+def _empty(
+    model: ModelConfig, system: SystemName, profile: str | None, source: str, used: _Used
+) -> Calibration:
+    """Return a calibration without factors of a run with a model, a system and measured costs."""
     numbers = [step.step for step in used.steps]
     rest = numbers[used.fitted :]
     return Calibration(
         source=source,
         date=datetime.datetime.now(datetime.UTC).date(),
-        model=load_model(run.model).name,
-        system=run.policies.system,
-        profile=profile_digest(run.costs.profile),
+        model=load_model(model).name,
+        system=system,
+        profile=profile_digest(profile),
         fitted_steps=(numbers[0], numbers[used.fitted - 1]),
         held_out_steps=(rest[0], rest[-1]) if rest else None,
     )
@@ -583,7 +602,10 @@ def calibrate_recorded(
     """
     measured = measured_steps(trace, str(file.parent if file.name == "trace.jsonl" else file))
     refuse(find_differences(run, trace.run), measured.source)
-    measured = replace(measured, notes=(*_note_lengths(run, measured),))
+    theirs = measured.mean("output_tokens")
+    if run.workload.lengths is not None and theirs is not None:
+        ours, _ = mean_tokens(SimulatedWorkload(run))
+        measured = replace(measured, notes=tuple(_note_lengths(ours, theirs)))
     num_steps = len(measured.steps)
 
     def simulated(seen: Run, steps: Sequence[MeasuredStep]) -> SimulatedSteps:
@@ -603,11 +625,8 @@ def calibrate_recorded(
     return calibrate_checked(run, measured, held_out, simulated, watch)
 
 
-def _note_lengths(run: Run, measured: MeasuredSteps) -> list[str]:
-    theirs = measured.mean("output_tokens")
-    if run.workload.lengths is None or theirs is None:
-        return []
-    ours, _ = mean_tokens(run)
+def _note_lengths(ours: float, theirs: float) -> list[str]:
+    """Compare the mean output tokens of a run file and of its recorded run."""
     if abs(theirs / ours - 1) <= LENGTHS:
         return []
     return [

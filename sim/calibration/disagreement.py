@@ -5,7 +5,7 @@ A factor would hide an error in the run file, and would be wrong for other run f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -54,10 +54,15 @@ def takes_turns(policies: PoliciesConfig) -> bool:
 
 def find_disagreements(run: Run, measured: MeasuredSteps) -> list[Disagreement]:
     """Return the keys whose values disagree with the work of the measured steps."""
+    of_tokens: Iterable[Disagreement] = ()
+    if measured.has("output_tokens") or measured.has("prompt_tokens"):
+        workload = SimulatedWorkload(run)
+        assert run.workload.lengths is not None, "a simulated workload has some"
+        of_tokens = _of_tokens(mean_tokens(workload), run.workload.lengths.scale, measured)
     return [
         *_of_mode(run.policies, measured),
         *_of_rollouts(run.algorithm, measured),
-        *_of_tokens(run, measured),
+        *of_tokens,
         *_of_longest(run.rollout.max_tokens, measured),
         *_of_gpus(run.num_gpus, measured),
         *_of_passes(run.algorithm, measured),
@@ -150,15 +155,20 @@ def _counted_by_tokens(measured: MeasuredSteps) -> float | None:
     return total / (output + prompt)
 
 
-def _of_tokens(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
-    """Find differences in the mean tokens of an output or a prompt."""
+def _of_tokens(
+    ours: tuple[float, float], scale: float, measured: MeasuredSteps
+) -> Iterator[Disagreement]:
+    """Find differences in the mean tokens of an output or a prompt.
+
+    Args:
+        ours: mean output and prompt tokens of the run file.
+        scale: `workload.lengths.scale`.
+        measured: the steps.
+    """
     outputs, prompt = measured.values("output_tokens"), measured.mean("prompt_tokens")
-    if not outputs and prompt is None:
-        return
-    mean_output, mean_prompt = mean_tokens(run)
+    mean_output, mean_prompt = ours
     if outputs:
-        assert run.workload.lengths is not None, "mean_tokens has drawn some"
-        yield from _of_outputs(run.workload.lengths.scale, mean_output, outputs)
+        yield from _of_outputs(scale, mean_output, outputs)
     if prompt is not None:
         yield from _of_prompts(mean_prompt, mean_output, prompt)
 
@@ -231,8 +241,8 @@ def check_overhead(stated: float | None, seconds: float, step_time: float) -> Di
     return Disagreement("framework.step_time", text)
 
 
-def mean_tokens(run: Run) -> tuple[float, float]:
-    """Return the mean output and prompt tokens of a rollout of a run file."""
-    draws = SimulatedWorkload(run).draw(0, PROMPTS)
+def mean_tokens(workload: SimulatedWorkload) -> tuple[float, float]:
+    """Return the mean output and prompt tokens of a rollout, over the first prompts."""
+    draws = workload.draw(0, PROMPTS)
     output = fmean(length for draw in draws for length in draw.lengths)
     return output, fmean(draw.drawn.prompt_tokens for draw in draws)

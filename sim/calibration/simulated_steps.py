@@ -127,18 +127,13 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
     if len(made) < len(wanted) - WARM_UP:
         reason = world.engine.stop_reason or "it stops"
         raise RuntimeError(f"the run stopped after step {len(made) + WARM_UP}: {reason}")
-    if not turns:
-        made = _with_generation(filled, costs, made)
+    if not turns:  # training meanwhile hides the seconds of generation: generate each batch alone
+        batches = islice(step_batches(filled, StepwiseWorkload(filled, made)), len(made))
+        ends = [batch.generate(filled, costs).in_turn[-1] for batch in batches]
+        made = [replace(step, generation=end.time) for step, end in zip(made, ends, strict=True)]
     return SimulatedSteps(
         [_mean(made[place :: len(measured)]) for place in range(len(measured))], overhead
     )
-
-
-def _with_generation(run: Run, costs: Costs, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Add the seconds to generate each step's batch alone, because a run that trains meanwhile does not show them."""
-    batches = islice(step_batches(run, StepwiseWorkload(run, steps)), len(steps))
-    seconds = [batch.generate(run, costs).in_turn[-1].time for batch in batches]
-    return [replace(step, generation=s) for step, s in zip(steps, seconds, strict=True)]
 
 
 def _mean(steps: Sequence[MeasuredStep]) -> MeasuredStep:
