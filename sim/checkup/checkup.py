@@ -12,11 +12,11 @@ from streamrl.engine.presets import choose_system
 from streamrl.record.metrics import Metrics, measure
 from streamrl.runfile.cluster_config import LinkConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.findings import Changes, Finding, Fix, is_error, propose_fix, toml, value_of
+from streamrl.runfile.findings import Changes, Finding, Fix, is_error, propose_fix, toml
 from streamrl.runfile.formatting import format_count, format_duration, format_share
 from streamrl.runfile.gpu_pools import find_link
-from streamrl.runfile.policies_config import PoliciesConfig
-from streamrl.runfile.roles_config import NARROW
+from streamrl.runfile.policies_config import PoliciesConfig, SyncMode
+from streamrl.runfile.roles_config import NARROW, RolloutConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.sim.checkup import progress
 from streamrl.sim.checkup.rehearsal import Rehearsal, rehearse, shortened
@@ -25,10 +25,10 @@ from streamrl.sim.costs.weight_sync import link_hop
 from streamrl.workload.replica_batch import MeanLengths, mean_lengths, replica_batch
 
 OTHER_FORMATS: tuple[Changes, ...] = (
-    {"rollout.weight_only": True},
-    {"rollout.dtype": None, "rollout.weight_only": False},
+    {"weight_only": True},
+    {"dtype": None, "weight_only": False},
 )
-"""Narrow weights that are widened before each product keep their memory."""
+"""Keys of `[rollout]`. Narrow weights that are widened before each product keep their memory."""
 
 
 def find_slow_format(run: Run) -> Iterator[Finding]:
@@ -56,13 +56,16 @@ def find_slow_format(run: Run) -> Iterator[Finding]:
         yield Finding(level="warning", topic="batch", name="slow-format", text=text)
 
 
-def _other_formats(run: Run) -> Iterator[Changes]:
+def _other_formats(rollout: RolloutConfig) -> Iterator[Changes]:
     for way in OTHER_FORMATS:
-        yield {key: new for key, new in way.items() if value_of(run, key) != new}
+        yield {f"rollout.{key}": new for key, new in way.items() if getattr(rollout, key) != new}
 
 
 FORMAT_FIXES = {
-    "slow-format": Fix(_other_formats, "keep rollout.dtype for the memory that it saves alone"),
+    "slow-format": Fix(
+        lambda run: _other_formats(run.rollout),
+        "keep rollout.dtype for the memory that it saves alone",
+    ),
 }
 
 
@@ -73,9 +76,13 @@ TOKEN_BYTES = 8
 MOST_DOUBLINGS = 10
 
 
-def find_link_use(run: Run, costs: Costs, metrics: Metrics | None) -> Iterator[Finding]:
-    """Report how much of the link weights and rollouts use, and find a weight sync that takes too long."""
-    sync, exposed = costs.sync, is_exposed(run.policies)
+def find_link_use(run: Run, metrics: Metrics | None) -> Iterator[Finding]:
+    """Report how much of the link weights and rollouts use, and find a weight sync that takes too long.
+
+    Raises:
+        ValueError: a side does not fit its memory.
+    """
+    sync, exposed = Costs.load(shortened(run)).sync, is_exposed(run.policies)
     pools = run.rollout.pool, run.trainer.pool
     index = find_link(run.cluster.links, *pools)
     link = None if index is None else run.cluster.links[index]
@@ -131,24 +138,35 @@ def _rollouts(mean: MeanLengths | None, rollouts_per_step: int, link: LinkConfig
     return f"{text}, {format_duration(seconds)} of the link"
 
 
-def _less_waiting(run: Run) -> Iterator[Changes]:
+def _less_waiting(
+    mode: SyncMode, policies: PoliciesConfig, links: list[LinkConfig], pools: tuple[str, str]
+) -> Iterator[Changes]:
     """Yield changes that send fewer bytes, then those that generate during the sync, then wider links."""
-    if run.sync.mode == "full":
+    if mode == "full":
         yield {"sync.mode": "delta"}
         yield {"sync.mode": "delta", "sync.backend": "broadcast-tree"}
-    if is_exposed(run.policies):
+    if is_exposed(policies):
         yield {"policies.system": "stream-async"}
         yield {"policies.system": "stream-async", "sync.mode": "delta"}
-    index = find_link(run.cluster.links, run.rollout.pool, run.trainer.pool)
+    index = find_link(links, *pools)
     if index is not None:
         for doublings in range(1, MOST_DOUBLINGS):
-            wider = Bandwidth(run.cluster.links[index].bandwidth * 2**doublings)
+            wider = Bandwidth(links[index].bandwidth * 2**doublings)
             yield {f"cluster.links.{index}.bandwidth": toml(wider).strip('"')}
 
 
+def _link_fix(otherwise: str) -> Fix:
+    return Fix(
+        lambda run: _less_waiting(
+            run.sync.mode, run.policies, run.cluster.links, (run.rollout.pool, run.trainer.pool)
+        ),
+        otherwise,
+    )
+
+
 LINK_FIXES = {
-    "sync-exposed": Fix(_less_waiting, "send less (sync.mode), or generate a step ahead meanwhile"),
-    "link-saturated": Fix(_less_waiting, "send less (sync.mode), or rent a wider link"),
+    "sync-exposed": _link_fix("send less (sync.mode), or generate a step ahead meanwhile"),
+    "link-saturated": _link_fix("send less (sync.mode), or rent a wider link"),
 }
 
 
@@ -165,7 +183,9 @@ def examine(run: Run) -> list[Finding]:
     findings, metrics = check_up(run)
     fixes = {**progress.fixes(metrics), **LINK_FIXES, **FORMAT_FIXES}
     return [
-        finding if finding.level == "ok" else propose_fix(run, finding, fixes[finding.name], _all)
+        finding
+        if finding.level == "ok"
+        else propose_fix(run, finding, fixes[finding.name], _examine_all)
         for finding in findings
     ]
 
@@ -176,26 +196,19 @@ def check_up(run: Run) -> Checkup:
     metrics = _measure(rehearsal)
     found = list(progress.find(run, rehearsal, metrics))
     if not any(map(is_error, found)):
-        found += _try_link_use(run, None if rehearsal.is_stand_in else metrics)
-        found += _try_slow_format(run)
+        found += _if_it_fits(find_link_use(run, None if rehearsal.is_stand_in else metrics))
+        found += _if_it_fits(find_slow_format(run))
     return Checkup(found, metrics)
 
 
-def _all(run: Run) -> Iterator[Finding]:
+def _examine_all(run: Run) -> Iterator[Finding]:
     yield from diagnose(run)
     yield from check_up(run).findings
 
 
-def _try_link_use(run: Run, metrics: Metrics | None) -> list[Finding]:
+def _if_it_fits(findings: Iterator[Finding]) -> list[Finding]:
     try:
-        return list(find_link_use(run, Costs.load(shortened(run)), metrics))
-    except ValueError:
-        return []  # what does not fit is a finding of memory
-
-
-def _try_slow_format(run: Run) -> list[Finding]:
-    try:
-        return list(find_slow_format(run))
+        return list(findings)
     except ValueError:
         return []  # what does not fit is a finding of memory
 

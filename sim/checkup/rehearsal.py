@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.world import SimWorld
 from streamrl.workload.replica_batch import rollouts_under_way
-from streamrl.workload.workload import SimulatedWorkload, Workload
+from streamrl.workload.workload import SimulatedWorkload
 
 LEAST_STEPS = 3
 """Steps that show a whole turn: the first is generated ahead of nothing, the second beside training."""
@@ -74,10 +75,13 @@ ALL_GROUPS: dict[str, Any] = {
 class CountingWorld(SimWorld):
     """A simulated world that stops with an error after too many events."""
 
-    def __init__(self, run: Run, costs: Costs, workload: Workload, most_events: int) -> None:
-        super().__init__(run, costs, workload)
-        self._most_events = most_events
-        self._num_events = 0
+    _num_events = 0
+
+    @cached_property
+    def _most_events(self) -> int:
+        """Maximum number of events, by the rollouts of all steps."""
+        algorithm = self.run_file.algorithm
+        return FEWEST_EVENTS + EVENTS_PER_ROLLOUT * algorithm.rollouts_per_step * algorithm.steps
 
     def emit(self, event: Event) -> None:
         """Count an event and pass it to the engine.
@@ -113,9 +117,7 @@ def make_world(run: Run) -> CountingWorld:
         ValueError: the run has no lengths, does not fit its memory, or uses a back end without a model.
     """
     costs = Costs.load(run)
-    num_rollouts = run.algorithm.rollouts_per_step * run.algorithm.steps
-    most = FEWEST_EVENTS + EVENTS_PER_ROLLOUT * num_rollouts
-    return CountingWorld(fill_policies(run, costs), costs, SimulatedWorkload(run), most)
+    return CountingWorld(fill_policies(run, costs), costs, SimulatedWorkload(run))
 
 
 def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:

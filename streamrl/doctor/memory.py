@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+
+import msgspec
 
 from streamrl.hardware.memory import (
     ROOMY,
@@ -18,11 +21,11 @@ from streamrl.hardware.resolved import (
     resolve,
 )
 from streamrl.hardware.side_memory import SideMemory, replica_side, reward_side, trainer_side
-from streamrl.runfile.config import Run
-from streamrl.runfile.findings import Changes, Finding, Fix, Level, changed
+from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.runfile.gpu_pools import powers_of_two
 from streamrl.runfile.keys import pool_key
-from streamrl.runfile.roles_config import AdmissionName, RolloutConfig
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import AdmissionName, RolloutConfig, TrainerConfig
 from streamrl.workload.replica_batch import (
     MeanLengths,
     ReplicaBatch,
@@ -192,9 +195,13 @@ def _longer_replicas(rollout: RolloutConfig, domain: int) -> Iterator[Changes]:
 # ------------------------------------------------------------------------
 
 
-def _roomier_trainers(run: Run) -> Iterator[Changes]:
-    """Yield layouts that fit, on the fewest GPUs first; among these, the one that changes least."""
-    trainer = resolve(run).trainer
+def _roomier_trainers(trainer: TrainerHardware, others: int) -> Iterator[Changes]:
+    """Yield layouts that fit, on the fewest GPUs first; among these, the one that changes least.
+
+    Args:
+        trainer: as it is.
+        others: GPUs of its pool that something else uses.
+    """
     switches: list[dict[str, object]] = [
         {},
         {"trainer.recompute": "full"},
@@ -206,12 +213,17 @@ def _roomier_trainers(run: Run) -> Iterator[Changes]:
     ]
     if trainer.num_models > 1:
         switches += [{**each, "trainer.offload": True} for each in switches]
-    is_beside = run.rollout.pool == run.trainer.pool and not run.policies.shares_gpus
-    others = run.rollout.num_gpus if is_beside else 0
     for doublings in range(MOST_GROWTH + 1):
-        layouts = [{}, *_layouts(trainer, run.trainer.num_gpus * 2**doublings, others)]
+        layouts = [{}, *_layouts(trainer, trainer.config.num_gpus * 2**doublings, others)]
         found = [{**layout, **switch} for layout, switch in product(layouts, switches)]
-        yield from sorted(filter(lambda changes: changes and _fits(run, changes), found), key=len)
+        fitting = (changes for changes in found if changes and _fits(trainer, changes))
+        yield from sorted(fitting, key=len)
+
+
+def _gpus_beside(rollout: RolloutConfig, trainer: TrainerConfig, policies: PoliciesConfig) -> int:
+    """Return the GPUs of the trainer's pool that replicas use alone."""
+    is_beside = rollout.pool == trainer.pool and not policies.shares_gpus
+    return rollout.num_gpus if is_beside else 0
 
 
 def _layouts(hardware: TrainerHardware, num_gpus: int, others: int) -> Iterator[dict[str, object]]:
@@ -240,9 +252,15 @@ def _context_degrees(own: int, longest: int) -> list[int]:
     return sorted({own, *usual})
 
 
-def _fits(run: Run, changes: Changes) -> bool:
+def _fits(trainer: TrainerHardware, changes: Changes) -> bool:
+    """Return whether a trainer fits its GPUs with other values of its keys."""
+    own = {
+        key.removeprefix("trainer."): value
+        for key, value in changes.items()
+        if key.startswith("trainer.")
+    }
     try:
-        side = trainer_side(resolve(changed(run, changes)).trainer)
+        side = trainer_side(replace(trainer, config=msgspec.structs.replace(trainer.config, **own)))
     except ValueError:
         return False
     return side.need <= side.capacity
@@ -269,12 +287,16 @@ MEMORY_FIXES = {
         lambda run: _replica_effect(resolve(run).replica, mean_lengths(run)),
     ),
     "trainer-memory": Fix(
-        _roomier_trainers,
+        lambda run: _roomier_trainers(
+            resolve(run).trainer, _gpus_beside(run.rollout, run.trainer, run.policies)
+        ),
         "no split of the model fits these GPUs: name GPUs with more memory",
         lambda run: _trainer_effect(resolve(run).trainer),
     ),
     "trainer-tight": Fix(
-        _roomier_trainers,
+        lambda run: _roomier_trainers(
+            resolve(run).trainer, _gpus_beside(run.rollout, run.trainer, run.policies)
+        ),
         "lower trainer.max_tokens_per_pass or split over more GPUs",
         lambda run: _trainer_effect(resolve(run).trainer),
     ),

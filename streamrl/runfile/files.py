@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -54,23 +54,21 @@ def write_run(
     if run.execute.output == os.path.normpath(base / ExecuteConfig().output):
         execute = msgspec.structs.replace(run.execute, output=ExecuteConfig().output)
         run = msgspec.structs.replace(run, execute=execute)
-    stated = list(stated)
-    run = _with_paths_from(run, path.parent, stated)
-    table = _run_table(run)
-    for key in stated:
-        _state(table, run, key)
-    table = join_trainers(table)
+    stated, paths = list(stated), paths_of(run)
+    if run.execute.output == ExecuteConfig().output and OUTPUT not in stated:
+        del paths[OUTPUT]  # a default that is not written stays
+    run = with_paths(run, {key: os.path.relpath(each, path.parent) for key, each in paths.items()})
+    table = run_table(run, stated)
     head = "".join(f"# {note}\n" for note in notes)
     path.write_text(f"{head}\n{tomli_w.dumps(table)}", encoding="utf-8")
 
 
-def run_table(run: Run) -> dict[str, Any]:
-    """Return a run as TOML gives its file."""
-    return join_trainers(_run_table(run))
+def run_table(run: Run, stated: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a run as TOML gives its file.
 
-
-def _run_table(run: Run) -> dict[str, Any]:
-    """Return a run's table without what its framework fills in again, and with what it would fill in otherwise."""
+    It has no key that the framework of the run fills in again, and each that it would fill in
+    otherwise. Dotted keys that are `stated` are there whatever their value.
+    """
     table = _table(run)
     for setting, own in settings_of(run):
         place, last = place_of(table, setting.key)
@@ -78,7 +76,9 @@ def _run_table(run: Run) -> dict[str, Any]:
             place.pop(last, None)
         else:
             place[last] = _toml_value(own)
-    return table
+    for key in stated:
+        _state(table, run, key)
+    return join_trainers(table)
 
 
 def _table(section: Section) -> dict[str, Any]:
@@ -117,14 +117,6 @@ def _toml_value(value: Any) -> Any:
             return f"{float(value)!r} {UNITS[type(value)]}"
         case _:
             return value
-
-
-def _with_paths_from(run: Run, base: Path, stated: Iterable[str]) -> Run:
-    """Return the run with its paths as seen from `base`; a default that is not written stays."""
-    paths = paths_of(run)
-    if run.execute.output == ExecuteConfig().output and OUTPUT not in stated:
-        del paths[OUTPUT]
-    return with_paths(run, {key: os.path.relpath(path, base) for key, path in paths.items()})
 
 
 def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
@@ -178,7 +170,7 @@ def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
     for error in find_errors(table):
         raise error
     run = msgspec.convert(split_trainers(fill_in(table)), Run, dec_hook=read_quantity)
-    run = _resolve_paths(run, base)
+    run = with_paths(run, _resolved(paths_of(run), base))
     plan = _with_studied_cost(run.plan, run.algorithm.corrected_by or "none")
     found: Run = msgspec.structs.replace(run, plan=plan)
     return found
@@ -248,11 +240,9 @@ def _restore_quantity(kind: type, value: object) -> object:
     return kind(value)
 
 
-def _resolve_paths(run: Run, base: Path) -> Run:
-    """Let every path in the run file start at `base`, which one of no letters would be itself."""
-    paths = paths_of(run)
+def _resolved(paths: Mapping[str, str], base: Path) -> dict[str, str]:
+    """Return paths by key as they start at `base`, which one of no letters would be itself."""
     for key, path in paths.items():
         if not path:
             raise RunError(key, path, None, f"{key} must name a path, got ''")
-    resolved = {key: os.path.normpath(base / path) for key, path in paths.items()}
-    return with_paths(run, resolved)
+    return {key: os.path.normpath(base / path) for key, path in paths.items()}
