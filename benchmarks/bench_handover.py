@@ -64,8 +64,7 @@ from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import Completion, Loaded, Manifest, Request, Sample, Scoring
 from streamrl.executor.rollout.replica import Replica
 from streamrl.executor.tokens import TokenBlock, TokenSegment, write_block
-from streamrl.executor.trainer.advantages import AdvantageEstimator
-from streamrl.executor.trainer.trainer import Trainer
+from streamrl.executor.trainer.trainer import StepSettings, Trainer
 from streamrl.executor.transfer.transfer import Transfer
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.executor.world import RealWorld
@@ -204,11 +203,13 @@ class Handover:
 
     def __init__(self, run: Run, directory: RunDirectory, tokens: Path | None) -> None:
         self._engine = build_engine(run)
-        self._buffer = RolloutBuffer(run, PromptWorkload(run, Tokenizer()), tokens)
+        self._buffer = RolloutBuffer(
+            PromptWorkload(run, Tokenizer()), run.num_trainers, directory=tokens
+        )
         self._handle = Loopback()
         self._replica = Replica(self._handle, self._buffer)
-        estimator = AdvantageEstimator(run.algorithm, self._buffer)
-        self._trainer = Trainer(run, self._buffer, estimator, directory, lambda: 0.0)
+        settings = StepSettings.of(run)
+        self._trainer = Trainer(settings, self._buffer, directory, lambda: 0.0)
         self._events: deque[Event] = deque([RunStarted(0, 0)])
         self._seconds = 0.0
         self._now = 0.0
@@ -365,7 +366,7 @@ async def measure_all(num_tokens: int) -> list[float]:
                 Trace(run, "real", {}, directory.trace_file),
                 build_engine(run),
                 InstantLauncher(directory, num_tokens),  # type: ignore[arg-type]  # of other roles
-                RolloutBuffer(run, PromptWorkload(run, Tokenizer()), tokens),
+                RolloutBuffer(PromptWorkload(run, Tokenizer()), run.num_trainers, directory=tokens),
                 Verifier(run.verifier),
                 Transfer,
                 directory,

@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrl.engine.presets import choose_system
-from streamrl.engine.trainer_side import check_reach
+from streamrl.engine.trainer_side import LEADER, check_reach
 from streamrl.executor.adapter_layers import VLLM_PLACES
 from streamrl.executor.launchers.placement import device_of
 from streamrl.hardware.hugging_face import read_positions
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.choices import import_object
-from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.config import Run
+from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
+from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.gpu_pools import kind_key
 from streamrl.runfile.keys import trainer_key
-from streamrl.runfile.policies_config import SyncMode
-from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig, SyncMode
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.simulation_config import FaultConfig
+from streamrl.runfile.workload_config import WorkloadConfig
 
 
 class Limit(NamedTuple):
@@ -42,13 +45,43 @@ rejects higher ones."""
 def check_back_ends(run: Run) -> None:
     """Raise `ValueError` if the back ends cannot execute the run exactly as its run file says."""
     check_reach(run.policies, run.followers)
-    _refuse(_limits(run))
+    rollout, kinds, execute, sync = run.rollout, run.rollout.kinds, run.execute, run.sync
+    pools, policies, model = run.cluster.pools, run.policies, run.model
+    has_relays = uses_relays(execute.launcher, sync.mode)
+    own_rank = sync.lora_rank if run.serves_adapters else None
+    _refuse(_limits_of_scope(run.framework.name, run.verifier, run.faults, execute.launcher))
+    _refuse(_limits_of_replicas(kinds, execute.device))
+    _refuse(_limits_of_heads(kinds, model, execute.device, pools))
+    _refuse(_limits_of_engine(rollout, model, run.workload, policies.concurrency, own_rank))
+    _refuse(_limits_of_attention(model, kinds, run.trainers))
+    _refuse(_limits_of_rollouts(rollout, policies.promote, has_relays=has_relays))
+    for number in range(run.num_trainers):
+        check_back_end_of(run, number)
+    _refuse(_limits_of_sync(sync, model, kinds, has_relays=has_relays, own_rank=own_rank))
+    _refuse(_limits_of_formats(model, rollout, run.trainer.backend, run.framework.epochs))
+    if execute.deterministic:
+        _refuse(_limits_of_determinism(policies, kinds, run.trainers, execute, pools))
+
+
+def refusal_of(run: Run) -> str:
+    """Return the first setting that the back ends cannot execute, with what it must be; "" if there is none."""
+    try:
+        check_back_ends(run)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def check_back_end_of(run: Run, trainer: int) -> None:
     """Raise `ValueError` if the back end of one trainer cannot execute its settings."""
     check_reach(run.policies, run.followers)
-    _refuse(_limits_of_trainer(run.as_seen_by(trainer), trainer))
+    seen, key, execute = run.as_seen_by(trainer), trainer_key(trainer), run.execute
+    own, takes_turns = seen.trainer, seen.policies.shares_gpus
+    device = device_of(execute.device, run.cluster.pools[own.pool])
+    _refuse(_limits_of_computation(key, own, seen.algorithm, run.model))
+    _refuse(_limits_of_passes(key, own, seen.algorithm, run.framework.optimizer_steps, takes_turns))
+    _refuse(_limits_of_ranks(key, own, execute, takes_turns))
+    _refuse(_limits_of_zero(key, own, run.model.dtype, device, takes_turns))
 
 
 def _refuse(limits: Iterable[Limit]) -> None:
@@ -58,46 +91,51 @@ def _refuse(limits: Iterable[Limit]) -> None:
             raise ValueError(f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}")
 
 
-def _limits(run: Run) -> Iterator[Limit]:
-    """Yield all limits of the back ends for a run."""
-    rollout = run.rollout
+def _limits_of_scope(
+    framework: str | None, verifier: VerifierConfig, faults: tuple[FaultConfig, ...], launcher: str
+) -> Iterator[Limit]:
+    """Yield the limits of features that only a simulation or some launchers have."""
     yield Limit(
         "framework.name",
-        run.framework.name,
-        run.framework.name in (None, "streamrl"),
+        framework,
+        framework in (None, "streamrl"),
         "'streamrl', or left out, to be executed",
         "what starts another framework is written by `streamrl export`",
     )
     yield Limit(
         "verifier.pool",
-        run.verifier.pool,
-        not run.verifier.num_gpus or run.verifier.reward_model is not None,
+        verifier.pool,
+        not verifier.num_gpus or verifier.reward_model is not None,
         "left out for an executed run without a reward model: other rewards are computed on CPUs",
     )
     yield Limit(
         "verifier.gpus_per_worker",
-        run.verifier.gpus_per_worker,
-        run.verifier.gpus_per_worker <= 1,
+        verifier.gpus_per_worker,
+        verifier.gpus_per_worker <= 1,
         "1 to be executed: a replica of the reward model has one GPU",
     )
     yield Limit(
         "execute.launcher",
-        run.execute.launcher,
-        not run.faults or run.execute.launcher != "in-process",
+        launcher,
+        not faults or launcher != "in-process",
         "'local' or 'ray' for planned faults, which strike processes",
     )
-    for kind, own in enumerate(rollout.kinds):
+
+
+def _limits_of_replicas(kinds: tuple[RolloutConfig, ...], device: str) -> Iterator[Limit]:
+    """Yield the limits of each kind of replica: its parallelism, its device, and drafts."""
+    for kind, own in enumerate(kinds):
         yield Limit(
             f"{kind_key(kind)}.tensor_parallel",
             own.tensor_parallel,
             own.tensor_parallel == 1 or engine_named(own.backend).splits_model,
-            f"1 for backend {rollout.backend}",
+            f"1 for backend {kinds[0].backend}",
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
         yield Limit(
             "execute.device",
-            run.execute.device,
-            own.tensor_parallel == 1 or ":" not in run.execute.device,
+            device,
+            own.tensor_parallel == 1 or ":" not in device,
             f"'auto' or 'cuda' where {kind_key(kind)}.tensor_parallel is {own.tensor_parallel}",
         )
         yield Limit(
@@ -109,17 +147,33 @@ def _limits(run: Run) -> Iterator[Limit]:
         for name in ("pipeline_parallel", "data_parallel"):
             degree = getattr(own, name)
             yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
-    for own in rollout.kinds:
+
+
+def _limits_of_heads(
+    kinds: tuple[RolloutConfig, ...], model: ModelConfig, device: str, pools: dict[str, PoolConfig]
+) -> Iterator[Limit]:
+    """Yield the limits of engines on CPUs, which compute only some sizes of attention heads."""
+    for own in kinds:
         computed = engine_named(own.backend).head_dims_on_cpu
-        if computed and device_of(run.execute.device, run.cluster.pools, own.pool) == "cpu":
-            heads = load_model(run.model).head_dim
+        if computed and device_of(device, pools[own.pool]) == "cpu":
+            heads = load_model(model).head_dim
             yield Limit(
                 "model.path",
-                f"{run.model.path}, whose heads have {heads}",
+                f"{model.path}, whose heads have {heads}",
                 heads in computed,
                 f"a model whose attention heads have {', '.join(map(str, computed))} values for backend {own.backend} on CPUs",
                 "--set rollout.backend=transformers executes it",
             )
+
+
+def _limits_of_engine(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    workload: WorkloadConfig,
+    concurrency: str,
+    adapter_rank: int | None,
+) -> Iterator[Limit]:
+    """Yield the limits of the replicas' engine; `adapter_rank` is that of adapters that it serves beside its weights."""
     yield Limit(
         "rollout.chunked_prefill",
         rollout.chunked_prefill,
@@ -129,19 +183,24 @@ def _limits(run: Run) -> Iterator[Limit]:
     engine = engine_named(rollout.backend)
     if engine.limits:
         further: Any = import_object(engine.limits)
-        yield from further(run)
+        yield from further(rollout, model, workload, adapter_rank)
     yield Limit(
         "policies.concurrency",
-        run.policies.concurrency,
-        run.policies.concurrency == "fixed" or engine.follows_pressure,
+        concurrency,
+        concurrency == "fixed" or engine.follows_pressure,
         f"'fixed' for backend {rollout.backend}, whose batch is full or at its end",
     )
-    yield from _limits_of_attention(run.model, run.rollout.kinds, run.trainers)
+
+
+def _limits_of_rollouts(
+    rollout: RolloutConfig, promote: str | None, *, has_relays: bool
+) -> Iterator[Limit]:
+    """Yield the limits on how rollouts are admitted and moved, and on a trainer that replaces the primary one."""
     yield Limit(
         "rollout.admission",
         rollout.admission,
         rollout.admission == "on-demand",
-        f"'on-demand' for backend {rollout.backend}, which {engine.admits}",
+        f"'on-demand' for backend {rollout.backend}, which {engine_named(rollout.backend).admits}",
         "--set rollout.admission=on-demand executes the run with rollout.max_running at once",
     )
     yield Limit(
@@ -152,43 +211,55 @@ def _limits(run: Run) -> Iterator[Limit]:
     )
     yield Limit(
         "policies.promote",
-        run.policies.promote,
-        run.policies.promote is None or not uses_relays(run.execute.launcher, run.sync.mode),
+        promote,
+        promote is None or not has_relays,
         "left out when weights go over relays (launcher ray, sync.mode lora or delta): relays stay with the primary trainer",
     )
-    for number in range(run.num_trainers):
-        yield from _limits_of_trainer(run.as_seen_by(number), number)
+
+
+def _limits_of_sync(
+    sync: SyncConfig,
+    model: ModelConfig,
+    kinds: tuple[RolloutConfig, ...],
+    *,
+    has_relays: bool,
+    own_rank: int | None,
+) -> Iterator[Limit]:
+    """Yield the limits of the weight sync; `own_rank` is that of adapters that replicas serve beside their weights."""
     yield Limit(
         "sync.wire",
-        run.sync.wire,
-        run.sync.wire == "chunks" or uses_relays(run.execute.launcher, run.sync.mode),
+        sync.wire,
+        sync.wire == "chunks" or has_relays,
         "'chunks' for weights in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
     )
     yield Limit(
         "sync.mode",
-        run.sync.mode,
-        run.sync.mode != "lora" or load_model(run.model).experts is None,
+        sync.mode,
+        sync.mode != "lora" or load_model(model).experts is None,
         "'full' or 'delta' for an executed mixture of experts: its experts cannot have adapters",
     )
-    others = [own.backend for own in rollout.kinds if not engine_named(own.backend).serves_adapters]
+    others = [own.backend for own in kinds if not engine_named(own.backend).serves_adapters]
     yield Limit(
         "sync.merge_adapters",
-        run.sync.merge_adapters,
-        not (run.serves_adapters and others),
+        sync.merge_adapters,
+        own_rank is None or not others,
         f"true, or left out, for backend {'/'.join(others)}, which cannot compute with adapters",
     )
-    times = run.framework.epochs
-    yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
+
+
+def _limits_of_formats(
+    model: ModelConfig, rollout: RolloutConfig, trainer_backend: str, epochs: int
+) -> Iterator[Limit]:
+    """Yield the limits on number formats, and on the epochs of a batch."""
+    yield Limit("framework.epochs", epochs, epochs == 1, f"1 for backend {trainer_backend}")
     for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):
-        yield _one_format(run.model.dtype, f"rollout.{key}", dtype, rollout.backend)
+        yield _one_format(model.dtype, f"rollout.{key}", dtype, rollout.backend)
     yield Limit(
         "model.dtype",
-        run.model.dtype,
-        run.model.dtype != "float16",
-        f"'bfloat16' or 'float32' for backend {run.trainer.backend}",
+        model.dtype,
+        model.dtype != "float16",
+        f"'bfloat16' or 'float32' for backend {trainer_backend}",
     )
-    if run.execute.deterministic:
-        yield from _limits_of_determinism(run)
 
 
 def _limits_of_attention(
@@ -215,28 +286,29 @@ def _limits_of_attention(
         yield Limit(key, trainer.packing, not shape.has_sinks or is_met, f"'padded' {sinks}")
 
 
-def limits_of_vllm(run: Run) -> Iterator[Limit]:
+def limits_of_vllm(
+    rollout: RolloutConfig, model: ModelConfig, workload: WorkloadConfig, adapter_rank: int | None
+) -> Iterator[Limit]:
     """Yield the limits of settings that vLLM would change silently, or with which it would not start."""
-    temperature, (least, most) = run.rollout.temperature, VLLM_TEMPERATURES
+    temperature, (least, most) = rollout.temperature, VLLM_TEMPERATURES
     yield Limit(
         "rollout.temperature",
         temperature,
         least <= temperature <= most,
         f"from {least} to {most:g} for backend vllm, which samples at no other",
     )
-    positions = None if run.model.path is None else read_positions(Path(run.model.path))
-    longest = longest_sequence(run.rollout, run.workload)
+    positions = None if model.path is None else read_positions(Path(model.path))
+    longest = longest_sequence(rollout, workload)
     yield Limit(
         "workload.max_prompt_tokens + rollout.max_tokens",
         longest,
         positions is None or longest <= positions,
         f"at most the model's {positions} positions (max_position_embeddings) for backend vllm",
     )
-
     yield Limit(
         "sync.lora_rank",
-        run.sync.lora_rank,
-        not run.serves_adapters or run.sync.lora_rank <= VLLM_PLACES[-1],
+        adapter_rank,
+        adapter_rank is None or adapter_rank <= VLLM_PLACES[-1],
         f"at most {VLLM_PLACES[-1]} for backend vllm",
         "--set sync.merge_adapters=true executes it",
     )
@@ -247,19 +319,19 @@ def uses_relays(launcher: str, mode: SyncMode) -> bool:
     return mode != "full" or launcher == "ray"
 
 
-def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
-    """Yield the limits of a trainer's computation and parallelism; `run` is the run as this trainer sees it."""
-    trainer, launcher, algorithm = run.trainer, run.execute.launcher, run.algorithm
-    key, of_backend = trainer_key(number), f"for backend {trainer.backend}"
-    its = f"{key}.algorithm" if number else "algorithm"
-    backend = training_backend_named(trainer.backend)
+def _limits_of_computation(
+    key: str, trainer: TrainerConfig, algorithm: AlgorithmConfig, model: ModelConfig
+) -> Iterator[Limit]:
+    """Yield the limits on what a trainer computes; `key` is that of its section."""
+    of_backend = f"for backend {trainer.backend}"
+    its = "algorithm" if key == trainer_key(LEADER) else f"{key}.algorithm"
     yield Limit(
         f"{its}.old_log_probs",
         algorithm.old_log_probs,
         algorithm.old_log_probs == "engine",
         "'engine' to be executed: log-probabilities come with the tokens",
     )
-    yield _one_format(run.model.dtype, f"{key}.dtype", trainer.dtype, trainer.backend)
+    yield _one_format(model.dtype, f"{key}.dtype", trainer.dtype, trainer.backend)
     for name, value, done in (
         ("kernels", trainer.kernels, "eager"),
         ("order", trainer.order, "sorted"),
@@ -268,16 +340,27 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         f"{key}.routing",
         trainer.routing,
-        trainer.routing == "natural" or load_model(run.model).experts is None,
+        trainer.routing == "natural" or load_model(model).experts is None,
         f"'natural' {of_backend}, whose router chooses",
     )
+
+
+def _limits_of_passes(
+    key: str,
+    trainer: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    steps: int,
+    takes_turns: bool,
+) -> Iterator[Limit]:
+    """Yield the limits on offload, optimizer steps and parallelism; `takes_turns` if it shares GPUs with replicas."""
+    of_backend = f"for backend {trainer.backend}"
+    backend = training_backend_named(trainer.backend)
     yield Limit(
         f"{key}.offload",
         trainer.offload,
-        not trainer.offload or run.policies.shares_gpus,
+        not trainer.offload or takes_turns,
         f"False {of_backend}, unless it shares GPUs with replicas",
     )
-    steps = run.framework.optimizer_steps
     yield Limit(
         "framework.optimizer_steps",
         steps,
@@ -289,31 +372,45 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     for name in (*splits, "expert_tensor_parallel"):
         degree = getattr(trainer, name) or 1
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
-    has_group = trainer.data_parallel > 1 or backend.always_has_ranks
+
+
+def _limits_of_ranks(
+    key: str, trainer: TrainerConfig, execute: ExecuteConfig, takes_turns: bool
+) -> Iterator[Limit]:
+    """Yield the limits of launchers and devices on the ranks of a trainer."""
+    launcher, device = execute.launcher, execute.device
+    always = training_backend_named(trainer.backend).always_has_ranks
     yield Limit(
         "execute.launcher",
         launcher,
-        launcher != "in-process" or not has_group,
+        launcher != "in-process" or (trainer.data_parallel == 1 and not always),
         "'local' or 'ray' for a trainer with several ranks, or with deepspeed: each rank is a process",
     )
     yield Limit(
         "execute.launcher",
         launcher,
-        launcher != "ray" or not run.policies.shares_gpus,
+        launcher != "ray" or not takes_turns,
         "'local' when replicas and trainer share GPUs: Ray gives a GPU to one role",
     )
     yield Limit(
         "execute.device",
-        run.execute.device,
-        launcher != "ray" or ":" not in run.execute.device,
+        device,
+        launcher != "ray" or ":" not in device,
         "'auto', 'cpu' or 'cuda' for launcher ray, which chooses GPUs itself",
     )
     yield Limit(
         "execute.device",
-        run.execute.device,
-        trainer.data_parallel == 1 or ":" not in run.execute.device,
+        device,
+        trainer.data_parallel == 1 or ":" not in device,
         f"'auto', 'cpu' or 'cuda' where {key}.data_parallel is {trainer.data_parallel}: each rank has a GPU of its own",
     )
+
+
+def _limits_of_zero(
+    key: str, trainer: TrainerConfig, model_dtype: str, device: str, takes_turns: bool
+) -> Iterator[Limit]:
+    """Yield the limits of a trainer whose back end splits its state over ranks, or cannot do so."""
+    backend, of_backend = training_backend_named(trainer.backend), f"for backend {trainer.backend}"
     if not backend.has_zero:
         yield Limit(
             f"{key}.zero",
@@ -326,8 +423,8 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     yield Limit(
         f"{key}.zero",
         trainer.zero,
-        trainer.zero > 1 or run.model.dtype == "float32",
-        f"2 or 3 {of_backend} in {run.model.dtype}: below, gradients of many passes are added up in it",
+        trainer.zero > 1 or model_dtype == "float32",
+        f"2 or 3 {of_backend} in {model_dtype}: below, gradients of many passes are added up in it",
     )
     yield Limit(
         f"{key}.logits",
@@ -336,11 +433,10 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         f"'eager' {of_backend} with zero 3 on several ranks: each chunk would gather the output layer, and ranks have other "
         "numbers of them",
     )
-    on_cpu = device_of(run.execute.device, run.cluster.pools, trainer.pool) == "cpu"
     yield Limit(
         f"{key}.backend",
         trainer.backend,
-        on_cpu or backend.frees_memory or not run.policies.shares_gpus,
+        device == "cpu" or backend.frees_memory or not takes_turns,
         f"'torch' where replicas and trainer share GPUs: {trainer.backend} does not release its memory",
     )
 
@@ -356,10 +452,16 @@ def _one_format(model_dtype: str, key: str, dtype: str | None, backend: str) -> 
     )
 
 
-def _limits_of_determinism(run: Run) -> Iterator[Limit]:
+def _limits_of_determinism(
+    policies: PoliciesConfig,
+    kinds: tuple[RolloutConfig, ...],
+    trainers: tuple[TrainerConfig, ...],
+    execute: ExecuteConfig,
+    pools: dict[str, PoolConfig],
+) -> Iterator[Limit]:
     """Yield the limits for deterministic runs: the order and shape of sums must not depend on timing."""
     where = "where execute.deterministic is true"
-    system, policies = choose_system(run.policies), run.policies
+    system = choose_system(policies)
     key = "policies.system" if policies.max_staleness is None else "policies.max_staleness"
     yield Limit(
         key,
@@ -380,8 +482,8 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         policies.migration == "none",
         f"'none' {where}: a moved rollout is computed again with another shape",
     )
-    for kind, own in enumerate(run.rollout.kinds):
-        name, device = kind_key(kind), device_of(run.execute.device, run.cluster.pools, own.pool)
+    for kind, own in enumerate(kinds):
+        name = kind_key(kind)
         yield Limit(
             f"{name}.backend",
             own.backend,
@@ -394,10 +496,9 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
             own.max_running == 1,
             f"1 {where}: other rollouts in a batch change the last bits of the logits",
         )
-        yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
-    for trainer in run.trainers:
-        device = device_of(run.execute.device, run.cluster.pools, trainer.pool)
-        yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
-    yield Limit(
-        "execute.threads", run.execute.threads, run.execute.threads in (None, 1), f"1 {where}"
-    )
+        on_cpu = device_of(execute.device, pools[own.pool]) == "cpu"
+        yield Limit("execute.device", execute.device, on_cpu, f"'cpu' {where}")
+    for trainer in trainers:
+        on_cpu = device_of(execute.device, pools[trainer.pool]) == "cpu"
+        yield Limit("execute.device", execute.device, on_cpu, f"'cpu' {where}")
+    yield Limit("execute.threads", execute.threads, execute.threads in (None, 1), f"1 {where}")

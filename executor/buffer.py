@@ -28,7 +28,6 @@ from streamrl.executor.token_files import (
 )
 from streamrl.executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
 from streamrl.record.run_directory import FATES, OF_FAMILY
-from streamrl.runfile.config import Run
 from streamrl.workload.prompt_families import prompt_family
 from streamrl.workload.prompt_records import Record
 
@@ -207,21 +206,23 @@ class RolloutBuffer:
 
     def __init__(
         self,
-        run: Run,
         workload: PromptWorkload,
+        num_trainers: int,
+        seed: int | None = None,
         directory: Path | None = None,
         kept: KeptTokens | None = None,
     ) -> None:
         """Create an empty buffer.
 
         Args:
-            run: the run file.
             workload: the prompts to draw from.
+            num_trainers: trainers that train on each group.
+            seed: seed of the run, from which each rollout gets its own; None: rollouts have no seed.
             directory: directory for token files of workers. None: workers send tokens with their answers.
             kept: tokens that were saved before a restart, of rollouts that will be drawn again.
         """
-        self._run = run
         self.workload = workload
+        self._seed = seed
         self._directory = directory
         self._kept = kept
         self._undrawn: Iterator[int] = count()
@@ -229,7 +230,7 @@ class RolloutBuffer:
         """Statistics since the primary trainer's last step."""
         self._next_group = 0
         self._keeps_files = False
-        self._done_with = GroupReferences(run.num_trainers)
+        self._done_with = GroupReferences(num_trainers)
         self.rollouts: dict[int, BufferedRollout] = {}
 
     def begin_at(self, group: int, done_ahead: Collection[int] = ()) -> None:
@@ -263,7 +264,7 @@ class RolloutBuffer:
             assert completion.output.path is not None
             buffered.paths.append(completion.output.path)
             buffered.add(completion)
-            is_over = buffered.num_tokens >= self._run.rollout.max_tokens
+            is_over = buffered.num_tokens >= self.workload.max_tokens
             if completion.finish != "aborted" or is_over:
                 buffered.finish = "stop" if completion.finish == "stop" else "length"
                 buffered.text = self._text_of(buffered)
@@ -280,9 +281,9 @@ class RolloutBuffer:
             rollout=command.rollout,
             prompt=self.workload.prompts[buffered.line],
             priority=command.priority,
-            max_tokens=self._run.rollout.max_tokens,
+            max_tokens=self.workload.max_tokens,
             prefix=buffered.output,
-            seed=self._seed_of(command.rollout) if self._run.execute.deterministic else None,
+            seed=self._seed_of(command.rollout),
             output_path=path,
         )
 
@@ -382,12 +383,14 @@ class RolloutBuffer:
                 self.let_go(closed)
 
     def _rollouts(self, group: int) -> range:
-        size = self._run.algorithm.group_size
+        size = self.workload.group_size
         return range(group * size, group * size + size)
 
-    def _seed_of(self, rollout: int) -> int:
+    def _seed_of(self, rollout: int) -> int | None:
         """Return the seed of a rollout, which depends only on the run's seed and the rollout's number."""
-        seed: int = SeedSequence([self._run.seed, rollout]).generate_state(1, np.uint64)[0]
+        if self._seed is None:
+            return None
+        seed: int = SeedSequence([self._seed, rollout]).generate_state(1, np.uint64)[0]
         return int(seed) >> 1
 
     def _take_path(self, rollout: int, buffered: BufferedRollout) -> str | None:

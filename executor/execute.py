@@ -27,16 +27,18 @@ from streamrl.engine.systems import build_engine
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.backend_limits import check_back_ends, uses_relays
-from streamrl.executor.launchers.placement import claim_gpus, device_of
+from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
 from streamrl.executor.subscribers.attach_requests import with_attached
 from streamrl.executor.verifier.reward_checks import check_prompts, check_reward_model
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.profiles import load_model
-from streamrl.record.decode_efficiency import measured_yield
+from streamrl.record.chrome_trace import ChromeReader
+from streamrl.record.decode_efficiency import FullBatches, measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_directory import TRACE, read_rollouts
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
+from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.policies_config import SyncConfig
 
@@ -132,6 +134,7 @@ Take = Callable[[Mapping[str, object]], None]
 
 def check_executable(run: Run) -> None:
     """Raise `ValueError` if this machine cannot execute the run file."""
+    roles = PlacedRoles.of(run)
     check_installed(BACKENDS, "executor")
     for trainer in run.trainers:
         backend = training_backend_named(trainer.backend)
@@ -142,10 +145,7 @@ def check_executable(run: Run) -> None:
         check_installed(("peft",), "lora")
     for own in run.rollout.kinds:
         engine = engine_named(own.backend)
-        check_installed(
-            engine.modules,
-            engine.extra_of(device_of(run.execute.device, run.cluster.pools, own.pool)),
-        )
+        check_installed(engine.modules, engine.extra_of(roles.device_of(own.pool)))
     for name in run.execute.trackers:
         check_installed(MODULES[name], name)
     if run.model.path is None:
@@ -168,7 +168,7 @@ def check_executable(run: Run) -> None:
     check_reward_model(run.verifier)
     check_back_ends(run)
     if run.execute.launcher != "ray":
-        claim_gpus(run)
+        claim_gpus(roles)
 
 
 def check_installed(modules: Sequence[str], extra: str) -> None:
@@ -195,8 +195,8 @@ def execute(
     if resume:
         run = with_attached(run, Path(run.execute.output))
     check_executable(run)
-    run = price_local_cores_at_zero(run)
-    with joined(run), Interruption() as interruption:
+    run = replace(run, cluster=price_local_cores_at_zero(run.cluster))
+    with joined(PlacedRoles.of(run)), Interruption() as interruption:
         try:
             asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption))
         except RuntimeError:
@@ -206,22 +206,22 @@ def execute(
     return read_trace(Path(run.execute.output) / TRACE)
 
 
-def joined(run: Run) -> AbstractContextManager[None]:
+def joined(roles: PlacedRoles) -> AbstractContextManager[None]:
     """Return a context that joins the run's Ray cluster, if it has one; raise `ValueError` if that fails."""
-    if run.execute.launcher != "ray":
+    if roles.execute.launcher != "ray":
         return contextlib.nullcontext()
     from streamrl.executor.launchers.ray_cluster import joined_cluster
 
-    return joined_cluster(run)
+    return joined_cluster(roles)
 
 
-def price_local_cores_at_zero(run: Run) -> Run:
-    """Return the run with price 0 for CPU pools without a price, because local cores cost nothing."""
+def price_local_cores_at_zero(cluster: ClusterConfig) -> ClusterConfig:
+    """Return the cluster with price 0 for CPU pools without a price, because local cores cost nothing."""
     pools = {
         name: replace(pool, price=0.0) if pool.gpu == "cpu" and pool.price is None else pool
-        for name, pool in run.cluster.pools.items()
+        for name, pool in cluster.pools.items()
     }
-    return replace(run, cluster=replace(run.cluster, pools=pools))
+    return replace(cluster, pools=pools)
 
 
 async def _execute(
@@ -286,7 +286,9 @@ async def _execute_in(
     ):
         listen = None
         if run.execute.live_trace:
-            live = LiveTrace(directory.path, run, decode)
+            full = FullBatches(decode, run.rollout.kinds, run.rollouts_per_prompt)
+            reader = ChromeReader(full, run.followers, run.verifier)
+            live = LiveTrace(directory.path, reader)
             listen = open_files.enter_context(contextlib.closing(live)).take
         if tokens is not None:
             forget_other_samples(directory, tokens)
@@ -298,6 +300,7 @@ async def _execute_in(
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
             logger.info(f"{what} from before the restart are continued")
+        seed = run.seed if run.execute.deterministic else None
         world = RealWorld(
             Trace(
                 run,
@@ -311,7 +314,7 @@ async def _execute_in(
             ),
             build_engine(run),
             launcher,
-            RolloutBuffer(run, workload, tokens, kept),
+            RolloutBuffer(workload, run.num_trainers, seed, tokens, kept),
             verifier,
             partial(make_transfer, run.sync, run.execute.launcher, launcher),
             directory,
@@ -338,7 +341,7 @@ def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
         return RayLauncher(run, directory)
     from streamrl.executor.launchers.local_launcher import LocalLauncher
 
-    return LocalLauncher(run, directory, claim_gpus(run))
+    return LocalLauncher(run, directory, claim_gpus(PlacedRoles.of(run)))
 
 
 def make_transfer(

@@ -27,7 +27,6 @@ from streamrl.engine.messages import Command, Generate, PushWeights
 from streamrl.executor.launchers.handles import Handle, Process, RankHandles, WorkerLostError
 from streamrl.executor.roles import Completion, VerifierRole
 from streamrl.executor.verifier.fork_server_process import ForkServerProcess
-from streamrl.runfile.config import Run
 from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
 FAULTS = "faults.jsonl"
@@ -90,9 +89,9 @@ class Exposed(Handle):
 class RealFaults:
     """Injects the planned faults; call `expose` for each new worker and `strike` before each command."""
 
-    def __init__(self, run: Run, directory: Path, leg: int, verifier: VerifierRole) -> None:
-        """Load the fault plan of a run, without faults that were injected before a restart."""
-        self._plan = FaultPlan.of(run, {struck.fault for struck in read_struck(directory)})
+    def __init__(self, plan: FaultPlan, directory: Path, leg: int, verifier: VerifierRole) -> None:
+        """Begin with a plan without the faults that were injected before a restart; see `read_struck`."""
+        self._plan = plan
         self._path = directory / FAULTS
         self._leg = leg
         self._verifier = verifier

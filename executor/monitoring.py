@@ -20,10 +20,9 @@ from typing import Any, Protocol, assert_never
 
 import msgspec
 
-from streamrl.engine.trace import DecodeYield, Entry
+from streamrl.engine.trace import Entry
 from streamrl.record.chrome_trace import CHROME_TRACE, ChromeReader, TraceEvent
-from streamrl.record.decode_efficiency import FullBatches
-from streamrl.runfile.config import Run, TrackerName
+from streamrl.runfile.config import TrackerName
 
 logger = logging.getLogger(__name__)
 
@@ -148,11 +147,10 @@ SEPARATOR = b",\n"
 class LiveTrace:
     """Writes events of the Chrome trace in blocks, and keeps the state of spans that have not ended."""
 
-    def __init__(self, directory: Path, run: Run, decode: Sequence[DecodeYield]) -> None:
+    def __init__(self, directory: Path, reader: ChromeReader) -> None:
         """Create or overwrite the file in a run directory."""
         self._path = directory / CHROME_TRACE
-        full = FullBatches(decode, run.rollout.kinds, run.rollouts_per_prompt)
-        self._reader = ChromeReader(full, run.followers, run.verifier)
+        self._reader = reader
         self._block: list[Entry] = []
         self._is_open = True
         self._try(self._begin)

@@ -17,6 +17,7 @@ from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import dispatch_named
 from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.workload_config import RankerConfig
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families, prompt_family
@@ -43,14 +44,15 @@ class PromptWorkload:
         ]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
         self._tokenizer = tokenizer
-        self._group_size = run.algorithm.group_size
-        self._max_tokens = run.rollout.max_tokens
+        self.group_size = run.algorithm.group_size
+        self.max_tokens = run.rollout.max_tokens
+        """Maximum output tokens of a rollout."""
         self._order = make_order(
             run.workload, run.seed, [len(source.records) for source in sources]
         )
         self._told = Expectations(run)
         self._tells_families = False
-        self.join(run)
+        self.join(run.followers)
         self._expected = self._priors(run.workload.ranker)
         """Expected output tokens of each line before the run learns from its rollouts."""
         self._tails: TailBatches | None = None
@@ -62,15 +64,15 @@ class PromptWorkload:
         self._sources = sources
         self._check_prompts(run.workload.max_prompt_tokens)
 
-    def join(self, run: Run) -> None:
-        """Report prompt families from now on, if a trainer of the run filters by family.
+    def join(self, followers: Sequence[SecondaryTrainerConfig]) -> None:
+        """Report prompt families from now on, if a secondary trainer of the run filters by family.
 
         Raises:
             RunError: a trainer names a family that no prompt has.
         """
-        if run.filters_by_family:
+        if any(follower.families for follower in followers):
             known = {prompt_family(record) for record in self.records}
-            check_families(run.followers, {family for family in known if family is not None})
+            check_families(followers, {family for family in known if family is not None})
             self._tells_families = True
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
@@ -107,7 +109,7 @@ class PromptWorkload:
         return self._order.prompt(source)
 
     def _group(self, group: int) -> Draw:
-        size = self._group_size
+        size = self.group_size
         rollouts = tuple(range(group * size, group * size + size))
         line = self.line(group)
         num_tokens, expected = count_ids(self.prompts[line]), (self._expected[line],) * size
@@ -118,7 +120,7 @@ class PromptWorkload:
     def _priors(self, ranker: RankerConfig | None) -> list[int]:
         """Return the expected output tokens of each line: from the ranker's file, the record, or the maximum."""
         if ranker is None or ranker.path is None:
-            return [int(record.get(EXPECTED, self._max_tokens)) for record in self.records]
+            return [int(record.get(EXPECTED, self.max_tokens)) for record in self.records]
         from streamrl.ranker.score_files import text_of
         from streamrl.ranker.text_ranker import read_ranker
 
@@ -128,7 +130,7 @@ class PromptWorkload:
                 "with `streamrl ranker score`"
             )
         scored = read_ranker(Path(ranker.path)).score([text_of(r["prompt"]) for r in self.records])
-        return [min(self._max_tokens, max(1, round(tokens))) for tokens in scored.tolist()]
+        return [min(self.max_tokens, max(1, round(tokens))) for tokens in scored.tolist()]
 
     def _expect(self, first: int, num: int) -> list[int]:
         """Return expected lengths from lines alone; what the run learns must not change the order of groups."""

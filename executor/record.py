@@ -165,22 +165,13 @@ class RunDirectory(TrainerRecord):
         if not self.has_run:
             raise ValueError(f"execute.output {str(self.path)!r} holds no run to resume")
         try:
-            return self._find_to_resume(run)
+            self._claim(self._lock.take_if_there())
+            self._check_steps(run.algorithm.steps)
+            self._check_settings(run)
+            return self.checkpoints.newest_whole()
         except ValueError:
             self._lock.release()
             raise
-
-    def _find_to_resume(self, run: Run) -> Checkpoint | None:
-        self._claim(self._lock.take_if_there())
-        checkpoint = self.checkpoints.newest()
-        if checkpoint is not None and checkpoint.version >= run.algorithm.steps:
-            raise ValueError(
-                f"execute.output {str(self.path)!r} holds a run that has all its steps: "
-                f"algorithm.steps is {run.algorithm.steps}, its checkpoint is of step "
-                f"{checkpoint.version}; --set algorithm.steps={2 * checkpoint.version} goes on with it"
-            )
-        self._check_settings(run)
-        return self.checkpoints.newest_whole()
 
     def write_step(self, figures: Mapping[str, object]) -> None:
         """Add a line to metrics.jsonl, and pass it to the trackers if it is a step."""
@@ -233,6 +224,16 @@ class RunDirectory(TrainerRecord):
         if who:
             raise ValueError(
                 f"execute.output {str(self.path)!r} is in use by process {who}: a directory has one run at a time"
+            )
+
+    def _check_steps(self, steps: int) -> None:
+        """Refuse to resume a run that has all its steps."""
+        checkpoint = self.checkpoints.newest()
+        if checkpoint is not None and checkpoint.version >= steps:
+            raise ValueError(
+                f"execute.output {str(self.path)!r} holds a run that has all its steps: "
+                f"algorithm.steps is {steps}, its checkpoint is of step "
+                f"{checkpoint.version}; --set algorithm.steps={2 * checkpoint.version} goes on with it"
             )
 
     def _check_settings(self, run: Run) -> None:

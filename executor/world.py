@@ -14,6 +14,7 @@ from functools import partial
 from typing import assert_never
 
 from streamrl.engine.engine import Engine
+from streamrl.engine.fault_plan import FaultPlan
 from streamrl.engine.messages import (
     Abort,
     Command,
@@ -56,7 +57,7 @@ from streamrl.engine.world import World
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint
 from streamrl.executor.colocation import ColocatedRole, DeviceSharing, Side
-from streamrl.executor.faults import TRAINER, RealFaults
+from streamrl.executor.faults import TRAINER, RealFaults, read_struck
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.record import RunDirectory
@@ -67,6 +68,7 @@ from streamrl.executor.subscribers.membership import Membership
 from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.stream import GroupStream
 from streamrl.executor.subscribers.trainers import Trainers
+from streamrl.executor.trainer.trainer import StepSettings
 from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
 
 STOP_TIME = 6.0
@@ -100,9 +102,12 @@ class RealWorld(World[Trace]):
         self._log = RunLog(engine.state, trace.run.secondary_trainer_names)
         self._replicas: dict[int, Replica] = {}
         self._verifier = verifier
-        self._faults = RealFaults(trace.run, directory.path, directory.leg, verifier)
+        struck = {each.fault for each in read_struck(directory.path)}
+        plan = FaultPlan.of(trace.run, struck)
+        self._faults = RealFaults(plan, directory.path, directory.leg, verifier)
+        seen = map(trace.run.as_seen_by, range(trace.run.num_trainers))
         self._trainers = Trainers(
-            trace.run,
+            map(StepSettings.of, seen),
             buffer,
             (directory, *records.all),
             launcher,

@@ -21,6 +21,7 @@ from streamrl.executor.roles import Manifest, Scoring, TransferRole, VerifierRol
 from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.world import RealWorld
 from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.workload.prompt_records import Record
 from tests.runs import CheckedEngine
 from tests.scripted_roles import VOCABULARY
@@ -127,7 +128,7 @@ class ScriptedLauncher:
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
         return handle
 
-    def join(self, run: Run) -> None:
+    def join(self, follower: SecondaryTrainerConfig) -> None:
         pass
 
     async def trainer(self, number: int) -> Handle:
@@ -178,7 +179,13 @@ def make_world(
         Trace(run, "real", {}, directory.trace_file, leg=directory.leg),
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
-        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens, kept),
+        RolloutBuffer(
+            PromptWorkload(run, ScriptedTokenizer()),
+            run.num_trainers,
+            run.seed if run.execute.deterministic else None,
+            tokens,
+            kept,
+        ),
         verifier_class(),
         make_transfer,
         directory,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.executor.backend_limits import _limits, check_back_ends
+from streamrl.executor.backend_limits import check_back_ends, limits_of_vllm
 from streamrl.executor.checkup import readiness, run_paths
 from streamrl.executor.execute import execute
 from streamrl.executor.prompts import PromptWorkload
@@ -109,8 +109,9 @@ def test_vllm_has_places_for_ranks_up_to_a_limit(
 ) -> None:
     sync = {"sync.mode": "lora", "sync.lora_rank": rank, "sync.merge_adapters": merges}
     run = make_run(local_table(tmp_path, {**sync, "rollout.backend": "vllm"}))
-    found = [each for each in _limits(run) if each.key == "sync.lora_rank"]
-    assert [each.is_met for each in found] == [is_met]
+    own_rank = rank if run.serves_adapters else None
+    limits = limits_of_vllm(run.rollout, run.model, run.workload, own_rank)
+    assert [each.is_met for each in limits if each.key == "sync.lora_rank"] == [is_met]
 
 
 def test_adapters_need_safetensors_to_be_merged_with(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_once_the_baseline_is_known_a_constant_added_to_all_rewards_leaves_the_g
 ) -> None:
     run = real_run(tmp_path, **ALONE)
     first, second = [1.0, 0.0, 0.5, 1.5], [0.25, 2.0, 0.0, 1.0]
-    buffers = [RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())) for _ in range(2)]
+    buffers = [
+        RolloutBuffer(PromptWorkload(run, ScriptedTokenizer()), run.num_trainers) for _ in range(2)
+    ]
     one, other = ((AdvantageEstimator(run.algorithm, buffer), buffer) for buffer in buffers)
     assert rewarded(*one, first) == first
     rewarded(*other, [reward + 64.0 for reward in first])

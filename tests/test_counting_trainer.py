@@ -11,7 +11,7 @@ import pytest
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.messages import Stepped
 from streamrl.engine.trace import read_trace, replay
-from streamrl.executor.launchers.placement import roles_on_cores
+from streamrl.executor.launchers.placement import PlacedRoles, roles_on_cores
 from streamrl.executor.subscribers.counting_trainer import COUNTS, Tally
 from streamrl.record.metrics import measure
 from streamrl.record.restarts import ledger_of_run
@@ -96,7 +96,7 @@ def test_where_its_seconds_come_from_nobody_asks() -> None:
 
 def test_threads_are_dealt_to_those_who_compute(counted: Path) -> None:
     run = load_run(counted.parent / "counted.toml", ["execute.deterministic=false"])
-    assert roles_on_cores(run) == 2 + 1
+    assert roles_on_cores(PlacedRoles.of(run)) == 2 + 1
 
 
 def test_who_only_counts_leads_nobody_and_has_one_place() -> None:

@@ -10,7 +10,13 @@ import pytest
 from streamrl.executor.checkup import readiness
 from streamrl.executor.launchers import placement as local_cores
 from streamrl.executor.launchers.local_launcher import LocalLauncher
-from streamrl.executor.launchers.placement import Place, roles_on_cores, threads_of, usable_cores
+from streamrl.executor.launchers.placement import (
+    Place,
+    PlacedRoles,
+    roles_on_cores,
+    threads_of,
+    usable_cores,
+)
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.measured_profile import Host, write_measured
 from streamrl.hardware.parallelism import threads_per_role
@@ -63,11 +69,11 @@ def test_cores_are_dealt_to_roles_and_none_has_less_than_one() -> None:
 @pytest.mark.usefixtures("sixteen")
 def test_roles_on_the_cpu_have_all_cores_between_them(tmp_path: Path) -> None:
     run = local_run(tmp_path)
-    assert (roles_on_cores(run), threads_of(run)) == (2, 8)
+    assert (roles_on_cores(PlacedRoles.of(run)), threads_of(PlacedRoles.of(run))) == (2, 8)
     pools = {"here": {"gpu": "cpu", "gpus_per_node": 4}}
     run = local_run(tmp_path, cluster__pools=pools, rollout__replicas=3)
-    assert (roles_on_cores(run), threads_of(run)) == (4, 4)
-    assert threads_of(local_run(tmp_path, execute__threads=3)) == 3
+    assert (roles_on_cores(PlacedRoles.of(run)), threads_of(PlacedRoles.of(run))) == (4, 4)
+    assert threads_of(PlacedRoles.of(local_run(tmp_path, execute__threads=3))) == 3
     launcher = LocalLauncher(run, RunDirectory(tmp_path / "run"))
     assert launcher.environment(Place("here", 0, (0,)))["OMP_NUM_THREADS"] == "4"
 
@@ -75,9 +81,14 @@ def test_roles_on_the_cpu_have_all_cores_between_them(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("sixteen")
 def test_roles_on_gpus_have_the_cores_to_copy_and_check_weights_with(tmp_path: Path) -> None:
     run = local_run(tmp_path, cluster__pools=GPUS)
-    assert (roles_on_cores(run), threads_of(run)) == (0, 8)
+    assert (roles_on_cores(PlacedRoles.of(run)), threads_of(PlacedRoles.of(run))) == (0, 8)
     assert "cores" not in {finding.name for finding in readiness.find(run)}
-    assert roles_on_cores(local_run(tmp_path, cluster__pools=GPUS, execute__device="cpu")) == 2
+    assert (
+        roles_on_cores(
+            PlacedRoles.of(local_run(tmp_path, cluster__pools=GPUS, execute__device="cpu"))
+        )
+        == 2
+    )
 
 
 @pytest.mark.usefixtures("two")

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.executor.checkup import installed, readiness, run_paths
+from streamrl.executor.launchers.placement import PlacedRoles
 from streamrl.executor.verifier import landlock, seccomp
 from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.hugging_face import INDEX
@@ -52,7 +53,9 @@ def test_versions_outside_their_range_are_found_without_an_import(
 def test_ranges_are_those_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {Requirement(each).name for each in project["optional-dependencies"]["executor"]}
-    assert wanted <= {each.name for each in installed.requirements(full_run())}
+    run = full_run()
+    found = installed.requirements(PlacedRoles.of(run), run.sync.mode)
+    assert wanted <= {each.name for each in found}
 
 
 def test_every_back_end_and_launcher_has_its_packages() -> None:

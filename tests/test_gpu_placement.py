@@ -14,6 +14,7 @@ from streamrl.executor.launchers.local_launcher import LocalLauncher
 from streamrl.executor.launchers.placement import (
     LocalGpus,
     Place,
+    PlacedRoles,
     Placement,
     claim_gpus,
     gpus_needed,
@@ -64,13 +65,16 @@ def test_gpus_are_those_that_the_process_inherited(
 
 def seen(run: Run, names: str, *places: Place) -> list[str]:
     """Return which of some GPUs, a letter each, each place shows."""
-    gpus = LocalGpus(run, list(names))
+    gpus = LocalGpus(PlacedRoles.of(run), list(names))
     return [gpus.environment(place).get(local_gpus.VARIABLE, "") for place in places]
 
 
 def test_each_role_sees_only_the_inherited_gpu_of_its_place(tmp_path: Path) -> None:
     run = local_run(tmp_path, execute__device="cuda")
-    launcher, placement = LocalLauncher(run, RunDirectory(tmp_path), ["7", GPU]), Placement(run)
+    launcher, placement = (
+        LocalLauncher(run, RunDirectory(tmp_path), ["7", GPU]),
+        Placement(PlacedRoles.of(run)),
+    )
     assert launcher.environment(placement.replica(0))[local_gpus.VARIABLE] == "7"
     assert launcher.environment(placement.trainers[0][0])[local_gpus.VARIABLE] == GPU
     on_cpu = LocalLauncher(local_run(tmp_path), RunDirectory(tmp_path))
@@ -86,7 +90,7 @@ def test_replicas_come_first_then_the_trainer_then_replicas_that_are_added(tmp_p
     run = local_run(
         tmp_path, **changes, trainer={"pool": "there", "micro_batch": 2}, rollout__replicas=3
     )
-    assert gpus_needed(run) == 5
+    assert gpus_needed(PlacedRoles.of(run)) == 5
     places = [Place("here", node, (gpu,)) for node in (0, 1) for gpu in (0, 1)]
     assert seen(run, "abcde", *places, Place("there", 0, (0,))) == ["a", "b", "c", "e", "d"]
 
@@ -95,13 +99,16 @@ def test_a_place_of_several_gpus_shows_them_all(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"rollout__tensor_parallel": 2, "trainer": {"pool": "here"}}
     changes |= {"cluster__pools": {"here": {"gpu": "h800", "nodes": 2, "gpus_per_node": 4}}}
     run = local_run(tmp_path, **changes, rollout__replicas=2, trainer__data_parallel=2)
-    assert gpus_needed(run) == 6
-    placement = Placement(run)
+    assert gpus_needed(PlacedRoles.of(run)) == 6
+    placement = Placement(PlacedRoles.of(run))
     replicas = [placement.replica(n) for n in range(2)]
     assert seen(run, "abcdef", *replicas, *placement.trainers[0]) == ["a,b", "c,d", "e", "f"]
     shared = local_run(tmp_path, **changes, policies__system="colocated", trainer__data_parallel=4)
-    assert gpus_needed(shared) == 4
-    both = [Placement(shared).replica(0), *Placement(shared).trainers[0]]
+    assert gpus_needed(PlacedRoles.of(shared)) == 4
+    both = [
+        Placement(PlacedRoles.of(shared)).replica(0),
+        *Placement(PlacedRoles.of(shared)).trainers[0],
+    ]
     assert seen(shared, "abcd", *both) == ["a,b", "a", "b", "c", "d"]
 
 
@@ -131,7 +138,7 @@ def test_a_place_of_several_gpus_shows_them_all(tmp_path: Path) -> None:
 def test_a_run_needs_a_gpu_for_each_replica_that_there_may_be_and_one_for_its_trainer(
     changes: dict[str, Any], needed: int, tmp_path: Path
 ) -> None:
-    assert gpus_needed(local_run(tmp_path, **changes)) == needed
+    assert gpus_needed(PlacedRoles.of(local_run(tmp_path, **changes))) == needed
 
 
 def test_a_trainer_has_the_first_gpu_where_replicas_have_none(tmp_path: Path) -> None:
@@ -139,7 +146,7 @@ def test_a_trainer_has_the_first_gpu_where_replicas_have_none(tmp_path: Path) ->
     link = {"between": ["here", "there"], "bandwidth": "8 Gbps"}
     changes: dict[str, Any] = {"cluster": {"pools": pools, "links": [link]}}
     run = local_run(tmp_path, **changes, trainer={"pool": "there", "micro_batch": 2})
-    assert gpus_needed(run) == 1
+    assert gpus_needed(PlacedRoles.of(run)) == 1
     assert seen(run, "a", Place("here", 0, (0,)), Place("there", 0, (0,))) == ["", "a"]
 
 
@@ -148,13 +155,24 @@ def test_each_replica_of_a_reward_model_has_a_gpu_after_the_trainers(tmp_path: P
     model = {"scorer": "reward-model", "model": "hf://nobody/knows"}
     verifier = {"pool": "third", "gpus_per_worker": 1, "workers": 2, "reward": [model]}
     run = local_run(tmp_path, cluster__pools=pools, verifier=verifier)
-    assert gpus_needed(run) == 4 and roles_on_cores(run) == 0
-    assert Placement(run).reward_models == [Place("third", 0, (0,)), Place("third", 0, (1,))]
-    both = [*Placement(run).trainers[0], *Placement(run).reward_models]
-    assert seen(run, "abcd", Placement(run).replica(0), *both) == ["a", "b", "c", "d"]
+    assert gpus_needed(PlacedRoles.of(run)) == 4 and roles_on_cores(PlacedRoles.of(run)) == 0
+    assert Placement(PlacedRoles.of(run)).reward_models == [
+        Place("third", 0, (0,)),
+        Place("third", 0, (1,)),
+    ]
+    both = [
+        *Placement(PlacedRoles.of(run)).trainers[0],
+        *Placement(PlacedRoles.of(run)).reward_models,
+    ]
+    assert seen(run, "abcd", Placement(PlacedRoles.of(run)).replica(0), *both) == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
     pools["third"]["gpu"] = "cpu"
     run = local_run(tmp_path, cluster__pools=pools, verifier=verifier)
-    assert gpus_needed(run) == 2 and roles_on_cores(run) == 2
+    assert gpus_needed(PlacedRoles.of(run)) == 2 and roles_on_cores(PlacedRoles.of(run)) == 2
 
 
 def test_fewer_gpus_than_needed_are_refused_before_anything_is_written(
@@ -179,7 +197,7 @@ def test_as_many_gpus_as_needed_are_taken(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(module, "find_gpus", lambda: ["3", GPU])
     run = local_run(tmp_path, execute__device="cuda")
     check_executable(run)
-    assert claim_gpus(run) == ["3", GPU]
+    assert claim_gpus(PlacedRoles.of(run)) == ["3", GPU]
     assert "gpus" not in bad(list(readiness.find(run)))
 
 
@@ -193,7 +211,7 @@ def test_what_is_no_device_is_refused_when_the_run_file_is_read(
 
 def test_a_gpu_that_is_named_is_all_that_processes_see(tmp_path: Path) -> None:
     run = local_run(tmp_path, execute__device="cuda:2")
-    placement = Placement(run)
+    placement = Placement(PlacedRoles.of(run))
     assert seen(run, "abc", placement.replica(0), *placement.trainers[0]) == ["c", "c"]
     assert LocalLauncher(run, RunDirectory(tmp_path / "run")).device("here") == "cuda"
     within = local_run(tmp_path, execute__device="cuda:2", execute__launcher="in-process")

@@ -466,9 +466,9 @@ def test_a_curve_of_many_steps_is_thinned_out_and_gaps_stay_gaps() -> None:
 def test_cores_of_this_machine_are_not_rented_unless_they_have_a_price(tmp_path: Path) -> None:
     pools = {"cluster__pools__far__gpu": "cpu", "cluster__pools__near__gpu": "cpu"}
     run = real_run(tmp_path, **pools, cluster__pools__near__price=0.1)
-    found = price_local_cores_at_zero(run).cluster.pools
+    found = price_local_cores_at_zero(run.cluster).pools
     assert (found["far"].price, found["near"].price) == (0.0, 0.1)
-    rented = real_run(tmp_path)
+    rented = real_run(tmp_path).cluster
     assert price_local_cores_at_zero(rented) == rented
 
 

@@ -54,7 +54,7 @@ def by_blocks(trace: Trace, size: int) -> list[Event]:
 
 
 def write_live(trace: Trace, directory: Path) -> LiveTrace:
-    live = LiveTrace(directory, trace.run, trace.decode)
+    live = LiveTrace(directory, read_chrome(trace))
     for entry in trace.entries:
         live.take(entry)
     return live
@@ -212,7 +212,7 @@ def test_a_full_disk_costs_the_run_nothing_and_is_told_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    live = LiveTrace(tmp_path, trace.run, trace.decode)
+    live = LiveTrace(tmp_path, read_chrome(trace))
 
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

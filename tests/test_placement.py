@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.executor.launchers.placement import Place, Placement
+from streamrl.executor.launchers.placement import Place, PlacedRoles, Placement
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import Side, most_replicas, sides_of
 from tests.runs import small_run
@@ -34,7 +34,7 @@ def ranks(placement: Placement) -> list[tuple[int, Gpus]]:
 
 def test_a_replica_has_gpus_of_one_node_the_lowest_first() -> None:
     run = run_on(2, 4, rollout__replicas=3, rollout__tensor_parallel=2)
-    placement = Placement(run)
+    placement = Placement(PlacedRoles.of(run))
     assert placement.replica(7) == Place("here", 0, (0, 1))
     assert where(placement.replica(8)) == (0, (2, 3))
     assert where(placement.replica(9)) == (1, (0, 1))
@@ -44,19 +44,23 @@ def test_a_replica_has_gpus_of_one_node_the_lowest_first() -> None:
 def test_six_ranks_of_a_trainer_follow_the_replicas_over_the_nodes() -> None:
     trainer = {"pool": "here", "data_parallel": 3, "tensor_parallel": 2}
     run = run_on(2, 4, rollout__replicas=1, rollout__tensor_parallel=2, trainer=trainer)
-    assert ranks(Placement(run)) == [(0, (2,)), (0, (3,))] + [(1, (gpu,)) for gpu in range(4)]
+    assert ranks(Placement(PlacedRoles.of(run))) == [(0, (2,)), (0, (3,))] + [
+        (1, (gpu,)) for gpu in range(4)
+    ]
 
 
 def test_a_tensor_parallel_group_of_the_trainer_is_on_one_node() -> None:
     trainer = {"pool": "here", "pipeline_parallel": 2, "tensor_parallel": 4}
     run = run_on(3, 4, rollout__replicas=1, rollout__tensor_parallel=2, trainer=trainer)
-    placement = Placement(run)
+    placement = Placement(PlacedRoles.of(run))
     assert ranks(placement) == [(node, (gpu,)) for node in (1, 2) for gpu in range(4)]
     assert [where(placement.replica(n)) for n in range(2)] == [(0, (0, 1)), (0, (2, 3))]
 
 
 def test_a_replacement_has_the_gpus_of_the_replica_that_was_lost() -> None:
-    placement = Placement(run_on(2, 4, rollout__replicas=3, rollout__tensor_parallel=2))
+    placement = Placement(
+        PlacedRoles.of(run_on(2, 4, rollout__replicas=3, rollout__tensor_parallel=2))
+    )
     places = [placement.replica(n) for n in range(3)]
     placement.free(1)
     placement.free(1)
@@ -67,7 +71,9 @@ def test_a_replacement_has_the_gpus_of_the_replica_that_was_lost() -> None:
 
 
 def test_replicas_that_are_added_come_behind_the_trainer_and_may_go_again() -> None:
-    placement = Placement(run_on(2, 4, rollout__replicas=1, rollout__tensor_parallel=2))
+    placement = Placement(
+        PlacedRoles.of(run_on(2, 4, rollout__replicas=1, rollout__tensor_parallel=2))
+    )
     assert [where(placement.replica(n)) for n in range(3)] == [
         (0, (0, 1)),
         (1, (0, 1)),
@@ -79,7 +85,9 @@ def test_replicas_that_are_added_come_behind_the_trainer_and_may_go_again() -> N
 
 
 def test_more_replicas_than_gpus_are_refused_by_name() -> None:
-    placement = Placement(run_on(1, 4, rollout__replicas=1, rollout__tensor_parallel=2))
+    placement = Placement(
+        PlacedRoles.of(run_on(1, 4, rollout__replicas=1, rollout__tensor_parallel=2))
+    )
     placement.replica(0)
     with pytest.raises(RuntimeError, match="no node of pool 'here' has 2 GPUs left for replica 1"):
         placement.replica(1)
@@ -88,13 +96,13 @@ def test_more_replicas_than_gpus_are_refused_by_name() -> None:
 def test_sides_that_take_turns_have_the_same_gpus() -> None:
     trainer = {"pool": "here", "data_parallel": 4}
     changes = {"rollout__replicas": 2, "rollout__tensor_parallel": 2, "trainer": trainer}
-    placement = Placement(run_on(1, 4, policies__system="colocated", **changes))
+    placement = Placement(PlacedRoles.of(run_on(1, 4, policies__system="colocated", **changes)))
     assert ranks(placement) == [(0, (gpu,)) for gpu in range(4)]
     assert [where(placement.replica(n)) for n in range(2)] == [(0, (0, 1)), (0, (2, 3))]
 
 
 def test_each_side_has_the_lowest_gpus_of_its_own_pool() -> None:
-    placement = Placement(small_run({"rollout.replicas": 1}))
+    placement = Placement(PlacedRoles.of(small_run({"rollout.replicas": 1})))
     assert placement.replica(0) == Place("far", 0, (0,))
     assert placement.trainers[0] == tuple(Place("near", 0, (gpu,)) for gpu in range(4))
 
@@ -120,7 +128,7 @@ def test_whatever_comes_and_goes_no_gpu_is_taken_twice_and_all_that_fit_find_a_p
         trainer__tensor_parallel=trainer_degree,
         algorithm__prompts_per_step=8,
     )
-    placement = Placement(run)
+    placement = Placement(PlacedRoles.of(run))
     living: dict[int, Place] = {}
     for number in range(12):
         if living and (len(living) == most_replicas(run) or data.draw(st.booleans())):

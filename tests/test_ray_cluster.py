@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.executor.checkup import readiness
+from streamrl.executor.launchers.placement import PlacedRoles
 from streamrl.executor.launchers.ray_cluster import check_cluster
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
@@ -29,7 +30,7 @@ FAR, NEAR = {"pool-far": 1.0, "GPU": 4.0, "CPU": 8.0}, {"pool-near": 1.0, "GPU":
 
 
 def test_a_cluster_that_has_all_is_taken() -> None:
-    check_cluster(run_of(), [FAR, NEAR])
+    check_cluster(PlacedRoles.of(run_of()), [FAR, NEAR])
 
 
 @pytest.mark.parametrize(
@@ -43,14 +44,14 @@ def test_a_cluster_that_has_all_is_taken() -> None:
 )
 def test_what_a_cluster_lacks_is_told(nodes: list[dict[str, float]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_cluster(run_of(), nodes)
+        check_cluster(PlacedRoles.of(run_of()), nodes)
 
 
 def test_on_cpus_cores_count() -> None:
     run = run_of(**{"execute.device": "cpu", "execute.threads": 3})
-    check_cluster(run, [{"pool-far": 1.0, "CPU": 12.0}, NEAR])
+    check_cluster(PlacedRoles.of(run), [{"pool-far": 1.0, "CPU": 12.0}, NEAR])
     with pytest.raises(ValueError, match=r"needs 12 CPUs, but the 1 nodes .* have 11"):
-        check_cluster(run, [{"pool-far": 1.0, "CPU": 11.0}, NEAR])
+        check_cluster(PlacedRoles.of(run), [{"pool-far": 1.0, "CPU": 11.0}, NEAR])
 
 
 def test_the_doctor_leaves_gpus_to_the_cluster(tmp_path: Path) -> None:

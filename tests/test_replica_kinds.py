@@ -15,7 +15,7 @@ from streamrl.engine.messages import Generate, ReplicaLost, StartReplica, Weight
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.backend_limits import check_back_ends
 from streamrl.executor.launchers.local_launcher import LocalLauncher
-from streamrl.executor.launchers.placement import Placement, gpus_needed
+from streamrl.executor.launchers.placement import PlacedRoles, Placement, gpus_needed
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.resolved import resolve
@@ -245,7 +245,7 @@ def test_the_doctor_looks_at_every_kind() -> None:
 
 
 def test_each_kind_is_placed_in_its_own_pool() -> None:
-    placement = Placement(run_of())
+    placement = Placement(PlacedRoles.of(run_of()))
     assert placement.replica(1, 0).pool == "far"
     assert [len(placement.replica(n, 1).gpus) for n in (2, 3)] == [2, 2]
     assert {place.pool for place in placement.trainers[0]} == {"near"}
@@ -253,7 +253,7 @@ def test_each_kind_is_placed_in_its_own_pool() -> None:
 
 def test_a_run_needs_the_gpus_of_all_kinds_and_back_ends_refuse_degrees_of_each() -> None:
     run = run_of(trainer={"pool": "near"})
-    assert gpus_needed(run) == 2 + 4 + 1
+    assert gpus_needed(PlacedRoles.of(run)) == 2 + 4 + 1
     with pytest.raises(ValueError, match=r"rollout\.others\.0\.tensor_parallel must be 1"):
         check_back_ends(run)
 

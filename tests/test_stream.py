@@ -79,7 +79,7 @@ def stream_in(directory: Path, port: int | None) -> GroupStream:
         directory,
         run.algorithm.group_size,
         run.execute,
-        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())),
+        RolloutBuffer(PromptWorkload(run, ScriptedTokenizer()), run.num_trainers),
     )
 
 

@@ -101,7 +101,9 @@ def test_neighbours_of_one_origin_become_one_segment() -> None:
 def open_buffer(tmp_path: Path, directory: Path | None) -> RolloutBuffer:
     """Return a buffer that holds the two rollouts of group 0."""
     run = real_run(tmp_path)
-    buffer = RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), directory)
+    buffer = RolloutBuffer(
+        PromptWorkload(run, ScriptedTokenizer()), run.num_trainers, directory=directory
+    )
     buffer.draw(1)
     return buffer
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-from streamrl.executor.launchers.placement import device_of
+from streamrl.executor.launchers.placement import PlacedRoles
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Level
+from streamrl.runfile.policies_config import SyncMode
 
 PACKAGE = "streamrl"
 EXTRA_OF = {
@@ -27,21 +28,17 @@ SHOWN = {"torch", "transformers", "safetensors"}
 """Packages whose versions are shown if all is well."""
 
 
-def requirements(run: Run) -> list[Requirement]:
+def requirements(roles: PlacedRoles, sync_mode: SyncMode) -> list[Requirement]:
     """Return the requirements of the run's back ends and launcher, from the metadata of this package.
 
     Raises:
         PackageNotFoundError: this package is not installed.
     """
-    kinds = run.rollout.kinds
-    extras = {training_backend_named(trainer.backend).extra for trainer in run.trainers}
+    extras = {training_backend_named(trainer.backend).extra for trainer in roles.trainers}
     extras |= {
-        engine_named(own.backend).extra_of(
-            device_of(run.execute.device, run.cluster.pools, own.pool)
-        )
-        for own in kinds
+        engine_named(own.backend).extra_of(roles.device_of(own.pool)) for own in roles.rollout.kinds
     }
-    extras |= {EXTRA_OF[name] for name in (run.execute.launcher, run.sync.mode)}
+    extras |= {EXTRA_OF[name] for name in (roles.execute.launcher, sync_mode)}
     declared = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
     return [each for each in declared if _applies(each, extras)]
 
@@ -54,7 +51,7 @@ def _applies(requirement: Requirement, extras: set[str]) -> bool:
 def find(run: Run) -> Iterator[Finding]:
     """Yield a finding for each package that is missing, or whose version this or another package does not accept."""
     try:
-        needed = requirements(run)
+        needed = requirements(PlacedRoles.of(run), run.sync.mode)
     except importlib.metadata.PackageNotFoundError:
         text = f"{PACKAGE} is not installed as a package, so nothing says which versions it needs"
         yield _finding("warning", text, "pip install -e .")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.executor.backend_limits import check_back_ends
+from streamrl.executor.backend_limits import refusal_of
 from streamrl.executor.checkup.executed_memory import executed_memory
 from streamrl.executor.launchers.placement import (
-    device_of,
+    PlacedRoles,
     find_gpus,
     gpus_needed,
     roles_on_cores,
@@ -20,7 +20,7 @@ from streamrl.executor.launchers.placement import (
 )
 from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.executor.verifier.scorers import make_scorer
-from streamrl.hardware.resolved import TrainerHardware, resolve
+from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
 from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
@@ -80,31 +80,23 @@ def find(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "execute", text)
         return
     yield from _find_limits(run)
+    roles = PlacedRoles.of(run)
     if run.execute.launcher == "ray":
         text = "the Ray cluster provides GPUs and cores: execute checks its nodes before it starts a role"
         yield _finding("ok", "cluster", text)
     else:
-        yield from _find_gpus(gpus_needed(run), run.execute.device)
-        yield from _find_cores(run.rollout, roles_on_cores(run), threads_of(run))
-    if device_of(run.execute.device, run.cluster.pools, run.trainer.pool) != "cpu":
-        yield from _find_memory_of(run)
+        yield from _find_gpus(gpus_needed(roles), run.execute.device)
+        yield from _find_cores(run.rollout, roles_on_cores(roles), threads_of(roles))
+    if roles.device_of(run.trainer.pool) != "cpu":
+        yield from _find_memory(resolve(run), run.rollout.max_tokens)
     yield from _find_sandbox(run.verifier)
-
-
-def _find_memory_of(run: Run) -> Iterator[Finding]:
-    """Yield the memory of the primary trainer; the doctor says by itself that a model cannot be read."""
-    try:
-        trainer = resolve(run).trainer
-    except ValueError:
-        return
-    yield from _find_memory(trainer, run.rollout.max_tokens)
 
 
 def _find_limits(run: Run) -> Iterator[Finding]:
     """Yield each limit of the back ends that the run exceeds, with a fix; each check assumes the earlier fixes."""
     for _ in LIMITS:
-        message = _refusal(run)
-        if message is None:
+        message = refusal_of(run)
+        if not message:
             return
         changes = _fix_of(run, message)
         fix = say(changes) if changes else "simulate it: these back ends cannot execute it"
@@ -119,17 +111,9 @@ def _fix_of(run: Run, message: str) -> Changes:
     for candidate in LIMITS:
         changes = {key: new for key, new in candidate.items() if value_of(run, key) != new}
         after = changed(run, changes)
-        if passes(after) and _refusal(after) != message:
+        if passes(after) and refusal_of(after) != message:
             return changes
     return {}
-
-
-def _refusal(run: Run) -> str | None:
-    try:
-        check_back_ends(run)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _find_gpus(needed: int, device: str) -> Iterator[Finding]:
@@ -149,8 +133,15 @@ def _find_gpus(needed: int, device: str) -> Iterator[Finding]:
     yield _finding(level, "gpus", text, fix, changes)
 
 
-def _find_memory(trainer: TrainerHardware, max_tokens: int) -> Iterator[Finding]:
-    """Report the GPU memory of our trainer, which differs from that of plans; skip it if there is no formula."""
+def _find_memory(resolved: ResolvedRun, max_tokens: int) -> Iterator[Finding]:
+    """Report the GPU memory of the primary trainer, which differs from that of plans; skip it if there is no formula.
+
+    The doctor says by itself that a model cannot be read.
+    """
+    try:
+        trainer = resolved.trainer
+    except ValueError:
+        return
     parts = executed_memory(trainer, max_tokens)
     if parts is None:
         return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from streamrl.doctor.files import TOKENIZERS
 from streamrl.executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
@@ -15,37 +17,49 @@ from streamrl.executor.verifier.reward_checks import (
     find_missing_fields,
 )
 from streamrl.hardware.profiles import load_model
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, say
+from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.scorer_choice import scorer_names
+from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.prompt_records import EXPECTED, read_sources
 
 
 def find(run: Run) -> Iterator[Finding]:
     """Yield findings on prompts, reward model and run directory; skip a run without weights."""
     if run.model.path is not None:
-        yield from _find_prompts(run)
+        refuse = partial(_token_refusal, run.model, partial(PromptWorkload, run))
+        yield from _find_prompts(run.verifier, run.workload, run.policies, refuse)
         yield from _find_reward_model(run.verifier)
         yield from _find_output(run.execute.output, run.algorithm.steps)
 
 
-def _find_prompts(run: Run) -> Iterator[Finding]:
-    """Check that prompts can be read, and that they have the fields that the verifier's scorers need."""
-    rewards = run.verifier.rewards
-    if not run.workload.sources or not rewards:
-        text = f"workload.prompts={run.workload.prompts} with verifier.scorer={run.verifier.scorer}: execute needs both"
+def _find_prompts(
+    verifier: VerifierConfig,
+    workload: WorkloadConfig,
+    policies: PoliciesConfig,
+    refuse: Callable[[], str],
+) -> Iterator[Finding]:
+    """Check that prompts can be read, and that they have the fields that the verifier's scorers need.
+
+    `refuse` returns the error of prompts that are tokenized; see `_token_refusal`.
+    """
+    rewards = verifier.rewards
+    if not workload.sources or not rewards:
+        text = f"workload.prompts={workload.prompts} with verifier.scorer={verifier.scorer}: execute needs both"
         fix = f"name a data set, and a verifier.scorer: {', '.join(scorer_names())}"
         yield _finding("error", "prompts", text, fix)
         return
     try:
-        sources = read_sources(run.workload)
+        sources = read_sources(workload)
     except ValueError as error:
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in workload.fields'
         yield _finding("error", "prompts", str(error), fix)
         return
     lacks = []
-    if (policy := expecting_policy(run.policies, run.workload.ranker)) is not None:
+    if (policy := expecting_policy(policies, workload.ranker)) is not None:
         lacks = [
             lack.say(source)
             for source in sources
@@ -55,12 +69,12 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         fix = f"add it, or choose another policy ({policy} goes by it)"
         yield _finding("error", "prompts", text, fix)
     try:
-        check_prompts(run.verifier, run.workload)
+        check_prompts(verifier, workload)
     except ValueError as error:
         fix = "add it, or name the column that has it in workload.fields, or choose another verifier.scorer"
         yield _finding("error", "prompts", str(error), fix)
         return
-    if not lacks and (refusal := _token_refusal(run)):
+    if not lacks and (refusal := refuse()):
         fix = "leave it out, or set workload.max_prompt_tokens to what prompts have"
         yield _finding("error", "prompts", refusal, fix)
     elif not lacks:
@@ -70,17 +84,16 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "prompts", text)
 
 
-def _token_refusal(run: Run) -> str:
+def _token_refusal(model: ModelConfig, make: Callable[[Any], PromptWorkload]) -> str:
     """Return the error of prompts that are tokenized, if any; skip a model without a tokenizer.
 
     Another check reports a missing tokenizer.
     """
-    path = Path(str(run.model.path))
+    path = Path(str(model.path))
     if not any((path / name).is_file() for name in TOKENIZERS):
         return ""
     try:
-        workload = PromptWorkload(run, load_tokenizer(str(path)))
-        workload.check_vocabulary(load_model(run.model).vocab_size)
+        make(load_tokenizer(str(path))).check_vocabulary(load_model(model).vocab_size)
     except ValueError as error:
         return str(error)
     return ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from streamrl.executor.launchers.placement import device_of
+from streamrl.executor.launchers.placement import PlacedRoles
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Finding, Level
+from streamrl.runfile.policies_config import SyncMode
 
 NEVER = "never"
 BY_HAND = "by hand, on one H200"
@@ -44,33 +45,33 @@ RAN = {
 }
 
 
-def choices_of(run: Run) -> Iterator[tuple[str, str]]:
+def choices_of(
+    roles: PlacedRoles, sync_mode: SyncMode, *, serves_adapters: bool
+) -> Iterator[tuple[str, str]]:
     """Yield the choices of a run file, as named in `RAN`, each with its device."""
-    trains_on = device_of(run.execute.device, run.cluster.pools, run.trainer.pool)
-    for own in run.rollout.kinds:
-        device = device_of(run.execute.device, run.cluster.pools, own.pool)
+    trains_on = roles.device_of(roles.trainer.pool)
+    for own in roles.rollout.kinds:
+        device = roles.device_of(own.pool)
         yield f"rollout.backend = {own.backend}", device
         if own.tensor_parallel > 1:
             yield "rollout.tensor_parallel > 1", device
-    for trainer in run.trainers:
-        device = device_of(run.execute.device, run.cluster.pools, trainer.pool)
+    for trainer in roles.trainers:
+        device = roles.device_of(trainer.pool)
         yield f"trainer.backend = {trainer.backend}", device
         if trainer.data_parallel > 1:
             yield "trainer.data_parallel > 1", device
-    yield f"execute.launcher = {run.execute.launcher}", trains_on
-    yield f"sync.mode = {run.sync.mode}", trains_on
-    if run.serves_adapters:
-        yield (
-            "sync.merge_adapters = false",
-            device_of(run.execute.device, run.cluster.pools, run.rollout.pool),
-        )
+    yield f"execute.launcher = {roles.execute.launcher}", trains_on
+    yield f"sync.mode = {sync_mode}", trains_on
+    if serves_adapters:
+        yield "sync.merge_adapters = false", roles.device_of(roles.rollout.pool)
 
 
 def find(run: Run) -> Iterator[Finding]:
     """Yield a warning for each choice that was never run; skip a run without weights."""
     if run.model.path is None:
         return
-    chosen = list(dict.fromkeys(choices_of(run)))
+    choices = choices_of(PlacedRoles.of(run), run.sync.mode, serves_adapters=run.serves_adapters)
+    chosen = list(dict.fromkeys(choices))
     new = [(choice, device) for choice, device in chosen if _where(choice, device) == NEVER]
     for choice, device in new:
         text = f"{choice} on {_name(device)} was never run by this project's own tests: docs/running.md"

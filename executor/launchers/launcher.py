@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config, Handle
 from streamrl.executor.launchers.placement import device_of
 from streamrl.executor.record import RunDirectory
 from streamrl.runfile.backend_choice import training_backend_named
 from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 REPLICA = "streamrl.executor.rollout.replica_worker:ReplicaWorker"
 TRAINER = "streamrl.executor.trainer.trainer_worker:TrainerWorker"
@@ -42,13 +45,13 @@ class Launcher(ABC):
     def num_threads(self) -> int:
         """CPU threads of each role."""
 
-    def join(self, run: Run) -> None:
-        """Replace the run by one with an additional trainer, and reserve that trainer's GPUs.
+    def join(self, follower: SecondaryTrainerConfig) -> None:
+        """Add a trainer to the run, and reserve its GPUs.
 
         Raises:
             RuntimeError: its pool has too few free GPUs.
         """
-        self._run = run
+        self._run = replace(self._run, followers=(*self._run.followers, follower))
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start a replica of a kind, on GPUs that no other replica uses."""
@@ -175,7 +178,7 @@ class Launcher(ABC):
 
     def device(self, pool: str) -> str:
         """Return the torch device of a pool's roles, as their own process names it."""
-        return device_of(self._run.execute.device, self._run.cluster.pools, pool)
+        return device_of(self._run.execute.device, self._run.cluster.pools[pool])
 
     def _common(self, pool: str) -> Config:
         return {

@@ -18,10 +18,17 @@ from streamrl.executor.launchers.launcher import (
     name_of,
     worker_environment,
 )
-from streamrl.executor.launchers.placement import LocalGpus, Place, Placement, device_of, threads_of
+from streamrl.executor.launchers.placement import (
+    LocalGpus,
+    Place,
+    PlacedRoles,
+    Placement,
+    threads_of,
+)
 from streamrl.executor.launchers.processes import begin_for
 from streamrl.executor.record import RunDirectory
 from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 THIS_MACHINE = "this machine"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -33,31 +40,32 @@ class LocalLauncher(Launcher):
 
     def __init__(self, run: Run, directory: RunDirectory, gpus: Sequence[str] = ()) -> None:
         super().__init__(run, directory)
-        self._placement = Placement(run)
-        self._gpus = LocalGpus(run, gpus)
+        roles = PlacedRoles.of(run)
+        self._placement = Placement(roles)
+        self._gpus = LocalGpus(roles, gpus)
         self._num_trainers = 0
         """Number of trainers with several ranks started so far."""
 
     @property
     def num_threads(self) -> int:
         """CPU threads of each role."""
-        return threads_of(self._run)
+        return threads_of(PlacedRoles.of(self._run))
 
     def device(self, pool: str) -> str:
         """Return the torch device; a worker process sees only its own GPUs, so it needs no index."""
         device = super().device(pool)
         return device if self._run.execute.launcher == "in-process" else device.partition(":")[0]
 
-    def join(self, run: Run) -> None:
-        """Replace the run by one with an additional trainer, and reserve that trainer's place.
+    def join(self, follower: SecondaryTrainerConfig) -> None:
+        """Add a trainer to the run, and reserve its place.
 
         Raises:
             RuntimeError: its pool has too few free GPUs, or it needs a GPU, which the run did not claim at its start.
         """
-        if device_of(run.execute.device, run.cluster.pools, run.trainers[-1].pool) == "cuda":
+        if super().device(follower.pool) == "cuda":
             raise RuntimeError("a run on this machine's GPUs claims them all as it begins")
-        self._placement.join(run)
-        super().join(run)
+        self._placement.join(follower)
+        super().join(follower)
 
     def free(self, replica_id: int) -> None:
         """Release the GPUs of a replica that has ended."""
@@ -107,13 +115,9 @@ class LocalLauncher(Launcher):
     async def _start(self, role: str, config: Config, name: str, place: Place) -> Handle:
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
-        run, log = self._run, self._directory.logs / f"{name}.log"
-        begin = begin_for(
-            device_of(run.execute.device, run.cluster.pools, place.pool), config.get("backend")
-        )
-        return await LocalProcess.start(
-            role, config, log, self.environment(place), run.execute.patience, begin
-        )
+        log, patience = self._directory.logs / f"{name}.log", self._run.execute.patience
+        begin = begin_for(super().device(place.pool), config.get("backend"))
+        return await LocalProcess.start(role, config, log, self.environment(place), patience, begin)
 
     def environment(self, place: Place) -> dict[str, str]:
         """Return the environment variables that a role gets in addition to those of this process."""

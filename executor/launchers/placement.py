@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
@@ -20,8 +21,56 @@ from typing import NamedTuple
 
 from streamrl.hardware.parallelism import threads_per_role
 from streamrl.runfile.cluster_config import PoolConfig
-from streamrl.runfile.config import DEVICE, Run
-from streamrl.runfile.gpu_pools import most_replicas, trainer_names
+from streamrl.runfile.config import DEVICE, ExecuteConfig, Run
+from streamrl.runfile.gpu_pools import most_replicas
+from streamrl.runfile.roles_config import (
+    RolloutConfig,
+    SecondaryTrainerConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedRoles:
+    """The roles of a run that need GPUs or cores, and the settings that select their devices."""
+
+    rollout: RolloutConfig
+    most_replicas: int
+    """Maximum number of replicas at one time; a run may add some."""
+    trainer: TrainerConfig
+    followers: tuple[SecondaryTrainerConfig, ...]
+    verifier: VerifierConfig
+    pools: dict[str, PoolConfig]
+    execute: ExecuteConfig
+    shares_gpus: bool
+    """Whether replicas and the primary trainer take turns on the same GPUs."""
+
+    @classmethod
+    def of(cls, run: Run) -> PlacedRoles:
+        """Return the roles of a run file."""
+        policies, most = run.policies, run.rollout.num_replicas
+        if policies.resize != "keep":
+            most = policies.max_replicas or most_replicas(run)
+        return cls(
+            rollout=run.rollout,
+            most_replicas=most,
+            trainer=run.trainer,
+            followers=run.followers,
+            verifier=run.verifier,
+            pools=run.cluster.pools,
+            execute=run.execute,
+            shares_gpus=policies.shares_gpus,
+        )
+
+    @property
+    def trainers(self) -> tuple[TrainerConfig, ...]:
+        """Every trainer, the primary one first."""
+        return (self.trainer, *self.followers)
+
+    def device_of(self, pool: str) -> str:
+        """Return the torch device of the roles in `pool`."""
+        return device_of(self.execute.device, self.pools[pool])
 
 
 class Place(NamedTuple):
@@ -37,38 +86,35 @@ class Place(NamedTuple):
 class Placement:
     """Tracks which GPUs are taken, and assigns free GPUs to roles."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, roles: PlacedRoles) -> None:
+        self._roles = roles
         self._free: dict[str, list[set[int]]] = {
             name: [set(range(pool.gpus_per_node)) for _ in range(pool.nodes)]
-            for name, pool in run.cluster.pools.items()
+            for name, pool in roles.pools.items()
         }
         self._replicas: dict[int, Place] = {}
-        first = run.rollout.kind_of_each
-        if not run.policies.shares_gpus:
+        first = roles.rollout.kind_of_each
+        if not roles.shares_gpus:
             for replica, kind in enumerate(first):
                 self.replica(replica, kind)
-        self.trainers = [self._take_trainer(number) for number in range(run.num_trainers)]
+        self.trainers = [self._take_trainer(roles.trainer, "trainer", is_shared=roles.shares_gpus)]
         """Place of each rank of each trainer. A rank is a process with one GPU. The tensor-parallel index varies
         fastest, then the data-parallel index d, then the pipeline stage:
         rank = (stage x data + d) x tensor + t."""
+        for follower in roles.followers:
+            self.join(follower)
         self.reward_models = list(self._take_reward_models())
         """The place of each replica of the reward model."""
         for replica in range(len(first)):
             self.free(replica)
 
-    def join(self, run: Run) -> None:
-        """Reserve GPUs for the last trainer of `run`, which has just been added.
+    def join(self, follower: SecondaryTrainerConfig) -> None:
+        """Reserve GPUs for one more trainer.
 
         Raises:
             RuntimeError: no node has enough free GPUs.
         """
-        before, self._run = self._run, run
-        try:
-            self.trainers.append(self._take_trainer(len(self.trainers)))
-        except RuntimeError:
-            self._run = before
-            raise
+        self.trainers.append(self._take_trainer(follower, follower.name))
 
     def replica(self, replica: int, kind: int = 0) -> Place:
         """Reserve the lowest free GPUs for a replica of a kind.
@@ -76,7 +122,7 @@ class Placement:
         Raises:
             RuntimeError: no node has enough free GPUs.
         """
-        rollout = self._run.rollout.kinds[kind]
+        rollout = self._roles.rollout.kinds[kind]
         place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
         self._replicas[replica] = place
         return place
@@ -87,14 +133,14 @@ class Placement:
         if place is not None:
             self._free[place.pool][place.node].update(place.gpus)
 
-    def _take_trainer(self, number: int) -> tuple[Place, ...]:
-        run = self._run.as_seen_by(number)
-        trainer, role = run.trainer, trainer_names(self._run.followers)[number]
+    def _take_trainer(
+        self, trainer: TrainerConfig, name: str, *, is_shared: bool = False
+    ) -> tuple[Place, ...]:
         num_groups = trainer.copies * trainer.pipeline_parallel
         groups = [
-            self._take(trainer.pool, trainer.tensor_parallel, role) for _ in range(num_groups)
+            self._take(trainer.pool, trainer.tensor_parallel, name) for _ in range(num_groups)
         ]
-        if run.policies.shares_gpus:  # replicas use the same GPUs while the trainer sleeps
+        if is_shared:  # replicas use the same GPUs while the trainer sleeps
             for place in groups:
                 self._free[place.pool][place.node].update(place.gpus)
         return tuple(
@@ -102,7 +148,7 @@ class Placement:
         )
 
     def _take_reward_models(self) -> Iterator[Place]:
-        verifier = self._run.verifier
+        verifier = self._roles.verifier
         if verifier.pool is not None:
             for number in range(verifier.workers):
                 yield self._take(verifier.pool, verifier.gpus_per_worker, f"reward model {number}")
@@ -122,11 +168,11 @@ NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
 Guide, section CUDA Environment Variables)."""
 
 
-def device_of(device: str, pools: dict[str, PoolConfig], pool: str) -> str:
+def device_of(device: str, pool: PoolConfig) -> str:
     """Return the torch device of the roles in `pool`."""
     if device != "auto":
         return device
-    return "cpu" if pools[pool].gpu == "cpu" else "cuda"
+    return "cpu" if pool.gpu == "cpu" else "cuda"
 
 
 def index_of(device: str) -> int | None:
@@ -135,57 +181,46 @@ def index_of(device: str) -> int | None:
     return None if match is None or match["index"] is None else int(match["index"])
 
 
-def gpus_needed(run: Run) -> int:
+def gpus_needed(roles: PlacedRoles) -> int:
     """Return how many GPUs of this machine a run needs with its largest number of replicas."""
-    kinds = run.rollout.kinds
-    on_gpus = [
-        own for own in kinds if device_of(run.execute.device, run.cluster.pools, own.pool) != "cpu"
-    ]
+    rollout, verifier = roles.rollout, roles.verifier
+    on_gpus = [own for own in rollout.kinds if roles.device_of(own.pool) != "cpu"]
     trainers = [
-        0
-        if device_of(run.execute.device, run.cluster.pools, trainer.pool) == "cpu"
-        else trainer.num_gpus
-        for trainer in run.trainers
+        0 if roles.device_of(trainer.pool) == "cpu" else trainer.num_gpus
+        for trainer in roles.trainers
     ]
-    rewards = (
-        0
-        if on_cpus(run.execute.device, run.cluster.pools, run.verifier.pool)
-        else run.verifier.num_gpus
-    )
+    has_rewards = verifier.pool is not None and roles.device_of(verifier.pool) != "cpu"
+    rewards = verifier.num_gpus if has_rewards else 0
     if not on_gpus and not any(trainers) and not rewards:
         return 0
-    named = index_of(run.execute.device)
+    named = index_of(roles.execute.device)
     if named is not None:
         return named + 1
-    if run.execute.launcher == "in-process":
+    if roles.execute.launcher == "in-process":
         return 1
-    added = (_most_replicas(run) - run.rollout.num_replicas) * run.rollout.tensor_parallel
-    for_replicas = sum(own.num_gpus for own in on_gpus) + (added if kinds[0] in on_gpus else 0)
+    added = (roles.most_replicas - rollout.num_replicas) * rollout.tensor_parallel
+    for_replicas = sum(own.num_gpus for own in on_gpus)
+    for_replicas += added if rollout.kinds[0] in on_gpus else 0
     leader, *followers = trainers
-    for_both = max(for_replicas, leader) if run.policies.shares_gpus else for_replicas + leader
+    for_both = max(for_replicas, leader) if roles.shares_gpus else for_replicas + leader
     return for_both + sum(followers) + rewards
-
-
-def on_cpus(device: str, pools: dict[str, PoolConfig], pool: str | None) -> bool:
-    """Return whether the reward model runs on the CPU, or the run has none."""
-    return pool is None or device_of(device, pools, pool) == "cpu"
 
 
 class LocalGpus:
     """Maps places to GPUs of this machine, as entries of CUDA_VISIBLE_DEVICES."""
 
-    def __init__(self, run: Run, names: Sequence[str]) -> None:
+    def __init__(self, roles: PlacedRoles, names: Sequence[str]) -> None:
         """Number the GPUs that a run may take.
 
         Args:
-            run: the run whose roles are placed.
-            names: the GPUs that `claim_gpus` returned for it.
+            roles: the roles that are placed.
+            names: the GPUs that `claim_gpus` returned for them.
         """
-        self._run = run
+        self._roles = roles
         self._names = names
         self._numbers: dict[tuple[str, int, int], int] = {}
-        for place in _places_in_order(run):
-            if device_of(run.execute.device, run.cluster.pools, place.pool) == "cuda":
+        for place in _places_in_order(roles):
+            if roles.device_of(place.pool) == "cuda":
                 for gpu in place.gpus:
                     self._numbers.setdefault((place.pool, place.node, gpu), len(self._numbers))
 
@@ -194,7 +229,7 @@ class LocalGpus:
 
         A role on the CPU needs none. If `execute.device` names a GPU, every role gets that one.
         """
-        device = device_of(self._run.execute.device, self._run.cluster.pools, place.pool)
+        device = self._roles.device_of(place.pool)
         if device == "cpu":
             return {}
         if (named := index_of(device)) is not None:
@@ -232,17 +267,17 @@ def find_gpus() -> list[str]:
     return usable_gpus(os.environ.get(VARIABLE), num_seen)
 
 
-def claim_gpus(run: Run) -> list[str]:
+def claim_gpus(roles: PlacedRoles) -> list[str]:
     """Return the GPUs of this machine for the places of a run, in order; import torch only if it needs any.
 
     Raises:
         ValueError: the machine has fewer GPUs than the run needs.
     """
-    needed = gpus_needed(run)
+    needed = gpus_needed(roles)
     gpus = find_gpus() if needed else []
     if len(gpus) < needed:
         raise ValueError(
-            f"execute.device {run.execute.device!r} needs {needed} GPUs of this machine, {say_seen(len(gpus))}: "
+            f"execute.device {roles.execute.device!r} needs {needed} GPUs of this machine, {say_seen(len(gpus))}: "
             "--set execute.device=cpu executes the run without"
         )
     return gpus
@@ -254,20 +289,14 @@ def say_seen(num_gpus: int) -> str:
     return f"torch sees {num_gpus}" + ("" if inherited is None else f" ({VARIABLE}={inherited!r})")
 
 
-def _places_in_order(run: Run) -> Iterator[Place]:
+def _places_in_order(roles: PlacedRoles) -> Iterator[Place]:
     """Yield every place that a run may take: first replicas, trainers, reward models, then added replicas."""
-    placement, first = Placement(run), run.rollout.kind_of_each
+    placement, first = Placement(roles), roles.rollout.kind_of_each
     yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
     for places in placement.trainers:
         yield from places
     yield from placement.reward_models
-    yield from map(placement.replica, range(len(first), _most_replicas(run)))
-
-
-def _most_replicas(run: Run) -> int:
-    if run.policies.resize == "keep":
-        return run.rollout.num_replicas
-    return run.policies.max_replicas or most_replicas(run)
+    yield from map(placement.replica, range(len(first), roles.most_replicas))
 
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -280,37 +309,34 @@ def usable_cores() -> int:
     return max(1, min(cores or 1, _allowed(QUOTA)))
 
 
-def roles_on_cores(run: Run) -> int:
+def roles_on_cores(roles: PlacedRoles) -> int:
     """Return how many processes of a run compute on the CPU: initial replicas, trainer ranks and reward models.
 
     Trainers that only count rollouts are left out.
     """
-    return sum(
-        number
-        for number, pool in _roles(run)
-        if device_of(run.execute.device, run.cluster.pools, pool) == "cpu"
-    )
+    return sum(number for number, pool in _processes(roles) if roles.device_of(pool) == "cpu")
 
 
-def _roles(run: Run) -> Iterator[tuple[int, str]]:
+def _processes(roles: PlacedRoles) -> Iterator[tuple[int, str]]:
     """Yield the number of processes and the pool of each kind of role."""
-    for kind in run.rollout.kinds:
+    for kind in roles.rollout.kinds:
         yield kind.replicas, kind.pool
-    for number, trainer in enumerate(run.trainers):
-        if not run.only_counts(number):
-            yield trainer.num_gpus, trainer.pool
-    if run.verifier.pool is not None:
-        yield run.verifier.workers, run.verifier.pool
+    yield roles.trainer.num_gpus, roles.trainer.pool
+    for follower in roles.followers:
+        if not follower.counts_only:
+            yield follower.num_gpus, follower.pool
+    if roles.verifier.pool is not None:
+        yield roles.verifier.workers, roles.verifier.pool
 
 
-def threads_of(run: Run) -> int:
+def threads_of(roles: PlacedRoles) -> int:
     """Return the CPU threads of each worker process; workers on GPUs use them to write and check weights."""
-    if run.execute.threads is not None:
-        return run.execute.threads
-    if run.execute.deterministic:
+    if roles.execute.threads is not None:
+        return roles.execute.threads
+    if roles.execute.deterministic:
         return 1
-    roles = roles_on_cores(run) or sum(number for number, _ in _roles(run))
-    return threads_per_role(usable_cores(), roles)
+    num_roles = roles_on_cores(roles) or sum(number for number, _ in _processes(roles))
+    return threads_per_role(usable_cores(), num_roles)
 
 
 def _allowed(quota: Path) -> int:

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from streamrl.executor.launchers.placement import device_of
-from streamrl.runfile.config import Run
+from streamrl.executor.launchers.placement import PlacedRoles
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +29,20 @@ def pool_resource(pool: str) -> str:
 
 
 @contextlib.contextmanager
-def joined_cluster(run: Run) -> Iterator[None]:
+def joined_cluster(roles: PlacedRoles) -> Iterator[None]:
     """Join the cluster of a run until the context ends.
 
     Raises:
         ValueError: no cluster could be joined, or its nodes lack resources that the run needs.
     """
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints events of its nodes to stdout
-        yield from _joined(run)
+        yield from _joined(roles)
 
 
-def _joined(run: Run) -> Iterator[None]:
+def _joined(roles: PlacedRoles) -> Iterator[None]:
     import ray
 
-    address = run.execute.ray_address
+    address = roles.execute.ray_address
     try:
         _knock(address)
         ray.init(
@@ -60,7 +59,7 @@ def _joined(run: Run) -> Iterator[None]:
             "Start one with ray start --head; set RAY_AUTH_MODE=token to send your token"
         ) from None
     try:
-        check_cluster(run, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        check_cluster(roles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         if os.environ.get("RAY_AUTH_MODE") != "token":
             logger.warning(
                 "anyone who can reach the ports of the Ray cluster can run code there; "
@@ -78,17 +77,17 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCKING).close()
 
 
-def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:
+def check_cluster(roles: PlacedRoles, nodes: list[dict[str, Any]]) -> None:
     """Raise `ValueError` if the nodes of a cluster lack resources that a run needs."""
     wanted: Counter[str] = Counter()
     largest: Counter[str] = Counter()
-    for own in run.rollout.kinds:
+    for own in roles.rollout.kinds:
         wanted[own.pool] += own.replicas * own.tensor_parallel
         largest[own.pool] = max(largest[own.pool], own.tensor_parallel)
-    for trainer in run.trainers:
+    for trainer in roles.trainers:
         wanted[trainer.pool] += trainer.num_gpus
-    if run.verifier.pool is not None:
-        wanted[run.verifier.pool] += run.verifier.num_gpus
+    if roles.verifier.pool is not None:
+        wanted[roles.verifier.pool] += roles.verifier.num_gpus
     for pool, count in wanted.items():
         resource = pool_resource(pool)
         members = [node for node in nodes if node.get(resource)]
@@ -97,8 +96,8 @@ def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:
                 f"cluster.pools.{pool}: no node of the Ray cluster is in this pool; "
                 f"start its nodes with ray start --resources='{{\"{resource}\": 1}}'"
             )
-        kind = "CPU" if device_of(run.execute.device, run.cluster.pools, pool) == "cpu" else "GPU"
-        each = (run.execute.threads or 1) if kind == "CPU" else 1
+        kind = "CPU" if roles.device_of(pool) == "cpu" else "GPU"
+        each = (roles.execute.threads or 1) if kind == "CPU" else 1
         available = sum(node.get(kind, 0) for node in members)
         if available < count * each:
             raise ValueError(

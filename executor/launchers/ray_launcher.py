@@ -33,7 +33,6 @@ from streamrl.executor.launchers.launcher import (
     name_of,
     worker_environment,
 )
-from streamrl.executor.launchers.placement import device_of
 from streamrl.executor.launchers.ray_actor import RayActor, RayRole
 from streamrl.executor.launchers.ray_cluster import CALLS_AT_ONCE, LEAST, pool_resource
 from streamrl.executor.record import RunDirectory
@@ -121,7 +120,7 @@ class RayLauncher(Launcher):
     def _bundle(self, pool: str, num_gpus: int) -> Bundle:
         """Return the resources that a process takes on a node of its pool."""
         bundle: Bundle = {"CPU": self.num_threads, pool_resource(pool): LEAST}
-        if device_of(self._run.execute.device, self._run.cluster.pools, pool) != "cpu":
+        if self.device(pool) != "cpu":
             bundle["GPU"] = num_gpus
         return bundle
 

@@ -14,6 +14,7 @@ from streamrl.engine.world import World
 from streamrl.executor.backend_limits import check_back_end_of
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint, Position
+from streamrl.executor.directory_lock import replace_file
 from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.subscribers.attach_requests import (
     TICK,
@@ -28,8 +29,10 @@ from streamrl.executor.subscribers.attach_requests import (
 )
 from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.trainers import Trainers
+from streamrl.executor.trainer.trainer import StepSettings
+from streamrl.record.run_directory import RUN
 from streamrl.runfile.checks import check_run
-from streamrl.runfile.files import secondary_trainer_section, with_secondary_trainer
+from streamrl.runfile.files import encode_run, secondary_trainer_section, with_secondary_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +187,11 @@ class Membership:
         check_run(run)
         check_back_end_of(run, number)
         self._check_prompts(section["name"])
-        self._buffer.workload.join(run)
-        self._launcher.join(run)
-        self._trainers.join(run, self._records.join(run))
+        self._buffer.workload.join(run.followers)
+        self._launcher.join(run.followers[-1])
+        record = self._records.join(run.followers[-1].name)
+        replace_file(self._records.path / RUN, encode_run(run))
+        self._trainers.join(StepSettings.of(run.as_seen_by(number)), record)
         self._buffer.join()
         self._trace.join(section)
         return number

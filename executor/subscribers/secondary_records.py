@@ -16,11 +16,8 @@ from pathlib import Path
 
 from streamrl.engine.trace import LineFile, open_at_end
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints, TrainerRecord
-from streamrl.executor.directory_lock import replace_file
-from streamrl.record.run_directory import METRICS, ROLLED_BACK_TO, RUN, secondary_trainer_directory
+from streamrl.record.run_directory import METRICS, ROLLED_BACK_TO, secondary_trainer_directory
 from streamrl.record.samples import SampledGroup
-from streamrl.runfile.config import Run
-from streamrl.runfile.files import encode_run
 
 
 class SecondaryTrainerRecord(TrainerRecord):
@@ -69,7 +66,10 @@ class SecondaryRecords:
     def __init__(self, names: tuple[str, ...], path: Path) -> None:
         """Create a record for each secondary trainer of the run file; `path` is the run directory."""
         self.path = path
-        self.all = _records_of(names, path)
+        self.all = [
+            SecondaryTrainerRecord(secondary_trainer_directory(path, number, name))
+            for number, name in enumerate(names, start=1)
+        ]
         self._leg = 1
 
     def check(self) -> None:
@@ -94,22 +94,15 @@ class SecondaryRecords:
             for damage in record.open(leg, is_resumed=is_resumed)
         ]
 
-    def join(self, run: Run) -> SecondaryTrainerRecord:
-        """Create the record of the last trainer of `run`, which has just been attached."""
-        record = _records_of(run.secondary_trainer_names, self.path)[-1]
+    def join(self, name: str) -> SecondaryTrainerRecord:
+        """Create the record of one more trainer, which has just been attached."""
+        number = 1 + len(self.all)
+        record = SecondaryTrainerRecord(secondary_trainer_directory(self.path, number, name))
         record.open(self._leg, is_resumed=False)
         self.all.append(record)
-        replace_file(self.path / RUN, encode_run(run))
         return record
 
     def close(self) -> None:
         """Close the files of all records."""
         for record in self.all:
             record.close()
-
-
-def _records_of(names: tuple[str, ...], path: Path) -> list[SecondaryTrainerRecord]:
-    return [
-        SecondaryTrainerRecord(secondary_trainer_directory(path, number, name))
-        for number, name in enumerate(names, start=1)
-    ]

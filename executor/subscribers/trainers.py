@@ -23,9 +23,7 @@ from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import TrainerRecord
 from streamrl.executor.launchers.handles import Handle
 from streamrl.executor.launchers.launcher import Launcher
-from streamrl.executor.trainer.advantages import AdvantageEstimator
-from streamrl.executor.trainer.trainer import Trainer
-from streamrl.runfile.config import Run
+from streamrl.executor.trainer.trainer import StepSettings, Trainer
 
 
 class Trainers:
@@ -33,7 +31,7 @@ class Trainers:
 
     def __init__(
         self,
-        run: Run,
+        settings: Iterable[StepSettings],
         buffer: RolloutBuffer,
         records: Iterable[TrainerRecord],
         launcher: Launcher,
@@ -43,7 +41,7 @@ class Trainers:
         """Create the trainers without starting them.
 
         Args:
-            run: has the settings of every trainer.
+            settings: those of each trainer, those of trainer 0 first.
             buffer: holds the rollouts that trainers train on.
             records: one for each trainer, that of trainer 0 first.
             launcher: starts the workers.
@@ -55,18 +53,15 @@ class Trainers:
         self._expose = expose
         self._now = now
         self._all = [
-            _trainer_of(run.as_seen_by(number), buffer, record, now)
-            for number, record in enumerate(records)
+            Trainer(own, buffer, record, now) for own, record in zip(settings, records, strict=True)
         ]
         self._up: set[int] = set()
         self._promoted: Promote | None = None
         """The trainer that replaces the primary one, and the version of the replacement."""
 
-    def join(self, run: Run, record: TrainerRecord) -> None:
-        """Add the last trainer of `run`."""
-        number = len(self._all)
-        seen = run.as_seen_by(number)
-        self._all.append(_trainer_of(seen, self._buffer, record, self._now))
+    def join(self, settings: StepSettings, record: TrainerRecord) -> None:
+        """Add a trainer."""
+        self._all.append(Trainer(settings, self._buffer, record, self._now))
 
     @property
     def leader(self) -> Trainer:
@@ -150,9 +145,3 @@ class Trainers:
     async def stop(self) -> None:
         """End every worker."""
         await asyncio.gather(*(trainer.stop() for trainer in self._all), return_exceptions=True)
-
-
-def _trainer_of(
-    run: Run, buffer: RolloutBuffer, record: TrainerRecord, now: Callable[[], float]
-) -> Trainer:
-    return Trainer(run, buffer, AdvantageEstimator(run.algorithm, buffer), record, now)

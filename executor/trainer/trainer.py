@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.engine.messages import (
@@ -26,8 +27,25 @@ from streamrl.executor.launchers.handles import Handle, remote
 from streamrl.executor.roles import Manifest, TrainerRole
 from streamrl.executor.trainer.advantages import AdvantageEstimator
 from streamrl.executor.trainer.step_record import step_figures, step_samples
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.algorithms import NO_BASELINE
 from streamrl.runfile.config import Run
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Settings of one trainer that the controller needs for its steps."""
+
+    algorithm: AlgorithmConfig
+    rollouts_per_update: int | None
+    """Rollouts between two optimizer steps; None: one optimizer step for each batch."""
+    samples_per_step: int
+    """Rollouts of each step that are recorded for people to read."""
+
+    @classmethod
+    def of(cls, run: Run) -> StepSettings:
+        """Return the settings of the primary trainer of a run file; see `Run.as_seen_by` for another trainer."""
+        return cls(run.algorithm, run.rollouts_per_update, run.execute.samples_per_step)
 
 
 class Trainer:
@@ -35,15 +53,14 @@ class Trainer:
 
     def __init__(
         self,
-        run: Run,
+        settings: StepSettings,
         buffer: RolloutBuffer,
-        estimator: AdvantageEstimator,
         record: TrainerRecord,
         now: Callable[[], float],
     ) -> None:
-        self._run = run
+        self._settings = settings
         self._buffer = buffer
-        self._estimator = estimator
+        self._estimator = AdvantageEstimator(settings.algorithm, buffer)
         self.record = record
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -81,8 +98,8 @@ class Trainer:
 
     def become(self, other: Trainer) -> None:
         """Use the settings of another trainer, which has ended or will end, from the next start on."""
-        self._run = other._run
-        self._estimator = AdvantageEstimator(other._run.algorithm, self._buffer)
+        self._settings = other._settings
+        self._estimator = AdvantageEstimator(other._settings.algorithm, self._buffer)
 
     async def score(self, command: Score) -> Scored:
         """Run the forward passes that training needs first."""
@@ -103,7 +120,7 @@ class Trainer:
 
     def _portions(self, rollouts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield portions of the rollouts, so that no portion extends over an optimizer step within the batch."""
-        size = self._run.rollouts_per_update
+        size = self._settings.rollouts_per_update
         while rollouts:
             room = len(rollouts) if size is None else size - self._num_trained % size
             yield rollouts[:room]
@@ -126,11 +143,11 @@ class Trainer:
                 "time": now,
                 "step_time": now - self._stepped_at,
                 **step_figures(
-                    trained, self._staleness_of(command.groups), self._run.rollout.max_tokens
+                    trained, self._staleness_of(command.groups), self._buffer.workload.max_tokens
                 ),
                 **self._buffer.workload.figures,
                 **step_statistics,
-                "learning_rate": self._run.algorithm.learning_rate,
+                "learning_rate": self._settings.algorithm.learning_rate,
                 **self._seconds,
                 **figures,
             }
@@ -153,7 +170,7 @@ class Trainer:
 
     def _sample(self, command: Step) -> None:
         """Record some rollouts of the step for people to read."""
-        count = self._run.execute.samples_per_step
+        count = self._settings.samples_per_step
         if count:
             self.record.write_samples(
                 lambda: step_samples(
@@ -161,7 +178,7 @@ class Trainer:
                     command.groups,
                     command.version,
                     count,
-                    self._run.rollout.max_tokens,
+                    self._buffer.workload.max_tokens,
                     self._estimator.advantage,
                 )
             )

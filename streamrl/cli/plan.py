@@ -77,9 +77,11 @@ def plan(
     settings = planned.plan.allocation.settings
     write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)
     if not as_json:
+        from streamrl.executor.backend_limits import refusal_of
+
         console = Console(highlight=False)
         console.print(f"\nwritten to {output / PLAN_TOML}", markup=False, soft_wrap=True)
-        if limit := _limit_of_execute(planned.run):
+        if limit := refusal_of(planned.run):
             console.print(f"execute does not carry it out as it is: {limit}", markup=False)
     if other is not None:
         _export(planned.run, other, output, as_json=as_json)
@@ -95,17 +97,6 @@ def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None
     path.write_text(script, encoding="utf-8")
     if not as_json:
         Console(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
-
-
-def _limit_of_execute(run: Run) -> str:
-    """Return the first setting of a plan that no back end executes; "" if there is none."""
-    from streamrl.executor.backend_limits import check_back_ends
-
-    try:
-        check_back_ends(run)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 @contextmanager
