@@ -91,7 +91,7 @@ def ppo_mfu(run: Run) -> float:
     Actor and critic forward and backward take 6 each, a reference and a log-probability forward 2 each.
     """
     check_memory(resolve(run))
-    costs, model = TrainingCosts.load(run), load_model(run.model)
+    costs, model = TrainingCosts.load(resolve(run)), load_model(run.model)
     lengths = [PAPER_TOKENS] * run.algorithm.rollouts_per_step
     seconds = costs.train_time(lengths) + costs.score_time(lengths) + costs.optimizer_time
     peak = load_gpu(run.cluster.pools["gpus"].gpu).flops["bfloat16"] * run.trainer.num_gpus

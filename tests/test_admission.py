@@ -14,7 +14,7 @@ from streamrl.hardware.memory import kv_capacity, most_running
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.costs.policy_estimates import latency_points
 from streamrl.sim.fidelity.paper import Case, make_case
 from streamrl.sim.world import simulate
 from tests.runs import checked_world, run_with_capacity, small_run
@@ -42,8 +42,7 @@ def test_the_longest_rollouts_of_the_paper_fit_its_replicas_this_often(
     replica = resolve(run).replica
     assert most_running(replica) == batch == kv_capacity(replica) // 20_400
     assert batch < run.rollout.max_running
-    latency = fill_latency(run, Costs.load(run)).policies.latency
-    assert latency is not None and latency[-1][0] == batch
+    assert latency_points(replica, Costs.load(run))[-1][0] == batch
     assert fullest(run, siblings=1, prompt_tokens=400) == batch
 
 

@@ -16,7 +16,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.sim.batch_generation import Finish, generate_batch
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.fidelity.paper_scaling import read_paces
 from streamrl.sim.planner.allocation import (
     TRAINED_BATCHES,
@@ -82,7 +82,7 @@ def test_generation_takes_as_long_as_the_first_step_of_a_simulation(
     )
     costs = Costs.load(run)
     batch = SimulatedWorkload(run).draw(0, 256)
-    finishes = generate_batch(fill_latency(run, costs), costs, batch)
+    finishes = generate_batch(fill_policies(run, costs), costs, batch)
     simulated = [e.time for e in simulate(run).entries if isinstance(e.event, Generated)]
     assert [finish.time for finish in finishes] == pytest.approx(simulated, rel=1e-9)
 

@@ -77,7 +77,7 @@ def test_a_batch_trains_in_about_the_seconds_of_its_commands(
             "trainer.zero": zero,
         }
     )
-    costs, lengths = TrainingCosts.load(run), lengths_of(run)
+    costs, lengths = TrainingCosts.load(resolve(run)), lengths_of(run)
     factor = run.costs.training_factor
     found = train_times(costs, run.framework, factor, [FallingLengths(lengths)])
     together = commands_time(costs, [lengths])
@@ -228,9 +228,9 @@ def test_weight_sync_takes_what_its_costs_say() -> None:
         candidate: Candidate = space.candidate(int(index))
         run = candidate.apply(space.run)
         if candidate.mode.system == "colocated":
-            costs = PhaseChange.load(run).sync_costs()
+            costs = PhaseChange.load(resolve(run)).sync_costs()
         elif candidate.replicas.pool != candidate.trainer.pool:
-            costs = SyncCosts.load(run)
+            costs = SyncCosts.load(resolve(run))
         else:
             continue  # within a pool roots are counted roughly: 0.1 s of hundreds
         assert stages.sync[index] == pytest.approx(costs.push_time + costs.load_time, rel=1e-9)

@@ -76,7 +76,7 @@ def test_what_does_not_fit_beside_the_generator_goes_to_host_memory_and_comes_ba
     moved = moved_by(run)
     assert moved.offloaded == pytest.approx(trained)
     assert moved.onloaded == pytest.approx(trained + state.weights)  # the reference never changed
-    change = PhaseChange.load(run)
+    change = PhaseChange.load(resolve(run))
     assert change.offload_time == pytest.approx(moved.offloaded / 50e9)
     assert change.onload_time == pytest.approx(moved.onloaded / 50e9)
 
@@ -112,7 +112,7 @@ def test_a_gpu_is_sent_what_its_replica_has_beyond_its_own_shard() -> None:
     run = shared_run()
     moved = moved_by(run)
     assert moved.resharded == pytest.approx(WEIGHTS - WEIGHTS / 4, rel=1e-3)
-    assert PhaseChange.load(run).reshard_time == pytest.approx(moved.resharded / 200e9)
+    assert PhaseChange.load(resolve(run)).reshard_time == pytest.approx(moved.resharded / 200e9)
 
 
 def test_gpus_that_generate_with_the_shard_they_train_are_sent_nothing() -> None:
@@ -126,7 +126,7 @@ def test_ranks_of_several_nodes_send_each_other_weights_over_the_network() -> No
     moved = moved_by(run)
     network = 25e9 * 0.97  # profiles/transports/rdma.toml
     assert moved.resharded == pytest.approx(WEIGHTS * 15 / 16, rel=1e-3)
-    assert PhaseChange.load(run).reshard_time == pytest.approx(moved.resharded / network)
+    assert PhaseChange.load(resolve(run)).reshard_time == pytest.approx(moved.resharded / network)
 
 
 def test_full_shards_are_gathered_from_all_ranks() -> None:
@@ -141,7 +141,7 @@ def test_replicas_on_gpus_that_the_trainer_leaves_out_are_sent_all_they_need() -
 
 def test_a_step_has_one_push_of_everything_that_moves_and_one_load() -> None:
     run = shared_run(rollout__memory_utilization=0.9, **PPO)
-    change, costs = PhaseChange.load(run), Costs.load(run)
+    change, costs = PhaseChange.load(resolve(run)), Costs.load(run)
     assert change.push_time > 0 and change.wake_time > 0
     assert costs.sync.push_time == pytest.approx(change.push_time)
     assert costs.load_time == pytest.approx(change.wake_time)

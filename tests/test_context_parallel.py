@@ -48,7 +48,7 @@ def train_run(changes: dict[str, Any] | None = None, **trainer: Any) -> Run:
 
 
 def stages(**trainer: Any) -> StageTimes:
-    return TrainingCosts.load(train_run(**trainer)).stages
+    return TrainingCosts.load(resolve(train_run(**trainer))).stages
 
 
 def time(kind: str, size: tuple[float, float], **trainer: Any) -> float:
@@ -126,7 +126,8 @@ def test_between_nodes_a_ring_goes_through_one_port() -> None:
     runs = [train_run(changes, context_parallel=4) for changes in ({}, narrow)]
     assert [Ranks.of(resolve(run).trainer).context_ranks_of_a_node for run in runs] == [4, 2]
     inside, across = (
-        float(TrainingCosts.load(run).stages.forward_times([(4096, 0.0)])[0, 0]) for run in runs
+        float(TrainingCosts.load(resolve(run)).stages.forward_times([(4096, 0.0)])[0, 0])
+        for run in runs
     )
     num_bytes = LAYERS * 3 / 4 * 4096 * 2 * CACHES * CHANNELS * 2
     slower = 1 / H800.network - 1 / H800.nvlink
@@ -135,7 +136,7 @@ def test_between_nodes_a_ring_goes_through_one_port() -> None:
 
 def test_context_ranks_sum_gradients_and_share_the_optimizer_as_data_parallel_ranks_do() -> None:
     by_data, by_context = (
-        TrainingCosts.load(train_run(**{name: 4, "tensor_parallel": 2})).optimizer_time
+        TrainingCosts.load(resolve(train_run(**{name: 4, "tensor_parallel": 2}))).optimizer_time
         for name in ("data_parallel", "context_parallel")
     )
     assert by_data == pytest.approx(by_context)

@@ -116,7 +116,7 @@ def test_absent_it_is_whole_experts_among_expert_ranks_and_the_slices_of_attenti
             train_run(**{**degrees, "expert_tensor_parallel": value}) for value in (slices, None)
         )
         assert trainer_memory(resolve(told).trainer) == trainer_memory(resolve(absent).trainer)
-        costs = [TrainingCosts.load(run) for run in (told, absent)]
+        costs = [TrainingCosts.load(resolve(run)) for run in (told, absent)]
         times = [one.stages.backward_times([(TOKENS, 7e6)])[0, 0] for one in costs]
         assert times[0] == times[1] and costs[0].optimizer_time == costs[1].optimizer_time
 
@@ -203,7 +203,7 @@ def test_slices_that_no_trainer_can_have_are_refused_by_key_and_value(
     changes: dict[str, Any], keys: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=r"^trainer\.expert_tensor_parallel") as caught:
-        TrainingCosts.load(train_run(changes, **keys))
+        TrainingCosts.load(resolve(train_run(changes, **keys)))
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 

@@ -179,7 +179,7 @@ def test_another_name_takes_away_what_the_first_one_filled_in() -> None:
 
 def test_a_frameworks_own_seconds_are_its_files_and_those_of_the_run_file_win() -> None:
     assert step_time_of(of_framework("verl")).seconds == 0.82
-    assert TrainingCosts.load(of_framework("nemo-rl")).overhead_time == 3.0
+    assert TrainingCosts.load(resolve(of_framework("nemo-rl"))).overhead_time == 3.0
     stated = of_framework("verl", {"framework.step_time": "7 s"})
     assert step_time_of(stated).seconds == 7.0
     run = of_framework("verl")
@@ -203,12 +203,12 @@ def test_where_a_frameworks_seconds_are_unknown_the_usual_ones_stand_in_and_it_i
 def test_a_simulation_names_the_framework_among_its_sources_and_without_one_says_nothing() -> None:
     run = of_framework("verl", {"algorithm.old_log_probs": "engine"})
     sources = Costs.load(run).facts["sources"]
-    assert {*framework_sources(run)} <= {*sources}
+    assert {*framework_sources(resolve(run))} <= {*sources}
     text = "\n".join(sources)
     assert "framework verl, 0.10.0.dev (verl-project/verl 1dda039)" in text
     assert "run file: algorithm.old_log_probs = engine, where framework verl has trainer" in text
     assert "framework.optimizer_steps = 4" in text
-    assert not list(framework_sources(small_run()))
+    assert not list(framework_sources(resolve(small_run())))
 
 
 @pytest.mark.parametrize("name", ["verl", "nemo-rl"])
@@ -216,7 +216,7 @@ def test_a_way_of_dynamic_sampling_that_is_not_simulated_is_told(name: str) -> N
     keys = {"framework": {"name": name}, "algorithm.name": "grpo", "algorithm.group_size": 4}
     for is_dynamic in (True, False):
         run = small_run({**keys, "algorithm.dynamic_sampling": is_dynamic})
-        told = "\n".join(framework_sources(run))
+        told = "\n".join(framework_sources(resolve(run)))
         assert ("is not simulated as it is" in told) == is_dynamic
 
 
@@ -246,8 +246,8 @@ def test_a_framework_sends_weights_in_its_own_way_where_that_was_measured(
 ) -> None:
     link = {"between": ["far", "near"], "bandwidth": "80 Gbps", "transport": "rdma"}
     run = of_framework(name, {"cluster.links": [link]})
-    assert run.sync.backend == backend and SyncCosts.load(run).tier == "composed"
-    told = "\n".join(framework_sources(run))
+    assert run.sync.backend == backend and SyncCosts.load(resolve(run)).tier == "composed"
+    told = "\n".join(framework_sources(resolve(run)))
     assert f"framework {name} has sync.backend = {backend}" in told and "roofline" not in told
     assert of_framework(name, {"sync.backend": "checkpoint-engine"}).sync.backend != backend
 
@@ -255,14 +255,16 @@ def test_a_framework_sends_weights_in_its_own_way_where_that_was_measured(
 def test_verls_push_of_72b_takes_what_verl_measured() -> None:
     pools = {name: {"gpu": "h100", "nodes": 8} for name in ("far", "near")}
     changes = {"model": {"name": "qwen2.5-72b"}, "cluster.pools": pools}
-    assert SyncCosts.load(of_framework("verl", changes)).push_time == pytest.approx(28.8, rel=0.1)
+    assert SyncCosts.load(resolve(of_framework("verl", changes))).push_time == pytest.approx(
+        28.8, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("name", ["nemo-rl", "slime"])
 def test_a_sync_that_nobody_measured_is_told_to_be_a_roofline(name: str) -> None:
     run = of_framework(name)
     assert run.sync.backend == "broadcast-tree"
-    (told,) = (each for each in framework_sources(run) if each.startswith("sync.backend"))
+    (told,) = (each for each in framework_sources(resolve(run)) if each.startswith("sync.backend"))
     assert f"of framework {name} is unknown" in told and "a roofline" in told
     found = {each.name: each.text for each in examine(run)}
     assert "weight sync unknown, so broadcast-tree is used" in found["framework-seconds"]
@@ -299,13 +301,15 @@ def test_slime_generates_with_the_newest_sglang_and_a_stated_engine_wins() -> No
     assert of_framework("slime").costs.engine == newest
     run = of_framework("slime", {"costs.engine": "vllm-0.11"})
     assert run.costs.engine == "vllm-0.11"
-    told = "\n".join(framework_sources(run))
+    told = "\n".join(framework_sources(resolve(run)))
     assert f"costs.engine = vllm-0.11, where framework slime has {newest}" in told
 
 
 def test_an_engine_that_a_framework_has_not_is_told_warned_of_and_not_planned_with() -> None:
     run = of_framework("openrlhf", {"costs.engine": "sglang-0.5"})
-    assert any("framework openrlhf generates with vllm" in each for each in framework_sources(run))
+    assert any(
+        "framework openrlhf generates with vllm" in each for each in framework_sources(resolve(run))
+    )
     found = {each.name: each for each in examine(run) if each.level == "warning"}
     assert found["framework-engine"].changes == {"costs.engine": "vllm-0.11"}
     offer = load_run(OFFER, ["framework.name=slime", "costs.engine=vllm-0.11"])

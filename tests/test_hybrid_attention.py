@@ -205,7 +205,7 @@ def training(**changes: Any) -> TrainerConfig:
 
 def test_a_hybrids_long_rollouts_train_in_less_than_those_of_full_attention() -> None:
     def share(name: str) -> float:
-        stages = TrainingCosts.load(plan(name)).stages
+        stages = TrainingCosts.load(resolve(plan(name))).stages
         short, long = (stages.rollout_time(tokens) for tokens in (4096, 65536))
         return long / short
 

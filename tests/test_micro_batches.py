@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.training.micro_batches import distribute_rollouts, micro_batches
 from streamrl.sim.costs.training.pipeline import SerialSchedule
@@ -105,7 +106,8 @@ def test_padded_rollouts_are_all_as_long_as_the_longest() -> None:
 
 def test_padding_takes_longer_where_lengths_differ_and_not_where_they_do_not() -> None:
     packed, padded = (
-        TrainingCosts.load(train_run(packing=kind, micro_batch=4)) for kind in ("packed", "padded")
+        TrainingCosts.load(resolve(train_run(packing=kind, micro_batch=4)))
+        for kind in ("packed", "padded")
     )
     assert padded.train_time([1000] * 16) == pytest.approx(packed.train_time([1000] * 16))
     assert padded.train_time([4000, 300, 200, 100]) > packed.train_time([4000, 300, 200, 100])
@@ -116,7 +118,7 @@ def test_padding_takes_longer_where_lengths_differ_and_not_where_they_do_not() -
 
 def test_ranks_that_gather_weights_wait_for_the_slowest_at_every_micro_batch() -> None:
     run = train_run(zero=3, data_parallel=2, micro_batch=1, order="arrival")
-    costs = TrainingCosts.load(run)
+    costs = TrainingCosts.load(resolve(run))
     lengths = [8000, 500, 500, 500, 7600]  # rank 0 has the first, rank 1 all others
     sizes = [[(n, n * n / 2) for n in rank] for rank in ([8000], [500, 500, 500, 7600])]
     times = [
@@ -125,8 +127,8 @@ def test_ranks_that_gather_weights_wait_for_the_slowest_at_every_micro_batch() -
     ]
     expected = max(times[0][0], times[1][0]) + times[1][1:].sum()
     assert costs.train_time(lengths) == pytest.approx(expected)
-    apart = TrainingCosts.load(train_run(data_parallel=2, micro_batch=1, order="arrival"))
-    alone = TrainingCosts.load(train_run(micro_batch=1))
+    apart = TrainingCosts.load(resolve(train_run(data_parallel=2, micro_batch=1, order="arrival")))
+    alone = TrainingCosts.load(resolve(train_run(micro_batch=1)))
     assert apart.train_time(lengths) == pytest.approx(alone.train_time(lengths[1:]))
 
 
@@ -135,9 +137,10 @@ def test_expert_ranks_go_in_step_and_plain_ranks_do_not() -> None:
     mixture = {"model.name": "qwen3-30b-a3b"}
     keys = {"data_parallel": 2, "micro_batch": 1, "order": "arrival"}
     shared, apart = (
-        TrainingCosts.load(train_run(mixture, expert_parallel=degree, **keys)) for degree in (2, 1)
+        TrainingCosts.load(resolve(train_run(mixture, expert_parallel=degree, **keys)))
+        for degree in (2, 1)
     )
-    one = TrainingCosts.load(train_run(mixture, micro_batch=1))
+    one = TrainingCosts.load(resolve(train_run(mixture, micro_batch=1)))
     assert apart.train_time(lengths) == pytest.approx(one.train_time(lengths[1:]))
     sizes = [(n, n * n / 2) for n in (8000, 500, 500, 7600)]
     times = shared.stages.forward_times(sizes) + shared.stages.backward_times(sizes)

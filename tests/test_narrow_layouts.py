@@ -69,8 +69,8 @@ def test_context_ranks_share_a_pass_in_fp8_whose_attention_and_exchange_stay_in_
         Ranks.of(resolve(shared).trainer).dtype,
         Ranks.of(resolve(shared).trainer).computes_in,
     ) == ("bfloat16", "fp8")
-    one, four = (TrainingCosts.load(run).stages for run in (alone, shared))
-    wide = TrainingCosts.load(train_run(context_parallel=4, data_parallel=2)).stages
+    one, four = (TrainingCosts.load(resolve(run)).stages for run in (alone, shared))
+    wide = TrainingCosts.load(resolve(train_run(context_parallel=4, data_parallel=2))).stages
     assert four.forward[0].per_token == pytest.approx(one.forward[0].per_token / 4)
     assert four.forward[0].per_token < wide.forward[0].per_token
     assert four.forward[0].per_pair == wide.forward[0].per_pair
@@ -79,7 +79,7 @@ def test_context_ranks_share_a_pass_in_fp8_whose_attention_and_exchange_stay_in_
 
 def test_factors_of_scoring_and_training_scale_the_waits_of_context_ranks_too() -> None:
     found = TrainingCosts.load(
-        train_run(context_parallel=4, data_parallel=2, context_exchange="all-gather")
+        resolve(train_run(context_parallel=4, data_parallel=2, context_exchange="all-gather"))
     ).stages
     scored, trained = found.scored_times([LONG]), found.forward_times([LONG])
     fast = found.at(2.0, 4.0)

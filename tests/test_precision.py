@@ -189,7 +189,7 @@ def test_a_step_has_a_stated_error_where_its_formats_were_checked_alone() -> Non
 
 
 def test_a_push_sends_what_replicas_keep_after_the_trainer_has_quantised_it() -> None:
-    wide, narrow = (SyncCosts.load(small_run(changes)) for changes in ({}, FP8))
+    wide, narrow = (SyncCosts.load(resolve(small_run(changes))) for changes in ({}, FP8))
     assert (
         narrow.wire_bytes == weight_bytes(resolve(small_run(FP8)).replica) < 0.6 * wide.wire_bytes
     )
@@ -201,7 +201,9 @@ def test_a_push_sends_what_replicas_keep_after_the_trainer_has_quantised_it() ->
 
 def test_replicas_that_quantise_are_sent_whole_weights_and_pause_longer() -> None:
     there = small_run({**FP8, "sync.quantise_at": "replica"})
-    wide, own, trainers = (SyncCosts.load(run) for run in (small_run(), there, small_run(FP8)))
+    wide, own, trainers = (
+        SyncCosts.load(resolve(run)) for run in (small_run(), there, small_run(FP8))
+    )
     assert own.wire_bytes == wide.wire_bytes and own.fill_time == wide.fill_time
     achieved = load_gpu("h20").memory_bandwidth * 0.8
     assert own.load_time - wide.load_time == pytest.approx(
@@ -213,7 +215,7 @@ def test_replicas_that_quantise_are_sent_whole_weights_and_pause_longer() -> Non
 def test_shared_gpus_make_narrow_weights_anew_beside_those_that_they_train() -> None:
     changes = {"policies.system": "colocated", "trainer.tensor_parallel": 1}
     changes |= {"rollout.replicas": 1, "model.name": "qwen2.5-1.5b"}
-    wide, narrow = (PhaseChange.load(small_run({**changes, **more})) for more in ({}, FP8))
+    wide, narrow = (PhaseChange.load(resolve(small_run({**changes, **more}))) for more in ({}, FP8))
     assert wide.reshard_time == 0 < narrow.reshard_time
     achieved = load_gpu("h20").memory_bandwidth * 0.8
     replica = resolve(small_run({**changes, **FP8})).replica
@@ -244,7 +246,7 @@ def trained(dtype: str, **changes: Any) -> tuple[TrainingCosts, Run]:
             **changes,
         }
     )
-    return TrainingCosts.load(run), run
+    return TrainingCosts.load(resolve(run)), run
 
 
 def test_training_in_fp8_is_faster_by_its_products_alone_and_holds_what_16_bits_hold() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import ScaledSchedule
 from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
@@ -93,7 +94,7 @@ def slowest(ranks: list[list[Micro]]) -> list[Micro]:
 def test_a_batch_at_once_takes_what_its_events_take(
     model: str, degrees: dict[str, int], order: str
 ) -> None:
-    costs = TrainingCosts.load(train_run(model, order=order, **degrees))
+    costs = TrainingCosts.load(resolve(train_run(model, order=order, **degrees)))
     lengths, events = heavy_tailed(256), event_trainer(costs)
     events.train(lengths, 0.0)
     assert costs.train_time(lengths) == pytest.approx(events.finish(), rel=1e-9)
@@ -105,7 +106,7 @@ def test_a_batch_at_once_takes_what_its_events_take(
 def test_a_stream_of_commands_takes_what_its_events_take(
     model: str, degrees: dict[str, int], order: str, pause: float
 ) -> None:
-    costs = TrainingCosts.load(train_run(model, order=order, **degrees))
+    costs = TrainingCosts.load(resolve(train_run(model, order=order, **degrees)))
     line, events, now, then = costs.line(), event_trainer(costs), 3.0, 3.0
     lengths = heavy_tailed(192, seed=1)
     for number, start in enumerate(range(0, len(lengths), 16)):
@@ -124,7 +125,7 @@ def test_a_stream_of_commands_takes_what_its_events_take(
     ],
 )
 def test_ranks_in_step_take_what_the_events_of_the_slowest_take(trainer: dict[str, Any]) -> None:
-    costs = TrainingCosts.load(train_run(**trainer))
+    costs = TrainingCosts.load(resolve(train_run(**trainer)))
     line, events, now = costs.line(), event_trainer(costs), 0.0
     for seed in range(4):
         lengths = heavy_tailed(13, seed)
@@ -135,7 +136,7 @@ def test_ranks_in_step_take_what_the_events_of_the_slowest_take(trainer: dict[st
 
 def test_expert_ranks_in_step_take_what_the_events_of_the_slowest_take() -> None:
     run = train_run("qwen3-30b-a3b", data_parallel=2, expert_parallel=2, pipeline_parallel=4)
-    costs, lengths = TrainingCosts.load(run), heavy_tailed(100)
+    costs, lengths = TrainingCosts.load(resolve(run)), heavy_tailed(100)
     events = event_trainer(costs)
     events.train(lengths, 0.0)
     assert costs.train_time(lengths) == pytest.approx(events.finish(), rel=1e-9)
@@ -143,7 +144,7 @@ def test_expert_ranks_in_step_take_what_the_events_of_the_slowest_take() -> None
 
 def test_scores_go_through_in_one_direction_and_training_follows_stage_by_stage() -> None:
     run = train_run(changes={"algorithm.kl_coefficient": 0.1}, pipeline_parallel=4)
-    costs, lengths = TrainingCosts.load(run), heavy_tailed(40)
+    costs, lengths = TrainingCosts.load(resolve(run)), heavy_tailed(40)
     micros = micros_of(costs, micro_batches(sorted(lengths, reverse=True), run.trainer))
     scored = [Micro(micro.forward, None, micro.send) for micro in micros]
     assert costs.score_time(lengths) == pytest.approx(PipelineRun(4, scored).done_at)
@@ -206,7 +207,7 @@ def test_any_interleaved_micro_batches_take_what_their_events_take(
 @pytest.mark.parametrize("num_rollouts", [5, 32, 200])
 def test_an_interleaved_trainer_takes_what_its_events_take(num_rollouts: int) -> None:
     run = train_run(pipeline_parallel=4, virtual_stages=3, micro_batch=2)
-    costs, lengths = TrainingCosts.load(run), heavy_tailed(num_rollouts)
+    costs, lengths = TrainingCosts.load(resolve(run)), heavy_tailed(num_rollouts)
     micros = micros_of(costs, micro_batches(sorted(lengths, reverse=True), run.trainer))
     nothing = [0.0] * 12
     micros += [Micro(nothing, nothing)] * (-len(micros) % 4)
@@ -245,7 +246,7 @@ def test_interleaved_slices_make_the_bubble_as_many_times_smaller(
 
 def test_a_single_stage_takes_the_sum_of_its_passes() -> None:
     run = train_run(micro_batch=3)
-    costs, lengths = TrainingCosts.load(run), heavy_tailed(50)
+    costs, lengths = TrainingCosts.load(resolve(run)), heavy_tailed(50)
     batches = micro_batches(sorted(lengths, reverse=True), run.trainer)
     total = costs.stages.forward_times(batches).sum() + costs.stages.backward_times(batches).sum()
     assert costs.train_time(lengths) == pytest.approx(total)
@@ -289,7 +290,7 @@ def test_rounding_makes_nothing_late() -> None:
 
 @pytest.mark.parametrize("factor", [0.3, 1.7])
 def test_a_factor_changes_the_seconds_of_a_stream_and_not_its_schedule(factor: float) -> None:
-    costs = TrainingCosts.load(train_run(data_parallel=3, pipeline_parallel=4))
+    costs = TrainingCosts.load(resolve(train_run(data_parallel=3, pipeline_parallel=4)))
     line, now = costs.line(), 0.0
     scaled, later = ScaledSchedule(costs.line(), factor), 0.0
     for seed in range(20):
@@ -299,7 +300,7 @@ def test_a_factor_changes_the_seconds_of_a_stream_and_not_its_schedule(factor: f
 
 
 def test_a_rank_that_is_dealt_nothing_holds_up_nobody() -> None:
-    costs = TrainingCosts.load(train_run(data_parallel=4))
+    costs = TrainingCosts.load(resolve(train_run(data_parallel=4)))
     line, now = costs.line(), 100.0
     alone = costs.train_time([1000])
     assert line.train([1000], now) == pytest.approx(100 + alone / 4)
@@ -314,7 +315,7 @@ def test_a_pipeline_is_nearly_as_fast_as_data_parallel_ranks_where_like_follows_
 
     def seconds(**trainer: Any) -> float:
         run = train_run(changes=whole, micro_batch=2, **trainer)
-        return TrainingCosts.load(run).train_time(lengths)
+        return TrainingCosts.load(resolve(run)).train_time(lengths)
 
     pipelined = seconds(data_parallel=2, pipeline_parallel=4)
     by_arrival = seconds(data_parallel=2, pipeline_parallel=4, order="arrival")

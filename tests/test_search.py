@@ -14,7 +14,7 @@ from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.sim.batch_generation import step_batches
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.parallel import answers_in_time
 from streamrl.sim.planner.layouts import FINE, sizes
 from streamrl.sim.planner.plan import read_plan, write_plan
@@ -211,7 +211,7 @@ def test_some_replicas_stand_for_many(memory: float, waits: bool) -> None:
     base, workload = open_trial(shortened(run, run.seed))
     applied = candidate.apply(base)
     costs = Costs.load(applied)
-    filled = fill_latency(applied, costs)
+    filled = fill_policies(applied, costs)
     batch = next(step_batches(base, workload))
     count = candidate.replicas.replicas
     whole, part = (

@@ -23,6 +23,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.training.training import TrainingCosts
@@ -268,7 +269,7 @@ def test_equal_micro_batches_take_turns_of_the_slowest_stage_and_a_fill_of_the_o
     num_micro: int, stages: int
 ) -> None:
     changes = {"trainer.tensor_parallel": 1, "trainer.pipeline_parallel": stages}
-    training = TrainingCosts.load(small_run(changes))
+    training = TrainingCosts.load(resolve(small_run(changes)))
     micro = [(2000, 1000.0**2)]  # two rollouts
     times = training.stages.forward_times(micro) + training.stages.backward_times(micro)
     *others, slowest = times[0]

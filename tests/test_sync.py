@@ -28,7 +28,7 @@ FITTED = [row for row in bench_sync.read_rows(bench_sync.ROWS) if row.use == "fi
 def sync(changes: dict[str, Any] | None = None, **link: object) -> SyncCosts:
     """Return the costs of the small run: two replicas on one H20 node, 80 Gbps and 10 ms away."""
     wire = {"between": ["far", "near"], "bandwidth": "80 Gbps", "latency": "10 ms", **link}
-    return SyncCosts.load(small_run({"cluster.links": [wire], **(changes or {})}))
+    return SyncCosts.load(resolve(small_run({"cluster.links": [wire], **(changes or {})})))
 
 
 UNSPLIT = {
@@ -146,7 +146,7 @@ def test_a_push_to_another_datacenter_takes_its_bytes_over_the_link_its_latency_
 ):
     run = small_run(UNSPLIT)
     costs, link, num_bytes = (
-        SyncCosts.load(run),
+        SyncCosts.load(resolve(run)),
         load_transport("tcp"),
         weight_bytes(resolve(run).replica),
     )

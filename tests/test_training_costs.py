@@ -49,7 +49,7 @@ def train_run(changes: dict[str, Any] | None = None, **trainer: Any) -> Run:
 
 
 def train_costs(changes: dict[str, Any] | None = None, **trainer: Any) -> TrainingCosts:
-    return TrainingCosts.load(train_run(changes, **trainer))
+    return TrainingCosts.load(resolve(train_run(changes, **trainer)))
 
 
 def a_layer(
@@ -339,7 +339,7 @@ def test_a_step_sums_gradients_over_nvlink_in_a_node_and_over_its_ports_beyond(
     ring = (ranks - 1) / ranks * (4 + 2) * model.num_parameters / wire  # gradients, then weights
     update = 28 * model.num_parameters / ranks / (0.8 * H800.memory_bandwidth)
     expected = CONSTANTS.collective * ring + update + CONSTANTS.step_time
-    assert TrainingCosts.load(run).optimizer_time == pytest.approx(expected)
+    assert TrainingCosts.load(resolve(run)).optimizer_time == pytest.approx(expected)
 
 
 def test_ranks_of_a_whole_node_each_have_one_port() -> None:
@@ -354,7 +354,7 @@ def test_gradients_of_the_fullest_stage_are_what_a_step_waits_for() -> None:
     fullest = (model.num_parameters - 2 * table) / 4 + table
     ring = CONSTANTS.collective / 2 * 6 * fullest / H800.nvlink
     update = 28 * model.num_parameters / 8 / (0.8 * H800.memory_bandwidth)
-    found = TrainingCosts.load(run).optimizer_time
+    found = TrainingCosts.load(resolve(run)).optimizer_time
     assert found == pytest.approx(ring + update + CONSTANTS.step_time)
 
 
@@ -588,7 +588,7 @@ def test_a_framework_adds_its_seconds_to_each_step_and_a_factor_changes_them_not
     usual = msgspec.structs.replace(
         usual, framework=msgspec.structs.replace(usual.framework, step_time=None)
     )
-    assert TrainingCosts.load(usual).overhead_time == 2.5
+    assert TrainingCosts.load(resolve(usual)).overhead_time == 2.5
 
 
 # Where the figures come from ----------------------------------------------------------------------
@@ -604,7 +604,7 @@ def test_only_gpus_like_those_that_were_measured_are_more_than_a_roofline(
     model: str, gpu: str, tier: str
 ) -> None:
     changes = {"cluster.pools.near": {"gpu": gpu, "nodes": 4}, "model.name": model}
-    costs = TrainingCosts.load(train_run(changes, tensor_parallel=4))
+    costs = TrainingCosts.load(resolve(train_run(changes, tensor_parallel=4)))
     source = costs.provenance.sources[0]
     assert costs.provenance.tier == tier
     assert (costs.provenance.error is None) == (tier == "roofline")
@@ -628,7 +628,7 @@ def test_a_source_says_how_far_the_fit_missed_models_that_it_had_not_seen(
 
 def test_a_stated_efficiency_is_used_as_it_is_and_says_that_the_run_file_states_it() -> None:
     run = train_run(efficiency=0.3, tensor_parallel=4, recompute="full")
-    costs, model = TrainingCosts.load(run), load_model(run.model)
+    costs, model = TrainingCosts.load(resolve(run)), load_model(run.model)
     flops = 3 * model.forward_flops(1000, 1000**2 / 2)
     assert costs.train_time([1000]) == pytest.approx(flops / (0.3 * 4 * 989.5e12))
     assert costs.provenance.tier == "roofline"
@@ -652,7 +652,7 @@ def test_a_dtype_that_nothing_trains_in_is_refused(dtype: str) -> None:
 
 def test_a_run_takes_its_training_seconds_and_tiers_from_here() -> None:
     run = train_run(PPO, tensor_parallel=4)
-    costs, training = Costs.load(run), TrainingCosts.load(run)
+    costs, training = Costs.load(run), TrainingCosts.load(resolve(run))
     line = costs.line()
     assert line.score([900, 80], 0.0) == pytest.approx(training.score_time([900, 80]))
     assert costs.step_time == training.optimizer_time
@@ -703,7 +703,7 @@ def test_a_gpu_with_little_arithmetic_and_much_bandwidth_comes_closer_to_its_pea
         run = train_run({"cluster.pools.near": {"gpu": gpu, "nodes": 4}}, tensor_parallel=4)
         flops = load_model(run.model).forward_flops(3 * 1000, 3 * 1000**2 / 2)
         peak = 4 * load_gpu(gpu).flops["bfloat16"]
-        return flops / peak / TrainingCosts.load(run).train_time([1000])
+        return flops / peak / TrainingCosts.load(resolve(run)).train_time([1000])
 
     shares = {gpu: share_of_peak(gpu) for gpu in ("h100", "a100", "h20")}
     assert sorted(shares, key=lambda gpu: shares[gpu]) == ["h100", "a100", "h20"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from streamrl.hardware.resolved import resolve
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure
@@ -150,7 +151,7 @@ def test_a_push_over_a_link_is_charged_by_its_bytes_each_step() -> None:
     free, priced = (
         measured({"cluster.links": [{**link, "price_per_gb": price}]}) for price in (0.0, 0.02)
     )
-    dollars = SyncCosts.load(small_run()).wire_bytes / 1e9 * 0.02
+    dollars = SyncCosts.load(resolve(small_run())).wire_bytes / 1e9 * 0.02
     assert dollars > 0.2 and free.egress_per_step == free.whole_run.egress == 0
     assert priced.egress_per_step == pytest.approx(dollars)
     assert priced.cost_per_step == pytest.approx(free.cost_per_step + dollars)
@@ -163,7 +164,7 @@ def test_a_push_over_a_link_is_charged_by_its_bytes_each_step() -> None:
 def test_only_pushes_of_the_steps_that_count_are_charged_to_them() -> None:
     link = {"between": ["far", "near"], "bandwidth": "80 Gbps", "price_per_gb": 0.02}
     trace = simulate_steady(small_run({"simulate.max_steps": 12, "cluster.links": [link]}))
-    dollars = SyncCosts.load(small_run()).wire_bytes / 1e9 * 0.02
+    dollars = SyncCosts.load(resolve(small_run())).wire_bytes / 1e9 * 0.02
     assert measure(trace, (5, 8)).egress_per_step == pytest.approx(dollars)
 
 

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from streamrl.hardware.memory import fullest_stage, model_state, shard_parameters
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.precision import is_narrow, quantised_bytes
-from streamrl.hardware.resolved import ReplicaHardware, TrainerHardware, resolve
+from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Tier
-from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.sim.costs.corrections import Corrections, own_switch_time
 from streamrl.sim.costs.weight_sync import COPY_TRAFFIC, SyncCosts, SyncSide, weight_ranks
@@ -62,15 +61,14 @@ class PhaseChange:
     sources: tuple[str, ...]
 
     @classmethod
-    def load(cls, run: Run) -> PhaseChange:
+    def load(cls, resolved: ResolvedRun) -> PhaseChange:
         """Compute the phase change of a run whose trainer and replicas share GPUs.
 
         Raises:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
-        resolved = resolve(run)
         gpu, size = resolved.trainer.pool.gpu, resolved.model.num_parameters
-        switch_time = own_switch_time(run.framework, gpu, size).seconds
+        switch_time = own_switch_time(resolved.run.framework, gpu, size).seconds
         return cls.of(resolved.replica, resolved.trainer, switch_time)
 
     @classmethod
@@ -118,15 +116,15 @@ class PhaseChange:
         )
 
 
-def sync_costs(run: Run) -> SyncCosts:
+def sync_costs(resolved: ResolvedRun) -> SyncCosts:
     """Return the cost of a weight sync, or of a phase change if trainer and replicas share GPUs.
 
     Raises:
         ValueError: a profile is missing or wrong.
     """
-    if run.policies.shares_gpus:
-        return PhaseChange.load(run).sync_costs().calibrated(Corrections.of(resolve(run)))
-    return SyncCosts.load(run)
+    if resolved.run.policies.shares_gpus:
+        return PhaseChange.load(resolved).sync_costs().calibrated(Corrections.of(resolved))
+    return SyncCosts.load(resolved)
 
 
 def count_moved(replica: ReplicaHardware, trainer: TrainerHardware) -> PhaseBytes:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from streamrl.hardware.calibration_file import Calibration, StageName, load_calibration
-from streamrl.hardware.resolved import ResolvedRun, resolve
-from streamrl.runfile.config import Run
+from streamrl.hardware.resolved import ResolvedRun
 from streamrl.runfile.frameworks import SYNC_BACKEND, USUAL, framework_of, load_usual, settings_of
 from streamrl.runfile.simulation_config import FrameworkConfig
 
@@ -139,8 +138,9 @@ def own_switch_time(framework: FrameworkConfig, gpu: str, num_parameters: int) -
     return _own_time(framework, "switch_time", num_parameters)
 
 
-def framework_sources(run: Run) -> Iterator[str]:
+def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
     """Yield the effects of the named framework on a run: its keys and its own seconds."""
+    run = resolved.run
     framework = framework_of(run.framework.name)
     if framework is None:
         return
@@ -165,12 +165,7 @@ def framework_sources(run: Run) -> Iterator[str]:
     how = framework.unknown.get(DYNAMIC_SAMPLING)
     if how is not None and run.leaves_out_uniform:
         yield f"{DYNAMIC_SAMPLING} of framework {framework.name} is not simulated as it is ({how})"
-    yield from _time_sources(resolve(run))
-
-
-def _time_sources(resolved: ResolvedRun) -> Iterator[str]:
-    run, size = resolved.run, resolved.model.num_parameters
-    corrections = Corrections.of(resolved)
+    corrections, size = Corrections.of(resolved), resolved.model.num_parameters
     yield own_step_time(run.framework, corrections, run.costs.profile, size).source
     if run.policies.shares_gpus:
         yield own_switch_time(run.framework, corrections.trains_on, size).source

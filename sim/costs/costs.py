@@ -30,7 +30,7 @@ from streamrl.runfile.gpu_pools import of_kind
 from streamrl.runfile.roles_config import AdmissionName
 from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.colocation import sync_costs
-from streamrl.sim.costs.corrections import Corrections, framework_sources, own_step_time
+from streamrl.sim.costs.corrections import Corrections, framework_sources
 from streamrl.sim.costs.cpu_contention import CoreSharing
 from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode, compose_speculative
 from streamrl.sim.costs.inference import Shard
@@ -103,17 +103,18 @@ class SecondaryTrainerCosts(TrainerCosts):
     provenance: Provenance
 
     @classmethod
-    def load(cls, run: Run, trainer: int) -> SecondaryTrainerCosts:
+    def load(cls, resolved: ResolvedRun, trainer: int) -> SecondaryTrainerCosts:
         """Load the costs of one secondary trainer.
 
         Raises:
             ValueError: a profile is missing, or the trainer does not fit in its memory.
         """
-        seen, config = run.as_seen_by(trainer), run.costs
+        run, config = resolved.run, resolved.run.costs
         name = run.followers[trainer - 1].name
         if run.only_counts(trainer):
             return cls(name=name, training=NoTraining(), provenance=Provenance(shares={}))
-        check_trainer_memory(resolve(run).trainers[trainer])
+        check_trainer_memory(resolved.trainers[trainer])
+        seen = resolve(run.as_seen_by(trainer))
         training: TrainingCosts | MeasuredTraining
         if config.profile is not None:
             machine = MachineCosts.load(seen, Path(config.profile))
@@ -121,7 +122,7 @@ class SecondaryTrainerCosts(TrainerCosts):
         else:
             training = TrainingCosts.load(seen)
             provenance = training.provenance
-        if (told := Corrections.of(resolve(seen)).sources.get("train")) is not None:
+        if (told := Corrections.of(seen).sources.get("train")) is not None:
             provenance = provenance.adjusted(told)
         if config.training_factor != 1.0:
             source = f"run file: costs.training_factor={config.training_factor:g}"
@@ -192,53 +193,8 @@ class Costs(TrainerCosts):
             ValueError: a profile is missing, a side does not fit in its memory, or the back end has
                 no model.
         """
-        if run.rollout.others:
-            return _with_others(run)
         resolved = resolve(run)
-        _check(resolved)
-        replica, trainer = resolved.replica, resolved.trainer
-        decode, prefill = _compose_replica(replica, run.costs)
-        corrections, size = Corrections.of(resolved), resolved.model.num_parameters
-        overhead = own_step_time(run.framework, corrections, run.costs.profile, size)
-        training = TrainingCosts.compose(
-            trainer,
-            run.framework,
-            factors=corrections.training_factors,
-            computed_share=run.computed_share,
-            overhead_time=overhead.seconds,
-        )
-        sync = sync_costs(run)
-        moved = CacheTransfer.of(replica)
-        rewards = reward_costs(resolved.reward, run.costs)
-        costs = cls(
-            decode=decode,
-            prefill=prefill,
-            kv_capacity=kv_capacity(replica),
-            sync=sync,
-            training=training,
-            cache_transfer=moved,
-            message_time=0.0 if resolved.link is None else resolved.link.latency,
-            followers=tuple(SecondaryTrainerCosts.load(run, n) for n in range(1, run.num_trainers)),
-            rewards=rewards,
-            provenance={
-                "prefill": _replica_source(prefill.provenance, replica, run.costs.engine),
-                "decode": _replica_source(decode.provenance, replica, run.costs.engine),
-                "score": training.provenance,
-                "train": training.provenance,
-                "sync": Provenance.of(sync.tier, sync.sources),
-                **(
-                    {"cache_transfer": moved.provenance}
-                    if moves_caches(run.policies.migration, run.rollout.migration_transfer)
-                    else {}
-                ),
-            },
-        )
-        if run.costs.profile is not None:
-            costs = _with_machine(costs, MachineCosts.load(run, Path(run.costs.profile)))
-        if rewards is not None and rewards.provenance is not None:
-            costs = replace(costs, provenance={**costs.provenance, "verify": rewards.provenance})
-        costs = _with_factors(costs, run.costs, corrections)
-        return _with_framework(costs, framework_sources(run))
+        return _of_kinds(resolved) if run.rollout.others else _of_one_kind(resolved)
 
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
@@ -294,19 +250,60 @@ class Costs(TrainerCosts):
         return {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
 
 
-def _with_others(run: Run) -> Costs:
+def _of_one_kind(resolved: ResolvedRun) -> Costs:
+    """Load the costs of a run whose replicas are of one kind.
+
+    Raises:
+        ValueError: as `Costs.load`.
+    """
+    _check(resolved)
+    run, replica = resolved.run, resolved.replica
+    decode, prefill = _compose_replica(replica, run.costs)
+    training, sync = TrainingCosts.load(resolved), sync_costs(resolved)
+    rewards = reward_costs(resolved.reward, run.costs)
+    costs = Costs(
+        decode=decode,
+        prefill=prefill,
+        kv_capacity=kv_capacity(replica),
+        sync=sync,
+        training=training,
+        cache_transfer=CacheTransfer.of(replica),
+        message_time=0.0 if resolved.link is None else resolved.link.latency,
+        followers=tuple(
+            SecondaryTrainerCosts.load(resolved, number) for number in range(1, run.num_trainers)
+        ),
+        rewards=rewards,
+        provenance={
+            "prefill": _replica_source(prefill.provenance, replica, run.costs.engine),
+            "decode": _replica_source(decode.provenance, replica, run.costs.engine),
+            "score": training.provenance,
+            "train": training.provenance,
+            "sync": Provenance.of(sync.tier, sync.sources),
+        },
+    )
+    if moves_caches(run.policies.migration, run.rollout.migration_transfer):
+        costs = _with_source(costs, "cache_transfer", costs.cache_transfer.provenance)
+    if run.costs.profile is not None:
+        costs = _with_machine(costs, MachineCosts.load(resolved, Path(run.costs.profile)))
+    if rewards is not None and rewards.provenance is not None:
+        costs = _with_source(costs, "verify", rewards.provenance)
+    costs = _with_factors(costs, run.costs, Corrections.of(resolved))
+    return _with_framework(costs, framework_sources(resolved))
+
+
+def _of_kinds(resolved: ResolvedRun) -> Costs:
     """Combine the costs of each kind of replica; pushes to all kinds run at the same time.
 
     Raises:
         RunError: as `Costs.load`, with the keys of the affected kind.
     """
     kinds = []
-    for kind in range(run.rollout.num_kinds):
+    for number, kind in enumerate(resolved.kinds):
         try:
-            kinds.append(Costs.load(run.of_kind(kind)))
+            kinds.append(_of_one_kind(kind))
         except RunError as error:
-            raise of_kind(error, kind) from None
-    sync = SyncCosts.load(run)
+            raise of_kind(error, number) from None
+    sync = SyncCosts.load(resolved)
     provenance = dict(kinds[0].provenance)
     for operation in ("prefill", "decode"):
         provenance[operation] = Provenance.joined([costs.provenance[operation] for costs in kinds])
@@ -395,7 +392,12 @@ def _with_framework(costs: Costs, told: Iterable[str]) -> Costs:
     """Add the effects of the named framework to the sources of training."""
     train = costs.provenance["train"]
     said = msgspec.structs.replace(train, sources=(*train.sources, *told))
-    return replace(costs, provenance={**costs.provenance, "train": said})
+    return _with_source(costs, "train", said)
+
+
+def _with_source(costs: Costs, operation: str, provenance: Provenance) -> Costs:
+    """Set the source of the seconds of one operation."""
+    return replace(costs, provenance={**costs.provenance, operation: provenance})
 
 
 def _replica_source(provenance: Provenance, replica: ReplicaHardware, engine: str) -> Provenance:

@@ -25,10 +25,9 @@ from streamrl.hardware.profile_fit import (
     fit_passes,
     fit_prefill,
 )
-from streamrl.hardware.resolved import TrainerHardware, longest_sequence, resolve
+from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.cluster_config import LinkConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.roles_config import Packing
@@ -147,7 +146,7 @@ class MachineCosts:
     """Source of every operation except `decode`, which has its own."""
 
     @classmethod
-    def load(cls, run: Run, path: Path) -> MachineCosts:
+    def load(cls, resolved: ResolvedRun, path: Path) -> MachineCosts:
         """Read the seconds of every operation of a run from a profile.
 
         Raises:
@@ -158,11 +157,13 @@ class MachineCosts:
             as_measured = read_measured(path)
         except ValueError as error:
             raise RunError("costs.profile", str(path), text=f"costs.profile: {error}") from None
+        run = resolved.run
         check_fits(as_measured, run, path)
         profile = scaled_to_mean_speed(as_measured)
         measured = Provenance.of("measured", [_source(as_measured, path)])
-        generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
-        resolved = resolve(run)
+        generated = Provenance.of(
+            "measured", [*measured.sources, *_extrapolations(profile, resolved)]
+        )
         corrections = Corrections.of(resolved)
         push = _Push(
             payload=Payload.of(resolved.replica, run.sync),
@@ -221,13 +222,13 @@ def _source(profile: MeasuredProfile, path: Path) -> str:
     return f"{path}: {made_of}" + (f", pace {profile.pace:.3f}" if profile.pace else "")
 
 
-def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
+def _extrapolations(profile: MeasuredProfile, resolved: ResolvedRun) -> list[str]:
     """List the ways in which a run goes beyond the measurements."""
+    run, wanted = resolved.run, resolved.replica.longest_sequence
     most = max(row.running for row in profile.decode)
     longest = max(row.context for row in profile.decode)
-    wanted = longest_sequence(run.rollout, run.workload)
     notes = []
-    if (running := most_running(resolve(run).replica)) > most:
+    if (running := most_running(resolved.replica)) > most:
         notes.append(f"decode extrapolated from {most} to {running} rollouts")
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from streamrl.engine.estimates import Latency
 from streamrl.engine.systems import moves_caches, needs_latency
 from streamrl.hardware.memory import most_running
-from streamrl.hardware.resolved import ReplicaHardware, longest_sequence, resolve
+from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, resolve
 from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.sim.costs.costs import Costs
 
 Points: TypeAlias = tuple[tuple[int, float], ...]
@@ -21,20 +22,13 @@ HALVINGS = 60
 
 def fill_policies(run: Run, costs: Costs) -> Run:
     """Return the run with the seconds that its policies need; values in the run file stay."""
-    run = fill_kinds(run, costs)
-    if not needs_latency(run.policies):
-        return run
-    run = fill_latency(run, costs)
-    if run.policies.migration == "none" or run.policies.context_time is not None:
-        return run
-    longest = longest_sequence(run.rollout, run.workload)
-    moved = costs.cache_transfer.token_time
-    context_time = (
-        moved
-        if moves_caches(run.policies.migration, run.rollout.migration_transfer)
-        else _prefill_time(costs, longest)
-    )
-    return replace(run, policies=replace(run.policies, context_time=context_time))
+    resolved, policies = resolve(run), run.policies
+    if needs_latency(policies) and policies.latency is None:
+        policies = replace(policies, latency=latency_points(resolved.replicas[0], costs))
+    if policies.migration != "none" and policies.context_time is None:
+        context_time = _context_time(resolved, costs)
+        policies = replace(policies, context_time=context_time)
+    return replace(run, policies=policies, rollout=_fill_kinds(resolved, costs))
 
 
 def empty_policies(run: Run, costs: Costs) -> Run:
@@ -48,17 +42,12 @@ def empty_policies(run: Run, costs: Costs) -> Run:
     return empty if fill_policies(empty, costs) == run else run
 
 
-def _prefill_time(costs: Costs, context: int) -> float:
-    """Return the prefill seconds per token of context."""
+def _context_time(resolved: ResolvedRun, costs: Costs) -> float:
+    """Return the seconds of a token of context that moves with its rollout, or is computed again."""
+    if moves_caches(resolved.run.policies.migration, resolved.run.rollout.migration_transfer):
+        return costs.cache_transfer.token_time
+    context = resolved.replica.longest_sequence
     return costs.prefill_time(context, context**2 / 2, 0) / context
-
-
-def fill_latency(run: Run, costs: Costs) -> Run:
-    """Return the run with `policies.latency` computed from the decode curve, if it is absent."""
-    if run.policies.latency is not None:
-        return run
-    points = latency_points(resolve(run.of_kind(0)).replica, costs)
-    return replace(run, policies=replace(run.policies, latency=points))
 
 
 def latency_points(replica: ReplicaHardware, costs: Costs) -> Points:
@@ -75,22 +64,23 @@ def latency_points(replica: ReplicaHardware, costs: Costs) -> Points:
     return tuple((b, costs.decode.step_time(b, b * context)) for b in batches)
 
 
-def fill_kinds(run: Run, costs: Costs) -> Run:
-    """Return the run with latency and share of each kind in `rollout.others`, if they are absent."""
-    others = run.rollout.others
-    if not others:
-        return run
+def _fill_kinds(resolved: ResolvedRun, costs: Costs) -> RolloutConfig:
+    """Return the replicas with latency and share of each kind in `rollout.others`, if they are absent."""
+    rollout = resolved.run.rollout
+    if not rollout.others:
+        return rollout
     points = [
         latency_points(replica, costs.of_kind(kind))
-        for kind, replica in enumerate(resolve(run).replicas)
+        for kind, replica in enumerate(resolved.replicas)
     ]
-    numbers = [kind.replicas for kind in run.rollout.kinds]
-    shares = even_shares([*map(Latency, points)], numbers, run.algorithm.rollouts_per_step)
+    numbers = [kind.replicas for kind in rollout.kinds]
+    num_rollouts = resolved.run.algorithm.rollouts_per_step
+    shares = even_shares([*map(Latency, points)], numbers, num_rollouts)
     filled = tuple(
         replace(other, latency=other.latency or own, share=other.share or share / shares[0])
-        for other, own, share in zip(others, points[1:], shares[1:], strict=True)
+        for other, own, share in zip(rollout.others, points[1:], shares[1:], strict=True)
     )
-    return replace(run, rollout=replace(run.rollout, others=filled))
+    return replace(rollout, others=filled)
 
 
 def even_shares(

@@ -28,10 +28,9 @@ from streamrl.hardware.memory import fullest_stage, weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape, linear_layers, lora_parameters
 from streamrl.hardware.precision import quantised_bytes
 from streamrl.hardware.profiles import Gpu, gpu_of
-from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, TrainerHardware, resolve
+from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import TIERS, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.sim.costs.corrections import Corrections
@@ -223,13 +222,13 @@ class SyncCosts:
         )
 
     @classmethod
-    def load(cls, run: Run) -> SyncCosts:
+    def load(cls, resolved: ResolvedRun) -> SyncCosts:
         """Compute the costs of a run's weight sync; the load is that of the first kind of replica.
 
         Raises:
             ValueError: a profile is missing or wrong.
         """
-        kinds = [resolve(run.of_kind(kind)) for kind in range(run.rollout.num_kinds)]
+        run, kinds = resolved.run, resolved.kinds
         alone = [cls.to_one_kind(kind) for kind in kinds]
         if len(alone) == 1:
             return alone[0]

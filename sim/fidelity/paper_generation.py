@@ -18,7 +18,7 @@ from streamrl.sim.costs.curves import compose_decode
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.overheads import load_engine
-from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.fidelity.paper import (
     BATCH,
     ENGINE,
@@ -162,7 +162,7 @@ def makespan(job: Job) -> float:
     changes = {**DISPATCHES[job.way], **job.changes}
     run = make_case(Case(job.size, "20K", "sync"), job.seed, changes)
     costs = Costs.load(run)
-    run = fill_latency(run, costs)
+    run = fill_policies(run, costs)
     return generate_batch(run, costs, SimulatedWorkload(run).draw(0, BATCH))[-1].time
 
 

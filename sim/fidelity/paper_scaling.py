@@ -14,7 +14,7 @@ from streamrl.hardware.memory import most_running
 from streamrl.hardware.resolved import resolve
 from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.costs.policy_estimates import fill_policies, latency_points
 from streamrl.sim.fidelity.paper import BATCH, GPUS, Case, load_paper, make_case
 from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.sim.planner.allocation import Comparison, Generation, Stages, Training, search
@@ -208,14 +208,16 @@ def adjustment() -> PaperFigure:
 def _rounds_note() -> str:
     """Return a note on the gain of a node, by Equation 2 and in a simulated batch."""
     runs = [make_case(Case("7B", "20K", "async"), 0, _with_replicas(n)) for n in (16, 16 + NODE)]
-    filled = [fill_latency(run, Costs.load(run)) for run in runs]
+    known = [(run, Costs.load(run)) for run in runs]
     expected = [
-        Latency(run.policies.latency or ()).time(BATCH, 1.0, run.rollout.replicas) for run in filled
+        Latency(latency_points(resolve(run).replica, costs)).time(BATCH, 1.0, run.rollout.replicas)
+        for run, costs in known
     ]
-    batches = [
-        generate_batch(run, Costs.load(run), SimulatedWorkload(run).draw(0, BATCH))[-1].time
-        for run in filled
+    ends = [
+        generate_batch(fill_policies(run, costs), costs, SimulatedWorkload(run).draw(0, BATCH))
+        for run, costs in known
     ]
+    batches = [finishes[-1].time for finishes in ends]
     most = most_running(resolve(runs[0]).replica)
     return (
         f"A node is added when generation lags by as much as Equation 2 expects a node to save. Equation 2 counts whole rounds of "

@@ -36,7 +36,7 @@ from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.sim.batch_generation import Finish, StepBatch, step_batches
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.policy_estimates import fill_latency
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.planner.layouts import (
     Degrees,
@@ -194,7 +194,7 @@ class Stages:
             one = choice._replace(replicas=1).change(self.run.rollout)
             run = replace(self.run, rollout=one, trainer=self._any_trainer)
             costs = Costs.load(run)
-            self._costs[degree] = fill_latency(run, costs), costs
+            self._costs[degree] = fill_policies(run, costs), costs
         return self._costs[degree]
 
     @cached_property
@@ -250,7 +250,7 @@ class Stages:
 
     def _train(self, degrees: Degrees) -> Training:
         run = replace(self.run, trainer=degrees.change(self.run.trainer))
-        costs, streaming = TrainingCosts.load(run), choose_system(run.policies).streaming
+        costs, streaming = TrainingCosts.load(resolve(run)), choose_system(run.policies).streaming
         passes = fmean(
             passes_time(costs, run.algorithm, batch, streaming) for batch in self._lengths
         )

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
+from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import egress_dollars
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.policies_config import StreamingName
@@ -92,7 +93,7 @@ def _classes(trainers: list[Degrees], key: Callable[[Degrees], Hashable]) -> Pla
 
 def _sync(space: Space, index: int) -> tuple[float, float, float]:
     run = space.candidate(index).apply(space.run)
-    costs = sync_costs(run)
+    costs = sync_costs(resolve(run))
     return (
         costs.push_time,
         costs.load_time,

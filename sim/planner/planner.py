@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
@@ -156,7 +157,7 @@ def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:
     name = planned.framework.name
     if name is None:
         return None
-    facts = list(framework_sources(planned))
+    facts = list(framework_sources(resolve(planned)))
     return PlannedFramework(name=name, facts=facts, left_out=scope.left_out)
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from streamrl.hardware.resolved import resolve
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.record.charges import PaidGpus
@@ -30,7 +31,7 @@ from streamrl.runfile.failure_rates import can_fail
 from streamrl.runfile.files import decode_run, encode_run
 from streamrl.sim.batch_generation import StepBatch, step_batches
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.costs.policy_estimates import fill_kinds, fill_latency
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.parallel import answers_in_time
 from streamrl.sim.planner.space import Candidate
@@ -261,7 +262,7 @@ def generation_of(trial: Trial) -> GenerationTime:
     base, _ = open_trial(trial.run)
     run = trial.candidate.apply(base)
     costs = Costs.load(run)
-    run = fill_kinds(fill_latency(run, costs), costs)
+    run = fill_policies(run, costs)
     batches = _batches_of(trial.run, trial.batches)
     ends = [batch.generate(run, costs, MOST_REPLICAS) for batch in batches]
     waits = run.algorithm.trains_whole_groups
@@ -274,7 +275,7 @@ def training_error_of(trial: Trial) -> float:
     run, (batch,) = trial.candidate.apply(base), _batches_of(trial.run, trial.batches[:1])
     lengths = DealtBatch.of(batch.trained).lengths
     streaming = choose_system(run.policies).streaming
-    costs = TrainingCosts.load(run)
+    costs = TrainingCosts.load(resolve(run))
     return closed_form_error(costs, run.framework, run.algorithm, lengths, streaming)
 
 

@@ -17,6 +17,7 @@ from streamrl.hardware.precision import (
     training_dtype,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -71,7 +72,7 @@ def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Serie
 
     It counts the FLOPs of a forward and a backward pass, without recomputation of activations.
     """
-    costs, model = TrainingCosts.load(run), load_model(run.model)
+    costs, model = TrainingCosts.load(resolve(run)), load_model(run.model)
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
     peak = gpu.flops[training_dtype(run.trainer, run.model)] * run.trainer.num_gpus
     needed = [3 * costs.num_trained * rollouts * model.forward_flops(n, n * n / 2) for n in lengths]

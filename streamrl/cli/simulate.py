@@ -19,6 +19,7 @@ from streamrl.cli.shared import (
     stdout_console,
 )
 from streamrl.engine.trace import Trace
+from streamrl.hardware.resolved import resolve
 from streamrl.record.ledger import ledger_line
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.run_directory import TRACE, keep_inputs
@@ -143,7 +144,7 @@ def simulate(
     _refuse_options_of_studies(of_studies)
     run = load_run(run_file, overrides or ())
     metrics = _simulate(run, output)
-    facts = list(framework_sources(run))
+    facts = list(framework_sources(resolve(run)))
     if as_json:
         print_json({"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts})
     else:

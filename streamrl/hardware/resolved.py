@@ -160,6 +160,13 @@ class ResolvedRun:
         return load_model(self.run.model)
 
     @cached_property
+    def kinds(self) -> tuple[ResolvedRun, ...]:
+        """The run with each kind of replica alone; itself where it has one kind."""
+        if not self.run.rollout.others:
+            return (self,)
+        return tuple(resolve(self.run.of_kind(n)) for n in range(self.run.rollout.num_kinds))
+
+    @cached_property
     def replica(self) -> ReplicaHardware:
         """The kind of replica that the run file names first."""
         run, lengths = self.run, self.run.workload.lengths
@@ -179,10 +186,7 @@ class ResolvedRun:
     @cached_property
     def replicas(self) -> tuple[ReplicaHardware, ...]:
         """Every kind of replica, each as if the run had replicas of this kind alone."""
-        if not self.run.rollout.others:
-            return (self.replica,)
-        kinds = map(self.run.of_kind, range(self.run.rollout.num_kinds))
-        return tuple(ResolvedRun(kind).replica for kind in kinds)
+        return tuple(kind.replica for kind in self.kinds)
 
     @cached_property
     def trainer(self) -> TrainerHardware:

@@ -19,12 +19,10 @@ from typing import NamedTuple
 
 from streamrl.hardware.memory import ModelState, model_state
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.resolved import TrainerHardware, resolve
+from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import TrainerConfig
-from streamrl.runfile.simulation_config import FrameworkConfig
 from streamrl.sim.costs.corrections import Corrections, own_step_time
 from streamrl.sim.costs.training.layer import Layer
 from streamrl.sim.costs.training.pipeline import PipelinedSchedule, TrainerSchedule
@@ -93,48 +91,17 @@ class TrainingCosts:
     trainer: TrainerConfig
 
     @classmethod
-    def load(cls, run: Run) -> TrainingCosts:
-        """Load the costs of a run's primary trainer.
+    def load(cls, resolved: ResolvedRun) -> TrainingCosts:
+        """Compute the costs of a run's primary trainer from operators, without a machine profile.
 
         Raises:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
-        resolved = resolve(run)
-        trainer, corrections = resolved.trainer, Corrections.of(resolved)
+        run, trainer, corrections = resolved.run, resolved.trainer, Corrections.of(resolved)
         size, profile = trainer.model.num_parameters, run.costs.profile
         overhead = own_step_time(run.framework, corrections, profile, size)
-        return cls.compose(
-            trainer,
-            run.framework,
-            factors=corrections.training_factors,
-            computed_share=run.computed_share,
-            overhead_time=overhead.seconds,
-        )
-
-    @classmethod
-    def compose(
-        cls,
-        trainer: TrainerHardware,
-        framework: FrameworkConfig,
-        *,
-        factors: tuple[float, float],
-        computed_share: float,
-        overhead_time: float,
-    ) -> TrainingCosts:
-        """Compute a trainer's costs from operators, without a machine profile.
-
-        Args:
-            trainer: its model, GPUs and section of the run file.
-            framework: its section of the run file.
-            factors: speeds of scoring and of training passes relative to the profiles.
-            computed_share: share of the rollouts in a step whose gradient is computed.
-            overhead_time: seconds of a step for data, rewards and logging.
-
-        Raises:
-            ValueError: a profile is missing, or the model cannot be split as the run file says.
-        """
         ranks, stages, step_time, provenance = _choose_stages(trainer)
-        score, train = factors
+        score, train = corrections.training_factors
         switches = _switches_of(trainer, ranks)
         num_trained = trainer.num_trained_models
         updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
@@ -142,12 +109,12 @@ class TrainingCosts:
             stages=stages.at(score, train),
             num_scored=trainer.algorithm.num_scored,
             num_trained=num_trained,
-            informative_share=computed_share,
+            informative_share=run.computed_share,
             switches=switches,
             optimizer_time=(num_trained * updated + step_time) / train,
-            overhead_time=overhead_time,
-            mini_batch=_mini_batch(framework.optimizer_steps, trainer.algorithm),
-            epochs=framework.epochs,
+            overhead_time=overhead.seconds,
+            mini_batch=_mini_batch(run.framework.optimizer_steps, trainer.algorithm),
+            epochs=run.framework.epochs,
             provenance=provenance,
             trainer=trainer.config,
         )
