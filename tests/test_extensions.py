@@ -368,7 +368,7 @@ class Exits(Dispatch):
 
 class MakesNothing(Never):
     @classmethod
-    def make(cls, run, order):
+    def make(cls, policies, rollout, seed, order):
         return None
 
 
@@ -437,8 +437,8 @@ def test_a_fault_of_a_policy_can_be_sent_between_processes(faulty: Path) -> None
 
 @pytest.mark.usefixtures("faulty")
 def test_policies_of_this_package_run_without_checks() -> None:
-    (own,) = build_dispatch(small_run())
-    (other,) = build_dispatch(small_run({"policies.dispatch": "odd_policies:Never"}))
+    runs = (small_run(), small_run({"policies.dispatch": "odd_policies:Never"}))
+    (own,), (other,) = (build_dispatch(run.policies, run.rollout, run.seed) for run in runs)
     assert isinstance(own, LeastLoaded) and "choose" not in vars(own)
     assert isinstance(other, FromOutside)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from random import Random
@@ -19,9 +19,8 @@ from streamrl.engine.messages import (
 from streamrl.engine.presets import choose_system
 from streamrl.engine.systems import most_per_command
 from streamrl.engine.trainer_side import LEADER
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.policies_config import PoliciesConfig
-from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
 Struck = Generate | Train | PushWeights | SaveCheckpoint | Verify
@@ -67,9 +66,12 @@ class FaultPlan:
     @classmethod
     def of(cls, run: Run, struck: Collection[int] = ()) -> FaultPlan:
         """Return the plan of a run file, without the faults that struck before the run was resumed (`struck`)."""
-        faults = enumerate(_draw(run))
+        size = run.algorithm.rollouts_per_step
+        streaming = choose_system(run.policies).streaming
+        num_trains = ceil(size / most_per_command(run.trainer, size, streaming))
+        faults = enumerate(_draw(run.faults, run.seed, run.algorithm, num_trains))
         left = [Fault(number, *each) for number, each in faults if number not in struck]
-        return cls(run.algorithm.rollouts_per_step, left)
+        return cls(size, left)
 
     def strike(self, command: Command, version: int, now: float) -> Fault | None:
         """Return the fault that strikes at a command, and remove it from the plan.
@@ -112,28 +114,27 @@ def _is_due(fault: Fault, step: int, num_before: int, now: float) -> bool:
     return step > fault.step or (step == fault.step and num_before >= fault.num_spared)
 
 
-def _draw(run: Run) -> Iterator[tuple[FaultConfig, int, int]]:
-    """Yield each fault with its step and the number of commands of that step that it spares."""
-    for place, fault in enumerate(run.faults):
+def _draw(
+    faults: Sequence[FaultConfig], seed: int, algorithm: AlgorithmConfig, num_trains: int
+) -> Iterator[tuple[FaultConfig, int, int]]:
+    """Yield each fault with its step and the number of commands of that step that it spares.
+
+    Args:
+        faults: as the run file plans them.
+        seed: of the run, for faults without their own.
+        algorithm: its section of the run file.
+        num_trains: minimum number of `Train` commands in a step.
+    """
+    num_commands = {
+        Train: num_trains,
+        Generate: algorithm.rollouts_per_step,
+        Verify: algorithm.rollouts_per_step,
+    }
+    for place, fault in enumerate(faults):
         if fault.count is None:
             yield fault, fault.step or 1, 0
             continue
-        source = Random(f"{run.seed if fault.seed is None else fault.seed} {place}")
-        num_commands = _num_commands(
-            run.policies, run.trainer, run.algorithm.rollouts_per_step, STRUCK[fault.kind]
-        )
+        source = Random(f"{seed if fault.seed is None else fault.seed} {place}")
         for _ in range(fault.count):
-            step = source.randint(1, fault.last_step(run.algorithm.steps))
-            yield fault, step, source.randrange(num_commands)
-
-
-def _num_commands(
-    policies: PoliciesConfig, trainer: TrainerConfig, rollouts_per_step: int, kind: type[Struck]
-) -> int:
-    """Return the minimum number of commands of a kind in every step."""
-    if kind is Train:
-        return ceil(
-            rollouts_per_step
-            / most_per_command(trainer, rollouts_per_step, choose_system(policies).streaming)
-        )
-    return rollouts_per_step if kind in (Generate, Verify) else 1
+            step = source.randint(1, fault.last_step(algorithm.steps))
+            yield fault, step, source.randrange(num_commands.get(STRUCK[fault.kind], 1))

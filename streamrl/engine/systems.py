@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import assert_never
 
 from streamrl.engine.engine import Engine, Policy
@@ -52,6 +51,7 @@ from streamrl.engine.policies.weight_sync import (
 from streamrl.engine.presets import AdmissionWindow, choose_system, window_of
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, Batch, StreamShare, TrainerSide
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DISPATCH, dispatch_named
 from streamrl.runfile.errors import shown
@@ -65,7 +65,11 @@ from streamrl.runfile.policies_config import (
     StreamingName,
     WeightSyncName,
 )
-from streamrl.runfile.roles_config import ReplicasConfig, TrainerConfig
+from streamrl.runfile.roles_config import (
+    ReplicasConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 
 PASSES_PER_COMMAND = (
     4  # a streamed command has at most this many fills, so that new rollouts do not wait long
@@ -77,29 +81,40 @@ ENDLESS = sys.maxsize  # steps of a run that is stopped from outside
 
 def build_policies(run: Run) -> list[Policy]:
     """Return the policies of a run, in order of precedence."""
-    system, window = (
-        choose_system(run.policies),
-        window_of(run.policies, run.algorithm.prompts_per_step),
-    )
+    policies, execute = run.policies, run.execute
+    system = choose_system(policies)
+    window = window_of(policies, run.algorithm.prompts_per_step)
+    per_node = replicas_per_node(run.rollout, run.cluster.pools)
+    promotion = Promotion.of(policies, run.secondary_trainer_names)
+    leaders = (LEADER,) if promotion is None else (LEADER, promotion.trainer)
+    skips_uniform = any(run.as_seen_by(each).algorithm.leaves_out_uniform for each in leaders)
     return [
         VerifyOnArrival(),
-        *([build_resize(run)] if run.policies.resize == "adjust" else []),
-        KeepReplicas(
-            run.policies.max_restarts, Promotion.of(run.policies, run.secondary_trainer_names)
+        *(
+            [build_resize(policies, unit=per_node, most=most_replicas(run))]
+            if policies.resize == "adjust"
+            else []
         ),
-        RetryThenDrop(run.policies.max_attempts),
-        StopWithoutProgress(run.policies.max_dropped_groups, run.policies.max_step_time),
+        KeepReplicas(policies.max_restarts, promotion),
+        RetryThenDrop(policies.max_attempts),
+        StopWithoutProgress(policies.max_dropped_groups, policies.max_step_time),
         StartOver(),
         WindDown(),
-        CheckpointEvery(LEADER, run.execute.checkpoint_every, run.policies.max_attempts),
-        *_leave_out(run, LEADER),
+        CheckpointEvery(LEADER, execute.checkpoint_every, policies.max_attempts),
+        *([SkipUniform(LEADER)] if skips_uniform else []),
         *([DropStale(system.staleness_bound)] if system.over_staleness == "drop" else []),
         TakeInLine(LEADER),
-        *_leave_over(run.policies.left_over, window),
+        *_leave_over(policies.left_over, window),
         BoundedAdmission(window, system.waits_for_whole_batches),
-        _streaming(run, LEADER, system.streaming),
+        _streaming(
+            LEADER,
+            run.trainer,
+            run.algorithm.rollouts_per_step,
+            system.streaming,
+            shares_gpus=policies.shares_gpus,
+        ),
         _weight_sync(system.weight_sync),
-        *build_dispatch(run),
+        *build_dispatch(policies, run.rollout, run.seed),
         *(
             policy
             for trainer in range(LEADER + 1, run.num_trainers)
@@ -117,26 +132,16 @@ def _policies_of_joined(trainer: TrainerSide) -> Sequence[Policy]:
 
 def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     """Yield the policies of a secondary trainer, which works on complete groups at its own pace."""
-    seen = run.as_seen_by(trainer)
-    backlog = run.followers[trainer - 1].backlog
-    if run.followers[trainer - 1].takes_share:
+    config, algorithm = run.followers[trainer - 1], run.as_seen_by(trainer).algorithm
+    if config.takes_share:
         yield SkipOutsideShare(trainer)
     yield CheckpointEvery(trainer, run.execute.checkpoint_every, run.policies.max_attempts)
     yield StopDetached(trainer)
-    yield from _leave_out(run, trainer)
-    yield TakeInLine(trainer)
-    yield BoundedBacklog(trainer, backlog * run.algorithm.prompts_per_step)
-    yield _streaming(seen, trainer, "stream")
-
-
-def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
-    """Yield the policy that skips groups of equal rewards, if the trainer or its possible successor asks for it."""
-    promotion = (
-        Promotion.of(run.policies, run.secondary_trainer_names) if trainer == LEADER else None
-    )
-    heirs = () if promotion is None else (promotion.trainer,)
-    if any(run.as_seen_by(each).algorithm.leaves_out_uniform for each in (trainer, *heirs)):
+    if algorithm.leaves_out_uniform:
         yield SkipUniform(trainer)
+    yield TakeInLine(trainer)
+    yield BoundedBacklog(trainer, config.backlog * run.algorithm.prompts_per_step)
+    yield _streaming(trainer, config, algorithm.rollouts_per_step, "stream")
 
 
 def _leave_over(left_over: LeftOverName, window: AdmissionWindow) -> Iterator[Policy]:
@@ -152,27 +157,29 @@ def _leave_over(left_over: LeftOverName, window: AdmissionWindow) -> Iterator[Po
             assert_never(left_over)
 
 
-def build_dispatch(run: Run) -> list[Policy]:
+def build_dispatch(policies: PoliciesConfig, rollout: RolloutConfig, seed: int) -> list[Policy]:
     """Return the policies that move rollouts between replicas and send them to replicas.
 
     Raises:
         ValueError: a policy needs seconds that are missing, or cannot be made.
     """
-    dispatch = _choose_dispatch(run)
-    migration = _migration(run.policies, run.rollout.migration_transfer, dispatch)
-    if choose_system(run.policies).weight_sync == "between-batches":
+    system = choose_system(policies)
+    dispatch = _choose_dispatch(policies, rollout, seed)
+    migration = _migration(policies, rollout.migration_transfer, dispatch)
+    if system.weight_sync == "between-batches":
         dispatch = BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
-    name = choose_system(run.policies).dispatch
+    name = system.dispatch
     last = dispatch if name in DISPATCH.own else FromOutside(dispatch, name)
     return [last] if migration is None else [migration, last]
 
 
-def _choose_dispatch(run: Run) -> Dispatch:
-    system = choose_system(run.policies)
-    policy = DISPATCH.class_of(system.dispatch, Dispatch)
-    made: object = DISPATCH.make(system.dispatch, lambda: policy.make(run, _order(system.order)))
+def _choose_dispatch(policies: PoliciesConfig, rollout: RolloutConfig, seed: int) -> Dispatch:
+    system = choose_system(policies)
+    name, order = system.dispatch, _order(system.order)
+    policy = DISPATCH.class_of(name, Dispatch)
+    made: object = DISPATCH.make(name, lambda: policy.make(policies, rollout, seed, order))
     if not isinstance(made, Dispatch):
-        raise DISPATCH.refusal(system.dispatch, f"cannot be used: its make returned {shown(made)}")
+        raise DISPATCH.refusal(name, f"cannot be used: its make returned {shown(made)}")
     return made
 
 
@@ -186,13 +193,19 @@ def _order(name: OrderName) -> Order:
             assert_never(name)
 
 
-def _streaming(run: Run, trainer: int, name: StreamingName) -> Policy:
-    most = most_per_command(run.trainer, run.algorithm.rollouts_per_step, name)
+def _streaming(
+    trainer: int,
+    config: TrainerConfig,
+    rollouts_per_step: int,
+    name: StreamingName,
+    *,
+    shares_gpus: bool = False,
+) -> Policy:
+    most = most_per_command(config, rollouts_per_step, name)
     match name:
         case "stream":
-            return Stream(trainer, rollouts_that_fill(run.trainer), most)
+            return Stream(trainer, rollouts_that_fill(config), most)
         case "whole-batch":
-            shares_gpus = trainer == LEADER and run.policies.shares_gpus
             return WholeBatch(trainer, most, shares_gpus)
         case _:
             assert_never(name)
@@ -235,17 +248,21 @@ def _migration(
     return MoveOverrun(*seconds, dispatch, moves_caches(policies.migration, migration_transfer))
 
 
-def build_resize(run: Run) -> AdjustReplicas:
+def build_resize(policies: PoliciesConfig, *, unit: int, most: int) -> AdjustReplicas:
     """Return the policy that changes the number of replicas.
+
+    Args:
+        policies: its section of the run file.
+        unit: replicas that start or stop at once, unless the run file says it.
+        most: maximum number of replicas, unless the run file says it.
 
     Raises:
         ValueError: it needs a latency that is missing.
     """
-    policies = run.policies
     return AdjustReplicas(
         latency_of(policies, f"policies.resize {policies.resize!r}"),
-        unit=policies.resize_unit or replicas_per_node(run.rollout, run.cluster.pools),
-        most=policies.max_replicas or most_replicas(run),
+        unit=policies.resize_unit or unit,
+        most=policies.max_replicas or most,
         window=policies.resize_window,
         shrink_after=policies.shrink_after,
     )
@@ -295,7 +312,25 @@ def build_engine(run: Run, *, is_endless: bool = False) -> Engine:
 
 def build_state(run: Run, *, is_endless: bool = False) -> State:
     """Return the state of a run before its `RunStarted`."""
-    trainers = [_build_side(run, trainer) for trainer in range(run.num_trainers)]
+    is_strict = choose_system(run.policies).consumption == "strict-fifo"
+    trainers = [
+        _build_side(
+            number,
+            run.as_seen_by(number).algorithm,
+            share,
+            takes_unfinished=is_strict and number == LEADER,
+        )
+        for number, share in enumerate((None, *map(StreamShare.of, run.followers)))
+    ]
+
+    def make_side(sides: Sequence[TrainerSide], event: TrainerJoined) -> TrainerSide:
+        """Return the state of a trainer that joins, given the trainers that joined before."""
+        joined = with_secondary_trainer(sides[-1].joined_as or run, event.follower)
+        share = StreamShare.of(joined.followers[event.trainer - 1])
+        side = _build_side(event.trainer, joined.as_seen_by(event.trainer).algorithm, share)
+        side.joined_as = joined
+        return side
+
     return State(
         num_steps=ENDLESS if is_endless else run.algorithm.steps,
         trainers=trainers,
@@ -304,28 +339,25 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
         failure_counts=FailureCounts(deque(maxlen=run.policies.max_failures_per_minute)),
-        make_side=partial(_side_that_joins, run),
+        make_side=make_side,
         sync_every=run.policies.sync_every,
     )
 
 
-def _side_that_joins(run: Run, sides: Sequence[TrainerSide], event: TrainerJoined) -> TrainerSide:
-    """Return the state of a trainer that joins, given the trainers that joined before."""
-    before = sides[-1].joined_as or run
-    side = _build_side(joined := with_secondary_trainer(before, event.follower), event.trainer)
-    side.joined_as = joined
-    return side
-
-
-def _build_side(run: Run, trainer: int) -> TrainerSide:
-    algorithm = run.as_seen_by(trainer).algorithm
+def _build_side(
+    trainer: int,
+    algorithm: AlgorithmConfig,
+    share: StreamShare | None,
+    *,
+    takes_unfinished: bool = False,
+) -> TrainerSide:
+    """Return the state of a trainer before it starts, with the algorithm as it sees it."""
     return TrainerSide(
         id=trainer,
         prompts_per_step=algorithm.prompts_per_step,
         rollouts_per_step=algorithm.rollouts_per_step,
         batch=Batch(algorithm.trains_whole_groups, algorithm.needs_score),
-        takes_unfinished=trainer == LEADER
-        and choose_system(run.policies).consumption == "strict-fifo",
-        share=StreamShare.of(run.followers[trainer - 1]) if trainer else None,
+        takes_unfinished=takes_unfinished,
+        share=share,
         most_gen_batches=algorithm.max_gen_batches if algorithm.leaves_out_uniform else 1,
     )

@@ -20,10 +20,10 @@ from typing import Protocol
 from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.messages import Command, Generate
 from streamrl.engine.state import State
-from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DISPATCH, DispatchProperties
 from streamrl.runfile.errors import shown
-from streamrl.runfile.policies_config import GroupPlacement
+from streamrl.runfile.policies_config import GroupPlacement, PoliciesConfig
+from streamrl.runfile.roles_config import RolloutConfig
 
 # longer than any rollout, so that steps do not mix in a longest-first priority
 MOST_TOKENS = 1 << 32
@@ -69,9 +69,11 @@ class Dispatch(DispatchProperties):
     """
 
     @classmethod
-    def make(cls, run: Run, order: Order) -> Dispatch:
-        """Return the policy of a run."""
-        return cls(order, stay_together(run.policies.group_placement))
+    def make(
+        cls, policies: PoliciesConfig, rollout: RolloutConfig, seed: int, order: Order
+    ) -> Dispatch:
+        """Return the policy of a run, from these sections of its run file."""
+        return cls(order, stay_together(policies.group_placement))
 
     def __init__(self, order: Order, keeps_groups: bool = False) -> None:
         self.order = order
@@ -119,11 +121,13 @@ class LeastLoaded(Dispatch):
     sends_just_in_time = True
 
     @classmethod
-    def make(cls, run: Run, order: Order) -> Dispatch:
+    def make(
+        cls, policies: PoliciesConfig, rollout: RolloutConfig, seed: int, order: Order
+    ) -> Dispatch:
         """Return the policy; `JustInTime` if the order of waiting rollouts may change."""
-        if run.policies.learns_from_siblings or run.policies.follows_pressure:
-            return JustInTime(order, run.rollout.max_running)
-        return cls(order, stay_together(run.policies.group_placement))
+        if policies.learns_from_siblings or policies.follows_pressure:
+            return JustInTime(order, rollout.max_running)
+        return cls(order, stay_together(policies.group_placement))
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return the least loaded replica that is fresh enough."""
@@ -200,9 +204,11 @@ class Random(Dealt):
     """Give every replica an equal, random share of a step's rollouts (StreamRL's Random-FIFO)."""
 
     @classmethod
-    def make(cls, run: Run, order: Order) -> Dispatch:
+    def make(
+        cls, policies: PoliciesConfig, rollout: RolloutConfig, seed: int, order: Order
+    ) -> Dispatch:
         """Return the policy with the run's seed."""
-        return cls(order, stay_together(run.policies.group_placement), run.seed)
+        return cls(order, stay_together(policies.group_placement), seed)
 
     def __init__(self, order: Order, keeps_groups: bool, seed: int) -> None:
         super().__init__(order, keeps_groups)

@@ -16,8 +16,8 @@ from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.estimates import Latency, latencies_of, quantile
 from streamrl.engine.policies.dispatch import Dealt, Dispatch, Order, stay_together
 from streamrl.engine.state import State
-from streamrl.runfile.config import Run
-from streamrl.runfile.policies_config import SkewObjective
+from streamrl.runfile.policies_config import PoliciesConfig, SkewObjective
+from streamrl.runfile.roles_config import RolloutConfig
 
 # quantiles of length that represent each part, as in Algorithm 2
 TAIL_QUANTILE, REGULAR_QUANTILE = 0.9, 0.5
@@ -46,16 +46,14 @@ class SkewnessAware(Dealt):
     has_tail = True
 
     @classmethod
-    def make(cls, run: Run, order: Order) -> Dispatch:
+    def make(
+        cls, policies: PoliciesConfig, rollout: RolloutConfig, seed: int, order: Order
+    ) -> Dispatch:
         """Return the policy with the seconds of a decode step of each kind of replica."""
-        policies = run.policies
-        latencies = list(
-            latencies_of(
-                run.policies, run.rollout.others, f"policies.dispatch {policies.dispatch!r}"
-            )
-        )
+        wanted_by = f"policies.dispatch {policies.dispatch!r}"
+        latencies = list(latencies_of(policies, rollout.others, wanted_by))
         tail = (latencies, policies.tail_share, policies.skew_objective)
-        return cls(order, stay_together(run.policies.group_placement), *tail)
+        return cls(order, stay_together(policies.group_placement), *tail)
 
     def __init__(
         self,
