@@ -167,7 +167,10 @@ def learn(
     """
     rng = np.random.default_rng([4, seed])
     run = make_run({**TABLE, "seed": seed})
-    ranker = LengthRanker(with_history(run, has_history=has_history))
+    config = with_history(run, has_history=has_history).workload.ranker
+    assert config is not None, "it has one"
+    size, most = run.algorithm.prompts_per_step, run.rollout.max_tokens
+    ranker = LengthRanker(config, prompts_per_step=size, max_tokens=most, seed=run.seed)
     said: list[tuple[float, str]] = []
     for group, (prompt, own, expected) in enumerate(groups):
         rollouts = tuple(range(SIZE * group, SIZE * group + SIZE))

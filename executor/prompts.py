@@ -50,7 +50,13 @@ class PromptWorkload:
         self._order = make_order(
             run.workload, run.seed, [len(source.records) for source in sources]
         )
-        self._told = Expectations(run)
+        self._told = Expectations(
+            run.workload.ranker,
+            prompts_per_step=run.algorithm.prompts_per_step,
+            max_tokens=run.rollout.max_tokens,
+            seed=run.seed,
+            learns_from_siblings=run.policies.learns_from_siblings,
+        )
         self._tells_families = False
         self.join(run.followers)
         self._expected = self._priors(run.workload.ranker)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import ceil, inf
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import simpy
 from msgspec.structs import replace
 
+from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Event,
     Generate,
@@ -75,7 +76,9 @@ def generate_batch(
         ValueError: a policy needs `policies.latency`, and it is missing, or sends nothing.
     """
     shares: dict[int, list[Generate]] = defaultdict(list)
-    for command in dispatch_batch(run, batch):
+    algorithm = replace(run.algorithm, steps=1, prompts_per_step=len(batch))
+    engine = build_engine(replace(run, algorithm=algorithm))
+    for command in _dispatch(engine, run.rollout.num_replicas, batch):
         shares[command.replica].append(command)
     if not shares:
         why = "sends no rollout although all replicas are idle; mend its choose"
@@ -92,11 +95,12 @@ def generate_batch(
         }
         weights |= _sampled(steps, ceil((most or len(shares)) * len(own) / len(shares)))
     for replica_id, weight in weights.items():
-        alone, commands = _Alone(run, costs, rollouts), shares[replica_id]
+        env, commands = _OneProcess(), shares[replica_id]
+        alone = _Alone(run, costs, rollouts, env, Cores(env))
         replica = Replica(alone, replica_id, 0, kinds[replica_id])
         for command in commands:
             replica.generate(command)
-        alone.env.work()
+        env.work()
         finishes += [each._replace(replica=replica_id, weight=weight) for each in alone.finishes]
     simulated = {finish.replica for finish in finishes}
     others = [share for replica, share in sorted(shares.items()) if replica not in simulated]
@@ -150,28 +154,26 @@ def _sampled(steps: Mapping[int, float], most: int) -> dict[int, float]:
     return {**dict.fromkeys(first, 1.0), **dict.fromkeys(others, len(rest) / len(others))}
 
 
-def dispatch_batch(run: Run, batch: Sequence[Draw]) -> list[Generate]:
-    """Return the commands by which the run's policies send a batch to idle replicas."""
-    algorithm = replace(run.algorithm, steps=1, prompts_per_step=len(batch))
-    engine = build_engine(replace(run, algorithm=algorithm))
+def _dispatch(engine: Engine, num_replicas: int, batch: Sequence[Draw]) -> list[Generate]:
+    """Return the commands by which an engine sends its first batch to idle replicas."""
     drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in batch))
-    replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(run.rollout.num_replicas))
+    replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(num_replicas))
     events: Iterable[Event] = (RunStarted(0, 0), TrainerStarted(LEADER, 0), *replicas, drawn)
     commands = [command for event in events for command in engine.handle(event, 0.0)]
     return [command for command in commands if isinstance(command, Generate)]
 
 
+@dataclass
 class _Alone:
     """The world of a single replica that is simulated alone."""
 
-    def __init__(self, run: Run, costs: Costs, rollouts: Mapping[int, SimRollout]) -> None:
-        self.env = _OneProcess()
-        self.cores = Cores(self.env)
-        self.run_file = run
-        self.costs = costs
-        self.rollouts = rollouts
-        self.disruptions = Disruptions()
-        self.finishes: list[Finish] = []
+    run_file: Run
+    costs: Costs
+    rollouts: Mapping[int, SimRollout]
+    env: _OneProcess
+    cores: Cores
+    disruptions: Disruptions = field(default_factory=Disruptions)
+    finishes: list[Finish] = field(default_factory=list)
 
     def emit(self, event: Event) -> None:
         assert isinstance(event, Generated), f"{event} without a command for it"
@@ -240,16 +242,16 @@ class StepBatch:
         """The groups that the step trains on."""
         return [draw for draw in self.drawn if draw.drawn.group not in self.passed_over]
 
-    def generate(self, run: Run, costs: Costs, most: int | None = None) -> StepEnds:
-        """Return the ends of its rollouts on idle replicas; `most` and errors are those of `generate_batch`."""
-        at_once = generate_batch(run, costs, self.drawn, most)
+    def generate(self, generate: Callable[[Sequence[Draw]], list[Finish]]) -> StepEnds:
+        """Return the ends of its rollouts on idle replicas, on which `generate` is `generate_batch`."""
+        at_once = generate(self.drawn)
         if not self.passed_over:
             return StepEnds(at_once, at_once)
         ends: list[Finish] = []
         vacant = [0.0] * len(self.trained)
         for drawn in self._rounds():
             begins = dict(zip((draw.drawn.group for draw in drawn), vacant, strict=True))
-            alone = generate_batch(run, costs, drawn, most)
+            alone = generate(drawn)
             shifted = sorted(each._replace(time=each.time + begins[each.group]) for each in alone)
             complete = {each.group: each.time for each in shifted}
             vacant = sorted(complete[group] for group in complete if group in self.passed_over)

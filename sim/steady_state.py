@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil
-from typing import TypeVar
-
-from msgspec.structs import replace
 
 from streamrl.engine.trace import Trace
 from streamrl.record.metrics import Metrics
@@ -19,7 +16,6 @@ from streamrl.record.steady_state import (
     LEAST_FAILURES,
     LEAST_STEPS,
     NEGLIGIBLE,
-    LeaderSteps,
     Steady,
     describe_unfinished,
     find_steady_so_far,
@@ -31,7 +27,6 @@ from streamrl.runfile.failure_rates import (
     trainer_gpu_failures_per_day,
 )
 from streamrl.runfile.units import SECONDS_PER_DAY
-from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.trace import MeasuredTrace, StepTrace
@@ -46,8 +41,6 @@ LOOKS = 2
 """Consecutive checks that must succeed. With one check, runs stop too early if the first steps are
 similar by chance: 95 % intervals then cover 80 to 90 %.
 """
-
-T = TypeVar("T", bound=StepTrace)
 
 
 class UnfinishedError(RuntimeError):
@@ -83,7 +76,7 @@ def simulate_steady(
         UnfinishedError: the run stops before its first step.
         RuntimeError: the run is stuck.
     """
-    return _simulate(run, StepTrace, watch, workload, costs)
+    return _simulate(open_world(run, workload, costs), watch).trace
 
 
 def measure_steady(
@@ -98,40 +91,31 @@ def measure_steady(
         UnfinishedError: the run stops before its first step.
         RuntimeError: the run is stuck.
     """
-    return _simulate(run, MeasuredTrace, watch, workload).measure()
+    world = open_world(run, workload, trace_type=MeasuredTrace)
+    trace = _simulate(world, watch).trace
+    assert isinstance(trace, MeasuredTrace), "its world was opened with one"
+    return trace.measure()
 
 
-def _simulate(
+def open_world(
     run: Run,
-    kind: type[T],
-    watch: Callable[[int], None],
-    workload: Workload | None,
+    workload: Workload | None = None,
     costs: Costs | None = None,
-) -> T:
-    world, trace = _open(run, kind, workload, costs)
-    world.run(watch, Enough(run, trace.steps).is_there)
-    if not trace.steps:
-        raise UnfinishedError(
-            describe_unfinished(run.algorithm.steps, 0, world.engine.stop_reason or "no step stays")
-        )
-    return trace
-
-
-def _open(
-    run: Run, kind: type[T], workload: Workload | None, costs: Costs | None = None
-) -> tuple[SimWorld, T]:
-    _check_whole(run)
+    trace_type: type[StepTrace] = StepTrace,
+) -> SimWorld:
+    """Return a run's world without a last step, before its first event; see `simulate_steady`."""
+    if run.faults:
+        _check_whole(run.simulate.max_steps, run.algorithm.steps)
     costs = costs or Costs.load(run)
-    drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
+    drawn = workload or SimulatedWorkload(run, num_steps=run.simulate.max_steps)
     filled = fill_policies(run, costs)
-    trace = kind(filled, costs, is_endless=True)
-    return SimWorld(filled, costs, drawn, is_endless=True, trace=trace), trace
+    trace = trace_type(filled, costs, is_endless=True)
+    return SimWorld(filled, costs, drawn, is_endless=True, trace=trace)
 
 
-def _check_whole(run: Run) -> None:
+def _check_whole(most: int, steps: int) -> None:
     """Reject planned faults if not all steps are simulated, because their rate in the other steps is unknown."""
-    most, steps = run.simulate.max_steps, run.algorithm.steps
-    if run.faults and steps > most:
+    if steps > most:
         text = (
             f"simulate.max_steps must be at least {steps} where faults are planned, as all of algorithm.steps={steps} are "
             f"simulated then, got {most}"
@@ -139,42 +123,32 @@ def _check_whole(run: Run) -> None:
         raise RunError("simulate.max_steps", most, Bounds(steps), text, ("algorithm.steps",))
 
 
-def open_world(run: Run, workload: Workload | None = None) -> SimWorld:
-    """Return a run's world without a last step, before its first event; see `simulate_steady`."""
-    return _open(run, StepTrace, workload)[0]
-
-
-def sampled(run: Run) -> Run:
-    """Return a run whose lengths drift over at most `simulate.max_steps` steps as far as in its whole training."""
-    lengths, steps, most = run.workload.lengths, run.algorithm.steps, run.simulate.max_steps
-    if lengths is None or not lengths.drifts or steps <= most:
-        return run
-    drifted: LengthsConfig = replace(
-        lengths, drift_steps=max(2, round((lengths.drift_steps or steps) * most / steps))
-    )
-    return replace(run, workload=replace(run.workload, lengths=drifted))
+def _simulate(world: SimWorld, watch: Callable[[int], None]) -> SimWorld:
+    """Simulate until enough steps are known."""
+    world.run(watch, Enough(world).is_there)
+    if not world.steps:
+        steps, reason = world.run_file.algorithm.steps, world.engine.stop_reason
+        raise UnfinishedError(describe_unfinished(steps, 0, reason or "no step stays"))
+    return world
 
 
 class Enough:
     """Decides when enough steps were simulated."""
 
     def __init__(
-        self,
-        run: Run,
-        steps: LeaderSteps,
-        is_known: Callable[[Steady, float], bool] = Steady.is_within,
+        self, world: SimWorld, is_known: Callable[[Steady, float], bool] = Steady.is_within
     ) -> None:
-        """Set the precision to reach.
+        """Watch a world that has not begun, until the precision of its run file is reached.
 
         Args:
-            run: the run file.
-            steps: finished steps; it grows during the simulation.
+            world: the simulated run.
             is_known: whether these steps determine the wanted value within a relative error, such
                 as the mean
                 step time or the ratio of two.
         """
+        run = world.run_file
         self._run = run
-        self._steps = steps
+        self._steps = world.steps
         self._is_known = is_known
         self._num_found = 0
         """Consecutive checks that succeeded."""

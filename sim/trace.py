@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import IO
 
 from streamrl.engine.messages import Command, Event
@@ -44,11 +45,9 @@ class StepTrace(Trace):
 class MeasuredTrace(StepTrace):
     """A trace that measures its entries block by block, so that memory hardly grows with the run."""
 
-    def __init__(
-        self, run: Run, costs: Costs, *, is_endless: bool, file: IO[bytes] | None = None
-    ) -> None:
-        super().__init__(run, costs, is_endless=is_endless, file=file)
-        self._reader = RunReader(self)
+    @cached_property
+    def _reader(self) -> RunReader:
+        return RunReader(self)
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry; if the block is full, measure and drop it."""

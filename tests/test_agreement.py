@@ -149,7 +149,7 @@ def test_what_binds_generation_is_what_limits_a_replicas_batch() -> None:
         )
         search = Search.open(run)
         chosen = search.run(Here(), lambda: None)[0]
-        batch = replica_batch(search.space.candidate(chosen).apply(run))
+        batch = replica_batch(resolve(search.space.candidate(chosen).apply(run)))
         assert batch is not None and batch.limit == ("max_running" if most == 2 else "share")
         binding = find_binding(search.estimates, chosen, search.speeds[chosen])
         assert binding.stage == "generation"

@@ -12,6 +12,7 @@ import pytest
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.run_directory import read_metrics
+from streamrl.runfile.config import Run
 from streamrl.sim.world import simulate
 from streamrl.workload.online_ranker import LengthRanker
 from tests.runs import small_run
@@ -35,6 +36,13 @@ def drawn(group: int, expected: int) -> DrawnGroup:
     return DrawnGroup(group, tuple(range(4 * group, 4 * group + 4)), 100, (expected,) * 4)
 
 
+def make_ranker(run: Run) -> LengthRanker:
+    config = run.workload.ranker
+    assert config is not None
+    size, most = run.algorithm.prompts_per_step, run.rollout.max_tokens
+    return LengthRanker(config, prompts_per_step=size, max_tokens=most, seed=run.seed)
+
+
 def finish(ranker: LengthRanker, group: DrawnGroup, tokens: int) -> ExpectationsChanged | None:
     """End all rollouts of a group; return what the last one told."""
     return [ranker.learn(ended(rollout, tokens)) for rollout in group.rollouts][-1]
@@ -45,7 +53,7 @@ def length_of(prompt: int) -> int:
 
 
 def test_a_window_is_learnt_once_all_its_groups_in_draw_order_are_over() -> None:
-    ranker = LengthRanker(small_run(RANKED))
+    ranker = make_ranker(small_run(RANKED))
     groups = [ranker.draw(drawn(n, 500), prompt=n) for n in range(16)]
     for late in groups[8:]:  # a younger window ends first, and says nothing yet
         assert finish(ranker, late, length_of(late.group)) is None
@@ -62,7 +70,7 @@ def test_a_window_is_learnt_once_all_its_groups_in_draw_order_are_over() -> None
 
 
 def test_a_dropped_group_keeps_no_window_open() -> None:
-    ranker = LengthRanker(small_run({**RANKED, "workload.ranker.window": 9}))
+    ranker = make_ranker(small_run({**RANKED, "workload.ranker.window": 9}))
     groups = [ranker.draw(drawn(n, 500), prompt=n) for n in range(9)]
     ranker.forget(0)
     ranker.forget(0)
@@ -72,7 +80,7 @@ def test_a_dropped_group_keeps_no_window_open() -> None:
 
 
 def test_what_a_dropped_group_ends_is_told_with_the_next_rollout() -> None:
-    ranker = LengthRanker(small_run({**RANKED, "workload.ranker.window": 9}))
+    ranker = make_ranker(small_run({**RANKED, "workload.ranker.window": 9}))
     groups = [ranker.draw(drawn(n, 500), prompt=n) for n in range(10)]
     for group in groups[:8]:
         finish(ranker, group, length_of(group.group))
@@ -82,7 +90,7 @@ def test_what_a_dropped_group_ends_is_told_with_the_next_rollout() -> None:
 
 
 def test_aborts_teach_nothing() -> None:
-    ranker = LengthRanker(small_run(RANKED))
+    ranker = make_ranker(small_run(RANKED))
     group = ranker.draw(drawn(0, 500), prompt=0)
     for rollout in group.rollouts:
         assert ranker.learn(ended(rollout, 9, "aborted")) is None
@@ -91,7 +99,7 @@ def test_aborts_teach_nothing() -> None:
 
 def adversary(run: Any, num_windows: int) -> tuple[LengthRanker, list[ExpectationsChanged]]:
     """Let a prior say the opposite of all lengths."""
-    ranker, said = LengthRanker(run), []
+    ranker, said = make_ranker(run), []
     for number in range(8 * num_windows):
         tokens = length_of(number)
         group = ranker.draw(drawn(number, 12_800 // tokens), prompt=None)
@@ -106,7 +114,7 @@ def test_a_ranker_that_says_the_opposite_is_switched_off_and_says_so() -> None:
     ranker, said = adversary(run, 1)
     assert not ranker.is_heeded
     assert "switched off" in said[0].reason and said[0].recall == 0.0
-    fresh = LengthRanker(run)  # whose prior has not yet been given a slope of nothing
+    fresh = make_ranker(run)  # whose prior has not yet been given a slope of nothing
     fresh.is_heeded = False
     for each in (ranker, fresh):
         alike = each.draw(drawn(100, 3), None), each.draw(drawn(101, 4000), None)
@@ -115,7 +123,7 @@ def test_a_ranker_that_says_the_opposite_is_switched_off_and_says_so() -> None:
 
 def test_what_waits_is_expected_to_be_alike_once_the_ranker_is_off() -> None:
     run = small_run({**RANKED, "workload.ranker.history": False})
-    ranker = LengthRanker(run)
+    ranker = make_ranker(run)
     groups = [ranker.draw(drawn(n, 12_800 // length_of(n)), None) for n in range(9)]
     ranker.learn(ended(groups[8].rollouts[0], 10))
     said = [finish(ranker, group, length_of(group.group)) for group in groups[:8]][-1]
@@ -213,7 +221,7 @@ def test_simulated_epochs_have_each_prompt_once_in_the_order_of_executed_ones(
 
 
 def test_what_an_earlier_leg_knew_is_remembered() -> None:
-    ranker = LengthRanker(small_run(RANKED))
+    ranker = make_ranker(small_run(RANKED))
     known = [(prompt, length_of(prompt)) for prompt in range(8) for _ in range(4)]
     ranker.remember(known, [500] * len(known))
     found = [ranker.draw(drawn(n, 500), prompt=n).expected_tokens[0] for n in range(8)]
@@ -221,7 +229,7 @@ def test_what_an_earlier_leg_knew_is_remembered() -> None:
     assert math.prod(found) ** (1 / 8) == pytest.approx(
         100 * 2**3.5, rel=0.1
     )  # nor longer nor shorter in all
-    deaf = LengthRanker(small_run({**RANKED, "workload.ranker.history": False}))
+    deaf = make_ranker(small_run({**RANKED, "workload.ranker.history": False}))
     deaf.remember(known, [500] * len(known))
     assert {deaf.draw(drawn(n, 500), prompt=n).expected_tokens for n in range(8)} == {(500,) * 4}
 

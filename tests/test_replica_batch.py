@@ -25,7 +25,7 @@ def test_the_least_of_memory_max_running_and_the_share_limits_a_batch() -> None:
 
 def test_memory_holds_rollouts_as_long_as_running_ones_are_on_average() -> None:
     run = full_run()
-    lengths, batch = mean_lengths(run), replica_batch(run)
+    lengths, batch = mean_lengths(run), replica_batch(resolve(run))
     assert lengths is not None and batch is not None
     assert batch.held == pytest.approx(kv_capacity(resolve(run).replica) / lengths.context)
     assert lengths.prompt < lengths.context < lengths.total
@@ -33,9 +33,9 @@ def test_memory_holds_rollouts_as_long_as_running_ones_are_on_average() -> None:
 
 def test_of_whole_batches_that_follow_each_other_one_is_generated() -> None:
     one = full_run().algorithm.rollouts_per_step
-    assert rollouts_under_way(full_run({"policies.system": "stream-async"})) == 2 * one
-    assert rollouts_under_way(full_run({"policies.system": "one-step-async"})) == one
-    assert rollouts_under_way(full_run({"policies.system": "stream-sync"})) == one
+    for system, batches in (("stream-async", 2), ("one-step-async", 1), ("stream-sync", 1)):
+        run = full_run({"policies.system": system})
+        assert rollouts_under_way(run.policies, run.algorithm) == batches * one
 
 
 def test_reserved_memory_limits_a_batch_and_is_not_told_twice() -> None:
@@ -44,6 +44,6 @@ def test_reserved_memory_limits_a_batch_and_is_not_told_twice() -> None:
         "rollout.max_tokens": 20000,
         "rollout.max_running": 256,
     }
-    batch = replica_batch(full_run({**reserving, "algorithm.prompts_per_step": 300}))
+    batch = replica_batch(resolve(full_run({**reserving, "algorithm.prompts_per_step": 300})))
     assert batch is not None and batch.held < batch.share
     assert "batch-limit" not in {f.name for f in diagnose(full_run(reserving))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
-from streamrl.sim.batch_generation import step_batches
+from streamrl.sim.batch_generation import generate_batch, step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.parallel import answers_in_time
@@ -215,7 +216,11 @@ def test_some_replicas_stand_for_many(memory: float, waits: bool) -> None:
     batch = next(step_batches(base, workload))
     count = candidate.replicas.replicas
     whole, part = (
-        summarize([batch.generate(filled, costs, most)], count, waits_for_groups=waits)
+        summarize(
+            [batch.generate(partial(generate_batch, filled, costs, most=most))],
+            count,
+            waits_for_groups=waits,
+        )
         for most in (None, 8)
     )
     is_short = costs.kv_capacity < 20 * run.rollout.max_tokens

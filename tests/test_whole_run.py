@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.hardware.resolved import resolve
 from streamrl.hardware.profiles import load_gpu
+from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure
 from streamrl.record.steady_state import Speed

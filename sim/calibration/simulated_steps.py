@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from math import ceil
 from statistics import fmean
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from streamrl.engine.messages import ExpectationsChanged, Generated
 from streamrl.logs.measured_steps import MeasuredStep, read_run_steps
 from streamrl.runfile.config import Run
-from streamrl.sim.batch_generation import step_batches
+from streamrl.sim.batch_generation import generate_batch, step_batches
 from streamrl.sim.calibration.disagreement import takes_turns
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
@@ -129,7 +130,8 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
         raise RuntimeError(f"the run stopped after step {len(made) + WARM_UP}: {reason}")
     if not turns:  # training meanwhile hides the seconds of generation: generate each batch alone
         batches = islice(step_batches(filled, StepwiseWorkload(filled, made)), len(made))
-        ends = [batch.generate(filled, costs).in_turn[-1] for batch in batches]
+        generate = partial(generate_batch, filled, costs)
+        ends = [batch.generate(generate).in_turn[-1] for batch in batches]
         made = [replace(step, generation=end.time) for step, end in zip(made, ends, strict=True)]
     return SimulatedSteps(
         [_mean(made[place :: len(measured)]) for place in range(len(measured))], overhead

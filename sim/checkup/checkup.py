@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.presets import choose_system
+from streamrl.hardware.resolved import resolve
 from streamrl.record.metrics import Metrics, measure
 from streamrl.runfile.cluster_config import LinkConfig
 from streamrl.runfile.config import Run
@@ -40,7 +41,7 @@ def find_slow_format(run: Run) -> Iterator[Finding]:
     dtype, lengths = run.rollout.dtype, mean_lengths(run)
     if dtype not in NARROW or lengths is None:
         return
-    batch = replica_batch(run)
+    batch = replica_batch(resolve(run))
     assert batch is not None, "there are lengths"
     running = max(1, int(min(batch)))
     wide = replace(run, rollout=replace(run.rollout, dtype=None, weight_only=False))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.presets import SYSTEMS, choose_system
+from streamrl.hardware.resolved import resolve
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 from streamrl.runfile.cluster_config import PoolConfig
@@ -162,7 +163,7 @@ def fixes(metrics: Metrics | None) -> dict[str, Fix]:
     step_time = 0.0 if metrics is None else metrics.step_time
     return {
         "preempted": Fix(
-            lambda run: _less_crowded(replica_batch(run)),
+            lambda run: _less_crowded(replica_batch(resolve(run))),
             "let policies.concurrency follow it, or lower rollout.max_running",
         ),
         "no-progress": Fix(

@@ -155,7 +155,9 @@ def shortened(run: Run) -> Run:
     if run.policies.tail_batching != "none":
         steps = -(-steps // run.policies.tail_every) * run.policies.tail_every
     steps = min(steps, run.algorithm.steps)
-    most = min(run.rollout.max_running, rollouts_under_way(run))  # more places stay empty
+    most = min(
+        run.rollout.max_running, rollouts_under_way(run.policies, run.algorithm)
+    )  # more places stay empty
     return replace(
         run,
         algorithm=replace(run.algorithm, steps=steps),

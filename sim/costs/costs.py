@@ -114,7 +114,7 @@ class SecondaryTrainerCosts(TrainerCosts):
         if run.only_counts(trainer):
             return cls(name=name, training=NoTraining(), provenance=Provenance(shares={}))
         check_trainer_memory(resolved.trainers[trainer])
-        seen = resolve(run.as_seen_by(trainer))
+        seen = resolved.seen_by_followers[trainer - 1]
         training: TrainingCosts | MeasuredTraining
         if config.profile is not None:
             machine = MachineCosts.load(seen, Path(config.profile))

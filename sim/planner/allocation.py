@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from statistics import fmean
 from typing import Literal, assert_never
@@ -34,7 +34,7 @@ from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
-from streamrl.sim.batch_generation import Finish, StepBatch, step_batches
+from streamrl.sim.batch_generation import Finish, StepBatch, generate_batch, step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.costs.training.training import TrainingCosts
@@ -176,7 +176,8 @@ class Stages:
     def _generate(self, choice: Replicas) -> Generation:
         run, costs = self._replica(choice)
         run = replace(run, rollout=choice.change(run.rollout))
-        steps = [batch.generate(run, costs) for batch in self._batches[: self._num_batches]]
+        generate = partial(generate_batch, run, costs)
+        steps = [batch.generate(generate) for batch in self._batches[: self._num_batches]]
         is_ahead = choose_system(run.policies).staleness_bound > 0
         batches = [ends.at_once if is_ahead else ends.in_turn for ends in steps]
         return Generation(

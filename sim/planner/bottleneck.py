@@ -87,7 +87,7 @@ def _of_caps(search: Search, index: int) -> Iterator[RelaxedRun]:
     if bound := search.space.system(index).staleness_bound:
         mode = candidate.mode._replace(max_staleness=bound + 1)
         yield RelaxedRun("max_staleness", run, candidate._replace(mode=mode))
-    batch = replica_batch(candidate.apply(run))
+    batch = replica_batch(resolve(candidate.apply(run)))
     wider = candidate._replace(replicas=_twice_running(candidate.replicas))
     if batch is None or batch.limit != "max_running":
         return
@@ -162,7 +162,7 @@ def _told(gains: Mapping[RelaxedLimit, float]) -> str:
 def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit, float]) -> str:
     """Say why generation takes what it takes: its longest rollout, a cap whose relief saves seconds, or the work."""
     run = estimates.space.candidate(index).apply(estimates.space.run)
-    batch = replica_batch(run)
+    batch = replica_batch(resolve(run))
     assert batch is not None, "it was simulated"
     cap = f"rollout.max_running {run.rollout.max_running}"
     if gains.get("max_running", 0.0) >= max(SAVES, gains.get("max_staleness", 0.0)):
@@ -173,7 +173,7 @@ def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit
     if gains.get("max_staleness", 0.0) >= SAVES and not is_of_memory:
         bound = estimates.space.system(index).staleness_bound
         return (
-            f"policies.max_staleness {bound:g}, of {rollouts_under_way(run):,} rollouts at once, "
+            f"policies.max_staleness {bound:g}, of {rollouts_under_way(run.policies, run.algorithm):,} rollouts at once, "
             "and GPU memory bandwidth"
         )
     least = estimates.least(index)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.engine.systems import PASSES_PER_COMMAND, most_per_command, rollouts_that_fill
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
@@ -279,7 +280,7 @@ def times_of_trainer(
     run: Run, trainer: TrainerConfig, batches: Sequence[FallingLengths]
 ) -> TrainTimes:
     """Return the seconds in which a run with another trainer works on a batch; see `train_times`."""
-    costs = TrainingCosts.load(replace(run, trainer=trainer))
+    costs = TrainingCosts.load(resolve(replace(run, trainer=trainer)))
     return train_times(costs, run.framework, run.costs.training_factor, batches)
 
 

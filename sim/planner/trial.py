@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace as replace_fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from math import inf
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from streamrl.hardware.resolved import resolve
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
+from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.steady_state import START, Speed, read_steps
@@ -29,7 +29,7 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import can_fail
 from streamrl.runfile.files import decode_run, encode_run
-from streamrl.sim.batch_generation import StepBatch, step_batches
+from streamrl.sim.batch_generation import StepBatch, generate_batch, step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.costs.training.training import TrainingCosts
@@ -41,7 +41,7 @@ from streamrl.sim.planner.stage_times import (
     closed_form_error,
     summarize,
 )
-from streamrl.sim.steady_state import UnfinishedError, measure_steady, sampled, simulate_steady
+from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 from streamrl.workload.workload import SimulatedWorkload
 
 PORTION_ROLLOUTS, PORTION_REPLICAS = 2048, 8
@@ -264,7 +264,8 @@ def generation_of(trial: Trial) -> GenerationTime:
     costs = Costs.load(run)
     run = fill_policies(run, costs)
     batches = _batches_of(trial.run, trial.batches)
-    ends = [batch.generate(run, costs, MOST_REPLICAS) for batch in batches]
+    generate = partial(generate_batch, run, costs, most=MOST_REPLICAS)
+    ends = [batch.generate(generate) for batch in batches]
     waits = run.algorithm.trains_whole_groups
     return summarize(ends, run.rollout.num_replicas, waits_for_groups=waits)
 
@@ -283,7 +284,7 @@ def training_error_of(trial: Trial) -> float:
 def open_trial(run: bytes) -> tuple[Run, SimulatedWorkload]:
     """Read a run file and its workload, which all its plans share: to calibrate a ranker takes as long as a trial."""
     decoded = decode_run(run)
-    return decoded, SimulatedWorkload(sampled(decoded))
+    return decoded, SimulatedWorkload(decoded, num_steps=decoded.simulate.max_steps)
 
 
 @lru_cache(maxsize=8)
@@ -291,7 +292,8 @@ def open_portion(run: bytes, portions: int) -> SimulatedWorkload:
     """Return the workload of one portion of every plan of a run file that has so many."""
     decoded = decode_run(run)
     fewer = with_fewer_prompts(decoded.algorithm, portions)
-    return SimulatedWorkload(sampled(replace(decoded, algorithm=fewer)))
+    portion, most = replace(decoded, algorithm=fewer), decoded.simulate.max_steps
+    return SimulatedWorkload(portion, num_steps=most)
 
 
 def run_all(

@@ -162,7 +162,8 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
     """
     check_same_work(a, b)
     for run in (a, b):
-        _check_price(run)
+        if not PaidGpus.of(run).dollars_per_second:
+            raise _without_price(run.rollout.pool)
     a, b = _alike(a, b)
     pair = simulate_pair(a, b, watch)
     counted = (pair.steps.first, pair.steps.last)
@@ -174,12 +175,11 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
     return replace(against, bandwidths=[found])
 
 
-def _check_price(run: Run) -> None:
-    """Reject a run without costs, because no ratio of dollars can be computed."""
-    if not PaidGpus.of(run).dollars_per_second:
-        key = pool_key(run.rollout.pool, "price")
-        text = f"{key} is 0, and a run that costs nothing cannot be set against another"
-        raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
+def _without_price(pool: str) -> RunError:
+    """Return the error of a run without costs, because no ratio of dollars can be computed."""
+    key = pool_key(pool, "price")
+    text = f"{key} is 0, and a run that costs nothing cannot be set against another"
+    return RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
 
 def _alike(a: Run, b: Run) -> tuple[Run, Run]:
@@ -207,7 +207,7 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
     def is_known(steady: Steady, share: float) -> bool:
         return find_paired_steps(runs, made, 0, drifts=drifts).is_within(share)
 
-    enough = [Enough(run, steps, is_known) for run, steps in zip(runs, made, strict=True)]
+    enough = [Enough(world, is_known) for world in worlds]
     walks, most = [world.walk() for world in worlds], a.simulate.max_steps
     with collecting_seldom():
         is_over = False

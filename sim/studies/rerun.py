@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import asdict, replace
@@ -24,7 +25,7 @@ from streamrl.sim.costs.policy_estimates import empty_policies
 from streamrl.sim.steady_state import UnfinishedError, open_world
 from streamrl.sim.studies.comparable_runs import check_same_work
 from streamrl.sim.studies.comparison import Watch
-from streamrl.sim.world import simulate
+from streamrl.sim.world import SimWorld, simulate
 
 
 def rerun(
@@ -61,10 +62,16 @@ def rerun(
     _check_order(base, changed)
     check_same_work(changed, base, ("with --set", f"in {file}"))
     is_cut = trace.is_endless or num_steps < base.algorithm.steps
-    simulated = [
-        _simulate(run, num_steps, is_cut, what, watch)
-        for run, what in ((base, "as it was"), (changed, "changed"))
-    ]
+    simulated = []
+    for run, what in ((base, "as it was"), (changed, "changed")):
+        tell = partial(_tell, watch, what, num_steps)
+        if is_cut:
+            made = _simulate_steps(open_world(run), num_steps, what, tell)
+        else:
+            made = simulate(run, tell)
+            if not read_steps(made):
+                raise _unfinished(what, 0, num_steps)
+        simulated.append(made)
     return compare_rerun((trace, simulated[0], simulated[1]), list(changes))
 
 
@@ -94,19 +101,22 @@ def _order_of(policies: PoliciesConfig, lengths: LengthsConfig | None) -> dict[s
     return found
 
 
-def _simulate(run: Run, num_steps: int, is_cut: bool, what: str, watch: Watch) -> Trace:
-    """Simulate a run to its end; if its record was cut off, simulate the same number of steps."""
+def _tell(watch: Watch, what: str, num_steps: int, version: int) -> None:
+    watch(what, version, num_steps)
 
-    def tell(version: int) -> None:
-        watch(what, version, num_steps)
 
-    if not is_cut:
-        made = simulate(run, tell)
-        num_made, reason = len(read_steps(made)), "it stops"
-    else:
-        world = open_world(run)
-        made = world.run(tell, lambda: len(world.steps) >= num_steps)
-        num_made, reason = len(world.steps), world.engine.stop_reason or "it stops"
-    if num_made < (num_steps if is_cut else 1):
-        raise UnfinishedError(f"{what} stopped after step {num_made} of {num_steps}: {reason}")
+def _simulate_steps(
+    world: SimWorld, num_steps: int, what: str, tell: Callable[[int], None]
+) -> Trace:
+    """Simulate as many steps as a record has that was cut off."""
+    made = world.run(tell, lambda: len(world.steps) >= num_steps)
+    if len(world.steps) < num_steps:
+        raise _unfinished(what, len(world.steps), num_steps, world.engine.stop_reason)
     return made
+
+
+def _unfinished(
+    what: str, num_made: int, num_steps: int, reason: str | None = None
+) -> UnfinishedError:
+    why = reason or "it stops"
+    return UnfinishedError(f"{what} stopped after step {num_made} of {num_steps}: {why}")

@@ -219,7 +219,7 @@ FIXES = {
         "raise rollout.max_tokens, or accept rollouts that end without an answer",
     ),
     "idle-replicas": Fix(
-        lambda run: iter([{"rollout.replicas": rollouts_under_way(run)}]),
+        lambda run: iter([{"rollout.replicas": rollouts_under_way(run.policies, run.algorithm)}]),
         "generate on fewer replicas",
     ),
 }

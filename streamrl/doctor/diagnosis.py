@@ -48,7 +48,9 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ),
     (
         "batch",
-        lambda run: batch.find_replicas(run.rollout.num_replicas, rollouts_under_way(run)),
+        lambda run: batch.find_replicas(
+            run.rollout.num_replicas, rollouts_under_way(run.policies, run.algorithm)
+        ),
     ),
     ("batch", lambda run: batch.find_cut_off(mean_lengths(run), run.rollout.max_tokens)),
     (

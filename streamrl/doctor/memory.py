@@ -42,7 +42,7 @@ def find(resolved: ResolvedRun) -> Iterator[Finding]:
     yield find_replica(replica, mean_lengths(resolved.run))
     side = replica_side(replica)
     if side.need <= side.usable:
-        yield from _find_room(replica.config.admission, replica_batch(resolved.run))
+        yield from _find_room(replica.config.admission, replica_batch(resolved))
     yield from find_trainer(resolved.trainer)
     yield from _find_verifier(resolved.reward)
 

@@ -2,11 +2,13 @@
 
 `resolve` reads nothing by itself. Each part is resolved when it is first asked for, and then kept.
 
-| part       | one for each                     | from the run file as          |
-|------------|----------------------------------|-------------------------------|
-| `replicas` | kind of replica                  | `Run.of_kind`                 |
-| `trainers` | trainer                          | `Run.as_seen_by`              |
-| `reward`   | run, where it has a reward model | it is                         |
+| part                | one for each                     | from the run file as |
+|---------------------|----------------------------------|----------------------|
+| `kinds`             | kind of replica, the whole run   | `Run.of_kind`        |
+| `replicas`          | kind of replica                  | `Run.of_kind`        |
+| `seen_by_followers` | secondary trainer, the whole run | `Run.as_seen_by`     |
+| `trainers`          | trainer                          | `Run.as_seen_by`     |
+| `reward`            | run, where it has a reward model | it is                |
 """
 
 from __future__ import annotations
@@ -167,6 +169,12 @@ class ResolvedRun:
         return tuple(resolve(self.run.of_kind(n)) for n in range(self.run.rollout.num_kinds))
 
     @cached_property
+    def seen_by_followers(self) -> tuple[ResolvedRun, ...]:
+        """The run as each secondary trainer sees it."""
+        numbers = range(1, self.run.num_trainers)
+        return tuple(resolve(self.run.as_seen_by(number)) for number in numbers)
+
+    @cached_property
     def replica(self) -> ReplicaHardware:
         """The kind of replica that the run file names first."""
         run, lengths = self.run, self.run.workload.lengths
@@ -207,10 +215,9 @@ class ResolvedRun:
     @cached_property
     def trainers(self) -> tuple[TrainerHardware, ...]:
         """Every trainer, the primary one first."""
-        seen = (self.run.as_seen_by(number) for number in range(1, self.run.num_trainers))
         followers = (
-            replace(ResolvedRun(run).trainer, key=trainer_key(number))
-            for number, run in enumerate(seen, start=1)
+            replace(seen.trainer, key=trainer_key(number))
+            for number, seen in enumerate(self.seen_by_followers, start=1)
         )
         return (self.trainer, *followers)
 

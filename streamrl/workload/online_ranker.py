@@ -32,8 +32,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
-from streamrl.runfile.config import Run
-from streamrl.runfile.workload_config import TAIL_SHARE
+from streamrl.runfile.workload_config import TAIL_SHARE, RankerConfig
 from streamrl.workload.length_posterior import KnownGroup, Posterior, SiblingLengths
 
 Floats = npt.NDArray[np.float64]
@@ -194,14 +193,14 @@ class _Window:
 class LengthRanker:
     """The ranker of a run: a prior, past lengths of prompts, and a monitor of both."""
 
-    def __init__(self, run: Run) -> None:
-        config = run.workload.ranker
-        assert config is not None, "a run without a ranker has none"
+    def __init__(
+        self, config: RankerConfig, *, prompts_per_step: int, max_tokens: int, seed: int
+    ) -> None:
         self._uses_history = config.history
-        self._window = max(config.window, run.algorithm.prompts_per_step)
-        self._most = run.rollout.max_tokens
+        self._window = max(config.window, prompts_per_step)
+        self._most = max_tokens
         self._posterior = Posterior()
-        self._watch = RankerMonitor(config.false_alarms, run.seed)
+        self._watch = RankerMonitor(config.false_alarms, seed)
         self._num_drawn = 0
         self._next = 0
         self._pending: ExpectationsChanged | None = None
@@ -312,9 +311,30 @@ def _remembered(prompt: Hashable, prior: float, lengths: tuple[float, ...]) -> K
 class Expectations:
     """The ranker and the sibling updates of a run, each if configured; simulated and real workloads call it."""
 
-    def __init__(self, run: Run) -> None:
-        self._ranker = None if run.workload.ranker is None else LengthRanker(run)
-        self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
+    def __init__(
+        self,
+        config: RankerConfig | None,
+        *,
+        prompts_per_step: int,
+        max_tokens: int,
+        seed: int,
+        learns_from_siblings: bool,
+    ) -> None:
+        """Begin without any length.
+
+        Args:
+            config: the ranker of the run file; None if it has none.
+            prompts_per_step: prompts of the primary trainer's step.
+            max_tokens: maximum output tokens of a rollout.
+            seed: seed of the run.
+            learns_from_siblings: whether finished siblings change the expectations.
+        """
+        self._ranker = None
+        if config is not None:
+            self._ranker = LengthRanker(
+                config, prompts_per_step=prompts_per_step, max_tokens=max_tokens, seed=seed
+            )
+        self._siblings = SiblingLengths() if learns_from_siblings else None
 
     def draw(self, drawn: DrawnGroup, prompt: Hashable | None) -> DrawnGroup:
         """Return a group with its expectations; its expected tokens are the prior."""

@@ -10,8 +10,10 @@ import numpy as np
 
 from streamrl.engine.presets import choose_system, window_of
 from streamrl.hardware.memory import kv_capacity, most_running
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.resolved import ResolvedRun
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import BLOCK, RecordedGroups, load_source
 
@@ -81,28 +83,29 @@ class ReplicaBatch(NamedTuple):
         return "max_running" if self.max_running == least else "memory"
 
 
-def replica_batch(run: Run) -> ReplicaBatch | None:
+def replica_batch(resolved: ResolvedRun) -> ReplicaBatch | None:
     """Return the limits of a replica's batch; None if the run file names no lengths.
 
     Raises:
         ValueError: the model does not fit a replica.
     """
+    run = resolved.run
     lengths = mean_lengths(run)
     if lengths is None:
         return None
-    replica = resolve(run).replica
+    replica = resolved.replica
     held = kv_capacity(replica) / lengths.context
     if run.rollout.admission == "reserve":
         running = most_running(replica)
         held = running if running < run.rollout.max_running else inf
-    share = rollouts_under_way(run) / run.rollout.num_replicas
+    share = rollouts_under_way(run.policies, run.algorithm) / run.rollout.num_replicas
     return ReplicaBatch(held, run.rollout.max_running, share)
 
 
-def rollouts_under_way(run: Run) -> int:
+def rollouts_under_way(policies: PoliciesConfig, algorithm: AlgorithmConfig) -> int:
     """Return the largest number of rollouts that admission lets run at once, in whole batches."""
-    window, algorithm = window_of(run.policies, run.algorithm.prompts_per_step), run.algorithm
-    if choose_system(run.policies).waits_for_whole_batches:
+    window = window_of(policies, algorithm.prompts_per_step)
+    if choose_system(policies).waits_for_whole_batches:
         groups = min(window.sync_every, algorithm.steps) * algorithm.prompts_per_step
     else:
         groups = window.num_allowed(0, algorithm.steps) + window.num_extra

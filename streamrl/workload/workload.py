@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from streamrl.engine.messages import DrawnGroup, Drop, ExpectationsChanged, Generated, PromptsDrawn
 from streamrl.engine.trace import read_trace
@@ -42,6 +43,15 @@ class Drift:
         share = np.minimum(1.0, groups // self._prompts_per_step / self._last)
         drifted: Floats = first + (last - first) * share
         return drifted
+
+
+def drift_within(lengths: LengthsConfig, steps: int, num_steps: int) -> LengthsConfig:
+    """Return lengths that drift in the first `num_steps` of `steps` steps as far as in all of them."""
+    if not lengths.drifts or steps <= num_steps:
+        return lengths
+    drift_steps = max(2, round((lengths.drift_steps or steps) * num_steps / steps))
+    drifted: LengthsConfig = replace(lengths, drift_steps=drift_steps)
+    return drifted
 
 
 Lengths = npt.NDArray[np.int64]
@@ -173,10 +183,22 @@ class Source(Protocol):
 class SimulatedWorkload:
     """Groups whose true lengths are known in advance, from `workload.lengths`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, num_steps: int | None = None) -> None:
+        """Read the lengths of a run file.
+
+        Args:
+            run: the run file.
+            num_steps: steps that are simulated, over which lengths drift at most as far as in the
+                whole training; None if all of `algorithm.steps` are.
+
+        Raises:
+            ValueError: there are none, or they cannot be read.
+        """
         config = run.workload.lengths
         if config is None:
             raise ValueError("workload.lengths is missing: a simulation needs output lengths")
+        if num_steps is not None:
+            config = drift_within(config, run.algorithm.steps, num_steps)
         self._config = config
         self._seed = run.seed
         self._group_size = run.algorithm.group_size
@@ -193,7 +215,13 @@ class SimulatedWorkload:
         self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}
         self._mean = int(np.mean(self._blocks[0][0]))
-        self._told = Expectations(run)
+        self._told = Expectations(
+            run.workload.ranker,
+            prompts_per_step=run.algorithm.prompts_per_step,
+            max_tokens=self._max_tokens,
+            seed=run.seed,
+            learns_from_siblings=run.policies.learns_from_siblings,
+        )
         self._tails: TailBatches | None = None
         if run.policies.tail_batching == "defer" and self._ranker is not None:
             every = run.policies.tail_every
