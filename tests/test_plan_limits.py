@@ -16,6 +16,7 @@ from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import whole_time
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import write_run
+from streamrl.runfile.gpu_pools import sides_of
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.objective import Spend, excess, keeps_limits, spend_of, unmet
 from streamrl.sim.planner.planner import make_plan
@@ -130,7 +131,8 @@ def test_a_plan_is_charged_all_of_an_owned_pool_and_keeps_all_its_nodes() -> Non
     alone = [i for i, c in enumerate(candidates(space)) if "h20" not in (c[0].pool, c[1].pool)]
     run = space.candidate(alone[0]).apply(space.run)
     assert "h20" in run.cluster.pools
-    assert [text.level for text in find(run)] == ["ok"] * 2
+    found = find(run.cluster.pools, sides_of(run), run.plan, None)
+    assert [text.level for text in found] == ["ok"] * 2
 
 
 def test_what_is_owned_is_used_where_renting_it_would_not_pay() -> None:

@@ -236,12 +236,12 @@ def test_doctor_knows_what_a_reward_model_takes_of_its_gpu(tmp_path: Path) -> No
     here = {"verifier__reward": [{**MODEL, "model": str(model)}]}
     (side,) = [side for side in memory_of(resolve(rewarded(**here))) if side.side == "verifier"]
     assert 0 < side.parts["weights"] < side.capacity and "A100" in side.gpu
-    assert any(finding.name == "verifier-fits" for finding in find(rewarded(**here)))
-    assert any(finding.name == "verifier-unknown" for finding in find(rewarded()))
+    assert any(finding.name == "verifier-fits" for finding in find(resolve(rewarded(**here))))
+    assert any(finding.name == "verifier-unknown" for finding in find(resolve(rewarded())))
     text = (model / "config.json").read_text().replace('"hidden_size": 32', '"hidden_size": 65536')
     (model / "config.json").write_text(
         text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 90')
     )
-    assert any(finding.name == "verifier-memory" for finding in find(rewarded(**here)))
+    assert any(finding.name == "verifier-memory" for finding in find(resolve(rewarded(**here))))
     with pytest.raises(ValueError, match=r"verifier: .* GB a GPU .* of the reward model"):
         Costs.load(rewarded(**here))
