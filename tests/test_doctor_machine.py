@@ -145,7 +145,9 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
     table = local_table(tmp_path)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model" / INDEX).write_text(json.dumps(index))
-    assert "lacks model-2.safetensors" in bad(list(files.find(make_run(table))))["model"].text
+    run = make_run(table)
+    found = files.find(run.model, run.workload, run.costs, run.rollout.max_tokens)
+    assert "lacks model-2.safetensors" in bad(list(found))["model"].text
 
 
 def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None:

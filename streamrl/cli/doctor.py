@@ -11,7 +11,7 @@ from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json, stdout_c
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.examination import Examination, render
 from streamrl.doctor.invalid_keys import fix_contradictions, fix_profile_names, read_leniently
-from streamrl.hardware.resolved import ResolvedRun, resolve
+from streamrl.hardware.resolved import ResolvedRun, longest_sequence, resolve
 from streamrl.hardware.side_memory import SideMemory, memory_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import read_table
@@ -101,7 +101,15 @@ def _checks_of_this_machine() -> tuple[Examine, ...]:
     from streamrl.executor.checkup import installed, readiness, run_paths
     from streamrl.executor.checkup import tested_backends as where_run
 
-    return installed.find, readiness.find, where_run.find, files.find, run_paths.find
+    return (
+        installed.find,
+        readiness.find,
+        where_run.find,
+        lambda run: files.find(
+            run.model, run.workload, run.costs, longest_sequence(run.rollout, run.workload)
+        ),
+        run_paths.find,
+    )
 
 
 def _give_up(run_file: Path, findings: list[Finding]) -> Examination:

@@ -58,7 +58,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
         lambda run: batch.find_left_out(run.algorithm, run.workload.informative_share),
     ),
     ("batch", every_side.find_secondary_trainers),
-    ("memory", every_side.find_replica_kinds),
+    ("memory", lambda run: every_side.find_replica_kinds(resolve(run))),
     ("staleness", lambda run: staleness.find(run.policies, run.algorithm)),
     ("staleness", staleness.find_idle_clips),
     ("run file", lambda run: planned_faults.find(run.faults, run.policies.max_restarts)),

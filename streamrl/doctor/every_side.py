@@ -77,12 +77,12 @@ KIND_FINDING = re.compile(r"rollout-(?P<number>\d+)-(?P<rest>.+)")
 """Matches the names of findings of replica kinds: `rollout-2-memory` is `rollout-memory` of the second kind."""
 
 
-def find_replica_kinds(run: Run) -> Iterator[Finding]:
+def find_replica_kinds(resolved: ResolvedRun) -> Iterator[Finding]:
     """Find errors and warnings of each replica kind after the first."""
-    for kind in range(1, run.rollout.num_kinds):
-        seen, name = run.of_kind(kind), kind_name(kind)
-        replica = resolve(seen).replica
-        fits = memory.find_replica(replica, mean_lengths(seen))
+    mean = mean_lengths(resolved.run)
+    for kind in range(1, resolved.run.rollout.num_kinds):
+        replica, name = resolved.replicas[kind], kind_name(kind)
+        fits = memory.find_replica(replica, mean)
         for finding in (fits, *divisibility.find_replica(replica.model, replica.config)):
             yield of_part(finding, "rollout", name, name, partial(own_keys, kind=kind))
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.hardware.hugging_face import read_positions, weight_problems
-from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.findings import Finding, Level
 from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.workload import load_source
@@ -21,21 +20,22 @@ USUAL_PROMPT = 400
 """Proposed tokens of a prompt if the run file has none, as `workload.lengths.prompt_tokens`."""
 
 
-def find(run: Run) -> Iterator[Finding]:
-    """Find missing files, and report those that exist."""
-    longest = longest_sequence(run.rollout, run.workload)
-    yield from _find_model(run.model, run.workload.max_prompt_tokens, longest)
-    yield from _find_lengths(run.workload)
-    if run.costs.profile is not None:
+def find(
+    model: ModelConfig, workload: WorkloadConfig, costs: CostsConfig, longest: int
+) -> Iterator[Finding]:
+    """Find missing files, and report those that exist; the longest sequence has `longest` tokens."""
+    yield from _find_model(model, workload.max_prompt_tokens, longest)
+    yield from _find_lengths(workload)
+    if costs.profile is not None:
         yield _there(
             "costs.profile",
-            Path(run.costs.profile),
+            Path(costs.profile),
             "streamrl profile MODEL -o PROFILE.toml writes one",
         )
-    if run.costs.calibration is not None:
+    if costs.calibration is not None:
         yield _there(
             "costs.calibration",
-            Path(run.costs.calibration),
+            Path(costs.calibration),
             "streamrl calibrate RUN.toml MEASURED -o CALIBRATION.toml writes one",
         )
 
