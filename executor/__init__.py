@@ -9,6 +9,7 @@ Files to read first:
 - `record.py`: the run directory, and what a resumed run reads from it.
 - `run_log.py`: one log line for each loss, restart, resize and refusal.
 - `backend_limits.py`: refuses run files that the back ends cannot carry out, before anything is written.
+- `chosen_classes.py`: refuses classes from outside that workers cannot import.
 
 The folders are `launchers` (where roles live), `rollout`, `trainer`, `transfer` and `verifier` (the roles),
 `subscribers` (several trainers on one stream), `profiling` and `checkup` (measure and check this machine).

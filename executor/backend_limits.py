@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from streamrl.hardware.hugging_face import read_positions
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.backend_choice import engine_named, training_backend_named
+from streamrl.runfile.backend_choice import ENGINES, engine_named, training_backend_named
 from streamrl.runfile.choices import import_object
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
@@ -182,8 +183,9 @@ def _limits_of_engine(
     )
     engine = engine_named(rollout.backend)
     if engine.limits:
-        further: Any = import_object(engine.limits)
-        yield from further(rollout, model, workload, adapter_rank)
+        further: Any = ENGINES.make(rollout.backend, partial(import_object, engine.limits))
+        with ENGINES.blaming(rollout.backend):
+            yield from further(rollout, model, workload, adapter_rank)
     yield Limit(
         "policies.concurrency",
         concurrency,

@@ -23,10 +23,11 @@ from msgspec.structs import replace
 
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
-from streamrl.engine.systems import build_engine
+from streamrl.engine.systems import build_dispatch, build_engine
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.backend_limits import check_back_ends, uses_relays
+from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
 from streamrl.executor.subscribers.attach_requests import with_attached
@@ -135,6 +136,7 @@ Take = Callable[[Mapping[str, object]], None]
 def check_executable(run: Run) -> None:
     """Raise `ValueError` if this machine cannot execute the run file."""
     roles = PlacedRoles.of(run)
+    build_dispatch(run.policies, run.rollout, run.seed)
     check_installed(BACKENDS, "executor")
     for trainer in run.trainers:
         backend = training_backend_named(trainer.backend)
@@ -167,15 +169,24 @@ def check_executable(run: Run) -> None:
     check_prompts(run.verifier, run.workload)
     check_reward_model(run.verifier)
     check_back_ends(run)
+    check_chosen_classes(run)
     if run.execute.launcher != "ray":
         claim_gpus(roles)
 
 
 def check_installed(modules: Sequence[str], extra: str) -> None:
     """Raise `ValueError` if modules of an extra are not installed; import nothing."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    missing = [name for name in modules if not is_installed(name)]
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[{extra}]'")
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a module is installed; import nothing but its parent packages."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
 
 
 def execute(

@@ -70,6 +70,7 @@ from streamrl.executor.subscribers.stream import GroupStream
 from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.executor.trainer.trainer import StepSettings
 from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
+from streamrl.runfile.choices import ExtensionError
 
 STOP_TIME = 6.0
 """Seconds that running commands have to end after an interruption. With `CLOSE_TIME` of the workers and the end of the
@@ -212,6 +213,8 @@ class RealWorld(World[Trace]):
         try:
             async with self._turn(command):
                 event = await self._do_watched(command)
+        except ExtensionError:  # a repeated command would raise it again
+            raise
         except Exception as error:
             self._emit_failure(command, error)
         else:

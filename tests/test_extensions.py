@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engine.messages import Generate
+from streamrl.engine.messages import Failed, Generate
 from streamrl.engine.policies.dispatch import FromOutside, LeastLoaded
 from streamrl.engine.systems import build_dispatch
 from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.executor.execute import check_installed
 from streamrl.record.samples import read_completions
 from streamrl.runfile.algorithms import ALGORITHMS
 from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS
@@ -33,6 +34,7 @@ from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.test_architecture import EVERYWHERE, ROOT, name_of
 from tests.test_end_to_end import RUN_FILE, SYMBOLS
+from tests.test_execute import execute, real_run
 from tests.tiny_model import save_tiny_model
 
 PACKAGE = '''
@@ -394,14 +396,69 @@ class OwnTrainer(Raises, Torch): ...
 """
 
 
+ALGORITHMS_AND_BACKENDS = """
+from streamrl.runfile.algorithms import Algorithm
+from streamrl.runfile.backend_choice import EngineChoice, Torch
+
+COMPUTE = "streamrl.executor.rollout.transformers_engine:TransformersEngine"
+
+
+class Short(Algorithm):
+    def advantages(self, rewards):
+        return rewards[1:]
+
+
+class NoNumber(Algorithm):
+    def advantages(self, rewards):
+        return [float("nan") for _ in rewards]
+
+
+class Texts(Algorithm):
+    def advantages(self, rewards):
+        return ["high" for _ in rewards]
+
+
+class OddLoss(Short):
+    objective = "odd_loss:Loss"
+
+
+class OddEngine(EngineChoice):
+    engine = "no_such_package:Engine"
+
+
+class OddPreload(EngineChoice):
+    engine = COMPUTE
+    preload = ("no_such_package",)
+
+
+class OddLimits(EngineChoice):
+    engine = COMPUTE
+    limits = "no_such_package:limits"
+
+
+class NoEngine(EngineChoice): ...
+
+
+class OddTrainer(Torch):
+    backend = "streamrl.executor.trainer.torch_backend:Nothing"
+"""
+MODULES = {
+    "odd_policies": POLICIES,
+    "odd_constructors": CONSTRUCTORS,
+    "odd_choices": ALGORITHMS_AND_BACKENDS,
+    "odd_loss": "import os\nos._exit(7)",
+}
+
+
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a run file, next to modules `odd_policies` and `odd_constructors` that can be imported."""
-    (tmp_path / "odd_policies.py").write_text(POLICIES)
-    (tmp_path / "odd_constructors.py").write_text(CONSTRUCTORS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("odd_policies", "odd_constructors"):
+    """Return a run file, next to modules that can be imported, here and in workers."""
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    paths = (str(tmp_path), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     write_run(small_run(), tmp_path / "run.toml")
     return tmp_path / "run.toml"
 
@@ -482,7 +539,7 @@ def test_a_constructor_that_raises_is_refused_in_one_line_with_its_key(
     done = streamrl("simulate", faulty, "--json", "--set", f"{key}=odd_constructors:{name}")
     assert done.returncode == 2 and done.stdout == ""
     line = done.stderr.replace("made\n", "")
-    why = "cannot be made: OSError: no settings here; mend its constructor, or use one of "
+    why = "cannot be used: OSError: no settings here; mend it, or use one of "
     assert line.startswith(f"streamrl: {key} 'odd_constructors:{name}' {why}")
     assert line.count("\n") == 1
 
@@ -494,3 +551,84 @@ def test_a_path_of_another_form_is_refused_with_the_form(key: str, value: str) -
         small_run({key: value})
     assert str(caught.value).startswith(f"{key} must be one of ")
     assert " or module:Class" in str(caught.value) and str(caught.value).endswith(f"got '{value}'")
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "why"),
+    [
+        ("algorithm.name", "OddLoss", "objective 'odd_loss:Loss': its import ended the process"),
+        ("rollout.backend", "OddEngine", "engine 'no_such_package:Engine': ModuleNotFoundError"),
+        ("rollout.backend", "OddPreload", "preload 'no_such_package:__name__': ModuleNotFound"),
+        ("rollout.backend", "OddLimits", "cannot be used: ModuleNotFoundError: No module named"),
+        ("rollout.backend", "NoEngine", "odd_choices:NoEngine does not define engine"),
+        ("trainer.backend", "OddTrainer", "torch_backend:Nothing': ImportError: module streamrl"),
+    ],
+)
+def test_what_workers_cannot_import_is_refused_before_anything_is_written(
+    faulty: Path, tmp_path: Path, key: str, name: str, why: str
+) -> None:
+    save_tiny_model(tmp_path / "model", SYMBOLS)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    faulty.write_text(RUN_FILE)
+    before = sorted(tmp_path.iterdir())
+    done = streamrl("execute", faulty, "--set", f"{key}=odd_choices:{name}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"streamrl: {key} 'odd_choices:{name}' cannot be used: ")
+    assert why in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_module_of_a_package_that_is_not_installed_is_not_installed() -> None:
+    with pytest.raises(ValueError, match=r"no_such_package.part not installed"):
+        check_installed(("no_such_package.part",), "executor")
+
+
+def test_the_doctor_examines_a_run_with_classes_from_outside(faulty: Path, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", SYMBOLS)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    faulty.write_text(RUN_FILE)
+    done = streamrl("doctor", faulty, "--set", "rollout.backend=odd_choices:OddEngine", "--json")
+    found = {each["text"]: each["level"] for each in json.loads(done.stdout)["findings"]}
+    levels = [level for text, level in found.items() if "'no_such_package:Engine'" in text]
+    assert levels == ["error"]
+    levels = [level for text, level in found.items() if "odd_choices:OddEngine on a CPU" in text]
+    assert levels == ["warning"]
+
+
+@pytest.mark.usefixtures("faulty")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Short", r"returned advantages \[.*\]; it must return 2 finite numbers"),
+        ("NoNumber", r"returned advantages \[nan, nan\]; it must return 2 finite numbers"),
+        ("Texts", "raised ValueError: could not convert string to float: 'high'"),
+    ],
+)
+def test_a_fault_of_an_algorithm_names_its_class_and_ends_the_run_at_once(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    run = real_run(tmp_path, algorithm__name=f"odd_choices:{name}")
+    with pytest.raises(ExtensionError, match=rf"^algorithm.name 'odd_choices:{name}' {why}"):
+        execute(run)
+    trace = read_trace(Path(run.execute.output) / "trace.jsonl")
+    assert not any(isinstance(entry.event, Failed) for entry in trace.entries)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("algorithm.name", "odd_choices:Short"), ("policies.dispatch", "odd_policies:Tail")],
+)
+def test_a_trace_whose_classes_are_missing_here_says_which(
+    faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(Trace(small_run({key: value}), "simulated").encode())
+    module = value.partition(":")[0]
+    (tmp_path / f"{module}.py").unlink()
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    for choices in (ALGORITHMS, DISPATCH):
+        monkeypatch.setattr(choices, "_loaded", {})
+    done = streamrl("replay", path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{path}:1: the recorded run cannot be read here: {key} '{value}'" in done.stderr
+    assert f"No module named '{module}'" in done.stderr

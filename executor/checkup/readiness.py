@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from streamrl.executor.backend_limits import refusal_of
 from streamrl.executor.checkup.executed_memory import executed_memory
+from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.launchers.placement import (
     PlacedRoles,
     find_gpus,
@@ -80,6 +81,7 @@ def find(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "execute", text)
         return
     yield from _find_limits(run)
+    yield from _find_chosen_classes(run)
     roles = PlacedRoles.of(run)
     if run.execute.launcher == "ray":
         text = "the Ray cluster provides GPUs and cores: execute checks its nodes before it starts a role"
@@ -104,6 +106,15 @@ def _find_limits(run: Run) -> Iterator[Finding]:
         if not changes:
             return
         run = changed(run, changes)
+
+
+def _find_chosen_classes(run: Run) -> Iterator[Finding]:
+    """Check that workers can import what choices from outside this package name."""
+    try:
+        check_chosen_classes(run)
+    except ValueError as error:
+        fix = "correct the path, or make its module importable (PYTHONPATH or pip install)"
+        yield _finding("error", "back-end", f"execute: {error}", fix)
 
 
 def _fix_of(run: Run, message: str) -> Changes:

@@ -86,7 +86,10 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def _where(choice: str, device: str) -> str:
-    return RAN[choice].on_cpu if device == "cpu" else RAN[choice].on_gpu
+    ran = RAN.get(choice)
+    if ran is None:  # a class from outside this package
+        return NEVER
+    return ran.on_cpu if device == "cpu" else ran.on_gpu
 
 
 def _name(device: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.roles import Sample
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.algorithms import NO_BASELINE, pair_of
+from streamrl.runfile.algorithms import ALGORITHMS, NO_BASELINE, pair_of
+from streamrl.runfile.errors import shown
 
 
 def batch_baseline(rewards: Sequence[float]) -> float:
@@ -23,6 +25,7 @@ class AdvantageEstimator:
         self, algorithm: AlgorithmConfig, buffer: RolloutBuffer, baseline: float = NO_BASELINE
     ) -> None:
         self._algorithm = algorithm.chosen
+        self._name = algorithm.name
         self._buffer = buffer
         self.baseline = baseline
         """Mean reward of the last step's batch; see `streamrl.runfile.algorithms`."""
@@ -48,12 +51,29 @@ class AdvantageEstimator:
         """Return a rollout's advantage, with the baseline of this step."""
         algorithm, rollouts = self._algorithm, self._buffer.rollouts
         if not algorithm.trains_whole_groups:
-            return algorithm.advantages([rollouts[rollout].reward], self.baseline)[0]
+            return self._advantages_of([rollouts[rollout].reward], self.baseline)[0]
         if rollout not in self._of_groups:
             group = rollouts[rollout].group
             rewards = [rollouts[sibling].reward for sibling in group]
-            self._of_groups.update(zip(group, algorithm.advantages(rewards), strict=True))
+            self._of_groups.update(zip(group, self._advantages_of(rewards), strict=True))
         return self._of_groups[rollout]
+
+    def _advantages_of(self, rewards: list[float], *baseline: float) -> list[float]:
+        """Return the advantages of rewards.
+
+        Raises:
+            ExtensionError: an algorithm from outside this package raised, or did not return a finite number per reward.
+        """
+        with ALGORITHMS.blaming(self._name):
+            found = [
+                float(advantage) for advantage in self._algorithm.advantages(rewards, *baseline)
+            ]
+        if len(found) != len(rewards) or not all(map(isfinite, found)):
+            wanted = f"{len(rewards)} finite numbers, one for each reward"
+            raise ALGORITHMS.fault(
+                self._name, f"returned advantages {shown(found)}; it must return {wanted}"
+            )
+        return found
 
     def end_step(self, groups: Sequence[int]) -> None:
         """Compute the baseline of the next step from the groups of this one."""

@@ -22,7 +22,9 @@ from streamrl.engine.invariants import check
 from streamrl.engine.messages import Command, Event, TrainerJoined
 from streamrl.engine.systems import build_engine
 from streamrl.runfile.checks import check_run
+from streamrl.runfile.choices import ChoiceError
 from streamrl.runfile.config import Run
+from streamrl.runfile.dispatch_choice import dispatch_named
 from streamrl.runfile.files import decode_run, encode_run, with_secondary_trainer
 
 # batches kept one by one up to here, because small matrix products take uneven seconds
@@ -490,6 +492,9 @@ def _read_run(path: Path, header: Header) -> Run:
     try:
         run = decode_run(bytes(header.run))
         check_run(run)
+        dispatch_named(run.policies.dispatch)
         return run
+    except ChoiceError as error:
+        raise ValueError(f"{path}:1: the recorded run cannot be read here: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None

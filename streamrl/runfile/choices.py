@@ -27,6 +27,10 @@ _Made = TypeVar("_Made")
 FORM = "module:Class"
 
 
+class ChoiceError(RunError):
+    """A value that chooses nothing, or a class from outside this package that cannot be used here."""
+
+
 class ExtensionError(RuntimeError):
     """A fault of a class from outside this package, not of the run file. The message names key and class."""
 
@@ -97,7 +101,7 @@ class ChoiceList:
             allowed = OneOf(self.names())
             form = f" or {FORM}" if isinstance(value, str) and set(value) & set(".:") else ""
             text = f"{key} must be {allowed}{form}{or_absent}, got {shown(value)}"
-            return RunError(key, value, allowed, text)
+            return ChoiceError(key, value, allowed, text)
         try:
             found = self._load(value)
         except KeyboardInterrupt:
@@ -113,10 +117,10 @@ class ChoiceList:
         return None
 
     def make(self, name: str, make: Callable[[], _Made], key: str | None = None) -> _Made:
-        """Return what `make` returns, which makes the object of a choice.
+        """Return what `make` returns, which makes the object of a choice, or imports what it names.
 
         Raises:
-            RunError: the choice is from outside this package, and its constructor raised.
+            RunError: the choice is from outside this package, and `make` raised an error.
         """
         if name in self.own:
             return make()
@@ -126,7 +130,7 @@ class ChoiceList:
         except RunError:
             raise
         except (Exception, SystemExit) as error:
-            text = f"cannot be made: {one_line(error)}; mend its constructor"
+            text = f"cannot be used: {one_line(error)}; mend it"
             raise self.refusal(name, text, key) from error
 
     @contextmanager
@@ -148,7 +152,7 @@ class ChoiceList:
         """Return the error that says why a choice cannot be used."""
         key, names = key or self.key, OneOf(self.names())
         text = f"{key} {shown(name)} {why}, or use one of {', '.join(self.names())}"
-        return RunError(key, name, names, text)
+        return ChoiceError(key, name, names, text)
 
     def class_of(self, name: str, base: type[_Base]) -> type[_Base]:
         """Return the class that a name chooses; `base` is the one that the list was made with.
