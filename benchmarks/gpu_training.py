@@ -24,7 +24,7 @@ from benchmarks.gpu_models import (
 )
 from benchmarks.gpu_record import Recorder
 from streamrl.executor.checkup.executed_memory import executed_memory
-from streamrl.executor.launchers.launcher import LOGITS_CHUNK
+from streamrl.executor.launchers.role_configs import LOGITS_CHUNK
 from streamrl.executor.roles import Sample
 from streamrl.executor.trainer.learner import Learner, load_learner
 from streamrl.executor.trainer.trainer_settings import TrainerSettings

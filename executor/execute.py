@@ -346,13 +346,16 @@ async def _execute_in(
 
 def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
     """Return the launcher of a run: for local processes, or for actors of the joined Ray cluster."""
+    from streamrl.executor.launchers.role_configs import RoleConfigs
+
+    configs, roles = RoleConfigs(run), PlacedRoles.of(run)
     if run.execute.launcher == "ray":
         from streamrl.executor.launchers.ray_launcher import RayLauncher
 
-        return RayLauncher(run, directory)
+        return RayLauncher(configs, roles, directory)
     from streamrl.executor.launchers.local_launcher import LocalLauncher
 
-    return LocalLauncher(run, directory, claim_gpus(PlacedRoles.of(run)))
+    return LocalLauncher(configs, roles, directory, claim_gpus(roles))
 
 
 def make_transfer(

@@ -11,7 +11,8 @@ import pytest
 from streamrl.engine.messages import Stepped
 from streamrl.executor.launchers.handles import Handle, InProcess
 from streamrl.executor.launchers.local_launcher import LocalLauncher
-from streamrl.executor.launchers.placement import Place
+from streamrl.executor.launchers.placement import Place, PlacedRoles
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import model_state
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -268,7 +269,7 @@ def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
         degrees = {f"trainer.{name}_parallel": 1 for name in ("data", "tensor", "pipeline")}
         sides = {"policies.system": system, "rollout.replicas": 1, "trainer.pool": "far"}
         run = small_run({**sides, **degrees})
-        launcher = NotingLauncher(run, RunDirectory(tmp_path))
+        launcher = NotingLauncher(RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path))
         await launcher.replica(0, 0, "model")
         await launcher.trainer(0)
 

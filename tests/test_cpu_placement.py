@@ -17,6 +17,7 @@ from streamrl.executor.launchers.placement import (
     threads_of,
     usable_cores,
 )
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.measured_profile import Host, write_measured
 from streamrl.hardware.parallelism import threads_per_role
@@ -74,7 +75,7 @@ def test_roles_on_the_cpu_have_all_cores_between_them(tmp_path: Path) -> None:
     run = local_run(tmp_path, cluster__pools=pools, rollout__replicas=3)
     assert (roles_on_cores(PlacedRoles.of(run)), threads_of(PlacedRoles.of(run))) == (4, 4)
     assert threads_of(PlacedRoles.of(local_run(tmp_path, execute__threads=3))) == 3
-    launcher = LocalLauncher(run, RunDirectory(tmp_path / "run"))
+    launcher = LocalLauncher(RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path / "run"))
     assert launcher.environment(Place("here", 0, (0,)))["OMP_NUM_THREADS"] == "4"
 
 

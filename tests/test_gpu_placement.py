@@ -21,6 +21,7 @@ from streamrl.executor.launchers.placement import (
     roles_on_cores,
     usable_gpus,
 )
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
@@ -72,12 +73,13 @@ def seen(run: Run, names: str, *places: Place) -> list[str]:
 def test_each_role_sees_only_the_inherited_gpu_of_its_place(tmp_path: Path) -> None:
     run = local_run(tmp_path, execute__device="cuda")
     launcher, placement = (
-        LocalLauncher(run, RunDirectory(tmp_path), ["7", GPU]),
+        LocalLauncher(RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path), ["7", GPU]),
         Placement(PlacedRoles.of(run)),
     )
     assert launcher.environment(placement.replica(0))[local_gpus.VARIABLE] == "7"
     assert launcher.environment(placement.trainers[0][0])[local_gpus.VARIABLE] == GPU
-    on_cpu = LocalLauncher(local_run(tmp_path), RunDirectory(tmp_path))
+    run = local_run(tmp_path)
+    on_cpu = LocalLauncher(RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path))
     assert local_gpus.VARIABLE not in on_cpu.environment(placement.trainers[0][0])
 
 
@@ -213,6 +215,16 @@ def test_a_gpu_that_is_named_is_all_that_processes_see(tmp_path: Path) -> None:
     run = local_run(tmp_path, execute__device="cuda:2")
     placement = Placement(PlacedRoles.of(run))
     assert seen(run, "abc", placement.replica(0), *placement.trainers[0]) == ["c", "c"]
-    assert LocalLauncher(run, RunDirectory(tmp_path / "run")).device("here") == "cuda"
+    assert (
+        LocalLauncher(RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path / "run")).device(
+            "here"
+        )
+        == "cuda"
+    )
     within = local_run(tmp_path, execute__device="cuda:2", execute__launcher="in-process")
-    assert LocalLauncher(within, RunDirectory(tmp_path / "run")).device("here") == "cuda:2"
+    assert (
+        LocalLauncher(
+            RoleConfigs(within), PlacedRoles.of(within), RunDirectory(tmp_path / "run")
+        ).device("here")
+        == "cuda:2"
+    )

@@ -11,6 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from streamrl.executor.launchers.local_launcher import LocalLauncher
+from streamrl.executor.launchers.placement import PlacedRoles
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.profiling.measurements import Limits
 from streamrl.executor.profiling.profile_file import make_setup
 from streamrl.executor.record import RunDirectory
@@ -87,7 +89,11 @@ def test_a_trainer_computes_again_what_its_run_file_says_on_a_gpu_and_nothing_on
 
     monkeypatch.setattr(LocalLauncher, "_start_trainer", start)
     run = make_run(local_table(tmp_path, {"execute.device": device, "trainer.recompute": "mlp"}))
-    asyncio.run(LocalLauncher(run, RunDirectory(tmp_path), ["0", "1"]).trainer(0))
+    asyncio.run(
+        LocalLauncher(
+            RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path), ["0", "1"]
+        ).trainer(0)
+    )
     assert [config["recompute"] for config in started] == [expected]
 
 

@@ -16,6 +16,7 @@ from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.backend_limits import check_back_ends
 from streamrl.executor.launchers.local_launcher import LocalLauncher
 from streamrl.executor.launchers.placement import PlacedRoles, Placement, gpus_needed
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.resolved import resolve
@@ -270,7 +271,7 @@ def test_a_replica_is_launched_as_its_kind_says(
 
     monkeypatch.setattr(LocalLauncher, "_start", start)
     run = run_of({"pool": "near", "replicas": 1, "max_running": 7})
-    launcher = LocalLauncher(run, RunDirectory(tmp_path))
+    launcher = LocalLauncher(RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path))
     for replica, kind in enumerate(run.rollout.kind_of_each):
         asyncio.run(launcher.replica(replica, kind, "model"))
     assert [config["max_running"] for config in started] == [4, 4, 7]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from streamrl.executor.launchers.launcher import LOGITS_CHUNK
+from streamrl.executor.launchers.role_configs import LOGITS_CHUNK
 from streamrl.hardware.activations import tokens_in_pass
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.resolved import TrainerHardware

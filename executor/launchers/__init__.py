@@ -4,7 +4,8 @@ A role is a replica, a trainer, a reward model or a weight relay. Its class runs
 
 Read these files first:
 
-- `launcher.py`: `Launcher`, the base class. It builds the configuration of each role, whatever starts the role.
+- `launcher.py`: `Launcher`, the base class of all launchers.
+- `role_configs.py`: the configuration of each role, whatever starts the role.
 - `local_launcher.py`, `ray_launcher.py`: the two launchers. One starts local processes, the other Ray actors.
 - `handles.py`: `Handle`, with which the controller calls a role. `LocalProcess`, `InProcess` and `RankHandles` are
   the local kinds. `Heartbeat` decides when a silent process counts as dead.

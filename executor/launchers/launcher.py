@@ -1,18 +1,15 @@
-"""Build the configuration of each role from the run file, for every kind of launcher."""
+"""Start the roles of a run on their places: what every kind of launcher has in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
+from dataclasses import replace
 
-from msgspec.structs import replace
-
-from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config, Handle
-from streamrl.executor.launchers.placement import device_of
+from streamrl.executor.launchers.placement import PlacedRoles
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.runfile.backend_choice import training_backend_named
-from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 REPLICA = "streamrl.executor.rollout.replica_worker:ReplicaWorker"
@@ -20,8 +17,6 @@ TRAINER = "streamrl.executor.trainer.trainer_worker:TrainerWorker"
 REWARD_MODEL = "streamrl.executor.verifier.reward_model:RewardWorker"
 COUNTER = "streamrl.executor.subscribers.counting_trainer:CountingTrainer"
 RELAY = "streamrl.executor.transfer.relay:RelayWorker"
-LOGITS_CHUNK = 1024
-"""Tokens for which logits are computed at once. Liger and prime-rl use the same chunk."""
 KEPT_BYTES = 2**30
 """Freed host memory, in bytes, that a worker keeps for its next tensors. By default glibc returns tensors above about
 1 MB to the kernel, and their pages fault again in every step. That made decode steps of 64 rollouts on a CPU two to
@@ -35,8 +30,16 @@ twice as long."""
 class Launcher(ABC):
     """Starts roles and returns a handle on each."""
 
-    def __init__(self, run: Run, directory: RunDirectory) -> None:
-        self._run = run
+    def __init__(self, configs: RoleConfigs, roles: PlacedRoles, directory: RunDirectory) -> None:
+        """Start nothing yet.
+
+        Args:
+            configs: builds the configuration of each role.
+            roles: the roles of the run.
+            directory: gets the log of each role.
+        """
+        self._configs = configs
+        self._roles = roles
         self._directory = directory
         self._num_relays = 0
 
@@ -51,103 +54,42 @@ class Launcher(ABC):
         Raises:
             RuntimeError: its pool has too few free GPUs.
         """
-        self._run = replace(self._run, followers=(*self._run.followers, follower))
+        self._configs.join(follower)
+        self._roles = replace(self._roles, followers=(*self._roles.followers, follower))
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start a replica of a kind, on GPUs that no other replica uses."""
-        run = self._run.of_kind(kind)
-        config: Config = {
-            "model": model,
-            "tokenizer": model,
-            "max_running": run.rollout.max_running,
-            "max_tokens": run.rollout.max_tokens,
-            "max_prompt_tokens": run.workload.max_prompt_tokens,
-            "temperature": run.rollout.temperature,
-            "seed": run.seed + replica_id,
-            "backend": run.rollout.backend,
-            "tensor_parallel": run.rollout.tensor_parallel,
-            "expert_parallel": run.rollout.expert_parallel,
-            "memory_utilization": run.rollout.memory_utilization,
-            "takes_turns": run.policies.shares_gpus,
-            "shares_prefixes": run.shares_prefixes,
-            "save_time": float(run.execute.save_tokens_every),
-            **self._common(run.rollout.pool),
-        }
-        if self._run.serves_adapters:  # a checkpoint has merged weights and separate adapters
-            is_first = model == run.model.path
-            config["model"] = run.model.path
-            config["adapters"] = None if is_first else str(Path(model) / ADAPTERS)
-            config["adapter_rank"] = run.sync.adapter_rank
+        config = self._configs.replica(replica_id, kind, model)
+        config |= self._computing(self._roles.rollout.kinds[kind].pool)
         return await self._start_replica(replica_id, kind, config)
 
     async def trainer(self, number: int) -> Handle:
         """Start a trainer on all of its ranks."""
-        run = self._run.as_seen_by(number)
-        algorithm, common = run.algorithm, self._common(run.trainer.pool)
-        config: Config = {
-            "model": run.model.path,
-            "learning_rate": algorithm.learning_rate,
-            "temperature": run.rollout.temperature,
-            "algorithm": algorithm.name,
-            "correction": algorithm.corrected_by,
-            "correction_cap": algorithm.correction_cap,
-            "second_moment": algorithm.second_moment,
-            "clip": algorithm.clip,
-            "clip_high": algorithm.clip_high,
-            "kl_coefficient": algorithm.kl_coefficient,
-            "kl_estimator": algorithm.kl_estimator,
-            "kl_in": algorithm.kl_in,
-            "entropy_coefficient": algorithm.entropy_coefficient,
-            "rollouts_per_update": run.rollouts_per_update,
-            "loss_mean": algorithm.loss_mean,
-            "max_grad_norm": algorithm.max_grad_norm,
-            "beta": algorithm.beta,
-            "critic_learning_rate": algorithm.critic_rate if algorithm.has_critic else None,
-            "gae_lambda": algorithm.gae_lambda,
-            "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
-            "packing": run.trainer.packing,
-            "recompute": "none" if common["device"] == "cpu" else run.trainer.recompute,
-            "logits_chunk": LOGITS_CHUNK if run.trainer.logits in ("chunked", "fused") else None,
-            "seed": run.seed,
-            "backend": run.trainer.backend,
-            "adapter_rank": run.sync.adapter_rank,
-            **common,
-        }
-        num_ranks = run.trainer.num_gpus
-        if num_ranks == 1 and not training_backend_named(run.trainer.backend).always_has_ranks:
+        own = self._roles.trainers[number]
+        config = self._configs.trainer(number, self.device(own.pool)) | self._computing(own.pool)
+        num_ranks = own.num_gpus
+        if num_ranks == 1 and not training_backend_named(own.backend).always_has_ranks:
             return await self._start_trainer(number, config)
-        config |= {"zero": run.trainer.zero, "num_ranks": num_ranks}
+        config |= {"zero": own.zero, "num_ranks": num_ranks}
         ranks = [{**config, "rank": rank} for rank in range(num_ranks)]
         return await self._start_ranks(number, ranks)
 
     async def reward_model(self, number: int) -> Handle:
         """Start a replica of the reward model."""
-        verifier = self._run.verifier
-        reward, pool = verifier.reward_model, verifier.pool
-        assert reward is not None and pool is not None, "check_rewards wants both"
-        config: Config = {
-            "model": reward.model,
-            "step_end": reward.step_end,
-            "over_steps": reward.over_steps,
-            "max_tokens_per_pass": verifier.max_tokens_per_pass,
-            **self._common(pool),
-        }
+        pool = self._roles.verifier.pool
+        assert pool is not None, "check_rewards wants one"
+        config = self._configs.reward_model() | self._computing(pool)
         return await self._start_reward_model(number, config)
 
     def _trainer_role(self, number: int) -> str:
         """Return the role of a trainer with one rank."""
-        return COUNTER if self._run.only_counts(number) else TRAINER
+        only_counts = number > 0 and self._roles.followers[number - 1].counts_only
+        return COUNTER if only_counts else TRAINER
 
     async def relay(self, place: str | None) -> Handle:
         """Start the weight relay of a place; None means the primary trainer's node."""
-        run = self._run
-        config: Config = {
-            "model": run.model.path,
-            "dtype": run.model.dtype,
-            "merges_adapters": not run.serves_adapters,
-        }
         self._num_relays += 1
-        return await self._start_relay(place, config, f"relay-{self._num_relays}")
+        return await self._start_relay(place, self._configs.relay(), f"relay-{self._num_relays}")
 
     @abstractmethod
     def free(self, replica_id: int) -> None:
@@ -178,15 +120,11 @@ class Launcher(ABC):
 
     def device(self, pool: str) -> str:
         """Return the torch device of a pool's roles, as their own process names it."""
-        return device_of(self._run.execute.device, self._run.cluster.pools[pool])
+        return self._roles.device_of(pool)
 
-    def _common(self, pool: str) -> Config:
-        return {
-            "device": self.device(pool),
-            "dtype": self._run.model.dtype,
-            "num_threads": self.num_threads,
-            "deterministic": self._run.execute.deterministic,
-        }
+    def _computing(self, pool: str) -> Config:
+        """Return the settings with which a role in a pool computes."""
+        return {"device": self.device(pool), "num_threads": self.num_threads}
 
 
 def name_of(trainer: int) -> str:

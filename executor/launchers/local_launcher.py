@@ -26,8 +26,8 @@ from streamrl.executor.launchers.placement import (
     threads_of,
 )
 from streamrl.executor.launchers.processes import begin_for
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
-from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 THIS_MACHINE = "this machine"
@@ -38,9 +38,14 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 class LocalLauncher(Launcher):
     """Starts each role on those GPUs of this machine that correspond to its place."""
 
-    def __init__(self, run: Run, directory: RunDirectory, gpus: Sequence[str] = ()) -> None:
-        super().__init__(run, directory)
-        roles = PlacedRoles.of(run)
+    def __init__(
+        self,
+        configs: RoleConfigs,
+        roles: PlacedRoles,
+        directory: RunDirectory,
+        gpus: Sequence[str] = (),
+    ) -> None:
+        super().__init__(configs, roles, directory)
         self._placement = Placement(roles)
         self._gpus = LocalGpus(roles, gpus)
         self._num_trainers = 0
@@ -49,12 +54,12 @@ class LocalLauncher(Launcher):
     @property
     def num_threads(self) -> int:
         """CPU threads of each role."""
-        return threads_of(PlacedRoles.of(self._run))
+        return threads_of(self._roles)
 
     def device(self, pool: str) -> str:
         """Return the torch device; a worker process sees only its own GPUs, so it needs no index."""
         device = super().device(pool)
-        return device if self._run.execute.launcher == "in-process" else device.partition(":")[0]
+        return device if self._roles.execute.launcher == "in-process" else device.partition(":")[0]
 
     def join(self, follower: SecondaryTrainerConfig) -> None:
         """Add a trainer to the run, and reserve its place.
@@ -62,7 +67,7 @@ class LocalLauncher(Launcher):
         Raises:
             RuntimeError: its pool has too few free GPUs, or it needs a GPU, which the run did not claim at its start.
         """
-        if super().device(follower.pool) == "cuda":
+        if self._roles.device_of(follower.pool) == "cuda":
             raise RuntimeError("a run on this machine's GPUs claims them all as it begins")
         self._placement.join(follower)
         super().join(follower)
@@ -113,10 +118,10 @@ class LocalLauncher(Launcher):
         return await self._start(RELAY, config, name, self._placement.trainers[LEADER][0])
 
     async def _start(self, role: str, config: Config, name: str, place: Place) -> Handle:
-        if self._run.execute.launcher == "in-process":
+        if self._roles.execute.launcher == "in-process":
             return InProcess(role, config)
-        log, patience = self._directory.logs / f"{name}.log", self._run.execute.patience
-        begin = begin_for(super().device(place.pool), config.get("backend"))
+        log, patience = self._directory.logs / f"{name}.log", self._roles.execute.patience
+        begin = begin_for(self._roles.device_of(place.pool), config.get("backend"))
         return await LocalProcess.start(role, config, log, self.environment(place), patience, begin)
 
     def environment(self, place: Place) -> dict[str, str]:

@@ -33,10 +33,11 @@ from streamrl.executor.launchers.launcher import (
     name_of,
     worker_environment,
 )
+from streamrl.executor.launchers.placement import PlacedRoles
 from streamrl.executor.launchers.ray_actor import RayActor, RayRole
 from streamrl.executor.launchers.ray_cluster import CALLS_AT_ONCE, LEAST, pool_resource
+from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
-from streamrl.runfile.config import Run
 
 Bundle = dict[str, float]
 
@@ -44,8 +45,8 @@ Bundle = dict[str, float]
 class RayLauncher(Launcher):
     """Starts each role on a node of its pool. Join the cluster first, with `joined_cluster`."""
 
-    def __init__(self, run: Run, directory: RunDirectory) -> None:
-        super().__init__(run, directory)
+    def __init__(self, configs: RoleConfigs, roles: PlacedRoles, directory: RunDirectory) -> None:
+        super().__init__(configs, roles, directory)
         self._node_of: dict[int, str] = {}
         """Ray's node id of each replica."""
         self._trainer_node: str | None = None
@@ -53,7 +54,7 @@ class RayLauncher(Launcher):
     @property
     def num_threads(self) -> int:
         """CPU threads of each role."""
-        return self._run.execute.threads or 1
+        return self._roles.execute.threads or 1
 
     def free(self, replica_id: int) -> None:
         """Forget the node of a replica; Ray releases its GPUs when its placement group is removed."""
@@ -68,7 +69,7 @@ class RayLauncher(Launcher):
         return self._trainer_node or ""
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
-        own = self._run.rollout.kinds[kind]
+        own = self._roles.rollout.kinds[kind]
         name = f"replica-{replica_id}"
         (actor,) = await self._reserve([name], [self._bundle(own.pool, own.tensor_parallel)])
         await self._begin(actor, REPLICA, config, name)
@@ -77,7 +78,7 @@ class RayLauncher(Launcher):
         return actor
 
     async def _start_trainer(self, number: int, config: Config) -> Handle:
-        name, bundle = name_of(number), self._bundle(self._run.trainers[number].pool, 1)
+        name, bundle = name_of(number), self._bundle(self._roles.trainers[number].pool, 1)
         (actor,) = await self._reserve([name], [bundle])
         await self._begin(actor, self._trainer_role(number), config, name)
         assert actor.whereabouts is not None
@@ -87,7 +88,7 @@ class RayLauncher(Launcher):
 
     async def _start_ranks(self, number: int, configs: list[Config]) -> Handle:
         names = [f"{name_of(number)}-{rank}" for rank in range(len(configs))]
-        bundle = self._bundle(self._run.trainers[number].pool, 1)
+        bundle = self._bundle(self._roles.trainers[number].pool, 1)
         actors = await self._reserve(names, [bundle] * len(configs))
         first = actors[0].whereabouts
         assert first is not None
@@ -103,9 +104,9 @@ class RayLauncher(Launcher):
         return RankHandles(actors, lambda: None)
 
     async def _start_reward_model(self, number: int, config: Config) -> Handle:
-        verifier, name = self._run.verifier, f"reward-model-{number}"
-        assert verifier.pool is not None, "check_rewards wants one"
-        (actor,) = await self._reserve([name], [self._bundle(verifier.pool, 1)])
+        pool, name = self._roles.verifier.pool, f"reward-model-{number}"
+        assert pool is not None, "check_rewards wants one"
+        (actor,) = await self._reserve([name], [self._bundle(pool, 1)])
         await self._begin(actor, REWARD_MODEL, config, name)
         return actor
 
@@ -131,7 +132,7 @@ class RayLauncher(Launcher):
             RuntimeError: the cluster has too few free resources.
         """
         group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "PACK")
-        patience = FACTOR * self._run.execute.patience
+        patience = FACTOR * self._roles.execute.patience
         try:
             await asyncio.wait_for(_ready(group), patience)
         except TimeoutError:
@@ -169,7 +170,7 @@ class RayLauncher(Launcher):
             )
             .remote()
         )
-        return RayActor(actor, name, self._run.execute.patience, let_go)
+        return RayActor(actor, name, self._roles.execute.patience, let_go)
 
     async def _locate(self, actors: list[RayActor]) -> None:
         await asyncio.gather(*(actor.locate() for actor in actors))

@@ -1,0 +1,114 @@
+"""Build the configuration of each role from the run file, for every kind of launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from streamrl.executor.adapter_layers import ADAPTERS
+from streamrl.executor.launchers.handles import Config
+from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import SecondaryTrainerConfig
+
+LOGITS_CHUNK = 1024
+"""Tokens for which logits are computed at once. Liger and prime-rl use the same chunk."""
+
+
+class RoleConfigs:
+    """Returns the settings of each role of a run, without those of the device that it is placed on."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def join(self, follower: SecondaryTrainerConfig) -> None:
+        """Add a trainer to the run."""
+        self._run = replace(self._run, followers=(*self._run.followers, follower))
+
+    def replica(self, replica_id: int, kind: int, model: str) -> Config:
+        """Return the settings of a replica of a kind, which loads a model directory first."""
+        run = self._run.of_kind(kind)
+        config: Config = {
+            "model": model,
+            "tokenizer": model,
+            "max_running": run.rollout.max_running,
+            "max_tokens": run.rollout.max_tokens,
+            "max_prompt_tokens": run.workload.max_prompt_tokens,
+            "temperature": run.rollout.temperature,
+            "seed": run.seed + replica_id,
+            "backend": run.rollout.backend,
+            "tensor_parallel": run.rollout.tensor_parallel,
+            "expert_parallel": run.rollout.expert_parallel,
+            "memory_utilization": run.rollout.memory_utilization,
+            "takes_turns": run.policies.shares_gpus,
+            "shares_prefixes": run.shares_prefixes,
+            "save_time": float(run.execute.save_tokens_every),
+            **self._common(),
+        }
+        if self._run.serves_adapters:  # a checkpoint has merged weights and separate adapters
+            is_first = model == run.model.path
+            config["model"] = run.model.path
+            config["adapters"] = None if is_first else str(Path(model) / ADAPTERS)
+            config["adapter_rank"] = run.sync.adapter_rank
+        return config
+
+    def trainer(self, number: int, device: str) -> Config:
+        """Return the settings of a trainer on a device, without those of its ranks."""
+        run = self._run.as_seen_by(number)
+        algorithm = run.algorithm
+        return {
+            "model": run.model.path,
+            "learning_rate": algorithm.learning_rate,
+            "temperature": run.rollout.temperature,
+            "algorithm": algorithm.name,
+            "correction": algorithm.corrected_by,
+            "correction_cap": algorithm.correction_cap,
+            "second_moment": algorithm.second_moment,
+            "clip": algorithm.clip,
+            "clip_high": algorithm.clip_high,
+            "kl_coefficient": algorithm.kl_coefficient,
+            "kl_estimator": algorithm.kl_estimator,
+            "kl_in": algorithm.kl_in,
+            "entropy_coefficient": algorithm.entropy_coefficient,
+            "rollouts_per_update": run.rollouts_per_update,
+            "loss_mean": algorithm.loss_mean,
+            "max_grad_norm": algorithm.max_grad_norm,
+            "beta": algorithm.beta,
+            "critic_learning_rate": algorithm.critic_rate if algorithm.has_critic else None,
+            "gae_lambda": algorithm.gae_lambda,
+            "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
+            "packing": run.trainer.packing,
+            "recompute": "none" if device == "cpu" else run.trainer.recompute,
+            "logits_chunk": LOGITS_CHUNK if run.trainer.logits in ("chunked", "fused") else None,
+            "seed": run.seed,
+            "backend": run.trainer.backend,
+            "adapter_rank": run.sync.adapter_rank,
+            **self._common(),
+        }
+
+    def reward_model(self) -> Config:
+        """Return the settings of a replica of the reward model."""
+        verifier = self._run.verifier
+        reward = verifier.reward_model
+        assert reward is not None, "check_rewards wants one"
+        return {
+            "model": reward.model,
+            "step_end": reward.step_end,
+            "over_steps": reward.over_steps,
+            "max_tokens_per_pass": verifier.max_tokens_per_pass,
+            **self._common(),
+        }
+
+    def relay(self) -> Config:
+        """Return the settings of a weight relay."""
+        return {
+            "model": self._run.model.path,
+            "dtype": self._run.model.dtype,
+            "merges_adapters": not self._run.serves_adapters,
+        }
+
+    def _common(self) -> Config:
+        return {
+            "dtype": self._run.model.dtype,
+            "deterministic": self._run.execute.deterministic,
+        }
