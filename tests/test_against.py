@@ -175,7 +175,7 @@ def test_steps_that_failures_take_back_do_not_count_in_either() -> None:
 
 def test_a_run_whose_steps_are_all_taken_back_fails() -> None:
     often = {"failures.per_gpu_day": 1e6, "policies.max_restarts": 0}
-    with pytest.raises(RuntimeError, match=r"A is not finished.*: it stopped after step 0 of 50"):
+    with pytest.raises(RuntimeError, match=r"A does not finish.*: it stopped after step 0 of 50"):
         simulate_pair(disaggregated({**FAILING, **often}), disaggregated())
 
 

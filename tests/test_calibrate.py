@@ -133,11 +133,11 @@ def test_waiting_is_no_generation_but_steps_that_wait_tell_of_it() -> None:
     slow = replace(steps, steps=waits, is_asynchronous=True)
     found = calibrate_steps(run, slow)
     assert factors(found)["generation"] == pytest.approx(0.1, rel=0.1)
-    assert "waiting itself is not decoding" in found.notes[0]
+    assert "waiting time is not decoding time" in found.notes[0]
     busy = tuple(replace(step, wait=0.0) for step in steps.steps)
     unknown = calibrate_steps(run, replace(slow, steps=busy))
     assert "generation" not in factors(unknown)
-    assert "not known, as the trainer waits for it under 5%" in unknown.notes[0]
+    assert "unknown, because the trainer waits for it less than 5%" in unknown.notes[0]
 
 
 def test_what_has_no_seconds_of_its_own_is_what_whole_steps_have_beside_the_others() -> None:
@@ -167,7 +167,9 @@ def test_a_log_in_milliseconds_is_refused(system: str) -> None:
     thousands = tuple(
         replace(step, **each) for step, each in zip(steps.steps, seconds, strict=True)
     )
-    with pytest.raises(ValueError, match=r"steps.csv: every stage took .* milliseconds\?"):
+    with pytest.raises(
+        ValueError, match=r"steps.csv: every stage took .* milliseconds; convert it to seconds"
+    ):
         calibrate_steps(run, replace(steps, steps=thousands))
 
 
@@ -198,17 +200,17 @@ def test_a_factor_beyond_what_hardware_differs_by_is_doubted() -> None:
         (
             "algorithm.prompts_per_step",
             {"rollouts": 64.0},
-            "32 rollouts a step, but 64 were measured, 2 times",
+            "32 rollouts a step, but 64 were measured (2 times",
         ),
         (
             "algorithm.prompts_per_step",
             {"rollouts": 16.0},
-            "as many as prompts, if those were counted",
+            "the measured number may count prompts",
         ),
         (
             "workload.lengths.prompt_tokens",
             {"prompt_tokens": 90.0},
-            "40 tokens of a prompt, but 90",
+            "40 tokens a prompt, but 90",
         ),
         ("rollout.max_tokens", {"longest_output": 900.0}, "at most 256 output tokens, but 900"),
         (
@@ -219,7 +221,7 @@ def test_a_factor_beyond_what_hardware_differs_by_is_doubted() -> None:
         (
             "algorithm.kl_coefficient",
             {"reference": 2.0},
-            "0, so that no reference runs, but its passes took 2 s",
+            "0 needs no reference model, but its passes took 2 s",
         ),
     ],
 )
@@ -230,7 +232,7 @@ def test_a_wrong_run_file_is_refused_with_the_key_and_by_how_much(
     wrong = replace(steps, steps=tuple(replace(step, **change) for step in steps.steps))
     assert find_disagreements(run, steps) == []
     assert [found.key for found in find_disagreements(run, wrong)] == [key]
-    with pytest.raises(ValueError, match="a factor would hide it") as error:
+    with pytest.raises(ValueError, match="a factor would hide the difference") as error:
         calibrate_steps(run, wrong)
     assert key in str(error.value) and said in str(error.value)
 
@@ -263,7 +265,7 @@ def test_stages_that_are_longer_than_their_step_were_not_in_turns() -> None:
     run, steps = measured()
     halved = tuple(replace(step, step_time=(step.step_time or 0) / 2) for step in steps.steps)
     (found,) = find_disagreements(run, replace(steps, steps=halved))
-    assert found.key == "policies.system" and "some went on at once" in found.text
+    assert found.key == "policies.system" and "some of them overlapped" in found.text
     assert not find_disagreements(run, steps)
 
 
@@ -273,7 +275,9 @@ def test_whole_steps_that_factors_leave_off_are_doubted() -> None:
     slower = tuple(replace(step, step_time=2 * (step.step_time or 0)) for step in steps.steps)
     ahead = small_run({**KEYS, **AT_ONCE, "policies.system": "one-step-async"})
     notes = calibrate_steps(ahead, replace(steps, steps=slower)).notes
-    assert any("whole steps are off by" in note and "policies.system" in note for note in notes)
+    assert any(
+        "whole steps still have an error of" in note and "policies.system" in note for note in notes
+    )
 
 
 def test_a_stated_step_time_that_was_not_measured_is_refused() -> None:
@@ -404,4 +408,4 @@ def test_a_written_calibration_leaves_out_what_is_not_known() -> None:
     found = calibrate_steps(run, steps)
     text = write_calibration(found.calibration)
     assert "[train]" in text and "generation" not in text and "overhead" not in text
-    assert found.notes[0].startswith("generation and score: not known")
+    assert found.notes[0].startswith("generation and score: unknown")

@@ -79,7 +79,7 @@ def test_a_batch_ends_where_memory_does() -> None:
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_numbers() -> None:
     big = load_model(ModelConfig(name="qwen2.5-72b"))
-    with pytest.raises(ValueError, match=r"1 x NVIDIA H800 80 GB hold 85 GB each: .* 145\.4 GB"):
+    with pytest.raises(ValueError, match=r"1 x NVIDIA H800 80 GB have 85 GB each\. .* 145\.4 GB"):
         study_generation(big, "h800")
 
 

@@ -100,7 +100,7 @@ def test_a_study_of_which_nothing_finishes_fails(tmp_path: Path) -> None:
 
 def test_an_unfinished_run_is_set_against_nothing() -> None:
     sound = small_run({"algorithm.steps": 50})
-    with pytest.raises(RuntimeError, match=r"B is not finished.* stopped after step"):
+    with pytest.raises(RuntimeError, match=r"B does not finish.* stopped after step"):
         compare_runs(sound, failing())
 
 

@@ -1,4 +1,4 @@
-"""Fit factors by stage, and the seconds of a step outside its stages, to measured or recorded steps.
+"""Fit a factor per stage, and the seconds per step outside all stages, to measured or recorded steps.
 
     run file + measured steps ─► disagreements? ─► simulate the same steps ─► factors ─► simulate again … ─► calibration
 
@@ -54,13 +54,13 @@ from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 BOUND_BY_GENERATION = 0.05
-"""Waiting share of a step from which its duration shows how fast generation is."""
+"""Least share of a step spent waiting. Above it, step times show the speed of generation."""
 OUTSIDE = 0.05
 """Probability that a factor is outside its interval."""
 
 OF_GENERATION = ("generation", "busy", "rollout_time")
-"""Columns that show the speed of generation, the best first. A rollout's duration does not show
-how many run at once.
+"""Columns that show the speed of generation, best first. `rollout_time` is last, because the duration
+of one rollout does not show how many run at once.
 """
 
 Reader = Callable[[MeasuredStep], float | None]
@@ -72,17 +72,17 @@ class Target(NamedTuple):
     stages: tuple[StageName, ...]
     read: Reader
     fixed: Reader
-    """Seconds of other stages, which are subtracted on both sides."""
+    """Seconds of other stages. They are subtracted on both sides."""
     has_overhead: bool = False
-    """Whether they include the seconds of a step outside its stages, which are subtracted on both
-    sides.
+    """Whether `read` includes the seconds per step outside all stages. They are then subtracted on
+    both sides.
     """
 
 
 def find_targets(
     policies: PoliciesConfig, needs_score: bool, measured: MeasuredSteps, notes: list[str]
 ) -> list[Target]:
-    """Return the seconds that factors can be fitted to.
+    """Return the targets that factors can be fitted to.
 
     Args:
         policies: the section of the run file.
@@ -99,7 +99,7 @@ def find_targets(
         return found
     if not measured.has("step_time"):
         notes.append(
-            f"{listing(list(missing))}: not known, as neither these seconds nor whole steps were measured"
+            f"{listing(list(missing))}: unknown, because neither these seconds nor whole steps were measured"
         )
         return found
     return found + _of_whole_steps(policies, measured, missing, columns, notes)
@@ -122,25 +122,27 @@ def _of_whole_steps(
     columns: dict[StageName, str],
     notes: list[str],
 ) -> list[Target]:
-    """Return whole steps as the target of the stages that were not measured alone, if they can be."""
+    """Return whole steps as the target of the stages that were not measured alone; empty if impossible."""
     what = listing(list(missing))
     is_all = set(missing) >= {"generation", "train"}
     if is_all or missing == ("generation",):
         if not is_all and not takes_turns(policies) and not _waits(measured):
             notes.append(
-                f"generation: not known, as the trainer waits for it under {BOUND_BY_GENERATION:.0%} of a step"
+                f"generation: unknown, because the trainer waits for it less than {BOUND_BY_GENERATION:.0%} of a step"
             )
             return []
     elif overlaps(policies) or columns.get("generation", "generation") != "generation":
-        notes.append(f"{what}: not known, as it is not told apart from generation")
+        notes.append(
+            f"{what}: unknown, because its seconds cannot be separated from those of generation"
+        )
         return []
     one = "one factor for all, " if len(missing) > 1 else ""
     if overlaps(policies):
         notes.append(
-            f"{what}: {one}by whole steps, which wait for it; waiting itself is not decoding"
+            f"{what}: {one}fitted to whole steps, because waiting time is not decoding time"
         )
         return [Target(missing, step_seconds, no_seconds)]
-    notes.append(f"{what}: {one}by what steps have beside the stages that were measured")
+    notes.append(f"{what}: {one}fitted to whole steps minus the stages that were measured")
     return [Target(missing, step_seconds, _sum_of(*columns.values()), has_overhead=True)]
 
 
@@ -192,7 +194,7 @@ class StepPairs(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Correction of a factor: the median, because a stalled step does not show a stage's speed."""
+        """Median ratio, which corrects a factor. It ignores stalled steps, which do not show a stage's speed."""
         return median(self.ratios)
 
     @property
@@ -201,7 +203,7 @@ class StepPairs(NamedTuple):
         return median(abs(ratio - 1) for ratio in self.ratios)
 
     def interval(self, factor: float) -> tuple[float, float] | None:
-        """Return the 95 % interval of a factor from the scatter of its steps; None if there are too few."""
+        """Return the 95 % interval of a factor, computed from the scatter of its steps; None for fewer than six."""
         found = interval_of_median(self.ratios)
         return None if found is None else (factor * found[0], factor * found[1])
 
@@ -229,7 +231,7 @@ def pair(
     fixed: Reader = no_seconds,
     overheads: tuple[float, float] = (0.0, 0.0),
 ) -> StepPairs | None:
-    """Return both sides' seconds of each step without fixed seconds and overhead; None if no step has both."""
+    """Return both sides of each step without fixed seconds and overhead; None if no step has both."""
     both = [
         (_less(read, fixed, ours, overheads[0]), _less(read, fixed, theirs, overheads[1]))
         for ours, theirs in zip(predicted, measured, strict=True)
@@ -248,19 +250,19 @@ def _less(read: Reader, fixed: Reader, step: MeasuredStep, overhead: float) -> f
 ROUNDS, ENOUGH = 8, 0.002
 """Limit on repeated fits, and the relative change of factors below which the fit is done."""
 MOST_STEPS = 40
-"""Limit on simulated steps. The last steps are used, because lengths drift and later simulations
-need current speeds.
+"""Limit on simulated steps. The last steps are used: lengths drift, and later simulations need
+current speeds.
 """
 HELD_OUT = 0.4
-"""Share of the steps, the last ones, that are not used in the fit."""
+"""Share of the steps that is not used in the fit: the last ones."""
 FOR_HOLDING_OUT = 4
-"""Number of steps from which some are held out and the first is skipped, because it compiles and
-has no earlier work.
+"""Least number of steps for a held-out part. From this number on, the first step is skipped too,
+because it compiles and has no earlier work.
 """
 UNLIKELY = (0.25, 4.0)
-"""Plausible range of factors; beyond it, the run file probably describes something else."""
+"""Plausible range of factors. Outside it, a key of the run file is probably wrong."""
 MET = 0.05
-"""Relative difference of simulated and measured seconds that is accepted after the last round."""
+"""Largest accepted relative difference of simulated and measured seconds after the last round."""
 SUSPECTS: dict[StageName, str] = {
     "generation": "rollout.replicas, rollout.tensor_parallel, rollout.max_running, costs.engine, "
     "algorithm.dynamic_sampling with workload.informative_share",
@@ -270,22 +272,24 @@ SUSPECTS: dict[StageName, str] = {
 }
 WHOLE_STEP = Target((), step_seconds, no_seconds)
 IN_OTHER_UNITS = 200.0
-"""Ratio of measured to simulated seconds of every stage from which the unit must be wrong."""
+"""Ratio of measured to simulated seconds of every stage. At this ratio and above, the unit must be
+wrong.
+"""
 LARGE = 0.15
-"""Error of a stage after its factor from which one factor does not explain its steps."""
+"""Error of a stage after its fit. Above it, one factor does not explain the steps of the stage."""
 
 Simulator = Callable[[Run, Sequence[MeasuredStep]], SimulatedSteps]
 
 
 class Calibrated(NamedTuple):
-    """A calibration, and the notes about it."""
+    """A calibration and its notes."""
 
     calibration: Calibration
     notes: list[str]
 
 
 class _Used(NamedTuple):
-    """The use of each step."""
+    """Which steps are fitted and which are held out."""
 
     fitted: int
     """Number of first steps that are fitted."""
@@ -301,14 +305,14 @@ def calibrate_steps(
     """Fit a calibration to measured steps.
 
     Args:
-        run: the run file of the measured steps; a calibration that it names is ignored.
+        run: the run file of the measured steps; its own calibration is ignored.
         measured: the steps.
         held_out: share of the steps, the last ones, that are not used in the fit.
         watch: receives a text about the current simulation.
 
     Raises:
-        ValueError: the run file disagrees with the measured work, with each key, or nothing can be
-            fitted.
+        ValueError: the run file disagrees with the measured work (the message has each key), or
+            nothing can be fitted.
     """
     refuse(find_disagreements(run, measured), measured.source)
     return calibrate_checked(run, measured, held_out, simulate_steps, watch)
@@ -326,7 +330,9 @@ def calibrate_checked(
     notes = list(measured.notes)
     targets = find_targets(run.policies, run.algorithm.needs_score, measured, notes)
     if not targets:
-        raise ValueError(f"{measured.source}: nothing in it tells how long a stage takes")
+        raise ValueError(
+            f"{measured.source} has no seconds of a stage or a whole step; add a column such as step_time, generation or train"
+        )
     overhead, stated = _overhead(run.policies, used), run.framework.step_time
     if overhead is not None:
         wrong = check_overhead(stated, overhead.seconds, _mean_step(used))
@@ -351,8 +357,10 @@ def refuse(found: Sequence[Disagreement], source: str) -> None:
     """Raise `ValueError` if a run file disagrees with the measurements."""
     if not found:
         return
-    told = "; ".join(f"{each.key}: {each.text}" for each in found)
-    raise ValueError(f"the run file is not of {source}, and a factor would hide it: {told}")
+    keys = "; ".join(f"{each.key}: {each.text}" for each in found)
+    raise ValueError(
+        f"the run file does not describe {source}, and a factor would hide the difference: {keys}"
+    )
 
 
 def _choose(measured: MeasuredSteps, held_out: float) -> _Used:
@@ -370,7 +378,7 @@ def _mean_step(used: _Used) -> float:
 
 
 def _overhead(policies: PoliciesConfig, used: _Used) -> StepOverhead | None:
-    """Return the seconds of a step outside its stages; None if stages overlap or some were not measured."""
+    """Return the seconds per step outside all stages; None if stages overlap or some were not measured."""
     turns = takes_turns(policies)
     waits = [step.generation if turns else step.wait for step in used.steps]
     if turns and overlaps(policies):
@@ -388,7 +396,7 @@ def _overhead(policies: PoliciesConfig, used: _Used) -> StepOverhead | None:
 
 
 class _Fit:
-    """Factors that change from 1 until simulated steps take the measured seconds."""
+    """Adjusts factors from 1 on until simulated steps take the measured seconds."""
 
     def __init__(
         self,
@@ -398,13 +406,13 @@ class _Fit:
         simulate: Callable[[str | None], SimulatedSteps],
         watch: Callable[[str], None],
     ) -> None:
-        """Take what the factors are fitted to.
+        """Store the steps and their simulation.
 
         Args:
             used: the measured steps.
-            overhead: seconds of a step outside its stages, if they are fitted.
+            overhead: seconds per step outside all stages, if they are fitted.
             gpus: the GPU of each stage.
-            simulate: simulates these steps with the calibration of a file, or with none.
+            simulate: simulates these steps, with the calibration file at a path or without one.
             watch: receives a text about the current simulation.
         """
         self._used, self._overhead, self._gpus = used, overhead, gpus
@@ -413,7 +421,7 @@ class _Fit:
         self.notes: list[str] = []
 
     def fit(self, targets: Sequence[Target], empty: Calibration) -> Calibration:
-        """Return the calibration that makes targets equal, as well as factors can do it."""
+        """Return the calibration whose simulation meets the most targets."""
         self._factors = {stage: 1.0 for target in targets for stage in target.stages}
         self._watch("without a calibration")
         before = made = self._simulate(None)
@@ -438,8 +446,8 @@ class _Fit:
         slower = min((1 / pairs.ratio for pairs in found), default=0.0)
         if slower > IN_OTHER_UNITS:
             raise ValueError(
-                f"{source}: every stage took {slower:,.0f} times as long as the run file is simulated to: "
-                "are its seconds milliseconds?"
+                f"{source}: every stage took {slower:,.0f} times as long as in the simulation. The file may be in "
+                "milliseconds; convert it to seconds"
             )
 
     def _calibrated(self, calibration: Calibration) -> SimulatedSteps:
@@ -450,7 +458,7 @@ class _Fit:
             return self._simulate(str(path))
 
     def _adjust(self, targets: Sequence[Target], made: SimulatedSteps) -> float:
-        """Correct each factor by its prediction error, and return the largest change."""
+        """Divide each factor by its prediction error, and return the largest relative change."""
         changes = [0.0]
         for target in targets:
             if (pairs := self._fitted(target, made)) is not None:
@@ -460,7 +468,7 @@ class _Fit:
         return max(changes)
 
     def _is_met(self, target: Target, made: SimulatedSteps) -> bool:
-        """Return whether a factor made both sides equal; it cannot if its stages do not affect the seconds."""
+        """Return whether simulated and measured seconds agree. They cannot if the stages do not affect them."""
         pairs = self._fitted(target, made)
         return pairs is not None and abs(pairs.ratio - 1) < MET
 
@@ -468,7 +476,9 @@ class _Fit:
         for target in missed:
             for stage in target.stages:
                 del self._factors[stage]
-                self.notes.append(f"{stage}: no factor brings its seconds to what was measured")
+                self.notes.append(
+                    f"{stage}: no factor makes its simulated seconds equal to the measured ones"
+                )
 
     def _fitted(self, target: Target, made: SimulatedSteps) -> StepPairs | None:
         return self._pairs(target, made, slice(None, self._used.fitted))
@@ -524,14 +534,14 @@ class _Fit:
 
 
 def _gpus_by_stage(generates_on: str, trains_on: str) -> dict[StageName, str]:
-    """Return the GPU of each stage; for a sync, that of the replicas."""
+    """Return the GPU of each stage. A sync has the GPU of the replicas."""
     return {stage: trains_on if stage in ("score", "train") else generates_on for stage in STAGES}
 
 
 def _empty(
     model: ModelConfig, system: SystemName, profile: str | None, source: str, used: _Used
 ) -> Calibration:
-    """Return a calibration without factors of a run with a model, a system and measured costs."""
+    """Return a calibration without factors, which names the model, system and measured costs of a run."""
     numbers = [step.step for step in used.steps]
     rest = numbers[used.fitted :]
     return Calibration(
@@ -554,15 +564,15 @@ def _doubts(made: Calibration) -> Iterator[str]:
         least, most = UNLIKELY
         if not least <= found.factor <= most:
             yield (
-                f"{stage}: {found.factor:.3g} of the profiles' speed is more than hardware and frameworks differ by: "
-                f"look for a key of the run file that is of something else ({SUSPECTS[stage]})"
+                f"{stage}: {found.factor:.3g} of the profiles' speed is outside the plausible range; "
+                f"check these keys of the run file: {SUSPECTS[stage]}"
             )
         if found.errors.after is not None and found.errors.after > LARGE:
-            yield f"{stage}: one factor leaves its steps off by {found.errors.after:.0%}: something else differs between them"
+            yield f"{stage}: its steps still have an error of {found.errors.after:.0%} with one factor. Something else differs between them"
     if made.step.after is not None and made.step.after > LARGE:
         yield (
-            f"whole steps are off by {made.step.after:.0%} after all factors: stages follow each other otherwise than the "
-            "run file says (policies.system, policies.max_staleness, algorithm.dynamic_sampling, framework.step_time)"
+            f"whole steps still have an error of {made.step.after:.0%} with all factors. Stages may overlap differently from "
+            "the run file (policies.system, policies.max_staleness, algorithm.dynamic_sampling, framework.step_time)"
         )
 
 
@@ -575,7 +585,7 @@ def measured_steps(trace: Trace, name: str) -> MeasuredSteps:
     beside = 0.0 if trace.world == "real" else Costs.load(trace.run).training.overhead_time
     steps = read_run_steps(trace, beside, takes_turns=takes_turns(trace.run.policies))
     if not steps:
-        raise ValueError(f"{name}: records no finished step")
+        raise ValueError(f"{name} has no finished step; calibrate from a run with at least one")
     return MeasuredSteps(
         source=f"{name} ({trace.world} run)", framework="streamrl", steps=tuple(steps)
     )
@@ -591,14 +601,15 @@ def calibrate_recorded(
     """Fit a calibration to an executed run.
 
     Args:
-        run: the run file; a calibration that it names is ignored.
+        run: the run file; its own calibration is ignored.
         trace: the recorded run.
-        file: its trace, which has the lengths.
+        file: its trace file, which has the lengths.
         held_out: share of the steps, the last ones, that are not used in the fit.
         watch: receives a text about the current simulation.
 
     Raises:
-        ValueError: the recorded run has another run file, with each key, or nothing can be fitted.
+        ValueError: the run file of the recorded run differs (the message has each key), or nothing
+            can be fitted.
     """
     measured = measured_steps(trace, str(file.parent if file.name == "trace.jsonl" else file))
     refuse(find_differences(run, trace.run), measured.source)
@@ -630,6 +641,6 @@ def _note_lengths(ours: float, theirs: float) -> list[str]:
     if abs(theirs / ours - 1) <= LENGTHS:
         return []
     return [
-        f"workload.lengths has a mean of {ours:.4g} output tokens, {theirs:.4g} were recorded: the fit is of the recorded ones, "
-        "streamrl import makes a workload of them"
+        f"workload.lengths has a mean of {ours:.4g} output tokens, the recorded run {theirs:.4g}. The fit uses the recorded "
+        "lengths; `streamrl import` makes a workload from them"
     ]

@@ -1,6 +1,7 @@
-"""Compare the work of a step in a run file with the measured work. No factor is fitted if they differ.
+"""Compare the work of a step in a run file with the measured work.
 
-A factor would hide an error in the run file, and would be wrong for other run files.
+No factor is fitted if they differ. The factor would hide an error in the run file, and would be wrong
+for other run files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from streamrl.runfile.policies_config import PoliciesConfig, SystemName
 from streamrl.workload.workload import SimulatedWorkload
 
 LENGTHS, COUNTS = 0.10, 0.02
-"""Accepted relative differences: of token means in addition to their scatter, and of counts, which
+"""Accepted relative differences of token means, in addition to their scatter, and of counts, which
 are exact.
 """
 OVERHEAD = 0.03
@@ -36,7 +37,7 @@ NOT_OF_SPEED = (
 
 
 PRICES = (".price", ".price_per_gb")
-"""Ends of keys that are prices; an executed run's own machine costs nothing."""
+"""Ends of keys that are prices. The machine of an executed run costs nothing."""
 
 
 class Disagreement(NamedTuple):
@@ -44,7 +45,7 @@ class Disagreement(NamedTuple):
 
     key: str
     text: str
-    """Its value, the measured value, and the difference."""
+    """The value, the measured value, and their difference."""
 
 
 def takes_turns(policies: PoliciesConfig) -> bool:
@@ -76,12 +77,12 @@ def find_differences(run: Run, recorded: Run) -> list[Disagreement]:
     for key in sorted({*ours, *theirs}):
         if key.startswith(NOT_OF_SPEED) or key.endswith(PRICES) or ours.get(key) == theirs.get(key):
             continue
-        text = f"{_told(ours, key)} in the run file, {_told(theirs, key)} in the recorded run"
+        text = f"{_shown(ours, key)} in the run file, {_shown(theirs, key)} in the recorded run"
         found.append(Disagreement(key, text))
     return found
 
 
-def _told(table: dict[str, Any], key: str) -> str:
+def _shown(table: dict[str, Any], key: str) -> str:
     return shown(table[key]) if key in table else "absent"
 
 
@@ -105,7 +106,9 @@ def _of_mode(policies: PoliciesConfig, measured: MeasuredSteps) -> Iterator[Disa
         yield from _of_turns(policies.system, measured)
     if measured.is_asynchronous is None or measured.is_asynchronous is not turns:
         return
-    theirs = "beside training" if measured.is_asynchronous else "in turns with training"
+    theirs = (
+        "at the same time as training" if measured.is_asynchronous else "in turns with training"
+    )
     ours = "takes turns" if turns else "is asynchronous"
     text = f"{policies.system!r} {ours}, but {measured.framework} generated {theirs}"
     yield Disagreement("policies.system", text)
@@ -124,7 +127,7 @@ def _of_turns(system: SystemName, measured: MeasuredSteps) -> Iterator[Disagreem
     if together > (1 + LENGTHS) * step:
         text = (
             f"{system!r} takes turns, but generation, passes and sync of {together:.4g} s are in steps of "
-            f"{step:.4g} s: some went on at once"
+            f"{step:.4g} s, so some of them overlapped"
         )
         yield Disagreement("policies.system", text)
 
@@ -140,10 +143,10 @@ def _of_rollouts(algorithm: AlgorithmConfig, measured: MeasuredSteps) -> Iterato
     size = algorithm.group_size
     text = (
         f"{algorithm.prompts_per_step} prompts x group_size {size} are {ours} rollouts a step, but {theirs:.5g} were "
-        f"measured, {theirs / ours:.3g} times as many"
+        f"measured ({theirs / ours:.3g} times as many)"
     )
     if size > 1 and abs(theirs * size / ours - 1) <= COUNTS:
-        text += ": as many as prompts, if those were counted"
+        text += "; the measured number may count prompts"
     yield Disagreement("algorithm.prompts_per_step", text)
 
 
@@ -178,15 +181,15 @@ def _of_outputs(scale: float, ours: float, values: Sequence[float]) -> Iterator[
     scatter = 2 * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
     if abs(theirs - ours) <= LENGTHS * ours + scatter:
         return
-    text = f"a mean of {ours:.5g} output tokens a rollout, but {theirs:.5g} were measured, {theirs / ours:.3g} times as many"
-    text += f"; scale = {scale * theirs / ours:.4g} has about those"
+    text = f"a mean of {ours:.5g} output tokens a rollout, but {theirs:.5g} were measured ({theirs / ours:.3g} times as many)"
+    text += f"; set workload.lengths.scale to {scale * theirs / ours:.4g} to get about this mean"
     yield Disagreement("workload.lengths", text)
 
 
 def _of_prompts(ours: float, output: float, theirs: float) -> Iterator[Disagreement]:
     away = abs(theirs - ours)
     if away > LENGTHS * ours and away > LENGTHS / 2 * (ours + output):
-        text = f"{ours:.5g} tokens of a prompt, but {theirs:.5g} were measured, {theirs / ours:.3g} times as many"
+        text = f"{ours:.5g} tokens a prompt, but {theirs:.5g} were measured ({theirs / ours:.3g} times as many)"
         yield Disagreement("workload.lengths.prompt_tokens", text)
 
 
@@ -194,8 +197,8 @@ def _of_longest(max_tokens: int, measured: MeasuredSteps) -> Iterator[Disagreeme
     theirs = max(measured.values("longest_output"), default=0.0)
     if theirs > max_tokens:
         text = (
-            f"at most {max_tokens} output tokens, but {theirs:.0f} were measured, "
-            f"{theirs / max_tokens:.3g} times as many"
+            f"at most {max_tokens} output tokens, but {theirs:.0f} were measured "
+            f"({theirs / max_tokens:.3g} times as many)"
         )
         yield Disagreement("rollout.max_tokens", text)
 
@@ -211,8 +214,8 @@ def _of_gpus(ours: int, measured: MeasuredSteps) -> Iterator[Disagreement]:
         theirs = tokens / seconds / rate
     if abs(theirs / ours - 1) > LENGTHS / 2:
         text = (
-            f"replicas and trainer have {ours} GPUs by their degrees, but {theirs:.4g} were measured, "
-            f"{theirs / ours:.3g} times as many"
+            f"replicas and trainer have {ours} GPUs by their degrees, but {theirs:.4g} were measured "
+            f"({theirs / ours:.3g} times as many)"
         )
         yield Disagreement("rollout.replicas, trainer.data_parallel", text)
 
@@ -220,15 +223,15 @@ def _of_gpus(ours: int, measured: MeasuredSteps) -> Iterator[Disagreement]:
 def _of_passes(algorithm: AlgorithmConfig, measured: MeasuredSteps) -> Iterator[Disagreement]:
     scored, reference = measured.mean("score"), measured.mean("reference")
     if reference and not algorithm.has_reference:
-        text = f"{algorithm.kl_coefficient:g}, so that no reference runs, but its passes took {reference:.4g} s of a step"
+        text = f"{algorithm.kl_coefficient:g} needs no reference model, but its passes took {reference:.4g} s of a step"
         yield Disagreement("algorithm.kl_coefficient", text)
     elif scored and not algorithm.needs_score:
-        text = f"{algorithm.old_log_probs!r}, and no pass before training, but such passes took {scored:.4g} s of a step"
+        text = f"{algorithm.old_log_probs!r} needs no pass before training, but such passes took {scored:.4g} s of a step"
         yield Disagreement("algorithm.old_log_probs", text)
 
 
 def check_overhead(stated: float | None, seconds: float, step_time: float) -> Disagreement | None:
-    """Return the disagreement between stated and measured seconds outside the stages; None if they agree.
+    """Return the disagreement of stated and measured seconds outside all stages; None if they agree.
 
     Args:
         stated: `framework.step_time`.
@@ -237,7 +240,7 @@ def check_overhead(stated: float | None, seconds: float, step_time: float) -> Di
     """
     if stated is None or abs(seconds - stated) <= LENGTHS * stated + OVERHEAD * step_time:
         return None
-    text = f"{stated:.4g} s of a step beside its stages, but {seconds:.4g} s were measured; left out, it is fitted"
+    text = f"{stated:.4g} s of a step outside its stages, but {seconds:.4g} s were measured; remove the key to have it fitted"
     return Disagreement("framework.step_time", text)
 
 

@@ -23,18 +23,19 @@ from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import Draw, SimulatedWorkload
 
 LEAST_STEPS = 8
-"""Least number of simulated steps, so that one long rollout does not dominate the mean of a stage."""
+"""Least number of simulated steps. With fewer, one long rollout can dominate the mean of a stage.
+"""
 WARM_UP = 2
-"""Steps before the counted ones: nothing was generated or loaded before the first."""
+"""Steps before the counted ones. The first step has no earlier generation or weight load."""
 ROUNDS = 20
-"""Rounds of the search for a scale that gives a batch its mean under the cap."""
+"""Limit on rounds of the search for a scale at which capped outputs have the measured mean."""
 
 
 class StepwiseWorkload:
-    """The groups of a run, scaled step by step to the measured mean."""
+    """The groups of a run. The lengths of each step are scaled to its measured mean."""
 
     def __init__(self, run: Run, steps: Sequence[MeasuredStep]) -> None:
-        """Read the means.
+        """Read the measured means.
 
         Args:
             run: the run file.
@@ -50,7 +51,7 @@ class StepwiseWorkload:
         self._scales: dict[int, float] = {}
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Return groups `first_group` and following, with the lengths of their steps."""
+        """Return `num_groups` groups from `first_group` on, with the lengths of their steps."""
         draws = self._inner.draw(first_group, num_groups)
         return [self._scaled(draw, self._step_of(draw.drawn.group)) for draw in draws]
 
@@ -83,7 +84,7 @@ class StepwiseWorkload:
         return self._most if not longest else min(self._most, ceil(longest))
 
     def _scale(self, step: int) -> float:
-        """Return the scale that gives a step's batch the measured mean, with capped outputs."""
+        """Return the scale at which a step's batch has the measured mean, with capped outputs."""
         wanted, most = self._measured(step).output_tokens, self._cap(step)
         if wanted is None:
             return 1.0
@@ -109,7 +110,9 @@ class SimulatedSteps:
 
 
 def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps:
-    """Simulate as many steps as were measured, each with its own lengths; a few steps are simulated several times.
+    """Simulate as many steps as were measured, each with its own lengths.
+
+    If few steps were measured, each is simulated several times.
 
     Raises:
         ValueError: the run file does not fit its profiles or the GPU memory.
@@ -127,8 +130,10 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
     made = read_run_steps(trace, overhead, takes_turns=turns)[WARM_UP : len(wanted)]
     if len(made) < len(wanted) - WARM_UP:
         reason = world.engine.stop_reason or "it stops"
-        raise RuntimeError(f"the run stopped after step {len(made) + WARM_UP}: {reason}")
-    if not turns:  # training meanwhile hides the seconds of generation: generate each batch alone
+        raise RuntimeError(f"the simulated run stopped after step {len(made) + WARM_UP}: {reason}")
+    if (
+        not turns
+    ):  # training overlaps with generation and hides its seconds: generate each batch alone
         batches = islice(step_batches(filled, StepwiseWorkload(filled, made)), len(made))
         generate = partial(generate_batch, filled, costs)
         ends = [batch.generate(generate).in_turn[-1] for batch in batches]
@@ -139,7 +144,7 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
 
 
 def _mean(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Return the mean of steps of the same work, column by column."""
+    """Return the mean of several simulations of the same step, column by column."""
     found: dict[str, float] = {}
     for column in MeasuredStep.__struct_fields__[1:]:
         values = [getattr(step, column) for step in steps]

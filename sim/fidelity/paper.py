@@ -38,28 +38,28 @@ from streamrl.sim.world import simulate
 
 
 class Split(ProfileTable, frozen=True, kw_only=True):
-    """GPUs of each side, and the stage seconds of each side relative to generation on half of all GPUs."""
+    """GPUs of each side, and the stage seconds of each side over those of generation on half of all GPUs."""
 
     generate: tuple[int, float]
     train: tuple[int, float]
 
 
 class Splits(ProfileTable, frozen=True, kw_only=True):
-    """Figure 10."""
+    """Figure 10: the division of GPUs between generation and training."""
 
     even: Split
     chosen: Split
 
 
 class Adjustment(ProfileTable, frozen=True, kw_only=True):
-    """Figure 11, one entry for each step."""
+    """Figure 11: one entry for each step of the adjustment."""
 
     delta: list[float]
     gpus: list[int]
 
 
 class Scaling(ProfileTable, frozen=True, kw_only=True):
-    """Figure 2."""
+    """Figure 2: stage seconds over the number of GPUs and the output length."""
 
     gpus: list[int]
     generate: list[float]
@@ -70,14 +70,14 @@ class Scaling(ProfileTable, frozen=True, kw_only=True):
 
 
 class Decode(ProfileTable, frozen=True, kw_only=True):
-    """Figure 6, right."""
+    """Figure 6, right: the decode curve."""
 
     batch: list[int]
     milliseconds: list[float]
 
 
 class Paper(ProfileTable, frozen=True, kw_only=True):
-    """All figures that a simulation is compared with."""
+    """All figures of the paper that a simulation is compared with."""
 
     name: str
     source: str
@@ -102,7 +102,7 @@ Size = Literal["7B", "32B", "72B"]
 MODELS: dict[str, str] = {"7B": "qwen2.5-7b", "32B": "qwen2.5-32b", "72B": "qwen2.5-72b"}
 GPUS: dict[str, int] = {"7B": 32, "32B": 64, "72B": 128}
 SPLIT: dict[str, tuple[int, int]] = {"7B": (16, 16), "32B": (40, 24), "72B": (80, 48)}
-"""GPUs that generate, and GPUs that train."""
+"""By model: GPUs that generate, and GPUs that train."""
 GENERATION_TP: dict[str, int] = {"7B": 1, "32B": 2, "72B": 4}
 LENGTHS: dict[str, int] = {"5K": 5000, "10K": 10_000, "20K": 20_000}
 BATCH = 1024
@@ -115,7 +115,7 @@ RECALL = 0.87
 
 
 class CaseDegrees(NamedTuple):
-    """Parallelism of the trainer."""
+    """Parallelism degrees of the trainer."""
 
     data: int
     tensor: int
@@ -134,7 +134,9 @@ TRAINING: dict[tuple[str, int], CaseDegrees] = {
     ("72B", 64): CaseDegrees(8, 4, 2),
     ("72B", 128): CaseDegrees(16, 4, 2),
 }
-"""The fastest that fits for 20K outputs, from `streamrl.sim.planner.allocation`, without fitting to any figure."""
+"""The fastest degrees that fit for 20K outputs, from `streamrl.sim.planner.allocation`. They are
+not fitted to any figure.
+"""
 
 SKEWNESS_AWARE = {
     "dispatch": "skewness-aware",
@@ -160,20 +162,22 @@ class Case(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Times of a step of a case, medians over steps and seeds."""
+    """Times of a step of a case in seconds: medians over steps and seeds."""
 
     step_time: float
     generation_time: float
-    """From the prompts to the last rollout, or to the next prompts if these come earlier. On shared GPUs it starts with the weights."""
+    """Time from the prompts to the last rollout, or to the next prompts if these come earlier. On
+    shared GPUs it starts with the weight load.
+    """
 
     @property
     def throughput(self) -> float:
-        """Return the samples per second."""
+        """Return the throughput in samples per second."""
         return BATCH / self.step_time
 
 
 RESERVING: dict[str, Any] = {"admission": "reserve"}
-"""No other limit on a batch: no replica gets as many rollouts as `max_running`."""
+"""Memory is the only limit on a batch: no replica gets as many rollouts as `max_running`."""
 
 ACROSS: dict[str, Any] = {
     "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},

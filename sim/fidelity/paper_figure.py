@@ -31,10 +31,10 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     cells: list[FigureCell]
     target: str
-    """The target that it must reach."""
+    """The accuracy that it must reach."""
     is_met: bool
     notes: list[str] = []
-    """Our readings, and reasons of misses."""
+    """Our readings, and the reasons of misses."""
 
     @property
     def mape(self) -> float:
@@ -47,7 +47,7 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
         return max(abs(cell.error) for cell in self.cells)
 
     def describe(self) -> dict[str, object]:
-        """Return a JSON object."""
+        """Return the figure as a JSON object."""
         cells = [{**msgspec.structs.asdict(cell), "error": cell.error} for cell in self.cells]
         fields = msgspec.structs.asdict(self)
         return {**fields, "cells": cells, "mape": self.mape, "max_error": self.max_error}

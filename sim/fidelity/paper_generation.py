@@ -32,14 +32,15 @@ from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.workload.workload import SimulatedWorkload
 
 CONTEXT = 1500
-"""Context of each rollout, in tokens, at which the curve is read. The paper does not state it. From
-1,000 to 2,000 tokens the curve is met within 3 % with non-negative overheads; above 2,500 it is
+"""Context of each rollout, in tokens, for the decode curve. The paper does not state it.
+
+From 1,000 to 2,000 tokens, non-negative overheads fit the curve within 3 %. Above 2,500 tokens they do
 not.
 """
 
 
 def decode_curve() -> PaperFigure:
-    """Return Figure 6: the decode step that the two overheads were fitted to."""
+    """Return Figure 6: the decode step. The two overheads of the engine were fitted to it."""
     paper = load_paper().decode
     shard = Shard(
         load_model(ModelConfig(name="qwen2.5-7b")),
@@ -102,12 +103,12 @@ DISPATCHES: dict[str, dict[str, Any]] = {
     },
 }
 TRIED = (14, 20, 24, 32, 48)
-"""Numbers of rollouts admitted on demand, to see what the ratios depend on."""
+"""Numbers of rollouts admitted on demand, for the note on how the ratios depend on them."""
 TRIED_SEEDS = range(2)
 
 
 class Job(NamedTuple):
-    """One batch to generate."""
+    """One batch to generate with one dispatch policy."""
 
     size: str
     way: str
@@ -116,7 +117,7 @@ class Job(NamedTuple):
 
 
 def dispatch() -> PaperFigure:
-    """Return Figure 9: six ratios."""
+    """Return Figure 9: generation time over random dispatch, six ratios."""
     paper = load_paper().dispatch
     with ProcessPoolExecutor() as pool:
         ours = ratios_over_random(pool, {}, SEEDS)
@@ -147,7 +148,7 @@ def dispatch() -> PaperFigure:
 def ratios_over_random(
     pool: ProcessPoolExecutor, changes: dict[str, Any], seeds: Sequence[int]
 ) -> dict[tuple[str, str], float]:
-    """Return seconds by model and dispatch policy, relative to random dispatch, as medians over seeds."""
+    """Return seconds by model and dispatch policy, relative to random dispatch; medians over seeds."""
     jobs = [Job(size, way, seed, changes) for size, way, seed in product(MODELS, DISPATCHES, seeds)]
     found = dict(zip([job[:3] for job in jobs], pool.map(makespan, jobs), strict=True))
     took = {
@@ -167,7 +168,7 @@ def makespan(job: Job) -> float:
 
 
 def _batch_note() -> str:
-    """Return a note on the part of its share that a replica runs at once."""
+    """Return a note on the number of rollouts that a replica runs at once."""
     runs = {size: make_case(Case(size, "20K", "sync")) for size in MODELS}
     shares = ", ".join(
         f"{most_running(resolve(run).replica)} of {BATCH // run.rollout.replicas} ({size})"

@@ -23,7 +23,7 @@ from streamrl.workload.workload import SimulatedWorkload
 
 NODE = 8
 SCALING_GPUS = 32
-"""Number of GPUs in the comparison of lengths."""
+"""Number of GPUs in the comparison of output lengths."""
 
 
 def scaling() -> PaperFigure:
@@ -120,12 +120,12 @@ def divisions() -> PaperFigure:
 
 
 class Divided(NamedTuple):
-    """A model's GPUs divided by Algorithm 1."""
+    """The GPUs of a model divided by Algorithm 1."""
 
     smallest: Comparison
-    """With the smallest replicas that fit."""
+    """The division with the smallest replicas that fit."""
     fastest: Comparison
-    """With the replicas that generate fastest."""
+    """The division with the replicas that generate fastest."""
 
 
 def _divide(size: str) -> Divided:
@@ -153,7 +153,7 @@ def _division_note(size: str, divided: Divided) -> str:
 
 
 STEPS = 23
-NODES = 12  # of the pool: more than any reading needs
+NODES = 12  # nodes of the pool: more than any reading uses
 TOLERANCE = 2
 """Steps by which a trigger may be early or late."""
 
@@ -232,7 +232,7 @@ def _with_replicas(replicas: int) -> dict[str, Any]:
 
 
 def adjust(changes: dict[str, Any] | None = None) -> Outcome:
-    """Simulate one reading."""
+    """Simulate the adjustment with changed keys."""
     growth = {"workload.lengths.scale": 0.5, "workload.lengths.scale_to": 1.0}
     run = make_case(
         Case("7B", "20K", "async"),
@@ -257,7 +257,7 @@ def _read(trace: Trace) -> Outcome:
 
 
 def read_paces(trace: Trace) -> list[StepTimes]:
-    """Replay a trace through a new engine, and return the times that its state has after each step."""
+    """Replay a trace through a new engine, and return the step times in its state after each step."""
     engine, found = build_engine(trace.run), list[StepTimes]()
     for time, event, _ in trace.entries:
         engine.handle(event, time)

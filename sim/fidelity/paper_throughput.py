@@ -34,12 +34,13 @@ CELLS = [
 COST = {True: 4 * 1.0 + 2 * 2.85, False: 4 * 2.85}
 """Relative cost of Figure 12's machines, across datacenters or in one: an H20 machine costs 1, an H800 machine 2.85."""
 VERL_FITTED = (("7B", "5K"), ("72B", "20K"))
-"""Opposite corners of the table."""
+"""The two cells that the factors of verl are fitted to: opposite corners of the table."""
 VERL_FACTORS = [share / 40 for share in range(10, 41)]
-"""Candidate speeds: from a quarter of the profiles' to all of it."""
+"""Candidate factors of verl's speed, relative to the profiles: from a quarter to 1."""
 VERL_TIE = 0.1
 """Penalty for unequal factors. Generation has the same share of both cells' seconds, so without a
-penalty any pair on a line fits. It equals errors of 10 % and factors that differ by 30 %.
+penalty every pair of factors on a line fits equally well. Factors that differ by 30 % are penalised
+like errors of 10 %.
 """
 
 
@@ -97,7 +98,7 @@ def ratios() -> PaperFigure:
 
 
 def verl() -> PaperFigure:
-    """Return Figure 8's verl: the colocated system, with a slowdown factor for generation and one for the rest."""
+    """Return Figure 8's verl: the colocated system, slower by one factor for generation and one for the rest."""
     ours = take_all_times(case for case in CELLS if case.system == "colocated")
     fitted = [Case(size, length, "colocated") for size, length in VERL_FITTED]
     generate, train = min(
@@ -206,7 +207,7 @@ def heterogeneous() -> PaperFigure:
 
 
 def slower(times: Times, generate: float, train: float) -> float:
-    """Return the samples per second at these speeds; phases do not overlap, so seconds add up."""
+    """Return the samples per second at these speeds; phases do not overlap, so their seconds add up."""
     rest = times.step_time - times.generation_time
     return BATCH / (times.generation_time / generate + rest / train)
 
@@ -219,7 +220,7 @@ def _verl_error(times: Times, case: Case, generate: float, train: float) -> floa
 
 
 def _consistency_note() -> str:
-    """Return a note: the paper's own asynchronous run bounds its 72B colocated step at 5K."""
+    """Return a note: the paper's asynchronous run gives an upper bound on its colocated 72B step at 5K."""
     step = BATCH / paper_throughput(Case("72B", "5K", "async"))
     colocated = BATCH / paper_throughput(Case("72B", "5K", "colocated"))
     most = step + step * 48 / 128
@@ -232,7 +233,7 @@ def _consistency_note() -> str:
 
 
 def _doubling_note() -> str:
-    """Return a note on the growth of the paper's seconds with length, and of any batch's tokens."""
+    """Return a note on how the paper's seconds and a batch's tokens grow with the output length."""
 
     def growth(short: str, long: str) -> str:
         steps = [
@@ -250,7 +251,7 @@ def _doubling_note() -> str:
 
 
 def _longest_note(ours: dict[Case, Times]) -> str:
-    """Return a note on the time that the paper's decode curve leaves for training in its fastest 7B cells."""
+    """Return a note on the time that the decode curve leaves for training in the paper's fastest 7B cells."""
     alone = load_paper().decode.milliseconds[0] / 1e3 * 19_869
     case = Case("7B", "20K", "colocated")
     paper = BATCH / paper_throughput(case)
@@ -262,7 +263,7 @@ def _longest_note(ours: dict[Case, Times]) -> str:
 
 
 def _bubbles_note(systems: Sequence[str]) -> str:
-    """Return a note on the cost of stragglers for each system: shares of GPU-seconds idle, and underfilled."""
+    """Return a note on the cost of stragglers for each system: idle and underfilled shares of GPU-seconds."""
     with ProcessPoolExecutor() as pool:
         found = list(pool.map(_bubbles, systems))
     return (
@@ -306,7 +307,7 @@ def _share(num_replicas: int) -> int:
 
 
 def _held_at_once() -> str:
-    """Return how many of the 64 rollouts an H800 replica of 7B runs at once, by length."""
+    """Return how many of its 64 rollouts an H800 replica of 7B runs at once, by length."""
     runs = {length: make_case(Case("7B", length, "async")) for length in LENGTHS}
     return ", ".join(
         f"{min(_share(run.rollout.replicas), most_running(resolve(run).replica))} ({length})"

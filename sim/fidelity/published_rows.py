@@ -12,16 +12,16 @@ from rich.table import Table
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One published figure and the range of its prediction.
 
-    If the source does not state an input, the row is predicted for its lowest and highest value. A
-    row that is published as a range has both ends.
+    A row is predicted for the lowest and highest value of an input that the source does not state. If
+    a range is published, the row has both ends.
     """
 
     name: str
-    """Model, GPUs, layout and load, in words for people."""
+    """Model, GPUs, layout and load, for readers of the tables."""
     group: str
-    """Group for summaries of errors: a framework and release, or an engine and version."""
+    """Group in summaries of errors: a framework and release, or an engine and version."""
     shape: str
-    """Model and kind of GPU: all rows of one shape are left out of a fit together."""
+    """Model and kind of GPU. All rows of one shape are left out of a fit together."""
     unit: str
     published: tuple[float, float]
     predicted: tuple[float, float]
@@ -35,9 +35,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Return predicted over published, minus 1: for the nearest ends, 0 if the ranges overlap.
+        """Return predicted over published, minus 1, for the nearest ends; 0 if the ranges overlap.
 
-        For fitted rows, it is the error of the prediction without them, if there is one.
+        For fitted rows it is the error of the prediction without their shape, if there is one.
         """
         if self.left_out is not None:
             return _distance(self.published, (self.left_out, self.left_out))
@@ -118,6 +118,6 @@ def _distance(published: tuple[float, float], predicted: tuple[float, float]) ->
 
 
 def range_text(ends: tuple[float, float], digits: int) -> str:
-    """Return both ends of a range, or one figure if they are equal."""
+    """Return both ends of a range as text, or one figure if they are equal."""
     low, high = (f"{end:.{digits}g}" for end in ends)
     return low if ends[0] == ends[1] else f"{low} to {high}"

@@ -1,9 +1,11 @@
 """Published RL steps, stage by stage, compared with their simulation.
 
 Two sources are left out. NeMo-Aligner's five steps (arXiv 2405.01481) have no published response
-lengths. RLHFuse's twelve (arXiv 2409.13221) have critics and reward models of other sizes than the
-actor. Inputs that a source does not state are ranges: a row is predicted with every combination in
-`opens`.
+lengths. RLHFuse's twelve steps (arXiv 2409.13221) have critics and reward models of another size than
+the actor.
+
+Inputs that a source does not state are ranges: a row is predicted with every combination of
+`Published.opens`.
 """
 
 from __future__ import annotations
@@ -46,21 +48,21 @@ from streamrl.workload.workload import SimulatedWorkload
 
 
 class PhaseSeconds(NamedTuple):
-    """Mean seconds of a run's steps without the first one, which has no previous generation or load."""
+    """Mean seconds of a run's steps without the first one, which has no earlier generation or load."""
 
     generation: float
-    """From the prompts, once all replicas have the weights, to the last rollout."""
+    """Time from the prompts, once all replicas have the weights, to the last rollout."""
     score: float
     train: float
     """Forward and backward passes, and the optimizer step."""
     refit: float
-    """From the pushed weights until the last replica has them."""
+    """Time from the pushed weights until the last replica has loaded them."""
     step: float
-    """From version to version."""
+    """Time from version to version."""
 
 
 def phase_seconds(trace: Trace) -> PhaseSeconds:
-    """Return the stage times of a run whose sides take turns."""
+    """Return the stage times of a run whose generation and training do not overlap."""
     began: dict[int, float] = {}
     ended: dict[int, float] = {}
     scored: defaultdict[int, float] = defaultdict(float)
@@ -107,10 +109,10 @@ def phase_seconds(trace: Trace) -> PhaseSeconds:
 
 STEPS = 3
 SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512
-"""Tokens that no output reaches, and number of prompts for a mean length."""
+"""Tokens that no output reaches, and the number of prompts for a mean length."""
 LENGTHS = "r1-distill-aime"
-"""Assumed shape of output lengths, scaled to the published mean. Another shape changes the seconds of
-generation, and hardly those of other stages.
+"""Assumed shape of output lengths, scaled to the published mean. Another shape changes the time of
+generation, and changes other stages only slightly.
 """
 
 
@@ -123,13 +125,13 @@ class Published(NamedTuple):
     mean_tokens: float
     table: dict[str, Any]
     opens: dict[str, tuple[Any, ...]]
-    """Possible values of dotted keys that the source does not state."""
+    """Possible values of the dotted keys that the source does not state."""
     stages: dict[str, float]
-    """Seconds by stage, with the names of `PhaseSeconds`."""
+    """Published seconds by stage, with the names of `PhaseSeconds`."""
 
 
 def _colocated(model: str, gpus: int, degrees: tuple[int, int, int], **keys: Any) -> dict[str, Any]:
-    """Return the run file of a colocated GRPO step on H100 with dotted keys added."""
+    """Return the run file of a colocated GRPO step on H100, with dotted keys added."""
     generate, tensor, pipeline = degrees
     return {
         "model": {"name": model},
@@ -306,14 +308,14 @@ def steps_rows() -> list[Row]:
 
 
 def _choices(step: Published) -> Iterator[dict[str, Any]]:
-    """Yield every combination of unstated inputs, with lengths of the published mean."""
+    """Yield every combination of unstated inputs, with lengths scaled to the published mean."""
     scaled = _scaled(step)
     for values in product(*step.opens.values()):
         yield {**dict(zip(step.opens, values, strict=True)), **scaled}
 
 
 def _simulated(step: Published, choice: dict[str, Any]) -> PhaseSeconds | None:
-    """Simulate a choice; None if it does not fit the GPUs that ran it."""
+    """Simulate one combination of inputs; None if it does not fit the GPUs that the source used."""
     run = _run(step.table, choice)
     try:
         check_memory(resolve(run))
@@ -347,7 +349,7 @@ def _scaled(step: Published) -> dict[str, Any]:
 
 
 def _generated(model: str, degree: int) -> float:
-    """Return the seconds in which 16 A100 generate the batch; every output is cut off at 1,024 tokens."""
+    """Return the seconds that 16 A100 take to generate the batch; every output is cut off at 1,024 tokens."""
     run = make_run(
         {
             "model": {"name": model, "dtype": "bfloat16"},
@@ -392,7 +394,7 @@ def _stage_rows(step: Published, times: list[PhaseSeconds]) -> Iterator[Row]:
 
 
 def _switch_rows() -> Iterator[Row]:
-    """Yield the framework's part of a switch; the transfer of bytes is not included."""
+    """Yield the framework's part of a switch. The transfer of bytes is not included."""
     for model, (least, most) in SWITCHED.items():
         run = _run({**EIGHT, "model": {"name": model}}, {})
         trainer = resolve(run).trainer

@@ -1,4 +1,4 @@
-"""Write the first half of docs/fidelity.md: published rows and predictions, known limits, and the history of errors."""
+"""Write the first half of docs/fidelity.md: published rows with predictions, limits, and the history of errors."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ LIMITS = (
     "prediction.",
     "Tuning that a source does not state: identical published layouts of one mixture differ by up to 41 %.",
 )
-"""Cases without a prediction."""
+"""Cases that have no prediction, or an uncertain one."""
 SHOWN = (
     ("serving", "Llama-3.1-8B, h100 TP1, batch 255"),
     ("serving", "Qwen3-8B, h100 TP1, batch 255"),
     ("serving", "Llama-2-70B, h100 TP8, batch 1, context 1,024"),
 )
-"""Beginnings of the names of rows on the page itself: 8B models at a batch of about 256, a 70B at 1."""
+"""Rows that the page shows, by the beginning of their names: 8B models at a batch of about 256, and
+a 70B at 1.
+"""
 
 
 def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
@@ -96,7 +98,7 @@ def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 
 
 def stamp() -> str:
-    """Return version, commit and date of the code."""
+    """Return the version, commit and date of the code."""
     return f"streamrl {version('streamrl')}, commit {_commit()}, {datetime.date.today()}"
 
 

@@ -24,7 +24,7 @@ Kind = Literal["step", "busy step", "request", "batch", "full load"]
 """Published quantities.
 
 - step: time of a decode step, in ms.
-- busy step: the same; it may include the prefill of new rollouts.
+- busy step: the same, possibly with the prefill of new rollouts.
 - request: time per output token of a single request, with its prefill, in ms.
 - batch: time per step of a static batch, with its prefill, in ms.
 - full load: output tokens per second and GPU, with as many rollouts as memory holds.
@@ -32,14 +32,14 @@ Kind = Literal["step", "busy step", "request", "batch", "full load"]
 
 
 class ServingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One published figure."""
+    """One published figure of an engine."""
 
     engine: str
     """Name in profiles/engines."""
     version: str
     gpu: str
     model: str
-    """Name in profiles/models: all published models with the same config are one shape."""
+    """Name in profiles/models. All published models with the same config are one shape."""
     dtype: str
     tensor_parallel: int
     expert_parallel: int
@@ -51,7 +51,7 @@ class ServingRow(msgspec.Struct, frozen=True, kw_only=True):
     context: float
     """Mean tokens of a running rollout."""
     value: float
-    """Milliseconds, or tokens/s."""
+    """Published value: milliseconds, or tokens/s for a full load."""
     source: str = ""
 
 
@@ -60,7 +60,7 @@ COLUMNS = tuple(name for name in ServingRow.__struct_fields__ if name != "source
 
 @cache
 def read_serving() -> tuple[ServingRow, ...]:
-    """Read all tables."""
+    """Read all tables of profiles/published/serving_*.csv."""
     rows: list[ServingRow] = []
     for path in sorted((PROFILES / "published").glob("serving_*.csv")):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -73,7 +73,9 @@ def read_serving() -> tuple[ServingRow, ...]:
 
 
 FREE_SHARE = 0.9
-"""Share of the memory besides weights and workspace that TensorRT-LLM uses as cache (free_gpu_memory_fraction)."""
+"""Share of the memory left by weights and workspace that TensorRT-LLM uses as cache
+(free_gpu_memory_fraction).
+"""
 MOST_RUNNING = 2048
 """Maximum rollouts at full load, even if memory holds more: the limit of TensorRT-LLM's benchmark."""
 
@@ -87,13 +89,15 @@ class Replica(msgspec.Struct, frozen=True):
     tensor_parallel: int
     expert_parallel: int
     has_narrow_cache: bool
-    """Return whether keys and values are stored in fp8: TensorRT-LLM's choice for fp8 weights."""
+    """Return whether keys and values are stored in fp8, which is TensorRT-LLM's default for fp8
+    weights.
+    """
 
 
 def predict_range(row: ServingRow, constants: Overheads | None = None) -> tuple[float, float]:
     """Return the lowest and highest prediction of a row, in its unit.
 
-    A busy step is between one without prefill and one with as many prompts as begin in a step.
+    A busy step has no prefill at the lowest end, and the prompts that begin in a step at the highest.
 
     Args:
         row: a published figure.
@@ -103,13 +107,13 @@ def predict_range(row: ServingRow, constants: Overheads | None = None) -> tuple[
     least = predict(row, used)
     if row.kind != "busy step":
         return least, least
-    assert row.batch is not None, "a step is of a stated batch"
+    assert row.batch is not None, "a step has a stated batch"
     prompts = row.batch / row.output
     return least, least + 1e3 * prompts * prefill_time(row, used, row.batch)
 
 
 def predict(row: ServingRow, constants: Overheads) -> float:
-    """Return the prediction of a row, in its unit; for a busy step, the one without prefill."""
+    """Return the prediction of a row, in its unit; a busy step is predicted without prefill."""
     match row.kind:
         case "step" | "busy step":
             return 1e3 * step_time(row, constants)
@@ -126,7 +130,7 @@ def predict(row: ServingRow, constants: Overheads) -> float:
 def step_time(row: ServingRow, constants: Overheads, batch: float | None = None) -> float:
     """Return the seconds of a decode step; a fractional mean batch is interpolated."""
     running = batch or row.batch
-    assert running is not None, "a step is of a stated batch"
+    assert running is not None, "a step has a stated batch"
     curve = decode_curve(replica_of(row), constants, int(running) + 1, row.context)
     low = int(running)
     steps = [curve.step_time(b, b * row.context) for b in (low, low + 1)]
@@ -134,16 +138,17 @@ def step_time(row: ServingRow, constants: Overheads, batch: float | None = None)
 
 
 def prefill_time(row: ServingRow, constants: Overheads, beside: float, prompts: float = 1) -> float:
-    """Return the seconds that prefill of `prompts` prompts adds to `beside` decoding rollouts."""
+    """Return the seconds that the prefill of `prompts` prompts adds to `beside` decoding rollouts."""
     tokens = max(1, round(row.prompt * prompts))
     curve = prefill_curve(replica_of(row), constants, is_mixed=beside > 0)
     return curve.time(tokens, prompts * row.prompt**2 / 2, min(int(beside), MOST_RUNNING))
 
 
 def full_load(row: ServingRow, constants: Overheads) -> float:
-    """Return output tokens per second and GPU, with as many whole rollouts as memory holds, always replaced.
+    """Return the output tokens per second and GPU of a replica whose memory is always full.
 
-    A rollout of o tokens takes 1/n of o decode steps of n rollouts, plus its prefill during them.
+    A rollout of o output tokens takes 1/n of o decode steps of n rollouts, plus its prefill in these
+    steps. Every finished rollout is replaced at once.
     """
     shard = _shard(replica_of(row), constants)
     model = shard.model
@@ -190,7 +195,7 @@ def _shard(replica: Replica, constants: Overheads) -> Shard:
 
 
 def serving_rows() -> list[Row]:
-    """Return every supported published row, each predicted with an engine that was fitted without its shape."""
+    """Return every supported row. Each is predicted with engine constants that were fitted without its shape."""
     return [_row(row) for row in read_serving()]
 
 
@@ -213,7 +218,7 @@ def _row(row: ServingRow) -> Row:
 
 
 def _name(row: ServingRow) -> str:
-    """Return model, GPUs and load as a name for people."""
+    """Return model, GPUs and load, for readers of the tables."""
     model = load_model(ModelConfig(name=row.model)).name
     experts = f" EP{row.expert_parallel}" if row.expert_parallel > 1 else ""
     layout = f"{row.gpu} TP{row.tensor_parallel}{experts}"

@@ -26,7 +26,9 @@ from streamrl.sim.fidelity.published_rows import Row
 
 PATH = PROFILES / "published" / "training.csv"
 MPT_VOCABULARY = 50432
-"""Vocabulary of every MPT model in the table: parameters minus layers and positions, over the hidden size."""
+"""Vocabulary of every MPT model in the table: parameters outside layers and positions, over the
+hidden size.
+"""
 MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 24, 16),
@@ -52,9 +54,9 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     model: str
     sequences: int
-    """Sequences of the whole step."""
+    """Sequences of the step over all ranks."""
     tokens: int
-    """Tokens of a sequence, packed or padded."""
+    """Tokens of each sequence, packed or padded."""
     micro_batch: int
     data_parallel: int
     tensor_parallel: int = 1
@@ -67,7 +69,7 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     routing: Literal["natural", "balanced"] = "natural"
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     overlaps: bool = False
-    """Whether expert dispatch overlaps with other micro-batches."""
+    """Whether expert dispatch overlaps with the computation of other micro-batches."""
     kernels: Literal["fused", "uncompiled", "eager"] = "fused"
     logits: Literal["eager", "fused", "chunked"] | None = None
     dtype: Literal["bfloat16", "fp8"] = "bfloat16"
@@ -103,13 +105,13 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
 
 
 def is_plain(step: PublishedStep) -> bool:
-    """Return whether a step has full attention, 16 bits and no context ranks: other groups were never fitted."""
+    """Return whether a step has full attention, 16 bits and no context ranks. Other groups were never fitted."""
     is_wide = step.dtype == "bfloat16"
     return kind_of_attention(step.model) == "plain" and is_wide and step.context_parallel == 1
 
 
 def kind_of_attention(model: str) -> Literal["plain", "latent", "windows", "linear"]:
-    """Return how a published model attends: "plain" means to all keys and values."""
+    """Return the kind of attention of a published model: "plain" attends to all keys and values."""
     shape = shape_of(model)
     if shape.latent is not None:
         return "latent"
@@ -120,9 +122,9 @@ def kind_of_attention(model: str) -> Literal["plain", "latent", "windows", "line
 
 @functools.cache
 def shape_of(model: str) -> ModelShape:
-    """Return the shape of a published model: from a profile, or an approximation of MPT's.
+    """Return the shape of a published model from its profile; for MPT, return an approximation.
 
-    A gated MLP of 8/3 has as many parameters as MPT's plain one of 4.
+    A gated MLP of 8/3 times the hidden size has as many parameters as MPT's plain MLP of 4 times.
     """
     if model.startswith("mpt-"):
         hidden, layers, heads = MPT[model.removeprefix("mpt-")]
@@ -143,11 +145,13 @@ def shape_of(model: str) -> ModelShape:
 
 
 SMALL_A100 = (Size(40e9), Bandwidth(1.555e12))
-"""Memory and its bandwidth of the 40 GB A100; all else equals the 80 GB one (NVIDIA A100 datasheet)."""
+"""Memory size and bandwidth of the 40 GB A100. All else equals the 80 GB one (NVIDIA A100
+datasheet).
+"""
 
 
 MESH = 4
-"""GPUs of a node with direct NVLinks to each other."""
+"""GPUs of a node with direct NVLinks between them, without a switch."""
 
 
 ATTENTION = {
@@ -155,11 +159,11 @@ ATTENTION = {
     "windows": "sliding windows",
     "linear": "linear attention",
 }
-"""Names for groups of steps that were not fitted."""
+"""Names of groups of steps that were not fitted, by kind of attention."""
 
 
 def training_rows() -> list[Row]:
-    """Return every published step with its prediction, and the prediction of constants fitted without its model."""
+    """Return every published step, predicted by the profile and by constants that were fitted without its model."""
     profile = load_training_profile()
     rows = []
     for step in read_steps():
@@ -168,7 +172,7 @@ def training_rows() -> list[Row]:
         without, left_out = profile.without.get(step.model), None
         if without is not None:
             left_out = step_time(step, rates, without, profile.triton_without[step.model])
-        if not is_plain(step):  # not fitted itself, but its model may be, in 16 bits
+        if not is_plain(step):  # the step is not fitted, but 16-bit steps of its model may be
             seconds, left_out = left_out or seconds, None
         rows.append(
             Row(
@@ -189,7 +193,7 @@ def training_rows() -> list[Row]:
 def step_time(
     step: PublishedStep, rates: Rates, constants: Constants, triton_attention: dict[str, float]
 ) -> float:
-    """Return the seconds of a step by the trainer's own schedule; data-parallel ranks are alike, so one is run."""
+    """Return the seconds of a step by the trainer's schedule. Data-parallel ranks are alike, so one is simulated."""
     ranks, stages = _composed(step, rates, constants, triton_attention)
     alone = msgspec.structs.replace(ranks.trainer, data_parallel=1, expert_parallel=1, zero=1)
     line = PipelinedSchedule(stages, alone, scores=[], trains=[0.0])
@@ -214,7 +218,10 @@ def step_memory(step: PublishedStep) -> tuple[float, float]:
 def even_step_time(
     step: PublishedStep, rates: Rates, constants: Constants, triton_attention: dict[str, float]
 ) -> float:
-    """Return the same in closed form: every micro-batch takes a turn of the slowest stage, plus one fill of the pipeline."""
+    """Return the seconds of a step in closed form.
+
+    Every micro-batch takes one turn of the slowest stage, plus one fill of the pipeline.
+    """
     ranks, stages = _composed(step, rates, constants, triton_attention)
     num_micro = step.sequences // step.data_parallel // step.micro_batch
     batch = [(step.micro_batch * step.tokens, step.micro_batch * step.tokens**2 / 2)]
@@ -276,7 +283,7 @@ def _trainer(step: PublishedStep) -> TrainerConfig:
 
 
 def _gpu(step: PublishedStep) -> Gpu:
-    """Return the GPU of a row; in a node of 4, NVLink joins each pair by a third of its links, without a switch."""
+    """Return the GPU of a row. In a node of 4, NVLink joins each pair by a third of its links, without a switch."""
     gpu = load_gpu(step.gpu.removesuffix("-40"))
     if step.gpu.endswith("-40"):
         memory, bandwidth = SMALL_A100

@@ -1,4 +1,4 @@
-"""Check that two run files train the same model on the same work, so that their results can be compared."""
+"""Check that two run files train the same model on the same work, so that their results are comparable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.section import Section
 
 GUESSES = ("workload.lengths.ranker", "workload.ranker")
-"""Prefixes of keys that describe what is known about lengths, and not the lengths themselves."""
+"""Prefixes of keys that describe expected lengths. They do not change the lengths themselves."""
 OF_SHARE = ("every", "min_staleness", "max_staleness", "min_reward", "max_reward", "families")
 """Keys of a secondary trainer that decide which rollouts it trains on."""
 
@@ -23,18 +23,18 @@ def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in 
 
     Args:
         one: a run file.
-        other: the other.
+        other: the other run file.
         names: where each key is set, for the error message.
 
     Raises:
-        RunError: it names the first key that differs.
+        RunError: they differ; it names the first key that differs.
     """
     ours, theirs = work_of(one), work_of(other)
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         a, b = ours.get(key), theirs.get(key)
         if a != b:
             here, there = names
-            text = f"{key} is {shown(a)} {here} and {shown(b)} {there}: both must do the same work"
+            text = f"{key} is {shown(a)} {here} and {shown(b)} {there}; both runs must do the same work"
             raise RunError(key, a, None, text)
 
 

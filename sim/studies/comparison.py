@@ -32,15 +32,15 @@ from streamrl.sim.world import SimWorld, collecting_seldom
 LEAST_BANDWIDTH = 10e6 / 8
 """Lowest bandwidth of the search in bytes per second: 10 Mbps."""
 FREE_BANDWIDTH = 1e15
-"""Bandwidth of a link that is as good as free, in bytes per second: 65 GB take 65 us."""
+"""Bandwidth of a link that is almost free, in bytes per second: 65 GB take 65 us."""
 NEAR_EVEN = 0.1
-"""Share of the wanted interval within which costs count as equal in the search."""
+"""Share of the requested interval. Costs that differ by less count as equal in the search."""
 NEAR_BANDWIDTH = 0.005
-"""Ratio of two bandwidths, minus one, below which the search stops."""
+"""Ratio of two bandwidths, minus one. Below it, the search stops."""
 MOST_TRIALS = 20
 
 Watch = Callable[[str, int, int], None]
-"""Called with the current work, the amount done, and the limit."""
+"""Called with the current work, the amount that is done, and its limit."""
 
 
 def find_break_even_bandwidth(
@@ -48,9 +48,9 @@ def find_break_even_bandwidth(
 ) -> BreakEvenBandwidth:
     """Find the bandwidth of one of A's links at which a token costs as much with A as with B.
 
-    A is simulated again for each bandwidth, over the counted steps. In logarithms, costs fall with
-    bandwidth, and never faster than it rises. So a line through two points, together with this
-    bound, finds the solution.
+    A is simulated again for each bandwidth, over the counted steps. On logarithmic scales, costs
+    fall when bandwidth rises, with a slope between -1 and 0. So a line through two points, together
+    with this bound, finds the bandwidth.
 
     Args:
         a: the run.
@@ -100,7 +100,7 @@ def _crossing(
 ) -> float:
     """Return the zero of a function whose slope is at least -1, from a point above zero and one below.
 
-    This is false position with the Illinois rule: a side that stays twice in a row counts half.
+    The method is false position with the Illinois rule: a side that stays twice in a row counts half.
     """
     (left, above), (right, below) = low, high
     place, bound = left, left + above
@@ -129,7 +129,7 @@ def _cost_at(a: Run, link: int, bandwidth: float, against: Against) -> float:
     if len(world.steps) < last:
         made = f"{len(world.steps)} of {last} steps"
         raise RuntimeError(
-            f"with {bandwidth:.3g} B/s on a link the run stopped by itself after {made}"
+            f"the simulated run stopped after {made} with {bandwidth:.3g} B/s on cluster.links[{link}]"
         )
     return measure_speed(trace, against.counted_steps).cost_per_million_tokens
 
@@ -146,9 +146,9 @@ class Pair(NamedTuple):
 def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Against:
     """Simulate two runs of the same work until their difference is known, and compare them.
 
-    Both use the same prompts and lengths step by step, and the same number of steps counts in both.
-    The ratio of their step times must reach the narrower `[simulate]` interval of the two. The
-    larger `simulate.max_steps` applies.
+    Both use the same prompts and lengths step by step. The same number of steps counts in both. The
+    ratio of their step times must reach the narrower `simulate.interval` of the two. The larger
+    `simulate.max_steps` applies.
 
     Args:
         a: the run to assess.
@@ -176,14 +176,17 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
 
 
 def _without_price(pool: str) -> RunError:
-    """Return the error of a run without costs, because no ratio of dollars can be computed."""
+    """Return the error of a run without costs. A ratio of dollars cannot be computed for it."""
     key = pool_key(pool, "price")
-    text = f"{key} is 0, and a run that costs nothing cannot be set against another"
+    text = f"{key} is 0, so the ratio of costs is undefined; set a price in dollars per GPU-hour"
     return RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
 
 def _alike(a: Run, b: Run) -> tuple[Run, Run]:
-    """Return both runs with the same `[simulate]` and the same `plan.staleness_cost`, which depends on the task."""
+    """Return both runs with the same `[simulate]` and the same `plan.staleness_cost`.
+
+    The cost of staleness depends on the task, and the task is the same.
+    """
     simulate = replace(
         a.simulate,
         interval=min(a.simulate.interval, b.simulate.interval),
@@ -225,25 +228,27 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
             if ahead <= 0 and made[behind].num_made > most:
                 is_over = True  # even if a loss of the trainer has removed steps
     if not min(map(len, made)):
-        raise RuntimeError("a run was over before a step of it stayed: there is nothing to compare")
+        raise RuntimeError(
+            "a run ended before both had a finished step, so there is nothing to compare"
+        )
     steps = find_paired_steps(runs, made, 1, drifts=drifts)
     return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a.simulate, steps, drifts))
 
 
 def _check_finished(world: SimWorld, letter: str) -> None:
-    """Reject a comparison in which one run never finishes."""
+    """Reject a comparison in which a run does not finish."""
     engine, run = world.engine, world.run_file
     unfinished = describe_unfinished(
         run.algorithm.steps, world.steps.version, engine.stop_reason or ""
     )
     if unfinished:
         raise RuntimeError(
-            f"{letter} is not finished, so there is nothing to compare: it {unfinished}"
+            f"{letter} does not finish, so there is nothing to compare: it {unfinished}"
         )
 
 
 def _doubts(simulate: SimulateConfig, steps: PairedSteps, drifts: bool) -> str:
-    """Return the reason why the difference is less exact than asked for; empty if there is none."""
+    """Return the reason why the difference is less exact than requested; empty if there is none."""
     if drifts or steps.is_within(simulate.interval):
         return ""
     if steps.half_width is None:

@@ -42,13 +42,13 @@ def operator_efficiency(
     backend: str | None = None,
     **shape: float,
 ) -> Series:
-    """Return the share of the datasheet's speed that an operator reaches: peak seconds over its seconds.
+    """Return peak seconds over an operator's seconds: the share of the datasheet's speed that it reaches.
 
     Args:
         gpu: a name in profiles/gpus.
         operator: gemm, decode_attention or prefill_attention.
         columns: values of its last axis: m or context.
-        dtype: of the matrix product; attention is in 16 bits.
+        dtype: dtype of the matrix product; attention is in 16 bits.
         backend: backend whose tables are used; None for the GPU's default.
         shape: values of its other axes.
     """
@@ -68,7 +68,7 @@ def operator_efficiency(
 
 
 def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Series:
-    """Return the MFU of training on batches of equal rollouts, one for each length.
+    """Return the MFU of training on batches of equal rollouts, one for each length in tokens.
 
     It counts the FLOPs of a forward and a backward pass, without recomputation of activations.
     """
@@ -101,15 +101,13 @@ def study_generation(
     backend: str | None = None,
     memory_utilization: float = 0.9,
 ) -> GenerationCurve:
-    """Compose the decode step at batches of powers of two, up to the batch that fits in memory.
+    """Compute the decode step at batches of powers of two, up to the batch that fits in memory.
 
-    Nodes have 8 GPUs, which NVLink joins. Tensor ranks on several nodes reduce over the GPUs' own
-    network.
+    Nodes have 8 GPUs with NVLink. Tensor ranks on several nodes use the default network of the GPU.
 
     Raises:
         ValueError: the GPU is unknown, does not compute in this dtype, or cannot hold one rollout;
-            or the
-            tensor ranks do not fill whole nodes.
+            or the tensor ranks do not fill whole nodes.
     """
     wide = "bfloat16" if is_narrow(dtype) else dtype
     own, degrees = (
@@ -127,8 +125,8 @@ def study_generation(
     most_running = int(capacity // context)
     if most_running < 1:
         raise ValueError(
-            f"{tensor_parallel} x {hardware.name} hold {hardware.usable_memory / 1e9:.0f} GB each: "
-            f"the weights of {model.name} take {weights / 1e9:.1f} GB, and "
+            f"{tensor_parallel} x {hardware.name} have {hardware.usable_memory / 1e9:.0f} GB each. "
+            f"The weights of {model.name} take {weights / 1e9:.1f} GB in all, and "
             f"no rollout of {context:,} tokens fits in the rest. Use more tensor ranks or a shorter context."
         )
     largest = min(max_running, most_running)
@@ -152,7 +150,7 @@ def study_generation(
 
 
 def _wires(gpu: str, tensor_parallel: int) -> Interconnect | None:
-    """Return the default interconnect between a replica's nodes; None if one node holds it."""
+    """Return the default interconnect between a replica's nodes; None for a replica in one node."""
     pool = PoolConfig(gpu=gpu)
     if pool.domain % tensor_parallel == 0:
         return None
@@ -184,7 +182,7 @@ def _point(
 
 
 def _ridge(shard: Shard) -> float:
-    """Return the batch at which products take as long to compute as their weights take to read."""
+    """Return the batch at which matrix products take as long to compute as their weights take to read."""
     gpu, dtype = shard.kernels.gpu, shard.kernels.dtype
     batch = np.unique(np.geomspace(1, 65536, 400).round())
     work = [shard.step_work(int(b), 0) for b in batch]

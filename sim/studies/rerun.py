@@ -1,4 +1,4 @@
-"""Simulate a recorded run as it was and with changes, both with the recorded rollouts: a what-if study."""
+"""Simulate a recorded run twice, unchanged and with changes, both with the recorded rollouts: a what-if study."""
 
 from __future__ import annotations
 
@@ -34,29 +34,28 @@ def rerun(
     changes: Sequence[str],
     watch: Watch = lambda what, done, most: None,
 ) -> Rerun:
-    """Simulate a recorded run as it was and with changes: same prompts, lengths and share of advantages.
+    """Simulate a recorded run twice, unchanged and with changes.
 
-    Both use the seconds of the run's profile, so errors that affect both cancel in their ratio.
+    Both simulations have the recorded prompts, lengths and share of advantages. Both use the seconds
+    of the run's profile, so errors that affect both cancel in their ratio.
 
     Args:
         trace: an executed or a simulated run.
         file: its trace file, which has the lengths.
-        changes: `key=value` of its run file; `workload.lengths.ranker` sets the expected lengths,
-            by
-            default those that the recorded run expected.
+        changes: `key=value` of its run file; `workload.lengths.ranker` sets the expected lengths.
+            By default, the recorded run's expectations are used.
         watch: receives progress.
 
     Raises:
         ValueError: no finished group or step is recorded, the record's ledger does not balance, or
-            a change
-            is invalid or changes the work itself.
+            a change is invalid or changes the work itself.
         RuntimeError: a simulation stops before the recorded number of steps.
     """
     num_steps = len(read_steps(trace))
     if not num_steps:
-        raise ValueError(f"{file} records no finished step, so there is nothing to run again")
+        raise ValueError(f"{file} has no finished step, so there is nothing to simulate again")
     if not (ledger := ledger_of_run(trace, file.parent)).is_balanced:
-        raise ValueError(f"{file}: its ledger does not balance: {describe_faults(ledger)}")
+        raise ValueError(f"the ledger of {file} does not balance: {describe_faults(ledger)}")
     base = change_run(_as_recorded(trace, file), ())
     changed = change_run(base, changes)
     _check_order(base, changed)
@@ -82,12 +81,12 @@ def _as_recorded(trace: Trace, file: Path) -> Run:
 
 
 def _check_order(base: Run, changed: Run) -> None:
-    """Reject changes by which a step would get other prompts than those with recorded lengths."""
+    """Reject changes that would give a step other prompts than those with recorded lengths."""
     ours, theirs = (_order_of(run.policies, run.workload.lengths) for run in (base, changed))
     for key, was in ours.items():
         value = theirs.get(key, was)
         if value != was:
-            text = f"{key} is {shown(value)} with --set, not {shown(was)}: which prompts a step gets is as it was recorded"
+            text = f"{key} is {shown(value)} with --set, not {shown(was)}; remove the change, because each step keeps its recorded prompts"
             raise RunError(key, value, None, text)
 
 
@@ -108,7 +107,7 @@ def _tell(watch: Watch, what: str, num_steps: int, version: int) -> None:
 def _simulate_steps(
     world: SimWorld, num_steps: int, what: str, tell: Callable[[int], None]
 ) -> Trace:
-    """Simulate as many steps as a record has that was cut off."""
+    """Simulate as many steps as the record has, which may have been cut off."""
     made = world.run(tell, lambda: len(world.steps) >= num_steps)
     if len(world.steps) < num_steps:
         raise _unfinished(what, len(world.steps), num_steps, world.engine.stop_reason)

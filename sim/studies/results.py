@@ -57,7 +57,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     places: list[float]
     values: list[float]
     is_unmeasured: bool = False
-    """Whether most of it is a roofline."""
+    """Whether most of its seconds come from a roofline."""
 
     @property
     def legend(self) -> str:
@@ -96,14 +96,14 @@ class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: int
     dtype: str
     context: int
-    """Tokens of context of every rollout."""
+    """Context of every rollout, in tokens."""
     most_running: int
     """Most rollouts of that context that fit in the KV cache."""
     price: float
     """Dollars per GPU-hour."""
     ridge: float
-    """Rollouts from which a step's matrix products take longer to compute than their weights take
-    to read.
+    """Batch, in rollouts, above which a step's matrix products take longer to compute than their
+    weights take to read.
     """
     points: list[GenerationPoint]
     provenance: Provenance

@@ -38,7 +38,7 @@ def run_sweep(
     with ProcessPoolExecutor() as pool:
         try:
             return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
-        except BaseException:  # also on Ctrl-C: do not wait for jobs that have not begun
+        except BaseException:  # also on Ctrl-C: cancel jobs that have not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
