@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from streamrl.runfile.backend_choice import (
 )
 from streamrl.runfile.choices import ChoiceList, import_object, one_line
 from streamrl.runfile.config import Run
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 IMPORT_TIME = 300.0
 """Seconds that the imports may take. vLLM takes half a minute on a busy machine."""
@@ -50,7 +51,9 @@ class NamedObject(NamedTuple):
 
 def check_chosen_classes(run: Run) -> None:
     """Raise `RunError` if workers could not import what choices from outside this package name."""
-    named = list(dict.fromkeys(_named_objects(run)))
+    seen = map(run.as_seen_by, range(run.num_trainers))
+    algorithms = [each.algorithm.name for each in seen]
+    named = list(dict.fromkeys(_named_objects(algorithms, run.rollout.kinds, run.trainers)))
     if not named:
         return
     search = [] if run.execute.launcher == "local" else sys.path  # only its workers do without
@@ -60,11 +63,14 @@ def check_chosen_classes(run: Run) -> None:
             raise each.choices.refusal(each.name, each.say(answer))
 
 
-def _named_objects(run: Run) -> Iterator[NamedObject]:
-    for trainer in range(run.num_trainers):
-        name = run.as_seen_by(trainer).algorithm.name
+def _named_objects(
+    algorithms: Iterable[str],
+    kinds: tuple[RolloutConfig, ...],
+    trainers: tuple[TrainerConfig, ...],
+) -> Iterator[NamedObject]:
+    for name in algorithms:
         yield from _paths_of(ALGORITHMS, name, algorithm_named(name), "objective")
-    for own in run.rollout.kinds:
+    for own in kinds:
         engine = engine_named(own.backend)
         yield from _paths_of(ENGINES, own.backend, engine, "engine")
         if own.backend not in ENGINES.own:
@@ -72,7 +78,7 @@ def _named_objects(run: Run) -> Iterator[NamedObject]:
                 yield NamedObject(
                     ENGINES, own.backend, "preload", f"{module}:__name__"
                 )  # a module has one
-    for config in run.trainers:
+    for config in trainers:
         chosen = training_backend_named(config.backend)
         yield from _paths_of(TRAINING_BACKENDS, config.backend, chosen, "backend", "split")
 
