@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -40,6 +40,11 @@ from streamrl.engine.trainer_side import LEADER
 
 logger = logging.getLogger(__name__)
 
+MOST_ALIKE = 20
+"""Failures alike that are logged one by one: enough to see a pattern."""
+COUNTED = 100
+"""Further failures alike that are logged as one line. A wrong scorer may fail for each of a million rollouts."""
+
 T = TypeVar("T")
 TrainerWork = Score | Train | Step | SaveCheckpoint | StartTrainer | StopTrainer
 
@@ -68,6 +73,8 @@ class RunLog:
         """Group of the failed rollout."""
         self._is_part_of_loss = False
         """Whether a command failed only because its role was lost, which was logged already."""
+        self._num_alike: Counter[tuple[str, str]] = Counter()
+        """Failures so far by what failed and why, without the numbers in the reason."""
 
     def see(self, event: Event) -> None:
         """Record the state before `event`, which `write` needs."""
@@ -107,12 +114,12 @@ class RunLog:
                 self._write_replica_start(replica, version)
             case TrainerStarted(trainer, version) if trainer in self._lost_trainers:
                 self._lost_trainers.discard(trainer)
-                logger.info(f"{self._names[trainer]} restarted at step {version}")
+                self._inform(f"{self._names[trainer]} restarted at step {version}")
             case TrainerJoined(trainer, section):
                 self._write_attach(trainer, section["name"])
             case TrainerStopped(trainer) if trainer != self._state.promoted:
                 saved = self._state.trainers[trainer].checkpoint_version
-                logger.info(f"{self._names[trainer]} detached; its checkpoint is of step {saved}")
+                self._inform(f"{self._names[trainer]} detached; its checkpoint is of step {saved}")
         for command in commands:
             self._write_command(command)
 
@@ -121,7 +128,7 @@ class RunLog:
             self._lost_replicas.append(replica)
         rollouts = f"its {_count(self._num_rollouts, 'rollout')} {self._where_rollouts_go()}"
         what = rollouts if self._num_rollouts else "it had no rollouts"
-        logger.warning(
+        self._warn(
             f"replica {replica} lost at step {self._step} ({_how(reason)}); "
             f"{what}; {self._replacement(commands)}"
         )
@@ -160,7 +167,7 @@ class RunLog:
         what = back if saved < self._version else f"its step {saved} is saved"
         groups = sum(isinstance(command, Drop) for command in commands)
         dropped = f"; {_count(groups, 'group')} dropped" if groups else ""
-        logger.warning(
+        self._warn(
             f"{self._names[trainer]} lost at step {self._version + 1} ({_how(reason)}); {what}{dropped}"
         )
 
@@ -180,8 +187,9 @@ class RunLog:
             then = "the run continues without it"
         else:
             then = "it is repeated"
-        logger.warning(
-            f"{self._what(command)} failed at step {self._step} ({_how(reason)}); {then}"
+        what = f"{self._what(command)} failed at step {self._step}"
+        self._warn_seldom(
+            f"{type(command).__name__} failed", reason, f"{what} ({_how(reason)}); {then}"
         )
 
     def _what(self, command: Command) -> str:
@@ -202,17 +210,35 @@ class RunLog:
                 return f"{self._names[command.trainer]}: {type(command).__name__}"
         return type(command).__name__
 
+    def _warn_seldom(self, what: str, reason: str, line: str) -> None:
+        """Log a failure; after `MOST_ALIKE` alike, log only how many more there were, every `COUNTED` of them."""
+        alike = (what, re.sub(r"\d+", "", reason))
+        self._num_alike[alike] += 1
+        left_out = self._num_alike[alike] - MOST_ALIKE
+        if left_out == 0:
+            self._warn(f"{line}; from now on, {COUNTED} such lines are logged as one")
+        elif left_out < 0:
+            self._warn(line)
+        elif left_out % COUNTED == 0:
+            self._warn(f"{what} {COUNTED} more times ({_how(reason)})")
+
+    def _warn(self, line: str) -> None:
+        logger.warning(_joined(line))
+
+    def _inform(self, line: str) -> None:
+        logger.info(_joined(line))
+
     def _write_replica_start(self, replica: int, version: int) -> None:
         lost = self._replaced_by.pop(replica, None)
         if lost is not None:
-            logger.info(f"replica {replica} started at step {version} in place of replica {lost}")
+            self._inform(f"replica {replica} started at step {version} in place of replica {lost}")
         elif replica >= self._num_first:
-            logger.info(f"replica {replica} started at step {version}")
+            self._inform(f"replica {replica} started at step {version}")
 
     def _write_attach(self, trainer: int, name: str) -> None:
         if trainer == len(self._names):
             self._names.append(f"secondary trainer {name}")
-        logger.info(f"{self._names[trainer]} attached at step {self._step}")
+        self._inform(f"{self._names[trainer]} attached at step {self._step}")
 
     def _write_command(self, command: Command) -> None:
         logger.debug("command %s", command)
@@ -220,15 +246,16 @@ class RunLog:
             case StartReplica(replica) if self._lost_replicas:
                 self._replaced_by[replica] = self._lost_replicas.popleft()
             case Resize(num_replicas):
-                logger.info(self._resize(num_replicas))
+                self._inform(self._resize(num_replicas))
                 self._num_replicas = num_replicas
             case Promote(trainer, version):
-                logger.info(
+                self._inform(
                     f"{self._names[trainer]} is promoted at step {version}: "
                     "it takes the place of the lost trainer"
                 )
             case Drop(group, reason) if group == self._group and not self._state.is_stopping:
-                logger.warning(f"group {group} dropped ({reason}); no trainer trains on it")
+                line = f"group {group} dropped ({_how(reason)}); no trainer trains on it"
+                self._warn_seldom("a group was dropped", reason, line)
 
     def _resize(self, num_replicas: int) -> str:
         is_more = num_replicas > self._num_replicas
@@ -251,6 +278,11 @@ def _first(kind: type[T], commands: Sequence[Command]) -> T | None:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _joined(text: str) -> str:
+    """Return a text of several lines as one line."""
+    return " ".join(text.split())
 
 
 def _how(reason: str) -> str:

@@ -18,11 +18,13 @@ from rich.console import Console
 
 from streamrl.cli.log_output import log_to_stderr, set_verbosity
 from streamrl.cli.watch_run import RunWatch
-from streamrl.engine.messages import Event, Stepped, TrainerLost
+from streamrl.engine.messages import Event, Failed, Stepped, TrainerLost, Verify
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace
+from streamrl.executor.run_log import COUNTED, MOST_ALIKE, RunLog
 from streamrl.executor.world import RealWorld
 from streamrl.runfile.config import Run
+from tests.runs import singles
 from tests.scripted import make_world
 from tests.test_execute import real_run
 from tests.test_faults import fault
@@ -215,3 +217,31 @@ def test_nothing_is_written_to_a_process_that_has_died(
 
     asyncio.run(go())
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def logged(failures: list[str], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines of verifications that fail for these reasons, each of a rollout of its own."""
+    script = singles(len(failures))
+    script.draw(script.begin())
+    log = RunLog(script.state, ())
+    with caplog.at_level(logging.INFO):
+        for rollout, reason in enumerate(failures):
+            event = Failed(Verify(rollout), reason)
+            log.see(event)
+            log.write(event, ())
+    return caplog.messages
+
+
+def test_a_reason_of_several_lines_is_logged_in_one(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = logged(["ValueError: first\n\nsecond\r\nthird"], caplog)
+    assert "(ValueError: first second third); it is repeated" in line
+
+
+def test_failures_alike_are_counted_after_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    lines = logged([f"no answer in line {n}" for n in range(MOST_ALIKE + 2 * COUNTED)], caplog)
+    assert len(lines) == MOST_ALIKE + 2
+    assert lines[MOST_ALIKE - 1].endswith("; from now on, 100 such lines are logged as one")
+    last = MOST_ALIKE + 2 * COUNTED - 1
+    assert lines[-1] == f"Verify failed 100 more times (no answer in line {last})"
+    caplog.clear()
+    assert len(logged(["another reason"], caplog)) == 1
