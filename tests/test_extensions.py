@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
+from tests.ray_actors import start_actor
 from tests.runs import small_run
 from tests.test_architecture import EVERYWHERE, ROOT, name_of
 from tests.test_end_to_end import RUN_FILE, SYMBOLS
@@ -632,3 +634,34 @@ def test_a_trace_whose_classes_are_missing_here_says_which(
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"{path}:1: the recorded run cannot be read here: {key} '{value}'" in done.stderr
     assert f"No module named '{module}'" in done.stderr
+
+
+PLACED = """
+class Placed:
+    def __init__(self, config: dict) -> None: ...
+
+    async def where(self) -> list:
+        import os
+
+        return [__file__, os.getcwd()]
+"""
+
+
+@pytest.mark.ray
+def test_an_actor_imports_from_the_drivers_search_path_and_is_in_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go() -> list[str]:
+        import ray
+
+        ray.init("local", num_cpus=1, log_to_driver=False, include_dashboard=False)
+        module = tmp_path / "late" / "placed.py"
+        module.parent.mkdir()
+        module.write_text(PLACED)
+        monkeypatch.syspath_prepend(str(module.parent))
+        monkeypatch.chdir(tmp_path)
+        handle = await start_actor("placed:Placed", {}, tmp_path / "log")
+        return await handle.call("where", returns=list[str])
+
+    found = asyncio.run(go())
+    assert found == [str(tmp_path / "late" / "placed.py"), str(tmp_path)]

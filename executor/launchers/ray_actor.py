@@ -13,6 +13,7 @@ import importlib
 import os
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
@@ -79,10 +80,16 @@ class RayRole:
         node = ray.get_runtime_context().get_node_id()
         return msgspec.msgpack.encode(Whereabouts(node, address, port, os.getpid()))
 
-    async def begin(self, role_path: str, config: bytes, directory: str, log: str) -> None:
-        """Create the role in the driver's directory, with its output in `log`, if these paths exist on this node."""
+    async def begin(
+        self, role_path: str, config: bytes, directory: str, search: list[str], log: str
+    ) -> None:
+        """Create the role in the driver's directory, with its output in `log`, if these paths exist on this node.
+
+        Modules are also searched for in the driver's `search` path, after this process's own.
+        """
         with suppress(OSError):
             os.chdir(directory)  # paths in a run file are relative to it
+        sys.path += [path for path in search if path not in sys.path]
         with suppress(OSError):
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)
@@ -192,7 +199,9 @@ class RayActor(Handle):
         """Create the role from its configuration, and watch for signs of life from now on."""
         self._beating = asyncio.create_task(self._beat())
         await self._await(
-            self._actor.begin.remote(role_path, bytes(encode(config)), str(Path.cwd()), log)
+            self._actor.begin.remote(
+                role_path, bytes(encode(config)), str(Path.cwd()), list(sys.path), log
+            )
         )
         self._has_begun = True
         self._keep(self._listen())
