@@ -636,6 +636,23 @@ def test_a_trace_whose_classes_are_missing_here_says_which(
     assert f"No module named '{module}'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("scorer", "missing"),
+    [
+        ("no_such_package.part:score", "no_such_package.part"),
+        ("python:no_file.py:score", "no_file.py"),
+        ("odd_choices:score", ""),
+    ],
+)
+def test_the_doctor_warns_of_a_scorer_that_execute_would_not_find(
+    faulty: Path, scorer: str, missing: str
+) -> None:
+    done = streamrl("doctor", faulty, "--set", f"verifier.scorer={scorer}", "--json")
+    found = [each for each in json.loads(done.stdout)["findings"] if each["name"] == "scorer"]
+    assert [each["level"] for each in found] == (["warning"] if missing else [])
+    assert not missing or f"{missing} here" in found[0]["text"]
+
+
 PLACED = """
 class Placed:
     def __init__(self, config: dict) -> None: ...

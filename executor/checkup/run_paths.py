@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,34 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, say
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import VerifierConfig
-from streamrl.runfile.scorer_choice import scorer_names
+from streamrl.runfile.scorer_choice import function_of, scorer_names
 from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.prompt_records import EXPECTED, read_sources
 
 
 def find(run: Run) -> Iterator[Finding]:
-    """Yield findings on prompts, reward model and run directory; skip a run without weights."""
+    """Yield findings on prompts, reward model and run directory; of a run without weights, only on its scorers."""
+    if run.model.path is None:
+        yield from _find_scorers(run.verifier)
     if run.model.path is not None:
         refuse = partial(_token_refusal, run.model, partial(PromptWorkload, run))
         yield from _find_prompts(run.verifier, run.workload, run.policies, refuse)
         yield from _find_reward_model(run.verifier)
         yield from _find_output(run.execute.output, run.algorithm.steps)
+
+
+def _find_scorers(verifier: VerifierConfig) -> Iterator[Finding]:
+    """Warn of functions that execute would not find; import nothing."""
+    for number, reward in enumerate(verifier.rewards):
+        function = function_of(reward.scorer)
+        if function is None:
+            continue
+        top, _, _ = function.place.partition(".")
+        is_there = Path(function.place).is_file() if function.is_in_file else find_spec(top)
+        if not is_there:
+            text = f"{verifier.key(number)}: {reward.scorer}: there is no {function.place} here"
+            fix = "simulate does without it; for execute, create the file or make its module importable (PYTHONPATH or pip install)"
+            yield _finding("warning", "scorer", text, fix)
 
 
 def _find_prompts(
