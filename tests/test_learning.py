@@ -447,7 +447,7 @@ def test_samples_that_are_not_there_are_told_in_a_line(run_directory: Path, tmp_
     (run_directory / SAMPLES).write_bytes(b"")
     assert "no step has ended" in streamrl("samples", run_directory).stderr
     (run_directory / SAMPLES).write_bytes(b'{"step": 1}\n')
-    assert "not samples of a run" in streamrl("samples", run_directory).stderr
+    assert "a line is not a sample" in streamrl("samples", run_directory).stderr
     assert streamrl("samples", tmp_path / "nowhere").returncode == 2
 
 

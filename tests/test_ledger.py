@@ -188,13 +188,19 @@ BREAKS: dict[str, tuple[Callable[[Trace], None], str]] = {
     "trained twice in a step": (train_twice_in_one_step, "rollout 1 was trained on twice"),
     "lost": (lose_one, "rollouts 2 of group 2 were lost"),
     "lost by its step": (lose_one_of_a_step, "step 2 lost rollout 1 of its own groups"),
-    "passed over": (pass_one_over, "rollouts 1 of group 1 were lost: later ones trained"),
-    "dropped twice": (drop_twice, "group 0 was given up twice, or after a step"),
-    "given up after its step": (skip_what_is_trained, "group 2 was given up twice"),
-    "drawn twice": (draw_twice, "group 0 was drawn again, though it was done"),
-    "too stale": (sample_stale, "rollout 2 was trained on with tokens 2 versions behind, 1 are"),
+    "passed over": (
+        pass_one_over,
+        "rollouts 1 of group 1 were lost: later groups were trained on first",
+    ),
+    "dropped twice": (drop_twice, "group 0 was dropped twice, or after a step trained on it"),
+    "given up after its step": (skip_what_is_trained, "group 2 was dropped twice"),
+    "drawn twice": (draw_twice, "group 0 was drawn again although it was done"),
+    "too stale": (
+        sample_stale,
+        "rollout 2 was trained on with tokens 2 versions behind, but at most 1",
+    ),
     "first tokens too stale": (sample_partly_stale, "rollout 2 .* tokens 2 versions behind"),
-    "of no version yet": (sample_from_the_future, "tokens of version 2, which was never made"),
+    "of no version yet": (sample_from_the_future, "tokens of version 2, which did not exist yet"),
     "without a token": (sample_nothing, "rollout 1 was trained on without a token"),
 }
 
@@ -313,7 +319,7 @@ def test_what_a_resume_took_back_is_drawn_again_and_counts_once() -> None:
     balance = resumed(2, 3).balance()
     assert balance.is_balanced, balance.faults
     assert ledger_line(balance) == (
-        "ledger: 4 rollouts drawn: 4 trained once; staleness at most 0 of 2; 2 legs, 1 rollouts taken back"
+        "ledger: 4 rollouts drawn: 4 trained once; staleness at most 0 of 2; 2 starts, 1 rollouts taken back by resumes"
     )
     assert resumed(3, 4, ahead=(2,)).balance().is_balanced
 
@@ -328,7 +334,7 @@ def test_tokens_from_before_a_resume_are_of_the_version_that_sampled_them() -> N
 def test_tokens_that_no_leg_before_can_have_left_do_not_balance(
     kept: tuple[int, int], leg: int
 ) -> None:
-    told = f"rollout 2 was drawn with tokens of version {kept[1]}, which was made before no resume"
+    told = f"rollout 2 was drawn with tokens of version {kept[1]}, which no earlier start had made"
     assert told in resumed(2, 3, kept=kept, leg=leg).balance().faults
 
 
@@ -337,15 +343,18 @@ def test_a_checkpoint_that_calls_done_what_is_open_does_not_balance() -> None:
     at = index_of(found.trace, Generated, 1)
     put(found.trace, at, found.trace.entries[at].event, SaveCheckpoint(1, 2, 0))
     balance = balance_of(found.trace)
-    assert balance.faults == ["group 1 is done by a checkpoint, though it is open"]
+    assert balance.faults == ["a checkpoint counts group 1 as done, but it is open"]
 
 
 @pytest.mark.parametrize(
     ("books", "told"),
     [
-        (lambda: resumed(1, 2), "group 1 was drawn again, though it was done"),
+        (lambda: resumed(1, 2), "group 1 was drawn again although it was done"),
         (lambda: resumed(3, 4), "group 2 was never drawn"),
-        (lambda: resumed(3, 4, groups_done=3), "resumes from group 3, but its checkpoint from"),
+        (
+            lambda: resumed(3, 4, groups_done=3),
+            "resumes from group 3, but its checkpoint continues from",
+        ),
     ],
 )
 def test_a_leg_that_trains_what_is_done_or_leaves_prompts_out_does_not_balance(
@@ -361,7 +370,7 @@ def test_tokens_of_a_version_that_a_loss_took_back_are_told_as_such() -> None:
     lost = [TrainerLost(0, "gone"), TrainerStarted(0, 1)]
     found.entries[at:at] = [Entry(1.9, event, []) for event in lost]
     put(found, index_of(found, Generated, 2), Generated(2, 100, "stop", 2, 0.5, 0.0))
-    told = "rollout 2 was trained on with tokens of version 2, which was taken back"
+    told = "rollout 2 was trained on with tokens of version 2, which was rolled back"
     assert balance_of(found).faults == [told]
 
 

@@ -26,10 +26,10 @@ def test_token_ids_come_back_prompt_by_prompt(prompts: list[list[int]]) -> None:
 
 
 def test_a_directory_without_them_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"prompts\.npz: no token ids of prompts"):
+    with pytest.raises(ValueError, match=r"prompts\.npz: cannot read token ids of prompts"):
         read_prompt_tokens(tmp_path)
     (tmp_path / "prompts.npz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"prompts\.npz: no token ids of prompts"):
+    with pytest.raises(ValueError, match=r"prompts\.npz: cannot read token ids of prompts"):
         read_prompt_tokens(tmp_path)
 
 

@@ -46,9 +46,7 @@ def test_an_executed_run_balances_over_all_its_legs(tmp_path: Path) -> None:
     assert ledger_of_run(first, tmp_path / "run").trainers[0].open > 0
     alone = ledger_of_run(last, tmp_path / "elsewhere")  # where its earlier legs are not
     assert alone.is_balanced and alone.trainers[0].trained < balance.trainers[0].trained
-    assert "ledger: the books begin with leg 3, what was before is not known; " in ledger_line(
-        alone
-    )
+    assert "ledger: begins with start 3, because earlier traces are missing; " in ledger_line(alone)
 
 
 def write_legs(directory: Path) -> list[Path]:
@@ -81,7 +79,7 @@ def test_a_run_whose_earlier_legs_are_gone_says_where_its_books_begin(tmp_path: 
     second.unlink()
     balance = ledger_of_run(read_trace(last), tmp_path)
     assert balance.is_balanced and ledger_line(balance).startswith(
-        "ledger: the books begin with leg 3, what was before is not known; 1 rollouts drawn: "
+        "ledger: begins with start 3, because earlier traces are missing; 1 rollouts drawn: "
     )
 
 
@@ -91,7 +89,7 @@ def test_a_leg_that_was_cut_to_its_header_does_not_balance(leg: int, tmp_path: P
     cut = files[leg - 1]
     cut.write_bytes(cut.read_bytes().splitlines(keepends=True)[0])
     balance = ledger_of_run(read_trace(files[-1]), tmp_path)
-    assert balance.faults == [f"a leg resumes from step {leg}, which was never saved"]
+    assert balance.faults == [f"a restart resumes from step {leg}, which was never saved"]
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -108,19 +106,19 @@ DISORDER: dict[str, tuple[Callable[[list[Path]], object], str]] = {
     "one missing": (lambda files: files[0].unlink(), r"trace\.1\.jsonl: No such file"),
     "exchanged": (
         lambda files: exchange(files[0], files[1]),
-        r"trace\.1\.jsonl: is leg 2 of a run, expected leg 1",
+        r"trace\.1\.jsonl: its header says start 2 of a run, expected start 1",
     ),
     "exchanged with the last": (
         lambda files: exchange(files[0], files[2]),
-        r"trace\.1\.jsonl: is leg 3 of a run, but the last one is leg 1",
+        r"trace\.1\.jsonl: its header says start 3 of a run, but trace\.jsonl is start 1",
     ),
     "second exchanged with the last": (
         lambda files: exchange(files[1], files[2]),
-        r"trace\.2\.jsonl: is leg 3 of a run, but the last one is leg 2",
+        r"trace\.2\.jsonl: its header says start 3 of a run, but trace\.jsonl is start 2",
     ),
     "of another run": (
         lambda files: take_from_another_run(files[1]),
-        r"trace\.2\.jsonl: is a leg of another run: seed is 7, the last leg has 0",
+        r"trace\.2\.jsonl: belongs to another run: seed is 7 there, and 0 in trace\.jsonl",
     ),
 }
 

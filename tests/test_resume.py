@@ -337,7 +337,7 @@ def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) ->
     check_prompt_tokens(tmp_path, prompts)
     with pytest.raises(ValueError, match=r"3 lines, but the run in .* was begun with 2"):
         check_prompt_tokens(tmp_path, [*prompts, prompts[0]])
-    with pytest.raises(ValueError, match="line 2 is another"):
+    with pytest.raises(ValueError, match="line 2 differs"):
         check_prompt_tokens(tmp_path, [prompts[0], prompts[0]])
 
 

@@ -43,9 +43,12 @@ def test_each_version_that_was_served_was_checksummed() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("bb", "bb"), "replica 0 served version 1 with checksum bb, pushed was aa"),
-        (("bb", ""), "replica 0 served version 1 with checksum none, pushed was aa"),
-        (("bb", "aa", ""), "replica 1 served version 1 with checksum none, pushed was aa"),
+        (("bb", "bb"), "replica 0 served version 1 with checksum bb, but the trainer pushed aa"),
+        (("bb", ""), "replica 0 served version 1 with checksum none, but the trainer pushed aa"),
+        (
+            ("bb", "aa", ""),
+            "replica 1 served version 1 with checksum none, but the trainer pushed aa",
+        ),
         (("", "aa"), "versions 2 were served without a checksum"),
     ],
 )
@@ -59,7 +62,7 @@ def test_a_version_that_was_served_unverified_does_not_balance(
 def test_a_version_that_nobody_pushed_does_not_balance() -> None:
     trace = Trace(hand().trace.run, "real")
     trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 1)])
-    assert balance_of(trace).faults == ["replica 0 loads version 1, never pushed"]
+    assert balance_of(trace).faults == ["replica 0 loads version 1, which was never pushed"]
 
 
 def sampled(*between: Event, then: Generated, prefix: int = 0) -> list[str]:
@@ -107,11 +110,11 @@ def test_a_replica_that_comes_up_anew_serves_nothing_from_before() -> None:
     trace.record(3.0, of_version(1), [])
     assert balance_of(trace).faults == [
         "replica 0 sampled rollout 7 with version 0, which it never loaded",
-        "rollout 7 was generated, though it was sent nowhere",
+        "rollout 7 was generated, but was sent to no replica",
     ]
 
 
 def test_what_a_replica_loads_untold_does_not_balance() -> None:
     assert sampled(LOADED, LOADED, then=of_version(0)) == [
-        "replica 0 served version 1, which it was not told to load"
+        "replica 0 served version 1, which it was not asked to load"
     ]

@@ -1,9 +1,9 @@
-"""Where the GPU-seconds of a run went: busy by activity, idle by cause. Together they are all GPU-seconds.
+"""Attribute every GPU-second of a run: busy time by activity, and idle time by cause.
 
 Decode seconds that full batches would not need are "underfilled": they count as busy, but they are
-lost (`streamrl.record.decode_efficiency`).
+wasted (`streamrl.record.decode_efficiency`).
 
- cause        | who waits                  | for                                                     |
+| cause        | who waits                  | for                                                     |
 |--------------|----------------------------|---------------------------------------------------------|
 | start-up     | replica, trainer, verifier | its own start, or that of replicas that start with it   |
 | failure      | replica, trainer, verifier | a replacement replica, or the restart of a lost trainer |
@@ -17,7 +17,7 @@ lost (`streamrl.record.decode_efficiency`).
 | staleness    | replica, verifier          | the trainer, which is as far behind as the bound allows |
 | verifier     | replica, trainer           | rewards, while the trainer is idle                      |
 | checkpoint   | trainer                    | the disk                                                |
-| backpressure | replica                    | room for finished rollouts                              |
+| backpressure | replica                    | space for finished rollouts                             |
 | wind-down    | replica, verifier          | the end of the run: all prompts are drawn (off-policy)  |
 |              | secondary trainer          | the end of the run: no groups are left for it           |
 
@@ -65,35 +65,37 @@ IDLE = (
     "wind-down",
 )
 TRAINER, SHARED, VERIFIER = "trainer", "shared", "verifier"
-"""Names of sides, as in `streamrl.runfile.gpu_pools`; replicas and a trainer that follows have their own."""
+"""Names of sides, as in `streamrl.runfile.gpu_pools`. Kinds of replicas and secondary trainers have their own names."""
 
 
 class Attribution(NamedTuple):
-    """Shares of GPU-seconds; `busy` and `idle` sum to 1, or to 0 where there are none."""
+    """Shares of GPU-seconds; `busy` and `idle` together sum to 1, or to 0 if there are no GPU-seconds."""
 
     busy: dict[str, float]
-    """What is underfilled is no part of "decode"; where it is not known it is left out, and "decode" is all of it."""
+    """Share by activity. "decode" excludes "underfilled". If "underfilled" is unknown, it is missing, and "decode" is
+    all decode time."""
     idle: dict[str, float]
+    """Share by cause."""
     gpu_seconds: float
     underfilled_from: YieldSource
-    """Where it is known from what is underfilled."""
+    """Source of the throughput of a full batch."""
 
 
 class SidesAttribution(NamedTuple):
-    """Where the GPU-seconds of all sides went, and those of each."""
+    """The attribution of all GPU-seconds, and that of each side."""
 
     whole: Attribution
     sides: dict[str, Attribution]
-    """By name; all that a run shares among replicas and the leading trainer is one side, "shared"."""
+    """By name. GPUs that replicas and the primary trainer share are one side, "shared"."""
 
 
 def attribute(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> Attribution:
-    """Attribute every GPU-second between the first and the last entry of a trace, or within `window`."""
+    """Return the attribution of every GPU-second of a trace, or of those in `window` (seconds)."""
     return attribute_sides(trace, window).whole
 
 
 def attribute_sides(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> SidesAttribution:
-    """Attribute every GPU-second as `attribute` does, of all sides together and of each."""
+    """Return the attribution of all sides together and of each side; see `attribute`."""
     reader = AttributionReader(trace)
     reader.mark(window)
     reader.read(trace.entries)
@@ -102,10 +104,14 @@ def attribute_sides(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> S
 
 
 class AttributionReader:
-    """Attributes GPU-seconds block by block: each as soon as nothing is left to be told of its instant."""
+    """Attributes GPU-seconds block by block.
+
+    A GPU-second is attributed once no later event can change what its GPU did: some events report an
+    activity only at its end.
+    """
 
     def __init__(self, trace: Trace) -> None:
-        """Take what a trace says of its run; its entries are read by `read`."""
+        """Read the header of a trace; pass its entries to `read`."""
         run = trace.run
         self._run = run
         self._timeline = TimelineReader()
@@ -114,7 +120,7 @@ class AttributionReader:
         self._seconds = IntervalSums[tuple[str, str]]()
         """GPU-seconds of each side by activity or cause."""
         self._here: dict[tuple[str, str], float] = defaultdict(float)
-        """Those of the slot that the sweep is in."""
+        """GPU-seconds of the current slot, by side and by activity or cause."""
         self._counts = Counts(run.rollout.num_kinds, run.num_trainers)
         self._swept_until = 0.0
         self._slot = 0
@@ -125,24 +131,24 @@ class AttributionReader:
         """Name of each kind of replica, and the GPUs of one."""
 
     def mark(self, times: Sequence[float]) -> None:
-        """Enter instants between which shares may be asked for, before what comes after them is read."""
+        """Add instants for `between`. Call this before entries after these instants are read."""
         self._seconds.marks.extend(times)
         self._parts.mark(times)
 
     def read(self, entries: Sequence[Entry]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         self._timeline.read(entries)
         self._changes.read(entries)
         self._parts.read(entries)
 
     def settle(self) -> None:
-        """Attribute what can be known by now, and forget it."""
+        """Attribute the GPU-seconds that no later entry can change, and free their memory."""
         timeline = self._timeline.take(self._timeline.known_until)
         self._parts.take(timeline)
         self._sweep(timeline)
 
     def finish(self) -> None:
-        """Attribute what is left, up to the last entry."""
+        """Attribute the remaining GPU-seconds up to the last entry."""
         timeline = self._timeline.finish()
         self._parts.finish(timeline)
         self._sweep(timeline)
@@ -169,20 +175,20 @@ class AttributionReader:
         )
 
     def idle_of_steps(self, stepped_at: Sequence[float]) -> dict[str, Floats]:
-        """Return the GPU-seconds of each side, by name, that stood idle in each step, for any cause.
+        """Return the idle GPU-seconds of each side in each step, for all causes together.
 
         Args:
-            stepped_at: instant at which each step ended, which is a mark.
+            stepped_at: instant at which each step ended; each must be a mark.
         """
         idle: dict[str, Floats] = {}
         for (side, activity), seconds in self._seconds.until(stepped_at):
-            so_far = idle.setdefault(side, np.zeros(len(stepped_at)))
+            until = idle.setdefault(side, np.zeros(len(stepped_at)))
             if activity in IDLE:
-                so_far += seconds
+                until += seconds
         return {side: np.diff(until, prepend=0.0) for side, until in idle.items()}
 
     def _sweep(self, timeline: Timeline) -> None:
-        """Add up GPU-seconds between each two instants at which anything changes."""
+        """Add up GPU-seconds between consecutive changes of the counts."""
         counts = self._counts
         for change in self._changes.take(timeline):
             if change.time > self._swept_until:
@@ -191,7 +197,7 @@ class AttributionReader:
         self._go_on(timeline.end)
 
     def _go_on(self, time: float) -> None:
-        """Go on to an instant, from slot to slot."""
+        """Advance to an instant, and close each slot that ends before it."""
         marks = self._seconds.marks
         while self._slot < len(marks) and marks[self._slot] <= time:
             self._add_until(marks[self._slot])
@@ -208,7 +214,7 @@ class AttributionReader:
         self._swept_until = time
 
     def _shares_now(self) -> Shares:
-        """Yield what the GPUs of every side do, or wait for, at the instant of the sweep."""
+        """Yield the activity or cause of idle time of each side's GPUs at the current instant."""
         run, counts, is_on_policy = self._run, self._counts, self._is_on_policy
         if run.policies.shares_gpus:
             yield from _shared_shares(counts, run.rollout, run.trainer, run.num_gpus, is_on_policy)
@@ -216,10 +222,10 @@ class AttributionReader:
             for kind, (name, degree) in enumerate(self._degrees):
                 for activity, replicas in _replica_shares(counts, kind, is_on_policy):
                     yield name, activity, replicas * degree
-            yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
-        for number, follower in enumerate(run.followers, start=1):
-            num_gpus = 0 if counts.trainers[number]["away"] else follower.num_gpus
-            yield follower.name, _secondary_trainer_activity(counts, number), num_gpus
+            yield TRAINER, _primary_trainer_activity(counts), run.trainer.num_gpus
+        for number, secondary in enumerate(run.followers, start=1):
+            num_gpus = 0 if counts.trainers[number]["away"] else secondary.num_gpus
+            yield secondary.name, _secondary_trainer_activity(counts, number), num_gpus
         if run.verifier.num_gpus:
             yield from _verifier_shares(counts, run.verifier, is_on_policy)
 
@@ -228,9 +234,9 @@ class AttributionReader:
         self._here.clear()
 
 
-def _shares(found: dict[str, float], parts: Parts) -> Attribution:
-    """Return the shares of GPU-seconds, those that generate divided into their parts."""
-    seconds = dict(found)
+def _shares(by_activity: dict[str, float], parts: Parts) -> Attribution:
+    """Return the shares of GPU-seconds, with generation divided into prefill, decode and underfilled."""
+    seconds = dict(by_activity)
     generating = seconds.pop("generate", 0.0)
     seconds["prefill"] = min(parts.prefill, generating)
     seconds["decode"] = generating - seconds["prefill"]
@@ -247,7 +253,7 @@ def _shares(found: dict[str, float], parts: Parts) -> Attribution:
 
 
 Shares: TypeAlias = Iterator[tuple[str, str, int]]
-"""Of which side how many GPUs do, or wait for, what: side, activity or cause, GPUs."""
+"""Side, activity or cause, and number of GPUs."""
 
 
 def _shared_shares(
@@ -257,7 +263,7 @@ def _shared_shares(
     num_gpus: int,
     is_on_policy: bool,
 ) -> Shares:
-    """Yield what the GPUs do that are both the replicas' and the leading trainer's."""
+    """Yield the activities of the GPUs that replicas and the primary trainer share."""
     generating = counts.run["replica generate"] * rollout.gpus_per_replica
     work = _work(counts, LEADER)
     if work in ("score", "train"):
@@ -269,17 +275,17 @@ def _shared_shares(
     for activity, replicas in _replica_shares(counts, 0, is_on_policy):
         cause = work if work and activity == "pipeline" else activity
         yield SHARED, cause, replicas * rollout.gpus_per_replica
-    yield SHARED, _leader_activity(counts), num_gpus - rollout.num_gpus
+    yield SHARED, _primary_trainer_activity(counts), num_gpus - rollout.num_gpus
 
 
 # Replicas -----------------------------------------------------------------------------------------
 
 
 def _replica_shares(counts: Counts, kind: int, is_on_policy: bool) -> Iterator[tuple[str, int]]:
-    """Yield how many replicas of a kind do, or wait for, what."""
+    """Yield each activity or cause of idle time with the number of replicas of this kind."""
     own = counts.kinds[kind]
     missing = max(0, own["wanted"] - own["replicas"])
-    yield _coming_up(counts), missing + own["replica start-up"]
+    yield _start_cause(counts), missing + own["replica start-up"]
     yield "generate", own["replica generate"]
     yield "sync", own["replica sync"]
     yield _replica_cause(counts, is_on_policy), _num_idle(own)
@@ -295,7 +301,7 @@ def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
     if leader["ungenerated"]:
         if run["replica generate"]:
             return "skew"
-        return "sync" if is_syncing else _under_way(counts)
+        return "sync" if is_syncing else _cause_of_no_generation(counts)
     if leader["failure"]:
         return "failure"
     if leader["unverified"] and _work(counts, LEADER) is None:
@@ -308,7 +314,7 @@ def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
 # Trainers -----------------------------------------------------------------------------------------
 
 
-def _leader_activity(counts: Counts) -> str:
+def _primary_trainer_activity(counts: Counts) -> str:
     work = _work(counts, LEADER)
     if work is not None:
         return work
@@ -316,10 +322,13 @@ def _leader_activity(counts: Counts) -> str:
 
 
 def _secondary_trainer_activity(counts: Counts, trainer: int) -> str:
-    """Return a secondary trainer's activity or the cause of its idle time. It waits for groups until the primary trainer releases them."""
-    found = _work(counts, trainer) or _lack(counts, trainer)
-    if found is not None:
-        return found
+    """Return the activity of a secondary trainer, or the cause of its idle time.
+
+    It gets complete groups only after the primary trainer has stepped.
+    """
+    activity = _work(counts, trainer) or _lack(counts, trainer)
+    if activity is not None:
+        return activity
     if counts.run["has last prompts"]:
         return "wind-down"
     if counts.trainers[LEADER]["failure"]:
@@ -328,14 +337,14 @@ def _secondary_trainer_activity(counts: Counts, trainer: int) -> str:
 
 
 def _lack(counts: Counts, trainer: int) -> str | None:
-    """Return why a trainer lacks rollouts that it could train on; None where nothing is under way for it."""
+    """Return why a trainer has no rollouts to train on; None if no rollouts for it are in progress."""
     own = counts.trainers[trainer]
     if not counts.run["has prompts"]:
         return "start-up"
     if own["ungenerated"]:
         if counts.run["replica generate"]:
             return "skew" if _num_idle(counts.run) else "pipeline"
-        return "sync" if _is_syncing(counts) else _under_way(counts)
+        return "sync" if _is_syncing(counts) else _cause_of_no_generation(counts)
     return "verifier" if own["unverified"] else None
 
 
@@ -350,7 +359,7 @@ def _work(counts: Counts, trainer: int) -> str | None:
 
 
 def _verifier_shares(counts: Counts, verifier: VerifierConfig, is_on_policy: bool) -> Shares:
-    """Yield what the GPUs of the verifiers do: each worker has one reward at a time."""
+    """Yield the activities of the verifiers' GPUs. Each worker computes one reward at a time."""
     busy = min(counts.run["verifying"], verifier.workers)
     yield VERIFIER, "verify", busy * verifier.gpus_per_worker
     idle = verifier.workers - busy
@@ -364,11 +373,11 @@ def _verifier_cause(counts: Counts, is_on_policy: bool) -> str:
     return "pipeline" if cause == "verifier" else cause
 
 
-# What several ask ---------------------------------------------------------------------------------
+# Shared ------------------------------------------------------------------------------------------
 
 
 def _num_idle(counts: dict[str, int]) -> int:
-    """Replicas that are up and do nothing, of all or of a kind."""
+    """Return the number of started replicas without an activity, from the counts of all or of one kind."""
     is_up = counts["replicas"] - counts["replica start-up"]
     return is_up - counts["replica generate"] - counts["replica sync"]
 
@@ -377,12 +386,12 @@ def _is_syncing(counts: Counts) -> bool:
     return bool(counts.run["push"] or counts.run["replica sync"])
 
 
-def _under_way(counts: Counts) -> str:
-    """Say why nobody generates what was asked for: replicas come up, or word of it is under way."""
-    coming = (own["wanted"] > own["replicas"] or own["replica start-up"] for own in counts.kinds)
-    return _coming_up(counts) if any(coming) else "pipeline"
+def _cause_of_no_generation(counts: Counts) -> str:
+    """Return why no replica generates although rollouts wait: replicas start, or a message crosses a link."""
+    starting = (own["wanted"] > own["replicas"] or own["replica start-up"] for own in counts.kinds)
+    return _start_cause(counts) if any(starting) else "pipeline"
 
 
-def _coming_up(counts: Counts) -> str:
-    """Say why replicas come up: once one was lost, each that starts is a replacement."""
+def _start_cause(counts: Counts) -> str:
+    """Return why replicas start. After the first loss, every starting replica is a replacement."""
     return "failure" if counts.run["lost"] else "start-up"

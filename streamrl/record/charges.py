@@ -31,16 +31,16 @@ from streamrl.runfile.units import SECONDS_PER_HOUR
 
 
 class PaidReplicas:
-    """Counts them block by block, and keeps how many there were whenever that changed."""
+    """Counts the replicas that are paid for: the wanted number, or the existing number if it is larger."""
 
     def __init__(self, wanted: int) -> None:
-        """Take how many replicas a run file wants."""
+        """Start with the number of replicas in the run file."""
         self._wanted, self._there = wanted, 0
         self._since = [0.0]
         self._paid = [wanted]
 
     def read(self, entries: Iterable[tuple[float, Event, list[Command]]]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         for time, event, commands in entries:
             match event:
                 case ReplicaStopped() | ReplicaLost() | Failed(StartReplica() | StopReplica()):
@@ -58,7 +58,7 @@ class PaidReplicas:
                 self._paid.append(paid)
 
     def mean(self, start: float, end: float) -> float:
-        """Return how many were paid for on average between two instants."""
+        """Return the mean number of paid replicas between two instants in seconds."""
         first = bisect_right(self._since, start)
         edges = [start, *self._since[first : bisect_right(self._since, end)], end]
         paid = self._paid[first - 1 :]
@@ -67,17 +67,17 @@ class PaidReplicas:
 
 
 def read_replicas(trace: Trace) -> PaidReplicas:
-    """Count the replicas of a whole trace."""
-    found = PaidReplicas(trace.run.rollout.num_replicas)
-    found.read(trace.entries)
-    return found
+    """Return the paid replicas of a whole trace."""
+    replicas = PaidReplicas(trace.run.rollout.num_replicas)
+    replicas.read(trace.entries)
+    return replicas
 
 
 BYTES_PER_GB = 1e9
 
 
 class PaidSide(NamedTuple):
-    """A side of a run, and the GPUs that it had on average."""
+    """A side of a run, and its mean number of GPUs."""
 
     side: Side
     num_gpus: float
@@ -85,14 +85,19 @@ class PaidSide(NamedTuple):
 
 @dataclass(frozen=True)
 class PaidGpus:
-    """The GPUs that a run pays for; what replicas and a trainer share counts once."""
+    """The GPUs that a run pays for. GPUs that replicas and a trainer share count once."""
 
     pools: Mapping[str, PoolConfig]
     sides: Sequence[PaidSide]
 
     @classmethod
     def of(cls, run: Run, num_replicas: float | None = None) -> PaidGpus:
-        """Return the GPUs of a run with this mean number of replicas; those of the run file where absent."""
+        """Return the paid GPUs of a run.
+
+        Args:
+            run: the run file.
+            num_replicas: mean number of replicas; None for the number in the run file.
+        """
         more = 0.0 if num_replicas is None else num_replicas - run.rollout.num_replicas
         sides = []
         for side in sides_of(run):
@@ -103,7 +108,7 @@ class PaidGpus:
 
     @property
     def by_pool(self) -> dict[str, float]:
-        """Return the paid GPUs of each pool: all GPUs of an owned pool, of others those that a side uses."""
+        """Return the paid GPUs of each pool: all GPUs of an owned pool, and the used GPUs of a rented one."""
         paid = dict.fromkeys(self.pools, 0.0)
         for side, num_gpus in self.sides:
             paid[side.pool] += num_gpus
@@ -112,7 +117,7 @@ class PaidGpus:
 
     @property
     def dollars_per_second(self) -> float:
-        """Return what all paid GPUs cost a second."""
+        """Return the dollars per second of all paid GPUs."""
         prices = (num_gpus * price_of(self.pools[name]) for name, num_gpus in self.by_pool.items())
         return sum(prices) / SECONDS_PER_HOUR
 
@@ -120,16 +125,20 @@ class PaidGpus:
 def egress_dollars(
     links: list[LinkConfig], kinds: tuple[RolloutConfig, ...], trainer_pool: str, num_bytes: float
 ) -> float:
-    """Return what it costs to send bytes from the trainer to the replicas, to each pool as many: nothing within one."""
-    ways = {own.pool: find_link(links, own.pool, trainer_pool) for own in kinds}
-    prices = [0.0 if index is None else links[index].price_per_gb for index in ways.values()]
+    """Return the dollars of sending bytes from the trainer to all replicas.
+
+    Each pool of replicas receives an equal part. Traffic within a pool is free.
+    """
+    links_to = {own.pool: find_link(links, own.pool, trainer_pool) for own in kinds}
+    prices = [0.0 if index is None else links[index].price_per_gb for index in links_to.values()]
     return num_bytes / BYTES_PER_GB * sum(prices) / len(prices)
 
 
 class Pushes:
-    """Counts the pushes of a run, all of the same size.
+    """Counts the weight pushes of a run, which all have the same size.
 
-    Caches that migrate stay within the pool of the replicas, and rollouts are small beside weights: neither counts.
+    Other traffic does not count. KV caches migrate only within the pool of the replicas, and rollouts
+    are small compared with weights.
     """
 
     def __init__(self) -> None:
@@ -137,7 +146,7 @@ class Pushes:
         self._num_bytes = self._num_done = 0
 
     def read(self, entries: Iterable[Entry]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         for time, event, commands in entries:
             if type(event) is WeightsPushed:
                 self._num_bytes += event.num_bytes
@@ -147,7 +156,7 @@ class Pushes:
                     self._begun_at.append(time)
 
     def num_bytes(self, start: float, end: float) -> float:
-        """Return the bytes of the pushes that begin from one instant on and before another."""
+        """Return the bytes of the pushes that begin in the interval [start, end)."""
         if not self._num_done:
             return 0.0
         count = bisect_left(self._begun_at, end) - bisect_left(self._begun_at, start)

@@ -1,17 +1,15 @@
 """Write a run as a Chrome trace for ui.perfetto.dev and chrome://tracing.
 
-A run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
-
     process     tracks
-    replicas    a thread a replica with its activities; its rollouts as overlapping (async) slices; how many run on all,
-                and on how many GPUs' worth a full batch would be missed, as counters
-    trainers    a thread a trainer: score, train, checkpoint, failure; its version as a counter; an instant for each
-                step of the one that leads
-    links       pushes of weights
-    verifiers   when any reward is computed, where verifiers have GPUs
+    replicas    one thread for each replica: its activities, and its rollouts as overlapping (async) slices.
+                Counters: running rollouts, and underfilled GPUs
+    trainers    one thread for each trainer: score, train, checkpoint, failure. Counter: its version.
+                An instant for each step of the primary trainer
+    links       weight pushes
+    verifiers   when any reward is computed, if verifiers have GPUs
 
-Format: "Trace Event Format", Google, 2016; times are microseconds. A file that is written while a run goes on is an
-array of the same events, which need not be in order of time and whose closing bracket may be missing.
+Format: "Trace Event Format", Google, 2016. Times are in microseconds. A file of a running run is an array of
+the same events. Its events may be out of order, and the closing bracket may be missing.
 """
 
 from __future__ import annotations
@@ -59,13 +57,13 @@ MICROSECONDS = 1e6
 
 Arguments: TypeAlias = dict[str, str | int | float]
 Thread: TypeAlias = tuple[int, int]
-"""Process, and thread of it."""
+"""Number of a process, and number of its thread."""
 
 
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One trace event: X slice, b and e ends of an async slice, C counter, i instant, M metadata.
+    """One trace event: X slice, b and e the begin and end of an async slice, C counter, i instant, M metadata.
 
-    Every event says its thread: where `tid` is absent, Perfetto takes the thread numbered as the process is.
+    Every event has a `tid`. Without it, Perfetto uses the thread with the number of the process.
     """
 
     ph: Literal["X", "b", "e", "C", "i", "M"]
@@ -77,12 +75,12 @@ class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     cat: str = ""
     id: int | None = None
     s: Literal["g", ""] = ""
-    """Scope of an instant: g is the whole trace."""
+    """Scope of an instant: g for the whole trace."""
     args: Arguments | None = None
 
 
 def slice_event(span: Span, thread: Thread) -> TraceEvent:
-    """Return a slice of a thread."""
+    """Return the event of a span on a thread."""
     start, end = microseconds(span.start), microseconds(span.end)
     return TraceEvent(
         ph="X",
@@ -98,7 +96,7 @@ def slice_event(span: Span, thread: Thread) -> TraceEvent:
 def rollout_event(
     ph: Literal["b", "e"], replica: int, attempt: int, ts: float, args: Arguments | None
 ) -> TraceEvent:
-    """Return an end of a rollout's slice, which is of its replica."""
+    """Return the begin or end of an attempt's slice on the thread of its replica; `attempt` is its id."""
     return TraceEvent(
         ph=ph,
         name=f"rollouts of replica {replica}",
@@ -112,39 +110,39 @@ def rollout_event(
 
 
 def name_thread(pid: int, tid: int, name: str) -> Iterator[TraceEvent]:
-    """Yield the name of a thread, and its place among the others."""
+    """Yield the events that name a thread and sort it by its number."""
     yield metadata_event("thread_name", pid, tid, {"name": name})
     yield metadata_event("thread_sort_index", pid, tid, {"sort_index": tid})
 
 
 def metadata_event(name: str, pid: int, tid: int, args: Arguments) -> TraceEvent:
-    """Return what names a process or a thread, or gives it its place."""
+    """Return the event that names or sorts a process or a thread."""
     return TraceEvent(ph="M", name=name, pid=pid, tid=tid, ts=0.0, args=args)
 
 
 def counter_event(name: str, pid: int, time: float, value: float) -> TraceEvent:
-    """Return what a counter says from an instant on."""
+    """Return the event that sets a counter at `time` seconds."""
     return TraceEvent(
         ph="C", name=name, pid=pid, tid=0, ts=microseconds(time), args={"value": value}
     )
 
 
 def instant_event(name: str, time: float) -> TraceEvent:
-    """Return a mark over the whole trace."""
+    """Return a mark across the whole trace at `time` seconds."""
     return TraceEvent(ph="i", name=name, pid=TRAINERS, tid=0, ts=microseconds(time), s="g")
 
 
 def microseconds(seconds: float) -> float:
-    """Return microseconds to the nanosecond, which is as fine as viewers go."""
+    """Return a time in microseconds, rounded to nanoseconds, the finest unit of the viewers."""
     return round(max(seconds, 0.0) * MICROSECONDS, 3)
 
 
 BEFORE = 1e-6
-"""Seconds before an event at which a block is cut, so that nothing but the cut happens at that instant."""
+"""Blocks are cut this many seconds before an event. So no other change happens at the instant of the cut."""
 
 
 class ChromeReader:
-    """Reads a run block by block; what it keeps is what is under way, and rollouts that wait to be trained on."""
+    """Converts a trace block by block. It keeps only running activities and rollouts that wait for training."""
 
     def __init__(
         self,
@@ -152,9 +150,13 @@ class ChromeReader:
         followers: tuple[SecondaryTrainerConfig, ...],
         verifier: VerifierConfig,
     ) -> None:
-        """Take what is known of full batches, and the sections of a run file that name threads.
+        """Set what is known before the first entry.
 
-        Without decode curves no underfilled GPUs are counted: that takes the whole run, see `count_underfilled`.
+        Args:
+            full: the throughput of full batches. Without decode curves, underfilled GPUs need the
+                whole run; see `count_underfilled`.
+            followers: sections of the secondary trainers.
+            verifier: section of the verifiers.
         """
         self._full = full
         self._has_verifier = verifier.num_gpus > 0
@@ -164,16 +166,16 @@ class ChromeReader:
         self._trainers = trainer_names(followers)
         self._versions = [0] * len(self._trainers)
         self._cut_at = -inf
-        """Where the last block ended."""
+        """Instant at which the last block ended."""
         self._cut: dict[Thread, Span] = {}
-        """By thread: what went on then."""
+        """By thread: the span that continued at that instant."""
         self._named: set[int] = set()
         self._kinds: dict[int, int] = {}
         self._running = _Counter("running rollouts")
         self._underfilled = _Counter("underfilled GPUs")
 
     def names(self) -> Iterator[TraceEvent]:
-        """Name processes and threads, and keep trainers in order; replicas are named as they come."""
+        """Yield the names of processes and trainers' threads. Replicas are named when they start."""
         shown = {pid: name for pid, name in PROCESSES.items() if pid != VERIFIERS}
         if self._has_verifier:
             shown[VERIFIERS] = PROCESSES[VERIFIERS]
@@ -186,7 +188,7 @@ class ChromeReader:
         yield metadata_event("thread_name", LINKS, 0, {"name": "push"})
 
     def read(self, entries: Sequence[Entry]) -> Iterator[TraceEvent]:
-        """Take the entries that come after those before, and yield what is known at once."""
+        """Read the next entries of the trace, and yield the events that are complete."""
         self._timeline.read(entries)
         if self._full.curves:
             self._decoding.read(entries)
@@ -195,23 +197,23 @@ class ChromeReader:
             yield from self._rollouts.read(entry)
 
     def settle(self) -> Iterator[TraceEvent]:
-        """Yield what can be known by now, so that it need not be kept."""
+        """Yield the events of spans that no later entry can change, and free their memory."""
         until = self._timeline.known_until - BEFORE
         if until > self._cut_at:
             yield from self._go_on(self._timeline.take(until))
 
     def finish(self) -> Iterator[TraceEvent]:
-        """Yield what is left, once every entry is read."""
+        """Yield the remaining events. Call this after the last entry."""
         yield from self._rollouts.finish()
         yield from self._go_on(self._timeline.finish(), is_last=True)
 
     def count_underfilled(self, found: Underfilled) -> Iterator[TraceEvent]:
-        """Count the GPUs whose decoding full batches would not have needed, from all that a run lost."""
+        """Yield the counter of underfilled GPUs from the underfilled seconds of a whole run."""
         self._enter_lost(found)
         yield from self._underfilled.until(inf, inf)
 
     def _go_on(self, timeline: Timeline, *, is_last: bool = False) -> Iterator[TraceEvent]:
-        """Yield what happened since the last block; what is cut waits for its end."""
+        """Yield the events of the next part of the timeline. A span that is cut is kept until it ends."""
         self._kinds = timeline.kinds
         for replica in timeline.replicas:
             if replica not in self._named:
@@ -236,7 +238,7 @@ class ChromeReader:
         self._cut_at = timeline.end
 
     def _slices(self, thread: Thread, spans: Sequence[Span], until: float) -> Iterator[TraceEvent]:
-        """Yield what one thread did, pieces put together where the last block was cut."""
+        """Yield the slices of one thread, and join a span that the last block cut."""
         cut = self._cut.pop(thread, None)
         for number, span in enumerate(spans):
             if cut is not None and number == 0 and _goes_on(cut, span):
@@ -254,9 +256,9 @@ class ChromeReader:
             yield slice_event(cut, thread)
 
     def _lose(self, until: float, *, is_last: bool) -> Iterator[TraceEvent]:
-        """Count the GPUs that were underfilled in the stretches that ended."""
-        found = self._decoding.finish() if is_last else self._decoding.take(until)
-        self._enter_lost(lost_of(found, self._full, self._kinds))
+        """Yield the counter of underfilled GPUs for the time ranges that ended."""
+        decoding = self._decoding.finish() if is_last else self._decoding.take(until)
+        self._enter_lost(lost_of(decoding, self._full, self._kinds))
         begun = min(map(self._decoding.began_at, self._named), default=inf)
         yield from self._underfilled.until(inf if is_last else min(until, begun), inf)
 
@@ -268,7 +270,7 @@ class ChromeReader:
                 self._underfilled.add(end, -share * degree)
 
     def _mark(self, entry: Entry) -> Iterator[TraceEvent]:
-        """Count policy versions, and mark what concerns the whole run."""
+        """Yield policy versions as counters, and events of the whole run as instants."""
         time, event, _ = entry
         match event:
             case RunStarted(version):
@@ -294,7 +296,7 @@ class ChromeReader:
                 pass  # concerns one resource
 
     def _name_joined(self, event: TrainerJoined) -> Iterator[TraceEvent]:
-        """Name the thread of a trainer that joined, where the run file has not got it."""
+        """Yield the thread name of a trainer that joined and is not in the run file."""
         if event.trainer == len(self._trainers):
             self._trainers.append(str(event.follower.get("name")))
             self._versions.append(0)
@@ -307,34 +309,34 @@ class ChromeReader:
 
 
 class _Rollouts:
-    """Makes an async slice of each attempt that reported its end, once its rollout is trained on or given up.
+    """Makes an async slice of each finished attempt, once its rollout is trained on or dropped.
 
-    Slices of a replica share one name: viewers make a track of each name, and there are too many rollouts
-    for a track of their own. An attempt has an id of its own, as a rollout may be tried again.
+    All slices of a replica have the same name, because viewers make a track for each name, and there are
+    too many rollouts for that. Each attempt has its own id, because a rollout may have several attempts.
     """
 
     def __init__(self) -> None:
         self._replicas: dict[int, int] = {}
-        """By rollout: where its attempt runs."""
+        """By rollout: the replica that runs its attempt."""
         self._given_up: set[int] = set()
         """Rollouts that were dropped while an attempt ran."""
         self._num_attempts = 0
         self._ended: defaultdict[int, list[tuple[TraceEvent, TraceEvent]]] = defaultdict(list)
-        """By rollout: begin and end of each attempt."""
+        """By rollout: begin and end events of each attempt."""
         self._born: dict[int, int] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._version = 0
-        """Of the trainer that leads."""
+        """Version of the primary trainer."""
 
     def read(self, entry: Entry) -> Iterator[TraceEvent]:
-        """Take an entry, and yield the attempts at rollouts that it ends."""
+        """Read an entry, and yield the attempts of rollouts that it makes final."""
         time, event, commands = entry
         match event:
             case Generated():
                 self._end(event, time)
                 if event.rollout in self._given_up:
                     self._given_up.remove(event.rollout)
-                    yield from self._tell(event.rollout)
+                    yield from self._emit(event.rollout)
             case Failed(Generate(rollout)):
                 self._replicas.pop(rollout, None)
                 self._given_up.discard(rollout)
@@ -343,32 +345,32 @@ class _Rollouts:
             case RunStarted(version):
                 self._version = version
             case Stepped(version, trainer) | TrainerStarted(trainer, version):
-                if trainer == LEADER:  # no replica loads the others
+                if trainer == LEADER:  # replicas load only its versions
                     self._version = version
             case _:
-                pass  # says nothing of rollouts
+                pass  # changes no rollout
         for command in commands:
             match command:
                 case Generate():
                     self._replicas[command.rollout] = command.replica
                 case Train() if command.trainer == LEADER:
                     for rollout in command.rollouts:
-                        yield from self._tell(rollout, is_trained=True)
+                        yield from self._emit(rollout, is_trained=True)
                 case Step() if command.trainer == LEADER:
                     for group in command.groups:
                         self._groups.pop(group, None)
                 case Drop(group):
                     for rollout in self._groups.pop(group, ()):
-                        yield from self._tell(rollout)
+                        yield from self._emit(rollout)
                         if rollout in self._replicas:
                             self._given_up.add(rollout)
                 case _:
-                    pass  # says nothing of rollouts
+                    pass  # changes no rollout
 
     def finish(self) -> Iterator[TraceEvent]:
-        """Yield the attempts at rollouts that nobody has trained on."""
+        """Yield the attempts of rollouts that were neither trained on nor dropped."""
         for rollout in list(self._ended):
-            yield from self._tell(rollout)
+            yield from self._emit(rollout)
 
     def _end(self, event: Generated, time: float) -> None:
         self._num_attempts += 1
@@ -389,8 +391,8 @@ class _Rollouts:
         )
         self._ended[rollout].append(both)
 
-    def _tell(self, rollout: int, *, is_trained: bool = False) -> Iterator[TraceEvent]:
-        """Yield the attempts at a rollout, with how many versions it was behind when it was trained on."""
+    def _emit(self, rollout: int, *, is_trained: bool = False) -> Iterator[TraceEvent]:
+        """Yield the attempts of a rollout, with its staleness if it is trained on."""
         born = self._born.pop(rollout, None)
         for begin, end in self._ended.pop(rollout, ()):
             args = begin.args
@@ -401,7 +403,7 @@ class _Rollouts:
 
 
 class _Counter:
-    """Adds up changes, and tells the sum at each instant once no earlier change can come."""
+    """Adds up changes, and yields the sum at each instant once no earlier change can arrive."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -409,11 +411,11 @@ class _Counter:
         self._value: float = 0
 
     def add(self, time: float, change: float) -> None:
-        """Enter a change."""
+        """Add a change at `time` seconds."""
         self._changes[time] += change
 
     def until(self, time: float, cut_at: float) -> Iterator[TraceEvent]:
-        """Yield the sums at instants before `time`; at a cut nothing changes but what is put together again."""
+        """Yield the sums at instants before `time`, except a sum that did not change at the instant of a cut."""
         for at in sorted(at for at in self._changes if at < time):
             change = self._changes.pop(at)
             self._value += change
@@ -426,12 +428,12 @@ def _goes_on(cut: Span, span: Span) -> bool:
 
 
 def _activities(spans: Sequence[Span]) -> list[Span]:
-    """Return what a replica did in order; which rollouts ran is told beside it."""
+    """Return the spans of a replica in order, without labels of rollouts, which have their own slices."""
     return sorted(s._replace(label="") if s.activity == "generate" else s for s in spans)
 
 
 CHROME_TRACE = "chrome_trace.json"
-"""In a run's directory."""
+"""File name in a run directory."""
 
 
 def chrome_trace(trace: Trace) -> bytes:
@@ -444,7 +446,7 @@ def chrome_trace(trace: Trace) -> bytes:
         run = trace.run
         reader = ChromeReader(FullBatches.of(trace), run.followers, run.verifier)
         events = [*reader.names(), *reader.read(trace.entries), *reader.finish()]
-        if not trace.decode:  # full batches had to be looked for in all of the run
+        if not trace.decode:  # then the throughput of full batches comes from the whole run
             events += reader.count_underfilled(read_underfilled(trace))
     events.sort(key=_place)
     return msgspec.json.encode(

@@ -42,9 +42,10 @@ from streamrl.runfile.roles_config import RolloutConfig
 
 
 def measured_yield(run: Run) -> list[DecodeYield]:
-    """Return what a full batch of each kind of replica yields by the profile that the run file names, if it is of this run.
+    """Return the decode curve of each kind of replica from the profile `costs.profile`, or none if it does not fit the run.
 
-    Executed replicas have memory for the longest output of `max_running` rollouts, so nothing else bounds a batch.
+    Executed replicas have memory for the longest output of `max_running` rollouts, so memory does not
+    limit the batch.
     """
     if run.costs.profile is None:
         return []
@@ -60,21 +61,21 @@ def measured_yield(run: Run) -> list[DecodeYield]:
 
 
 class Decoding(NamedTuple):
-    """Stretches of one replica's time in which its batch was the same, as arrays in order of time."""
+    """Time ranges in which the batch of one replica did not change, as arrays in order of time."""
 
     start: Floats
     end: Floats
     num_running: Floats
     context: Floats
-    """Mean tokens of a running rollout's prompt and output, in the middle of the stretch."""
+    """Mean tokens of a running rollout's prompt and output, in the middle of the range."""
     prompt: Floats
     """Mean tokens of a running rollout's prompt."""
     rate: Floats
-    """Tokens a second of all that run, each at the mean rate of its attempt."""
+    """Tokens per second of all running rollouts, each at the mean rate of its attempt."""
 
     @property
     def seconds(self) -> Floats:
-        """How long each stretch is."""
+        """The length of each time range."""
         return self.end - self.start
 
 
@@ -85,34 +86,35 @@ class _Stay(NamedTuple):
     end: float
     prompt: float
     context: float
-    """At the start."""
+    """Tokens of prompt and output at the start."""
     made: float
+    """Tokens that it decoded."""
     is_known: bool
-    """Whether it reported when it ran and what it made."""
+    """Whether its running time and its tokens were reported."""
 
 
 def read_decoding(trace: Trace) -> dict[int, Decoding]:
-    """Return what each replica decoded, by replica; one that never did is left out."""
+    """Return the decoding of each replica by its id, without replicas that never decoded."""
     reader = DecodingReader()
     reader.read(trace.entries)
     return reader.finish()
 
 
 class DecodingReader:
-    """Reads what each replica decoded, block by block."""
+    """Reads the decoding of each replica from a trace, block by block."""
 
     def __init__(self) -> None:
         self._stays: dict[int, list[_Stay]] = defaultdict(list)
-        """Of each replica those that ended, and have a part in stretches that were not taken."""
+        """By replica: finished stays that overlap time ranges that were not returned yet."""
         self._since: dict[int, float] = {}
-        """By replica, the end of the last stretch that was taken."""
+        """By replica: the end of the last returned time range."""
         self._prompts: dict[int, int] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._sent: dict[int, tuple[Generate, float, int]] = {}
         self._now = 0.0
 
     def read(self, entries: Iterable[Entry]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         for now, event, commands in entries:
             self._now = now
             match event:
@@ -126,7 +128,7 @@ class DecodingReader:
                         self._groups[drawn.group] = drawn.rollouts
                         self._prompts.update(dict.fromkeys(drawn.rollouts, drawn.prompt_tokens))
                 case _:
-                    pass  # begins and ends no decoding
+                    pass  # does not concern decoding
             for each in commands:
                 if isinstance(each, Generate):
                     self._sent[each.rollout] = each, now, self._prompts[each.rollout]
@@ -136,7 +138,10 @@ class DecodingReader:
                     self._forget((each.group,))
 
     def take(self, until: float) -> dict[int, Decoding]:
-        """Return once the stretches of each replica that ended by an instant before which nothing is left to be told."""
+        """Return the time ranges of each replica up to `until` that were not returned yet.
+
+        No later entry may report anything before `until`; see `TimelineReader.known_until`.
+        """
         taken = {}
         for replica, stays in self._stays.items():
             since = self._since.get(replica, -inf)
@@ -150,11 +155,11 @@ class DecodingReader:
         return taken
 
     def began_at(self, replica: int) -> float:
-        """Return when the stretch began that a replica's next one goes on from; infinity where it decodes nothing."""
+        """Return the instant at which the replica's next time range begins; infinity if it decodes nothing."""
         return self._since[replica] if replica in self._stays else inf
 
     def finish(self) -> dict[int, Decoding]:
-        """Return all stretches that are left; what still runs is taken to run until the last entry."""
+        """Return the remaining time ranges. Running attempts are assumed to run until the last entry."""
         for rollout in list(self._sent):
             self._end_unknown(rollout)
         return self.take(inf)
@@ -165,7 +170,7 @@ class DecodingReader:
         self._stays[command.replica].append(stay)
 
     def _forget(self, groups: tuple[int, ...]) -> None:
-        """Forget what nobody generates any more."""
+        """Forget groups that are trained on or dropped."""
         for group in groups:
             for rollout in self._groups.pop(group, ()):
                 del self._prompts[rollout]
@@ -173,15 +178,15 @@ class DecodingReader:
 
 def _stay(command: Generate, event: Generated, now: float, prompt: int) -> _Stay:
     start = min(now, now - event.run_time + event.prefill_time)
-    first = min(event.tokens, command.prefix + 1)  # prefill makes a token
+    first = min(event.tokens, command.prefix + 1)  # prefill yields one token
     return _Stay(start, now, prompt, prompt + first, event.tokens - first, is_known=True)
 
 
 def _stretches(stays: list[_Stay], since: float, until: float) -> tuple[Decoding, float]:
-    """Cut a replica's time wherever a rollout joins or leaves, and sum over those between.
+    """Cut a replica's time wherever a rollout joins or leaves its batch, and sum over the batch in between.
 
     Returns:
-        The stretches between two instants, and the end of the last one.
+        The time ranges between two instants, and the end of the last one.
     """
     start, end, prompt, context, made, is_known = np.array(stays, dtype=float).T
     rate = np.divide(made, end - start, out=np.zeros_like(made), where=end > start)
@@ -213,14 +218,14 @@ def _stretches(stays: list[_Stay], since: float, until: float) -> tuple[Decoding
 
 
 YieldSource = Literal["curve", "observed", "unknown"]
-"""Where it is known from what a full batch yields."""
+"""Source of the throughput of a full batch; see the module docstring."""
 ROUNDING = 1e-9
-"""Of the mean of what rollouts hold, which is summed up in another order where a trace is read in other parts: a batch that
-fills memory to the last token does."""
+"""Relative rounding error of the mean tokens of a rollout. It depends on the blocks in which a trace is read, so a batch
+that fills memory exactly must still fit."""
 
 
 class Lost(NamedTuple):
-    """Stretches of one replica's time, and the share of each that a full batch would not have needed."""
+    """Time ranges of one replica, and the share of each that a full batch would not have needed."""
 
     start: Floats
     end: Floats
@@ -228,15 +233,15 @@ class Lost(NamedTuple):
 
 
 class Underfilled(NamedTuple):
-    """What decoding lost to batches that were not full."""
+    """The decode seconds that full batches would not have needed."""
 
     source: YieldSource
     replicas: dict[int, Lost]
-    """By replica; empty where it is not known."""
+    """By replica; empty if the source is "unknown"."""
 
 
 def read_underfilled(trace: Trace) -> Underfilled:
-    """Return what the batches of a run lost, from its trace alone."""
+    """Return the underfilled decode seconds of a whole trace."""
     return lost_of(read_decoding(trace), FullBatches.of(trace), read_timeline(trace).kinds)
 
 
@@ -244,15 +249,15 @@ class FullBatches(NamedTuple):
     """What is known of full batches before a trace's entries are read."""
 
     curves: Sequence[DecodeYield]
-    """Decode curve of each kind of replica; empty where none is known."""
+    """Decode curve of each kind of replica; empty if the trace has none."""
     rollouts: tuple[RolloutConfig, ...]
     """Section of each kind of replica."""
     siblings: int
-    """Rollouts that share the cache of their prompt; 1 where none do."""
+    """Number of rollouts that share the KV cache of their prompt; 1 without sharing."""
 
     @classmethod
     def of(cls, trace: Trace) -> FullBatches:
-        """Return what the header of a trace tells."""
+        """Return what the header of a trace says about full batches."""
         return cls(trace.decode, trace.run.rollout.kinds, trace.run.rollouts_per_prompt)
 
 
@@ -262,14 +267,14 @@ def lost_of(
     kinds: Mapping[int, int],
     rates: Sequence[float | None] | None = None,
 ) -> Underfilled:
-    """Return what batches lost.
+    """Return the underfilled decode seconds.
 
     Args:
-        decoding: by replica.
-        full: what is known of full batches.
-        kinds: which kind a replica is of, by its id; the first where absent.
-        rates: without curves, tokens/s of full batches as `observed_rates` gives them; where absent, those of `decoding`,
-            which must be all of a run then.
+        decoding: decoding by replica.
+        full: what the header says about full batches.
+        kinds: kind by replica; a missing replica is of the first kind.
+        rates: used only without curves: tokens/s of full batches from `observed_rates`. If None,
+            they are taken from `decoding`, which must then be that of the whole run.
     """
     if full.curves:
         shares = {
@@ -279,19 +284,19 @@ def lost_of(
         return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
     if rates is None:
         rates = observed_rates(decoding, full.rollouts, kinds)
-    found = {}
+    lost = {}
     for replica, each in decoding.items():
         rate = rates[kinds.get(replica, 0)]
         if rate is None:
             return Underfilled("unknown", {})
-        found[replica] = _lost(each, np.clip(1 - each.rate / rate, 0.0, 1.0))
-    return Underfilled("observed", found)
+        lost[replica] = _lost(each, np.clip(1 - each.rate / rate, 0.0, 1.0))
+    return Underfilled("observed", lost)
 
 
 def observed_rates(
     decoding: Mapping[int, Decoding], rollouts: tuple[RolloutConfig, ...], kinds: Mapping[int, int]
 ) -> list[float | None]:
-    """Return the tokens/s of a full batch of each kind of replica, as `lost_of` shows some; None of one without."""
+    """Return the median tokens/s of the full batches of each kind of replica; None for a kind without full batches."""
     return [
         _observed(
             [each for replica, each in decoding.items() if kinds.get(replica, 0) == kind], most
@@ -305,7 +310,7 @@ def _lost(decoding: Decoding, share: Floats) -> Lost:
 
 
 def _share_by(curve: DecodeYield, decoding: Decoding, siblings: int) -> Floats:
-    """Return the share lost by a decode curve; a prompt that a group shares is held once."""
+    """Return the underfilled share from a decode curve. A prompt that a group shares is in memory once."""
     own = decoding.context - decoding.prompt * (1 - 1 / siblings)
     running = np.minimum(decoding.num_running, curve.most_running)
     return share_lost(curve, running, decoding.context, own)
@@ -315,10 +320,10 @@ def share_lost(curve: DecodeYield, num_running: Floats, context: Floats, own: Fl
     """Return the share of each decode second that a full batch of the same mean context would not have needed.
 
     Args:
-        curve: of one replica.
+        curve: decode curve of one replica.
         num_running: rollouts in the batch.
-        context: mean tokens that one of them attends to.
-        own: mean tokens that one of them holds beside what it shares.
+        context: mean tokens to which a rollout attends.
+        own: mean tokens in the KV cache for one rollout; a shared prompt counts by its fraction.
     """
     full = _full_batch(curve, num_running, own)
     here = num_running / _step_time(curve, num_running, context)
@@ -327,7 +332,7 @@ def share_lost(curve: DecodeYield, num_running: Floats, context: Floats, own: Fl
 
 
 def _full_batch(curve: DecodeYield, num_running: Floats, own: Floats) -> Floats:
-    """Return the largest batch of rollouts that each hold `own` tokens: no less than what runs."""
+    """Return the largest batch of rollouts with `own` tokens each in memory, and at least `num_running`."""
     most = np.full_like(own, curve.most_running)
     if curve.kv_capacity is not None:
         room = curve.kv_capacity / np.maximum(own, 1.0)
@@ -344,7 +349,7 @@ def _step_time(curve: DecodeYield, num_running: Floats, context: Floats) -> Floa
 
 
 def _observed(decoding: Sequence[Decoding], most: int) -> float | None:
-    """Return the median tokens/s of full batches, each second of them counted once; None where there are none."""
+    """Return the median tokens/s of full batches, weighted by seconds; None without full batches."""
     rates = [each.rate[each.num_running >= most] for each in decoding]
     seconds = [each.seconds[each.num_running >= most] for each in decoding]
     if not sum(map(len, rates)):
@@ -357,22 +362,23 @@ def _observed(decoding: Sequence[Decoding], most: int) -> float | None:
 
 
 ENOUGH = 200_000
-"""Stretches, of 48 bytes each, whose full batches tell what all of a run's yield, where no curve does."""
+"""Without a curve, number of time ranges (48 bytes each) from which the throughput of full batches is taken for the
+whole run."""
 
 Part: TypeAlias = Literal["prefill", "underfilled"]
 
 
 class Parts(NamedTuple):
-    """GPU-seconds of all replicas of a kind together."""
+    """GPU-seconds of prefill and of underfilled decoding, over all replicas of one kind."""
 
     prefill: float
     underfilled: float
     source: YieldSource
-    """Where it is known from what is underfilled."""
+    """Source of the throughput of a full batch."""
 
 
 def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
-    """Return the parts of what replicas of each kind generated in a window."""
+    """Return the parts of generation for each kind of replica in a window of seconds."""
     reader = PartsReader(FullBatches.of(trace), window)
     reader.read(trace.entries)
     reader.finish(read_timeline(trace))
@@ -380,32 +386,32 @@ def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
 
 
 class PartsReader:
-    """Adds the parts up, block by block; without a decode curve stretches are kept until enough of them are known."""
+    """Adds up the parts block by block. Without a decode curve it first collects `ENOUGH` time ranges."""
 
     def __init__(self, full: FullBatches, marks: Sequence[float] = ()) -> None:
         self._full = full
         self._source: YieldSource = "curve" if full.curves else "unknown"
         self._degrees = [own.gpus_per_replica for own in full.rollouts]
         self._kinds: Mapping[int, int] = {}
-        """By replica: of which kind it is, where that is not the first."""
+        """By replica: its kind, if it is not the first kind."""
         self._sums = IntervalSums[tuple[int, Part]](marks)
         self._decoding = DecodingReader()
         self._paused: dict[int, list[Span]] = defaultdict(list)
-        """By replica: when it computed prefixes or loaded weights and decoded nothing."""
+        """By replica: when prefills or weight loads paused its decoding."""
         self._kept: list[dict[int, Decoding]] = []
         self._rates: list[float | None] | None = None
-        """Tokens/s of full batches of each kind of replica, once enough was seen without a curve."""
+        """Without a curve: tokens/s of full batches of each kind, once `ENOUGH` time ranges were collected."""
 
     def mark(self, times: Sequence[float]) -> None:
-        """Enter instants between which sums may be asked for."""
+        """Add instants for `between`. Call this before entries after these instants are read."""
         self._sums.marks.extend(times)
 
     def read(self, entries: Sequence[Entry]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         self._decoding.read(entries)
 
     def take(self, timeline: Timeline) -> None:
-        """Add up what can be known of the part of the run that a timeline is of."""
+        """Add up the part of the run that a timeline covers. Call this with the parts in order."""
         self._see(timeline)
         decoding = self._decoding.take(timeline.end)
         if not self._full.curves and self._rates is None:
@@ -420,24 +426,24 @@ class PartsReader:
             spans[:] = [span for span in spans if span.end > began]
 
     def finish(self, timeline: Timeline) -> None:
-        """Add up what is left, of the last part of the run."""
+        """Add up the last part of the run."""
         self._see(timeline)
         self._enter(_joined([*self._kept, self._decoding.finish()]))
 
     def between(self, start: float, end: float) -> list[Parts]:
         """Return the GPU-seconds of each kind of replica between two marks."""
-        found = self._sums.between(start, end)
+        seconds = self._sums.between(start, end)
         return [
             Parts(
-                found.get((kind, "prefill"), 0.0) * degree,
-                found.get((kind, "underfilled"), 0.0) * degree,
+                seconds.get((kind, "prefill"), 0.0) * degree,
+                seconds.get((kind, "underfilled"), 0.0) * degree,
                 self._source,
             )
             for kind, degree in enumerate(self._degrees)
         ]
 
     def _see(self, timeline: Timeline) -> None:
-        """Enter prefills, which have no loads in them, and what pauses decoding."""
+        """Add prefill seconds, and record when prefills and loads pause decoding."""
         self._kinds = timeline.kinds
         for kind in range(len(self._degrees)):
             own = [s for r, s in timeline.prefills.items() if self._kinds.get(r, 0) == kind]
@@ -449,7 +455,7 @@ class PartsReader:
             self._paused[replica] += sorted([*timeline.prefills.get(replica, []), *loads])
 
     def _enter(self, decoding: dict[int, Decoding]) -> None:
-        """Enter what was lost of stretches, what was paused left out."""
+        """Add the underfilled seconds of time ranges, without paused seconds."""
         source, replicas = lost_of(decoding, self._full, self._kinds, self._rates)
         if decoding or self._rates is None:
             self._source = source
@@ -465,19 +471,19 @@ class PartsReader:
 
 
 def _joined(parts: list[dict[int, Decoding]]) -> dict[int, Decoding]:
-    """Put the stretches of each replica together."""
+    """Return the time ranges of all parts, joined by replica."""
     of_replicas: dict[int, list[Decoding]] = defaultdict(list)
     for part in parts:
         for replica, decoding in part.items():
             of_replicas[replica].append(decoding)
     return {
-        replica: Decoding(*map(np.concatenate, zip(*found, strict=True)))
-        for replica, found in of_replicas.items()
+        replica: Decoding(*map(np.concatenate, zip(*each, strict=True)))
+        for replica, each in of_replicas.items()
     }
 
 
 def _edges(spans: Sequence[Span]) -> Floats:
-    """Return start and end of each span as rows."""
+    """Return an array with a row (start, end) for each span."""
     return np.array([(span.start, span.end) for span in spans], dtype=float).reshape(-1, 2)
 
 

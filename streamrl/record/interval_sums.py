@@ -1,7 +1,7 @@
-"""Amounts by what they are of, and by when: between each two marks, so that any stretch of time can be summed up later.
+"""Sum amounts by key between marks in time, so that the sum over any range of marks can be read later.
 
-Marks are the ends of steps, of which only the end of a run tells which count. A number for each mark and key is all
-that is kept.
+Marks are the ends of steps. Which steps count is known only at the end of a run, so the sums are kept
+for each step: one number for each key and mark.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ Key = TypeVar("Key")
 
 
 FIRST_ROOM = 1 << 15
-"""Slots of a new column: enough that the system maps pages for it, of which it takes those that are written."""
+"""Slots of a new column. An array of this size gets its own memory pages, which use memory only once
+they are written."""
 
 
 class Pieces(NamedTuple):
-    """Stretches of time cut at the marks, as arrays."""
+    """Time ranges cut at the marks, as arrays with one element for each piece."""
 
     whole: npt.NDArray[np.intp]
-    """Place of the stretch that each is a piece of."""
+    """Index of the range that the piece was cut from."""
     slot: npt.NDArray[np.intp]
     start: Floats
     end: Floats
 
 
 class IntervalSums(Generic[Key]):
-    """Sums by key and slot: the first slot lies before the first mark, the last after the last one."""
+    """Sums by key and slot. Slot 0 ends at the first mark, and the last slot begins at the last mark."""
 
     def __init__(self, marks: Iterable[float] = ()) -> None:
         self.marks = array("d", marks)
@@ -46,7 +47,7 @@ class IntervalSums(Generic[Key]):
         return bisect_left(self.marks, time)
 
     def add(self, slot: int, amounts: Mapping[Key, float]) -> None:
-        """Add amounts to those of a slot."""
+        """Add amounts to the sums of one slot."""
         for key, amount in amounts.items():
             column = self._columns.get(key)
             if column is None or len(column) <= slot:
@@ -54,14 +55,14 @@ class IntervalSums(Generic[Key]):
             column[slot] += amount
 
     def add_pieces(self, key: Key, slots: npt.NDArray[np.intp], amounts: Floats) -> None:
-        """Add an amount to that of each piece's slot."""
+        """Add one amount for each piece to the sum of its slot."""
         if len(slots):
             first = int(slots.min())
             for slot, amount in enumerate(np.bincount(slots - first, amounts).tolist(), first):
                 self.add(slot, {key: amount})
 
     def cut(self, start: Floats, end: Floats) -> Pieces:
-        """Cut stretches of time at the marks."""
+        """Return the pieces of time ranges, cut at the marks."""
         base = bisect_right(self.marks, start.min(initial=inf))
         marks = np.array(self.marks[base:])
         first = np.searchsorted(marks, start, "right")
@@ -77,14 +78,14 @@ class IntervalSums(Generic[Key]):
         )
 
     def until(self, marks: Iterable[float]) -> Iterator[tuple[Key, Floats]]:
-        """Yield each key with its sums before some of the marks."""
+        """Yield each key with its sums up to each of some marks."""
         slots = np.array([self.slot_of(mark) for mark in marks])
         num_slots = slots.max(initial=0) + 1
         for key, column in self._columns.items():
             yield key, np.cumsum(column[:num_slots])[np.minimum(slots, len(column) - 1)]
 
     def between(self, start: float, end: float) -> dict[Key, float]:
-        """Return the sums between two marks; the time before the first mark belongs to 0."""
+        """Return the sums between two marks. A `start` of 0 includes the time before the first mark."""
         first = self.slot_of(start) + 1 if start > 0 else 0
         last = self.slot_of(end)
         return {
@@ -93,7 +94,7 @@ class IntervalSums(Generic[Key]):
 
 
 def _longer(column: Floats | None, slot: int) -> Floats:
-    """Return a column with room for a slot, in pages that take memory only once they are written."""
+    """Return a column that is long enough for a slot, with the old sums."""
     room = FIRST_ROOM
     while room <= slot:
         room *= 2

@@ -9,9 +9,11 @@ staleness was within the bound, where the run has one.
 3. Every replica that serves a pushed version has reported the checksum of that push. It samples
 only with versions that it reported to serve.
 
-Rollouts of rolled-back steps are dropped with the reason "rolled back". The ledger does not contain
-what a resume took back: those prompts are drawn again. A rollout is forgotten once every trainer is
-done with it.
+Rollouts of rolled-back steps are dropped with the reason "rolled back". Rollouts that a resume took
+back are not in the ledger, because their prompts are drawn again. The reader forgets a rollout once
+every trainer is done with it.
+
+The trace header counts the starts of a run as `leg`: 1 is the first start, 2 the first restart.
 """
 
 from __future__ import annotations
@@ -102,13 +104,13 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Faults:
-    """What is wrong with the books."""
+    """Counts the faults of a ledger and keeps the first ones."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, fault: str, of: str = "") -> None:
-        """Take note of one, of whom `of` tells."""
+        """Add a fault; `of` is a prefix that names its trainer."""
         self.count += 1
         if self.count <= MOST_FAULTS:
             self.first.append(of + fault)
@@ -128,45 +130,45 @@ class SavedAccount(NamedTuple):
 
 
 class SavedAccounts:
-    """Keeps the book of each of the newest checkpoints, and of the one that the run was resumed from.
+    """Keeps a trainer's account at each of its newest checkpoints, and at the one it resumed from.
 
-    What was asked for since the oldest of these is kept too: a checkpoint may be on disk though nobody said so.
+    Accounts of all checkpoints that were requested later are kept too. Such a checkpoint may be on
+    disk although no event reported it.
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._accounts: dict[int, SavedAccount] = {}
-        """By version, in the order in which they were asked for."""
+        """By version, in the order of the requests."""
         self._complete: list[int] = []
         """Versions whose checkpoint is on disk, the newest last."""
         self._resumed: dict[int, SavedAccount] = {}
-        """The one that the run was resumed from, which stays on disk."""
+        """The account of the checkpoint that the run resumed from. That checkpoint stays on disk."""
 
     def __len__(self) -> int:
-        """Return how many are kept."""
+        """Return the number of kept accounts."""
         return len(self._accounts.keys() | self._resumed.keys())
 
-    def ask(self, version: int, book: SavedAccount) -> None:
-        """Enter that a checkpoint was asked for."""
+    def ask(self, version: int, account: SavedAccount) -> None:
+        """Keep the account at the moment when a checkpoint is requested."""
         self._accounts.pop(version, None)
-        self._accounts[version] = book
+        self._accounts[version] = account
 
     def complete(self, version: int) -> None:
-        """Enter that the checkpoint of `version` is on disk, and forget those that no run goes back to any more."""
+        """Record that the checkpoint of `version` is on disk; drop accounts that no resume can need."""
         if version not in self._accounts:
-            return  # nobody asked for it, so there is nothing to go back to
+            return  # it was never requested, so no resume uses it
         kept = [*(other for other in self._complete if other != version), version]
         self._complete = kept[-KEPT_ACCOUNTS:]
         if len(kept) > KEPT_ACCOUNTS:
-            asked = list(self._accounts)
-            for old in asked[: asked.index(self._complete[0])]:
+            requested = list(self._accounts)
+            for old in requested[: requested.index(self._complete[0])]:
                 del self._accounts[old]
 
     def resume(self, version: int) -> SavedAccount | None:
-        """Enter that the run goes on from a checkpoint; return its book, None where it was never asked for."""
-        book = self._accounts.get(version, self._resumed.get(version))
-        self._resumed = {} if book is None else {version: book}
-        return book
+        """Return the account at the checkpoint that the run resumes from; None if it was never requested."""
+        account = self._accounts.get(version, self._resumed.get(version))
+        self._resumed = {} if account is None else {version: account}
+        return account
 
 
 @dataclass(slots=True)
@@ -174,7 +176,7 @@ class TrainerAccount:
     """The account of one trainer; `LedgerReader` updates it."""
 
     name: str
-    complain: Callable[[str], None]
+    report_fault: Callable[[str], None]
     """Called with each fault."""
     is_there: bool = True
     """False for a trainer that joins later, until it joins."""
@@ -198,52 +200,52 @@ class TrainerAccount:
 
     @property
     def num_open(self) -> int:
-        """Rollouts that it is to train on."""
+        """Number of rollouts that the trainer still has to train on."""
         return sum(map(len, self.open.values()))
 
     @property
     def num_ended(self) -> int:
-        """Rollouts that it trained on or gave up."""
+        """Number of rollouts that the trainer trained on or dropped."""
         return self.num_trained + sum(self.dropped.values())
 
     def draw(self, drawn: DrawnGroup) -> None:
-        """Enter that a group was drawn, which it is to train on unless it has."""
+        """Record a drawn group; it is open unless the trainer has already trained on it."""
         if self.is_there and drawn.group not in self.done_before:
             self.open[drawn.group] = drawn.rollouts
 
     def train(self, rollouts: tuple[int, ...]) -> None:
-        """Enter that the gradient of rollouts is accumulated."""
+        """Record that the trainer accumulated the gradient of rollouts."""
         for rollout in self._in_gradient.intersection(rollouts):
-            self.complain(f"rollout {rollout} was trained on twice in one step")
+            self.report_fault(f"rollout {rollout} was trained on twice in one step")
         self._in_gradient.update(rollouts)
 
     def end_step(self, version: int) -> set[int]:
-        """Enter that a step has made `version`; return the rollouts that the trainer is done with."""
+        """Record that a step made `version`; return the rollouts that the trainer is done with."""
         made_of = {r for group in self.groups for r in self.open.pop(group, ())}
         trained, self._in_gradient = self._in_gradient, set()
         if trained != made_of:
-            self._blame(version, trained - made_of, made_of - trained)
+            self._report_difference(version, trained - made_of, made_of - trained)
         self.version = version
         self.newest = max(self.newest, version)
         self.num_trained += len(made_of)
         self._unsaved.append(len(made_of))
         return made_of
 
-    def _blame(self, version: int, others: set[int], missing: set[int]) -> None:
-        """Complain of what a step was made of beside its open groups, and of what it left out of these."""
+    def _report_difference(self, version: int, others: set[int], missing: set[int]) -> None:
+        """Report rollouts that a step trained on outside its open groups, and those it left out of them."""
         is_open = {r for rollouts in self.open.values() for r in rollouts}
         for rollout in sorted(others):
-            why = "is of none of its groups" if rollout in is_open else "was not open any more"
-            self.complain(f"step {version} trained on rollout {rollout}, which {why}")
+            why = "is in none of its groups" if rollout in is_open else "was not open any more"
+            self.report_fault(f"step {version} trained on rollout {rollout}, which {why}")
         for rollout in sorted(missing):
-            self.complain(f"step {version} lost rollout {rollout} of its own groups")
+            self.report_fault(f"step {version} lost rollout {rollout} of its own groups")
 
     def save(self, version: int) -> None:
-        """Enter that its checkpoint of `version` is on disk."""
+        """Record that the trainer's checkpoint of `version` is on disk."""
         del self._unsaved[: max(0, len(self._unsaved) - (self.version - version))]
 
     def lose(self) -> None:
-        """Enter that it is lost, and with it every step since its last checkpoint."""
+        """Record that the trainer was lost: every step since its last checkpoint is rolled back."""
         if num := sum(self._unsaved):
             self.num_trained -= num
             self.dropped[ROLLED_BACK] += num
@@ -251,7 +253,7 @@ class TrainerAccount:
         self._in_gradient = set()
 
     def leave_out(self, group: int, reason: str) -> tuple[int, ...]:
-        """Enter that it gives a group up; return its rollouts, none where it is done with them."""
+        """Drop a group; return its rollouts, or none if the trainer is already done with them."""
         rollouts = self.open.pop(group, ())
         if rollouts:
             self.dropped[reason] += len(rollouts)
@@ -259,7 +261,7 @@ class TrainerAccount:
         return rollouts
 
     def fall_back_to(self, version: int, saved: SavedAccount | None) -> None:
-        """Enter that the run begins, or goes on, at a version, with nothing under way and what was saved in the book."""
+        """Return to the account at a checkpoint, with nothing under way; `saved` is None for an empty one."""
         self.version, self.open = version, {}
         self.num_trained = 0 if saved is None else saved.trained
         self.dropped = Counter() if saved is None else saved.dropped.copy()
@@ -286,26 +288,30 @@ class Draws:
     """False for a resumed run with unknown earlier restarts: groups done ahead are then unknown."""
 
     def pass_to(self, group: int) -> str:
-        """Enter that a group was drawn; return what is wrong with that, if anything."""
+        """Record that a group was drawn; return the fault in the draw order, or an empty text."""
         expected = self.next
         while expected in self.done_ahead:
             expected += 1
         self.next = max(self.next, group + 1)
         if group < expected or group in self.done_ahead:
-            return f"group {group} was drawn again, though it was done"
+            return f"group {group} was drawn again although it was done"
         if group > expected and self.is_known:
             return f"group {expected} was never drawn"
         return ""
 
 
 class LedgerReader:
-    """Reads a run block by block, leg by leg; keeps what is open, and a few numbers of each checkpoint."""
+    """Reads the traces of a run and its restarts block by block, and builds the ledger.
+
+    It keeps the open rollouts and a few numbers for each checkpoint.
+    """
 
     def __init__(self, trace: Trace) -> None:
-        """Open the books.
+        """Start an empty ledger.
 
         Args:
-            trace: the record of the run's first leg, or of the first that is left; its entries are read by `read`.
+            trace: the trace of the first start, or the earliest one that still exists. Only its
+                header is read here; pass its entries to `read`.
         """
         self._faults = Faults()
         has_many = bool(trace.run.followers)
@@ -314,12 +320,12 @@ class LedgerReader:
         self._draws = Draws()
         self._resumed_at = 0
         self._oldest: dict[int, int] = {}
-        """Oldest version of any token of each rollout that is open to the primary trainer."""
+        """By rollout that is open to the primary trainer: the oldest version of its tokens."""
         self._aborted_at: dict[int, int] = {}
-        """Tokens of those that are generated in several attempts."""
+        """By rollout with several attempts: its number of tokens after the last abort."""
         self._staleness = 0
         self._has_ended = False
-        """Whether the run has wound down, so that nothing may be open."""
+        """Whether the run has wound down. Then no rollout may be open."""
         self._saved = [SavedAccounts() for _ in self._trainers]
         self._taken_back = 0
         self._has_begun = False
@@ -354,7 +360,7 @@ class LedgerReader:
         return TrainerAccount(name, partial(self._faults.add, of=f"{name}: " if has_many else ""))
 
     def read(self, entries: Iterable[tuple[float, Event, Sequence[Command]]]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the current trace."""
         observe, obey = self._observe.get, self._obey.get
         for _, event, commands in entries:
             if (see := observe(type(event))) is not None:
@@ -364,7 +370,7 @@ class LedgerReader:
                     take(command)
 
     def balance(self) -> Ledger:
-        """Say how the books stand, once all is read."""
+        """Return the ledger, once all entries are read."""
         leader, served = self._leader, self._served
         self._check_end()
         if served:
@@ -377,12 +383,12 @@ class LedgerReader:
             drawn=leader.num_trained + sum(leader.dropped.values()) + leader.num_open,
             trainers=[
                 TrainerTotals(
-                    name=book.name,
-                    trained=book.num_trained,
-                    dropped=dict(book.dropped),
-                    open=book.num_open,
+                    name=account.name,
+                    trained=account.num_trained,
+                    dropped=dict(account.dropped),
+                    open=account.num_open,
                 )
-                for book in self._trainers
+                for account in self._trainers
             ],
             staleness=self._staleness,
             max_staleness=self._max_staleness,
@@ -395,10 +401,10 @@ class LedgerReader:
             num_faults=self._faults.count,
         )
 
-    # Legs -----------------------------------------------------------------------------------------
+    # Starts and restarts --------------------------------------------------------------------------
 
     def begin_trace(self, trace: Trace) -> None:
-        """Take what a leg's trace says of its run file; its entries come next."""
+        """Read the header of the next start's trace; its entries follow by `read`."""
         for name in trainer_names(trace.run.followers)[len(self._trainers) :]:
             self._trainers.append(self._open(name))
             self._saved.append(SavedAccounts())
@@ -414,7 +420,7 @@ class LedgerReader:
         self._num_steps = sys.maxsize if trace.is_endless else trace.run.algorithm.steps
 
     def _begin(self, event: RunStarted) -> None:
-        """Enter that the run begins, or goes on: with a later leg all is as it was at its checkpoint."""
+        """Record a start of the run. A restart returns every account to its checkpoint."""
         if self._has_begun:
             self._check_end()
         saved = self._saved[LEADER].resume(event.version)
@@ -424,53 +430,56 @@ class LedgerReader:
         elif event.version and not self._has_begun and self._leg == self._first_leg:
             self._draws.is_known = False
         elif event.version:
-            self._faults.add(f"a leg resumes from step {event.version}, which was never saved")
+            self._faults.add(f"a restart resumes from step {event.version}, which was never saved")
         if saved is not None and saved.groups_done != event.groups_done:
-            known = f"but its checkpoint from group {saved.groups_done}"
-            self._faults.add(f"a leg resumes from group {event.groups_done}, {known}")
+            known = f"but its checkpoint continues from group {saved.groups_done}"
+            self._faults.add(f"a restart resumes from group {event.groups_done}, {known}")
         if self._served is not None:
             self._served.begin(event.version)
         ended = self._leader.num_ended
         self._leader.fall_back_to(event.version, saved)
         self._taken_back += ended - self._leader.num_ended
-        for book in self._trainers[LEADER + 1 :]:
-            book.fall_back_to(0, None)
+        for account in self._trainers[LEADER + 1 :]:
+            account.fall_back_to(0, None)
         for begun in event.followers:
             self._begin_secondary_trainer(event, begun)
-        for book in filter(attrgetter("is_there"), self._trainers[LEADER + 1 :]):
-            own = len(book.done_before - self._draws.done_ahead) * self._group_size
-            if missed := self._leader.num_ended - (book.num_ended - own):
-                book.dropped[MISSED] += missed
+        for account in filter(attrgetter("is_there"), self._trainers[LEADER + 1 :]):
+            own = len(account.done_before - self._draws.done_ahead) * self._group_size
+            if missed := self._leader.num_ended - (account.num_ended - own):
+                account.dropped[MISSED] += missed
         self._oldest.clear()
         self._aborted_at.clear()
         self._has_begun, self._has_ended = True, False
 
     def _begin_secondary_trainer(self, event: RunStarted, begun: SaveCheckpoint) -> None:
-        """Enter that a trainer which follows goes on from a checkpoint of its own."""
-        book = self._trainers[begun.trainer]
+        """Record that a secondary trainer resumes from its own checkpoint."""
+        account = self._trainers[begun.trainer]
         saved = self._saved[begun.trainer].resume(begun.version)
         if saved is None and self._first_leg == 1:
-            book.complain(f"goes on from step {begun.version}, which was never saved")
-        book.fall_back_to(begun.version, saved)
-        book.done_before = drawn_again(event, begun)
+            account.report_fault(f"resumes from step {begun.version}, which was never saved")
+        account.fall_back_to(begun.version, saved)
+        account.done_before = drawn_again(event, begun)
 
     def _keep(self, command: SaveCheckpoint) -> None:
-        """Keep what a resume goes back to, once the checkpoint is there; that may be the last thing a run did."""
-        ahead, book = frozenset(command.done_ahead), self._trainers[command.trainer]
-        for group in book.open:
+        """Keep the account to which a resume from this checkpoint returns.
+
+        The run may end before the checkpoint is reported.
+        """
+        ahead, account = frozenset(command.done_ahead), self._trainers[command.trainer]
+        for group in account.open:
             if group < command.groups_done or group in ahead:
-                book.complain(f"group {group} is done by a checkpoint, though it is open")
-        kept = SavedAccount(command.groups_done, ahead, book.num_trained, book.dropped.copy())
+                account.report_fault(f"a checkpoint counts group {group} as done, but it is open")
+        kept = SavedAccount(command.groups_done, ahead, account.num_trained, account.dropped.copy())
         self._saved[command.trainer].ask(command.version, kept)
 
     def _see_end(self, _: Stop | Interrupted) -> None:
         self._has_ended = True
 
     def _check_end(self) -> None:
-        """Take note of what is open though the run wound down."""
-        for book in self._trainers if self._has_ended else ():
-            for group, rollouts in book.open.items():
-                book.complain(f"rollouts {_list(rollouts)} of group {group} were lost")
+        """Report rollouts that are open although the run has wound down."""
+        for account in self._trainers if self._has_ended else ():
+            for group, rollouts in account.open.items():
+                account.report_fault(f"rollouts {_list(rollouts)} of group {group} were lost")
 
     # Rollouts -------------------------------------------------------------------------------------
 
@@ -478,19 +487,19 @@ class LedgerReader:
         for drawn in event.groups:
             if fault := self._draws.pass_to(drawn.group):
                 self._faults.add(fault)
-            for book in self._trainers:
-                book.draw(drawn)
+            for account in self._trainers:
+                account.draw(drawn)
             self._oldest.update(dict.fromkeys(drawn.rollouts, NO_TOKEN))
             if drawn.kept:
                 self._see_kept(drawn)
 
     def _see_kept(self, drawn: DrawnGroup) -> None:
-        """Enter tokens that rollouts have from before the run was resumed."""
+        """Record the tokens that rollouts kept from before the restart."""
         newest = self._resumed_at if self._leg > 1 else -1
         for rollout, tokens, version in kept_of(drawn):
             if version > newest:
-                what = f"with tokens of version {version}, which was made before no resume"
-                self._faults.add(f"rollout {rollout} was drawn {what}")
+                kept = f"with tokens of version {version}, which no earlier start had made"
+                self._faults.add(f"rollout {rollout} was drawn {kept}")
             else:
                 self._oldest[rollout], self._aborted_at[rollout] = version, tokens
 
@@ -498,14 +507,14 @@ class LedgerReader:
         if self._served is not None:
             self._served.see_sampled(event)
         rollout, version = event.rollout, event.version
-        oldest = self._oldest.get(rollout, version)  # of one that was given up nobody wants to know
+        oldest = self._oldest.get(rollout, version)  # a dropped rollout has no entry
         if version < oldest and event.tokens > self._aborted_at.get(rollout, 0):
             self._oldest[rollout] = version
         if event.finish == "aborted" and rollout in self._oldest:
             self._aborted_at[rollout] = event.tokens
 
     def _check_staleness(self, command: Train) -> None:
-        """Compare the tokens that the primary trainer trains on with the version that it trains from."""
+        """Check the staleness of the tokens that the primary trainer trains on."""
         if command.trainer != LEADER:
             return
         newest = self._leader.version
@@ -514,10 +523,10 @@ class LedgerReader:
         if staleness > self._staleness:
             self._staleness = staleness
         if max(versions, default=newest) > newest or staleness > self._bound:
-            self._blame(command.rollouts)
+            self._report_versions(command.rollouts)
 
-    def _blame(self, rollouts: tuple[int, ...]) -> None:
-        """Take note of every rollout that may not be trained on with the tokens it has."""
+    def _report_versions(self, rollouts: tuple[int, ...]) -> None:
+        """Report each rollout whose tokens have a version that must not be trained on."""
         newest, bound = self._leader.version, self._bound
         for rollout in rollouts:
             oldest = self._oldest.get(rollout, newest)
@@ -525,11 +534,11 @@ class LedgerReader:
                 self._faults.add(f"rollout {rollout} was trained on without a token")
             elif oldest > newest:
                 is_made = oldest <= self._leader.newest
-                why = "was taken back" if is_made else "was never made by then"
+                why = "was rolled back" if is_made else "did not exist yet"
                 taken = f"with tokens of version {oldest}, which {why}"
                 self._faults.add(f"rollout {rollout} was trained on {taken}")
             elif newest - oldest > bound:
-                behind = f"{newest - oldest} versions behind, {bound} are allowed"
+                behind = f"{newest - oldest} versions behind, but at most {bound} are allowed"
                 self._faults.add(f"rollout {rollout} was trained on with tokens {behind}")
 
     # Trainers -------------------------------------------------------------------------------------
@@ -544,15 +553,16 @@ class LedgerReader:
         self._trainers[command.trainer].groups = command.groups
 
     def _end_step(self, event: Stepped) -> None:
-        book = self._trainers[event.trainer]
-        done = book.end_step(event.version)
-        if book is not self._leader:
+        account = self._trainers[event.trainer]
+        done = account.end_step(event.version)
+        if account is not self._leader:
             return
         self._forget(done)
-        newest = max(book.groups, default=0)
-        if self._is_in_line and (first := next(iter(book.open), newest)) < newest:
-            rollouts = _list(book.open[first])
-            self._faults.add(f"rollouts {rollouts} of group {first} were lost: later ones trained")
+        newest = max(account.groups, default=0)
+        if self._is_in_line and (first := next(iter(account.open), newest)) < newest:
+            rollouts = _list(account.open[first])
+            why = "later groups were trained on first"
+            self._faults.add(f"rollouts {rollouts} of group {first} were lost: {why}")
         self._has_ended = self._has_ended or event.version >= self._num_steps
 
     def _see_saved(self, event: CheckpointSaved) -> None:
@@ -560,11 +570,11 @@ class LedgerReader:
         self._saved[event.trainer].complete(event.version)
 
     def _see_joined(self, event: TrainerJoined) -> None:
-        book = self._trainers[event.trainer]
-        if not book.is_there:
-            book.is_there = True
+        account = self._trainers[event.trainer]
+        if not account.is_there:
+            account.is_there = True
             if missed := self._leader.num_ended + self._leader.num_open:
-                book.dropped[ABSENT] = missed
+                account.dropped[ABSENT] = missed
 
     def _see_lost(self, event: TrainerLost | TrainerStopped) -> None:
         self._trainers[event.trainer].lose()
@@ -572,14 +582,18 @@ class LedgerReader:
     def _skip(self, command: Skip) -> None:
         rollouts = self._trainers[command.trainer].leave_out(command.group, command.reason)
         if not rollouts:
-            self._faults.add(f"group {command.group} was given up twice, or after a step")
+            self._faults.add(
+                f"group {command.group} was dropped twice, or after a step trained on it"
+            )
         if command.trainer == LEADER:
             self._forget(rollouts)
 
     def _drop(self, command: Drop) -> None:
-        left = [book.leave_out(command.group, command.reason) for book in self._trainers]
+        left = [account.leave_out(command.group, command.reason) for account in self._trainers]
         if not any(left):
-            self._faults.add(f"group {command.group} was given up twice, or after a step")
+            self._faults.add(
+                f"group {command.group} was dropped twice, or after a step trained on it"
+            )
         self._forget(left[LEADER])
 
     def _forget(self, rollouts: Iterable[int]) -> None:
@@ -594,7 +608,7 @@ def _list(rollouts: Iterable[int]) -> str:
 
 
 def ledger_line(ledger: Ledger) -> str:
-    """Return what became of all rollouts and versions: `ledger: 32 rollouts drawn: 32 trained once; …`."""
+    """Return the totals of a ledger as one line: `ledger: 32 rollouts drawn: 32 trained once; …`."""
     return "ledger: " + "; ".join(_parts(ledger))
 
 
@@ -608,11 +622,11 @@ def _parts(ledger: Ledger) -> Iterator[str]:
     if not ledger.is_balanced:
         yield f"does not balance: {describe_faults(ledger)}"
     if ledger.first_leg > 1:
-        yield f"the books begin with leg {ledger.first_leg}, what was before is not known"
-    leader, *followers = ledger.trainers
-    yield f"{ledger.drawn:,} rollouts drawn: {_fates(leader)}"
-    for follower in followers:
-        yield f"{follower.name}: {_fates(follower)}"
+        yield f"begins with start {ledger.first_leg}, because earlier traces are missing"
+    primary, *secondaries = ledger.trainers
+    yield f"{ledger.drawn:,} rollouts drawn: {_fates(primary)}"
+    for trainer in secondaries:
+        yield f"{trainer.name}: {_fates(trainer)}"
     bound = ", not bounded" if ledger.max_staleness is None else f" of {ledger.max_staleness}"
     yield f"staleness at most {ledger.staleness}{bound}"
     if ledger.checksummed is not None:
@@ -620,11 +634,11 @@ def _parts(ledger: Ledger) -> Iterator[str]:
     if ledger.unverified:
         yield f"{ledger.unverified:,} recorded without checksums"
     if ledger.legs > 1:
-        yield f"{ledger.legs} legs, {ledger.taken_back:,} rollouts taken back"
+        yield f"{ledger.legs} starts, {ledger.taken_back:,} rollouts taken back by resumes"
 
 
 def _fates(trainer: TrainerTotals) -> str:
-    """Return what became of the rollouts that one trainer was to train on."""
+    """Return how many rollouts one trainer trained on and dropped, and how many are open."""
     fates = [f"{trainer.trained:,} trained once"]
     if trainer.dropped:
         by_reason = (

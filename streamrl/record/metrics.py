@@ -1,9 +1,8 @@
-"""Compute every figure of a run from its trace, block by block, for simulated and real runs alike.
+"""Compute every figure of a run from its trace, for simulated and executed runs alike.
 
-Reads a run block by block, so that all of its figures can be told without its entries.
-
-A trace in memory is read as one block; of one in a large file, and of a simulation that goes on for thousands of steps,
-entries come and go block by block. What is kept is a few numbers of each step, and what is under way.
+A trace is read in blocks. A trace in memory is one block. Large files and long simulations have many
+blocks, and the entries of a block are freed after it is read. Memory then holds a few numbers for each
+step and the running activities.
 """
 
 from __future__ import annotations
@@ -60,21 +59,21 @@ RATIOS = (
 
 
 class PaceReader:
-    """Reads what steps and rollouts tell of seconds and dollars."""
+    """Reads the inputs of `Speed` from a trace: steps, rollouts, paid replicas and pushes."""
 
     def __init__(self, trace: Trace) -> None:
-        """Take what a trace says of its run; its entries are read by `read`."""
+        """Read the header of a trace; pass its entries to `read`."""
         self.trace = trace
         self.flow = Flow(trace.run.num_trainers, trace.joined)
         self.replicas = PaidReplicas(trace.run.rollout.num_replicas)
         self.pushes = Pushes()
         self.stopped_for = ""
-        """Why a run stopped by itself, or was interrupted; empty where neither."""
+        """Why the run stopped or was interrupted; empty if it was not."""
         self.end = 0.0
         """Instant of the last entry."""
 
     def read(self, entries: Sequence[Entry]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         self.flow.read(entries)
         self.replicas.read(entries)
         self.pushes.read(entries)
@@ -87,26 +86,26 @@ class PaceReader:
 
 
 class RunReader(PaceReader):
-    """Reads all that figures are made of: where every GPU-second went too, and whether the books balance."""
+    """Reads the inputs of all `Metrics`: those of `PaceReader`, the attribution and the ledger."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
         self.attribution = AttributionReader(trace)
-        self.books = LedgerReader(trace)
+        self.ledger = LedgerReader(trace)
 
     def read(self, entries: Sequence[Entry]) -> None:
-        """Take the entries that come after those before."""
-        self.books.read(entries)
+        """Read the next entries of the trace."""
+        self.ledger.read(entries)
         super().read(entries)
-        self.attribution.mark([time for time, event, _ in entries if _is_leaders_step(event)])
+        self.attribution.mark([time for time, event, _ in entries if _is_primary_step(event)])
         self.attribution.read(entries)
 
     def settle(self) -> None:
-        """Add up what can be known by now, so that it need not be kept."""
+        """Add up what no later entry can change, and free its memory. Call this between blocks."""
         self.attribution.settle()
 
     def finish(self) -> None:
-        """Add up what is left, once every entry is read."""
+        """Add up the rest. Call this after the last block."""
         self.attribution.finish()
 
 
@@ -121,12 +120,12 @@ def read_run(trace: Trace) -> RunReader:
     return reader
 
 
-def _is_leaders_step(event: Event) -> bool:
+def _is_primary_step(event: Event) -> bool:
     return type(event) is Stepped and event.trainer == LEADER
 
 
 VERIFY, SYNC = "verify", "sync"
-"""What a verifier's GPUs do, and the operation whose costs say how long."""
+"""Names of activities that are also operations with a tier of their own."""
 
 TRAINING = ("score", "train")
 
@@ -146,8 +145,8 @@ class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     num_steps: int
     mean_step_time: float | None
-    """Mean seconds of a step in the time that counts; None where it made none. Steps of a trainer that follows come
-    in bursts, as groups do, so their median says little."""
+    """Mean seconds of a step in the counted time; None if it made no step then. There is no median, because the steps
+    of a secondary trainer come in bursts."""
     trained: int
     """Rollouts in its steps, from the first step on."""
     goodput: float
@@ -180,8 +179,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     idle: dict[str, float]
     """Share of all GPU-seconds, by cause; `busy` and `idle` sum to 1."""
     underfilled_from: YieldSource = "unknown"
-    """What a full batch yields is known from the decode curve, or observed; where it is not, `busy` has no
-    "underfilled", and "decode" is all of it."""
+    """Source of the throughput of a full batch. If it is "unknown", `busy` has no "underfilled", and "decode" is all
+    decode time."""
     sides: dict[str, SideMetrics]
     """The same for each side; GPUs shared by replicas and the primary trainer are one side,
     "shared".
@@ -203,8 +202,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     trainer.
     """
     tiers: dict[str, float]
-    """Share of the seconds in which GPUs work or wait for weights, by where they came from: measured, composed, roofline.
-    Those of verifiers only where a reward model's are composed."""
+    """Share of the seconds in which GPUs work or wait for weights, by tier: measured, composed or roofline. Verifiers
+    count only if the seconds of a reward model are composed."""
     ledger: Ledger
     """The ledger of all recorded rollouts and versions."""
     uncertainty: Uncertainty | None = None
@@ -217,8 +216,8 @@ def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metri
     """Compute every figure of a trace.
 
     Args:
-        trace: a record of a run.
-        counted_steps: first and last step to count; those of the steady state where absent.
+        trace: the trace of a run.
+        counted_steps: first and last step to count; None for the steady state.
 
     Raises:
         ValueError: the trace has no finished step, or is damaged.
@@ -228,11 +227,11 @@ def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metri
 
 
 def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Speed:
-    """Compute the figures of a trace that steps and rollouts tell by themselves.
+    """Compute the figures of a trace that need only its steps and rollouts. This is faster than `measure`.
 
     Args:
-        trace: a record of a run.
-        counted_steps: first and last step to count; those of the steady state where absent.
+        trace: the trace of a run.
+        counted_steps: first and last step to count; None for the steady state.
 
     Raises:
         ValueError: the trace has no finished step.
@@ -246,7 +245,7 @@ def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) ->
 def measure_read(
     reader: RunReader, steps: LeaderSteps, counted_steps: tuple[int, int] | None = None
 ) -> Metrics:
-    """Compute every figure of a run that was read to its end; see `measure`."""
+    """Compute every figure of a run that was read completely; see `measure`."""
     trace, leader = reader.trace, reader.flow.leader
     speed = _measure_speed(reader, steps, counted_steps)
     first, last = speed.counted_steps
@@ -275,7 +274,7 @@ def measure_read(
         tiers=_tiers(
             trace, [*_weights(trace.run.followers, shares, trace.facts), *_waits(trace, shares)]
         ),
-        ledger=reader.books.balance(),
+        ledger=reader.ledger.balance(),
         selection=reader.flow.selection.metrics(),
         uncertainty=read_uncertainty(trace, shares),
         **msgspec.structs.asdict(speed),
@@ -326,14 +325,14 @@ def _measure_speed(
 
 
 def _wasted(flow: Flow, trained: Sequence[int], window: tuple[float, float]) -> dict[str, float]:
-    """Return the share of tokens that nothing was learned from, by reason, of all that were trained on or lost."""
+    """Return by reason the share of tokens that were lost, among all tokens trained on or lost."""
     lost = flow.lost_tokens(*window)
     total = sum(trained) + sum(lost.values())
     return {reason: tokens / total for reason, tokens in lost.items()}
 
 
 def _mean_of(counts: Mapping[int, int]) -> float:
-    """Return the mean of numbers that occur so often."""
+    """Return the mean of numbers, weighted by their counts."""
     return sum(number * times for number, times in counts.items()) / (sum(counts.values()) or 1)
 
 
@@ -347,7 +346,7 @@ def _choose(trace: Trace, steps: LeaderSteps, counted_steps: tuple[int, int] | N
 def _trainers(
     followers: tuple[SecondaryTrainerConfig, ...], flow: Flow, window: tuple[float, float]
 ) -> Iterator[TrainerMetrics]:
-    """Yield the figures of every trainer, all over the same time."""
+    """Yield the results of every trainer over the same window of seconds."""
     began, ended = window
     for name, trainer in zip(trainer_names(followers), flow.trainers, strict=True):
         made = trainer.made
@@ -376,7 +375,7 @@ def _side(shares: Attribution) -> SideMetrics:
 
 
 def _tiers(trace: Trace, operations: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Weigh the tier of each operation with its share of the seconds that they take together."""
+    """Return the mean share of each tier, weighted by the seconds of each operation."""
     if trace.world == "real":
         return {"measured": 1.0}
     tiers: dict[str, float] = {}
@@ -385,9 +384,9 @@ def _tiers(trace: Trace, operations: Iterable[tuple[str, float]]) -> dict[str, f
         weights[operation] += weight
     busy = sum(weights.values()) or 1.0
     for operation, weight in weights.items():
-        found = trace.facts[operation]
-        assert isinstance(found, Mapping), f"a simulation gives shares of tiers for {operation}"
-        for tier, share in found.items():
+        shares = trace.facts[operation]
+        assert isinstance(shares, Mapping), f"a simulation gives shares of tiers for {operation}"
+        for tier, share in shares.items():
             tiers[tier] = tiers.get(tier, 0.0) + share * weight / busy
     return tiers
 
@@ -395,19 +394,19 @@ def _tiers(trace: Trace, operations: Iterable[tuple[str, float]]) -> dict[str, f
 def _weights(
     followers: tuple[SecondaryTrainerConfig, ...], shares: SidesAttribution, known: Container[str]
 ) -> Iterator[tuple[str, float]]:
-    """Yield each operation with its share of all GPU-seconds; trainers that follow have costs of their own.
+    """Yield each operation with its share of all GPU-seconds. Secondary trainers have operations of their own.
 
-    That of verifiers only where it is among those whose tier is known.
+    Verification is yielded only if its tier is known.
     """
     others = dict.fromkeys(TRAINING, 0.0)
-    for follower in followers:
-        if follower.counts_only:  # takes no time, from nowhere
+    for secondary in followers:
+        if secondary.counts_only:  # it only counts groups, so its seconds have no tier
             continue
-        of_side = shares.sides[follower.name]
+        of_side = shares.sides[secondary.name]
         part = of_side.gpu_seconds / (shares.whole.gpu_seconds or 1.0)
         own = {activity: part * of_side.busy[activity] for activity in TRAINING}
         others = {activity: others[activity] + own[activity] for activity in TRAINING}
-        yield f"train {follower.name}", sum(own.values())
+        yield f"train {secondary.name}", sum(own.values())
     for activity, operation in OPERATION_OF_ACTIVITY.items():
         yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
     if VERIFY in known:
@@ -415,6 +414,6 @@ def _weights(
 
 
 def _waits(trace: Trace, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
-    """Yield the sync with the share of all GPU-seconds in which somebody waits for weights, where its tier is known."""
+    """Yield the weight sync with the share of GPU-seconds that wait for weights, if its tier is known."""
     if SYNC in trace.facts:
         yield SYNC, shares.whole.idle.get(SYNC, 0.0)

@@ -1,4 +1,4 @@
-"""The token ids of a run's prompts, beside its trace: what `DrawnGroup.prompt` is an index of."""
+"""Write and read prompts.npz, the token ids of all prompts of a run. `DrawnGroup.prompt` is an index into it."""
 
 from __future__ import annotations
 
@@ -21,31 +21,38 @@ def write_prompt_tokens(directory: Path, prompts: Sequence[Ids]) -> None:
 
 
 def check_prompt_tokens(directory: Path, prompts: Sequence[Ids]) -> None:
-    """Raise `ValueError` where a run that resumes has other prompts than it began with, which say what is done of them."""
-    if not (directory / PROMPTS).exists():  # it died before it had any, or is of an earlier version
+    """Raise `ValueError` if a resumed run has other prompts than the run started with.
+
+    A checkpoint records finished prompts by their index, so other prompts would be skipped or repeated.
+    """
+    if not (
+        directory / PROMPTS
+    ).exists():  # an earlier version, or the run died before it was written
         return
-    begun = read_prompt_tokens(directory)
-    if len(begun) != len(prompts):
+    old_prompts = read_prompt_tokens(directory)
+    if len(old_prompts) != len(prompts):
         raise ValueError(
-            f"workload.prompts has {len(prompts)} lines, but the run in {str(directory)!r} was begun with {len(begun)}: "
-            "--resume needs the same"
+            f"workload.prompts has {len(prompts)} lines, but the run in {str(directory)!r} was begun with "
+            f"{len(old_prompts)}: --resume needs the same prompts"
         )
-    for line, (ids, was) in enumerate(zip(prompts, begun, strict=True), start=1):
-        if not np.array_equal(ids, was):
+    for line, (ids, old_ids) in enumerate(zip(prompts, old_prompts, strict=True), start=1):
+        if not np.array_equal(ids, old_ids):
             raise ValueError(
-                f"workload.prompts: line {line} is another than the run in {str(directory)!r} was begun with: "
-                "--resume needs the same"
+                f"workload.prompts: line {line} differs from the prompt with which the run in {str(directory)!r} was "
+                "begun: --resume needs the same prompts"
             )
 
 
 def read_prompt_tokens(directory: Path) -> list[Ids]:
-    """Return the token ids of every prompt of a run, `[num_tokens]` each.
+    """Return the token ids of every prompt of a run, each of shape `[num_tokens]`.
 
     Raises:
-        ValueError: the directory holds none.
+        ValueError: prompts.npz is missing or damaged.
     """
     try:
         with np.load(directory / PROMPTS, allow_pickle=False) as arrays:
             return np.split(arrays["ids"], arrays["ends"][:-1])
     except (OSError, KeyError, ValueError, BadZipFile) as error:
-        raise ValueError(f"{directory / PROMPTS}: no token ids of prompts: {error}") from None
+        raise ValueError(
+            f"{directory / PROMPTS}: cannot read token ids of prompts: {error}"
+        ) from None

@@ -1,4 +1,4 @@
-"""Build the workload of a recorded run, so that it can be simulated again: lengths, group rewards, informative share."""
+"""Build the workload section that simulates a recorded run again: lengths, group rewards, informative share."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
 MOST_MEANS = 100
-"""Different mean rewards of groups that are told apart: rewards of right or wrong have one more than a group has rollouts."""
+"""Maximum number of different mean rewards of groups. With rewards of 0 and 1 there are `group_size` + 1."""
 
 
 def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
-    """Return the workload that a run had: lengths and what was expected of them in its trace file, the share of its advantages."""
+    """Return the workload of a recorded run. Lengths and predicted lengths are read from its trace file."""
     config = trace.run.workload
     lengths = LengthsConfig(
         kind="trace",
         source=str(file),
         ranker="recorded",
-        prompt_tokens=config.max_prompt_tokens,  # a trace says how many a prompt has
+        prompt_tokens=config.max_prompt_tokens,  # the trace has the real number for each prompt
     )
     workload: WorkloadConfig = msgspec.structs.replace(
         config,
@@ -63,13 +63,13 @@ def group_rewards(trace: Trace) -> tuple[tuple[float, float], ...]:
 def _mean_rewards(trace: Trace) -> Iterator[float]:
     """Yield the mean reward of each group that became complete."""
     size = trace.run.algorithm.group_size
-    found: dict[int, list[float]] = {}
+    incomplete: dict[int, list[float]] = {}
     for _, event, _ in trace.entries:
         if isinstance(event, Verified):
-            rewards = found.setdefault(event.rollout // size, [])
+            rewards = incomplete.setdefault(event.rollout // size, [])
             rewards.append(event.reward)
             if len(rewards) == size:
-                yield fsum(found.pop(event.rollout // size)) / size
+                yield fsum(incomplete.pop(event.rollout // size)) / size
 
 
 def informative_share(trace: Trace) -> float:
@@ -83,13 +83,13 @@ def informative_share(trace: Trace) -> float:
     """
     if trace.world == "simulated":
         return trace.run.workload.informative_share
-    informs = _in_group if trace.run.algorithm.trains_whole_groups else _beside_last_batch
-    found = list(informs(trace))
-    return sum(found) / len(found) if found else 1.0
+    whole_groups = trace.run.algorithm.trains_whole_groups
+    is_informative = list(_in_group(trace) if whole_groups else _against_last_batch(trace))
+    return sum(is_informative) / len(is_informative) if is_informative else 1.0
 
 
 def _in_group(trace: Trace) -> Iterator[bool]:
-    """Yield of each trained rollout whether the rewards of its group differ."""
+    """Yield for each trained rollout whether the rewards of its group differ."""
     rewards: dict[int, float] = {}
     siblings: dict[int, tuple[int, ...]] = {}
     for _, event, commands in trace.entries:
@@ -101,7 +101,7 @@ def _in_group(trace: Trace) -> Iterator[bool]:
                     (r, drawn.rollouts) for drawn in event.groups for r in drawn.rollouts
                 )
             case _:
-                pass  # says nothing of rewards
+                pass  # has no reward
         for command in commands:
             if isinstance(command, Train) and command.trainer == LEADER:
                 for rollout in command.rollouts:
@@ -113,8 +113,8 @@ def _in_group(trace: Trace) -> Iterator[bool]:
                 yield from [False] * trace.run.algorithm.group_size
 
 
-def _beside_last_batch(trace: Trace) -> Iterator[bool]:
-    """Yield of each trained rollout whether its reward differs from the mean of the last step's batch."""
+def _against_last_batch(trace: Trace) -> Iterator[bool]:
+    """Yield for each trained rollout whether its reward differs from the mean of the last step's batch."""
     rewards: dict[int, float] = {}
     groups: dict[int, tuple[int, ...]] = {}
     batch: dict[int, None] = {}
@@ -122,7 +122,7 @@ def _beside_last_batch(trace: Trace) -> Iterator[bool]:
     for _, event, commands in trace.entries:
         match event:
             case RunStarted(version) if version:
-                baseline = None  # known to the checkpoint that the run resumed from
+                baseline = None  # it is in the checkpoint, not in the trace
             case Verified(rollout, reward):
                 rewards[rollout] = reward
             case PromptsDrawn():
@@ -130,18 +130,18 @@ def _beside_last_batch(trace: Trace) -> Iterator[bool]:
             case Stepped(_, trainer) if trainer == LEADER:
                 baseline, batch = mean(rewards[rollout] for rollout in batch), {}
             case TrainerLost(trainer) if trainer == LEADER:
-                baseline, batch = None, {}  # known to its checkpoint
+                baseline, batch = None, {}  # it is in the checkpoint, not in the trace
             case _:
-                pass  # says nothing of rewards
+                pass  # has no reward
         for command in commands:
             match command:
                 case Train(rollouts, trainer) if trainer == LEADER:
                     batch.update(dict.fromkeys(rollouts))
                     yield from (rewards[rollout] != baseline for rollout in rollouts)
                 case Skip(trainer=trainer) if trainer != LEADER:
-                    pass  # the leader trains on it
+                    pass  # the primary trainer still trains on it
                 case Drop(group) | Skip(group):
                     for rollout in groups[group]:
                         batch.pop(rollout, None)
                 case _:
-                    pass  # says nothing of the batch
+                    pass  # does not change the batch

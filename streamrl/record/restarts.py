@@ -1,4 +1,8 @@
-"""Read the traces of a run and of its restarts in order, and balance the ledger over all of them."""
+"""Read the traces of a run and of its restarts in order, and balance the ledger over all of them.
+
+trace.jsonl is the trace of the last start. Each resume renames the previous one to trace.N.jsonl, where N
+counts the starts from 1. A trace's header has the same number as `leg`.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,22 @@ KEPT_BY_A_RESUME = (
     "policies.tail_every",
     "secondary_trainer_names",
 )
-"""What says which rollouts a group has, which prompt it is of and who trains on it: with another value a checkpoint means
-other ones."""
+"""Keys that a resume must not change. They decide the rollouts, the prompt and the trainers of each group
+number. With another value, the group numbers in a checkpoint would mean other groups."""
 KEYS_OF_EACH = {
     "workload.source_weights": (0, "workload.source.{}.weight"),
     "secondary_trainer_names": (1, "trainer.{}.name"),
 }
-"""Of those that are a value for each table of a list: the number of the first table, and the key in a run file."""
+"""Of those keys, the ones with a value for each table of a list: the number of the first table, and the key in
+a run file."""
 
 
 EARLIER_TRACE = re.compile(r"trace\.(\d+)\.jsonl")
-"""Names of traces of legs that others followed: what else lies there is not the run's."""
+"""Names of traces of earlier starts. Other files in the directory are ignored."""
 
 
 def first_difference(name: str, one: object, other: object) -> tuple[str, str, str]:
-    """Return the key of a run file in which two runs differ in what a resume keeps, and what each has there."""
+    """Return the first run file key at which two values of a kept key differ, and both values there."""
     if name not in KEYS_OF_EACH:
         return name, repr(one), repr(other)
     assert isinstance(one, tuple) and isinstance(other, tuple), "of each table of a list"
@@ -47,74 +52,80 @@ def first_difference(name: str, one: object, other: object) -> tuple[str, str, s
 
 
 def earlier_trace_path(directory: Path, leg: int) -> Path:
-    """Return the path of an earlier restart's trace in a run directory."""
+    """Return the path of the trace of start number `leg` in a run directory."""
     return directory / f"trace.{leg}.jsonl"
 
 
 def earlier_trace_numbers(directory: Path) -> list[int]:
-    """Return the legs of a run directory whose traces a later one has put aside, in order."""
-    found = (EARLIER_TRACE.fullmatch(path.name) for path in directory.glob("trace.*.jsonl"))
-    return sorted(int(match[1]) for match in found if match is not None)
+    """Return the numbers of the earlier starts whose traces are in a run directory, in order."""
+    matches = (EARLIER_TRACE.fullmatch(path.name) for path in directory.glob("trace.*.jsonl"))
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def ledger_of_run(trace: Trace, directory: Path) -> Ledger:
-    """Say how the books of a run stand after a leg.
+    """Return the ledger of a run up to the end of one start.
 
     Args:
-        trace: the record of that leg.
-        directory: where those of the legs before it are; where it has none, the books begin with this one.
+        trace: the trace of that start.
+        directory: the directory with the traces of earlier starts. If it has none, the ledger
+            begins with `trace`.
 
     Raises:
-        ValueError: one of them is missing, cannot be read, is damaged, or is of another leg or another run.
+        ValueError: an earlier trace is missing, unreadable or damaged, or belongs to another start
+            or another run.
     """
     return ledger_of_traces(_read_all_traces(trace, directory))
 
 
-def ledger_of_traces(legs: Iterable[Trace]) -> Ledger:
-    """Say how the books of a run stand of which these are the legs, in order.
+def ledger_of_traces(traces: Iterable[Trace]) -> Ledger:
+    """Return the ledger of a run from the traces of all its starts, in order.
 
     Raises:
-        ValueError: one of them is damaged, or cannot be read.
+        ValueError: a trace is damaged or unreadable.
     """
-    rest = iter(legs)
+    rest = iter(traces)
     first = next(rest)
-    books = LedgerReader(first)
-    for leg in chain((first,), rest):
-        with blaming_damage(leg):
-            books.begin_trace(leg)
-            for block in leg.blocks():
-                books.read(block)
-    return books.balance()
+    ledger = LedgerReader(first)
+    for trace in chain((first,), rest):
+        with blaming_damage(trace):
+            ledger.begin_trace(trace)
+            for block in trace.blocks():
+                ledger.read(block)
+    return ledger.balance()
 
 
 def _read_all_traces(trace: Trace, directory: Path) -> Iterator[Trace]:
-    """Yield the legs one by one, so that one at a time is in memory."""
+    """Yield the traces of all starts, one at a time to save memory."""
     _check_last(trace, earlier_trace_path(directory, trace.leg))
-    earlier = [earlier_trace_path(directory, leg) for leg in range(1, trace.leg)]
-    if any(path.exists() for path in earlier):
-        for number, path in enumerate(earlier, start=1):
-            leg = read_trace(path)
-            if leg.leg != number:
-                raise ValueError(f"{path}: is leg {leg.leg} of a run, expected leg {number}")
-            _check_same_run(path, leg, trace)
-            yield leg
+    paths = [earlier_trace_path(directory, number) for number in range(1, trace.leg)]
+    if any(path.exists() for path in paths):
+        for number, path in enumerate(paths, start=1):
+            earlier = read_trace(path)
+            if earlier.leg != number:
+                raise ValueError(
+                    f"{path}: its header says start {earlier.leg} of a run, expected start {number}"
+                )
+            _check_same_run(path, earlier, trace)
+            yield earlier
     yield trace
 
 
 def _check_last(trace: Trace, path: Path) -> None:
-    """Refuse a last leg whose place among the earlier ones another trace has."""
+    """Raise `ValueError` if another file has the name that the last trace gets at the next resume."""
     if trace.path == path or not path.exists():
         return
-    leg = read_trace(path).leg
-    if leg > 1:  # earlier versions of this program wrote no number, which reads as 1
-        raise ValueError(f"{path}: is leg {leg} of a run, but the last one is leg {trace.leg}")
+    number = read_trace(path).leg
+    if number > 1:  # earlier versions of this program wrote no number, which reads as 1
+        raise ValueError(
+            f"{path}: its header says start {number} of a run, but trace.jsonl is start {trace.leg}"
+        )
 
 
-def _check_same_run(path: Path, leg: Trace, last: Trace) -> None:
+def _check_same_run(path: Path, earlier: Trace, last: Trace) -> None:
     for key in ("world", *(f"run.{key}" for key in KEPT_BY_A_RESUME)):
-        one, other = (attrgetter(key)(each) for each in (leg, last))
+        one, other = (attrgetter(key)(each) for each in (earlier, last))
         if one != other:
             name, here, there = first_difference(key.removeprefix("run."), one, other)
             raise ValueError(
-                f"{path}: is a leg of another run: {name} is {here}, the last leg has {there}"
+                f"{path}: belongs to another run: {name} is {here} there, and {there} in trace.jsonl"
             )

@@ -43,13 +43,13 @@ from streamrl.record.selection import Selection
 
 
 class StepContents(NamedTuple):
-    """What a step was made of."""
+    """The rollouts that a step trained on, as sums."""
 
     num_rollouts: int
     num_tokens: int
-    """Output tokens of them."""
+    """Their output tokens."""
     reward: float
-    """Mean of them; 0 of none."""
+    """Their mean reward; 0 if there are none."""
     behind: dict[int, int]
     """Rollouts by how many versions they were behind the newest version of the primary trainer when
     it trained on them.
@@ -57,22 +57,22 @@ class StepContents(NamedTuple):
 
 
 class StepHistory:
-    """The steps so far, from the first on."""
+    """The steps of one trainer, as columns."""
 
     def __init__(self) -> None:
         self.ended_at = array("d")
-        """Instant of each."""
+        """Instant at which each step ended."""
         self.num_rollouts = array("q")
         self.num_tokens = array("q")
         self.rewards = array("d")
         self._behind: dict[int, array[int]] = {}
-        """By versions behind: rollouts of each step; those after the last that has any are left out."""
+        """By versions behind: rollouts of each step. A column ends at the last step with such rollouts."""
 
     def __len__(self) -> int:
         return len(self.ended_at)
 
     def append(self, time: float, made: StepContents) -> None:
-        """Enter what the step was made of that ended at `time` seconds."""
+        """Add the step that ended at `time` seconds."""
         for lag, count in made.behind.items():
             column = self._behind.setdefault(lag, array("q"))
             column.extend([0] * (len(self) - len(column)))
@@ -83,12 +83,12 @@ class StepHistory:
         self.rewards.append(made.reward)
 
     def staleness(self, first: int, last: int) -> Counter[int]:
-        """Return rollouts by versions behind, of the steps at places `first` to `last`, that one left out."""
+        """Return the number of rollouts by versions behind, over the steps with indices `first` to `last` - 1."""
         counts = {lag: sum(column[first:last]) for lag, column in self._behind.items()}
         return Counter({lag: count for lag, count in counts.items() if count})
 
     def cut(self, length: int) -> StepContents:
-        """Take all steps back but the first `length`; return what those were made of together, less their reward."""
+        """Roll back all steps after the first `length`; return their sums, without a reward."""
         gone = StepContents(
             sum(self.num_rollouts[length:]),
             sum(self.num_tokens[length:]),
@@ -104,7 +104,7 @@ class StepHistory:
 
 @dataclass(slots=True)
 class OpenRollout:
-    """What is known of a rollout that may still be trained on."""
+    """The state of a rollout that some trainer may still train on, or that is still generated."""
 
     tokens: int = 0
     born: int | None = None
@@ -112,60 +112,60 @@ class OpenRollout:
     reward: float | None = None
     runs: bool = False
     lost_in: int | None = None
-    """Slot of the instant at which the primary trainer lost it; None where it was not lost."""
+    """Slot of the instant at which the primary trainer lost it; None if it was not lost."""
     lost_for: str = ""
-    """Why, where it was."""
+    """Why the primary trainer lost it."""
     drawn_for: int = 0
-    """Step that it was drawn for."""
+    """The step for which it was drawn."""
     num_trainers: int = 0
-    """Those that have neither trained on it nor given it up."""
+    """Number of trainers that have neither trained on it nor dropped it."""
 
 
 @dataclass(slots=True)
 class TrainerFlow:
-    """The steps of one trainer, and what they were made of."""
+    """The steps of one trainer, and the rollouts that it trained on or lost."""
 
     made: StepHistory = field(default_factory=StepHistory)
     lost: Counter[str] = field(default_factory=Counter)
     """Rollouts that it never trains on, by reason."""
 
-    is_there: bool = True
-    """False of one that joins later, until it does."""
+    has_joined: bool = True
+    """False for a trainer that joins later, until it joins."""
     _coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
-    """Rollouts of the coming step, and the version of the primary trainer when it trained on them.
+    """Rollouts of the next step, and the version of the primary trainer when it trained on them.
     """
     _groups: tuple[int, ...] = ()
-    """Groups of the step under way."""
+    """Groups of the running step."""
     _first_version: int = 0
     _saved: int = 0
     """Steps at the last checkpoint."""
     _open: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Rollouts of groups that it has neither trained on nor given up."""
+    """Rollouts of groups that it has neither trained on nor dropped."""
 
     @property
     def version(self) -> int:
-        """The version that its last step has made."""
+        """The version that its last step made."""
         return self._first_version + len(self.made)
 
     def step_times(self) -> list[float]:
-        """Return the seconds of each step: those since the one before it."""
+        """Return the seconds of each step since the end of the step before it."""
         ended_at = self.made.ended_at
         return [b - a for a, b in zip([0.0, *ended_at], ended_at, strict=False)]
 
     def window(self, first: int, last: int) -> tuple[float, float]:
-        """Return the instants at which the time of step `first` begins and that of step `last` ends."""
+        """Return the instants at which step `first` begins and step `last` ends."""
         ended_at = self.made.ended_at
         return ended_at[first - 2] if first > 1 else 0.0, ended_at[last - 1]
 
     # Changes --------------------------------------------------------------------------------------
 
     def begin_at(self, version: int) -> None:
-        """Enter the version that the run begins with."""
+        """Set the version with which the trainer starts."""
         self._first_version = version
 
     def see_drawn(self, drawn: DrawnGroup) -> None:
-        """Enter that a group was drawn."""
-        if self.is_there:
+        """Record a drawn group."""
+        if self.has_joined:
             self._open[drawn.group] = drawn.rollouts
         else:
             self.lost[ABSENT] += len(drawn.rollouts)
@@ -175,22 +175,25 @@ class TrainerFlow:
         self._coming.append((rollouts, newest))
 
     def begin_step(self, groups: tuple[int, ...]) -> None:
-        """Enter what the step under way is made of."""
+        """Record the groups of the step that begins."""
         self._groups = groups
 
     def end_step(self, time: float, known: dict[int, OpenRollout]) -> list[int]:
-        """Enter that the coming step is made; return the rollouts that the trainer is done with."""
+        """Record that the step ended; return the rollouts that the trainer is done with."""
         self.made.append(time, _make(self._coming, known))
         self._coming = []
         groups = [self._open.pop(group, ()) for group in self._groups]
         return [rollout for rollouts in groups for rollout in rollouts]
 
     def save(self, version: int) -> None:
-        """Enter that its checkpoint of `version` is on disk."""
+        """Record that the trainer's checkpoint of `version` is on disk."""
         self._saved = version - self._first_version
 
     def leave_out(self, group: int, reason: str) -> tuple[int, ...]:
-        """Enter that it never trains on a group; return its rollouts, none where it has, or has given it up before."""
+        """Record that the trainer dropped a group.
+
+        Return the group's rollouts, or none if the trainer has trained on it or dropped it before.
+        """
         rollouts = self._open.pop(group, ())
         if rollouts:
             self.lost[reason] += len(rollouts)
@@ -202,7 +205,7 @@ class TrainerFlow:
         return rollouts
 
     def fall_back(self) -> int:
-        """Enter that it is lost, and with it every step after its last checkpoint; return their tokens."""
+        """Record that the trainer was lost: steps after its last checkpoint are rolled back. Return their tokens."""
         taken_back = self.made.cut(self._saved)
         if taken_back.num_rollouts:
             self.lost[ROLLED_BACK] += taken_back.num_rollouts
@@ -214,11 +217,11 @@ class Flow:
     """Follows every rollout from its tokens to the steps that trained on it, block by block."""
 
     def __init__(self, num_trainers: int, joined: Container[int] = ()) -> None:
-        """Take how many trainers there are, and which of them join later."""
-        self.trainers = [TrainerFlow(is_there=n not in joined) for n in range(num_trainers)]
+        """Start with `num_trainers` trainers, of which those in `joined` join later."""
+        self.trainers = [TrainerFlow(has_joined=n not in joined) for n in range(num_trainers)]
         self._rollouts: dict[int, OpenRollout] = {}
         self.selection = Selection()
-        """What was trained on beside what was generated."""
+        """Trained rollouts compared with generated ones."""
         self._newest = 0
         self._lost = IntervalSums[str]()
         """Tokens of rollouts that the primary trainer lost between its steps, by reason."""
@@ -236,7 +239,7 @@ class Flow:
         return {reason: num for reason, num in self._lost.between(start, end).items() if num}
 
     def read(self, entries: Iterable[tuple[float, Event, list[Command]]]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         for time, event, commands in entries:
             self._see(event, time)
             for command in commands:
@@ -265,7 +268,7 @@ class Flow:
             case TrainerStarted(trainer, version) if trainer == LEADER:
                 self._newest = version
             case TrainerJoined(trainer):
-                self.trainers[trainer].is_there = True
+                self.trainers[trainer].has_joined = True
             case TrainerStopped(trainer):
                 self.trainers[trainer].fall_back()
             case TrainerLost(trainer):
@@ -276,7 +279,7 @@ class Flow:
             case Failed(Generate(number)):
                 self._stop(number)
             case _:
-                pass  # says nothing of rollouts
+                pass  # changes no rollout
 
     def _obey(self, command: Command, time: float) -> None:
         match command:
@@ -292,16 +295,16 @@ class Flow:
                 for trainer in range(len(self.trainers)):
                     self._leave_out(group, trainer, reason, time)
             case _:
-                pass  # says nothing of who trains on what
+                pass  # changes nothing in any trainer's steps
 
     # Rollouts -------------------------------------------------------------------------------------
 
     def _draw(self, drawn: DrawnGroup, step: int) -> None:
         for trainer in self.trainers:
             trainer.see_drawn(drawn)
-        num_there = sum(trainer.is_there for trainer in self.trainers)
+        num_joined = sum(trainer.has_joined for trainer in self.trainers)
         for rollout in drawn.rollouts:
-            self._rollouts[rollout] = OpenRollout(drawn_for=step, num_trainers=num_there)
+            self._rollouts[rollout] = OpenRollout(drawn_for=step, num_trainers=num_joined)
         for rollout, tokens, version in kept_of(drawn):
             self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
 
@@ -329,7 +332,7 @@ class Flow:
         self._finish(done)
 
     def _select(self, version: int, done: Iterable[int]) -> None:
-        """Record which rollouts a step of the primary trainer contains, by the step that they were drawn for."""
+        """Record the rollouts of a step of the primary trainer, by the step for which they were drawn."""
         sums: dict[int, tuple[int, int, float]] = {}
         for number in done:
             rollout = self._rollouts[number]
@@ -351,7 +354,7 @@ class Flow:
         self._finish(rollouts)
 
     def _finish(self, rollouts: Iterable[int]) -> None:
-        """Enter that a trainer is done with rollouts; forget those that all are done with and that no more run."""
+        """Record that a trainer is done with rollouts; forget those that no trainer needs and no replica runs."""
         for number in rollouts:
             rollout = self._rollouts[number]
             rollout.num_trainers -= 1
@@ -371,10 +374,10 @@ def read_flow(trace: Trace) -> Flow:
 
 
 def _make(coming: list[tuple[tuple[int, ...], int]], known: dict[int, OpenRollout]) -> StepContents:
-    """Put together what a step was made of.
+    """Return the sums over the rollouts of a step.
 
     Raises:
-        KeyError: something was trained on that was never drawn, or has no token or no reward.
+        KeyError: a rollout was never drawn, or has no token or no reward.
     """
     behind = Counter[int]()
     tokens, rewards = 0, []
@@ -383,7 +386,7 @@ def _make(coming: list[tuple[tuple[int, ...], int]], known: dict[int, OpenRollou
             rollout = known[number]
             if rollout.born is None or rollout.reward is None:
                 raise KeyError(number)
-            behind[max(0, newest - rollout.born)] += 1  # of lost versions: none
+            behind[max(0, newest - rollout.born)] += 1  # a rolled-back version may be newer
             tokens += rollout.tokens
             rewards.append(rollout.reward)
     reward = sum(rewards) / len(rewards) if rewards else 0.0

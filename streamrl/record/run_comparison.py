@@ -1,13 +1,8 @@
 """Compare two runs of the same work step by step: differences with intervals, and break-even prices and bandwidths.
 
-How well two runs are told apart that took the same prompts, with the same lengths.
-
-Step by step both have the same work, so that what makes a step long for both cancels out.
-
-Set two runs of the same work against each other: A, which is asked about, and B, which one has.
-
-Both had the same prompts and lengths step by step, so that differences are those of steps that did the same work, and
-their intervals hold nothing of what made a step long for both. Dollars a second are the mean of the steps that count.
+A is the candidate, and B is the present run. In each step both have the same prompts and lengths. So the
+difference of a step compares equal work, and long rollouts, which make the step long for both, do not
+widen its interval. Dollars per second are the mean over the counted steps.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ Outcome: TypeAlias = Literal[
     "faster but dearer",
     "cheaper but slower",
 ]
-"""Whether A is worth it over B: what a token costs decides, and then the time of a step."""
+"""Whether A is worth it compared with B. The cost of a token decides first, and then the time of a step."""
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,21 +53,21 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
     value: float
     interval: tuple[float, float] | None
-    """None where too few steps count."""
+    """None if too few steps count."""
 
     def differs_from(self, value: float) -> bool:
-        """Whether the figure is beyond chance another than `value`."""
+        """Return whether the interval exists and excludes `value`."""
         return self.interval is not None and not self.interval[0] <= value <= self.interval[1]
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What GPUs do that generate, or train; where a run takes turns they are the same ones."""
+    """The use of the GPUs that generate, or of those that train. Shared GPUs are in both."""
 
     num_gpus: float
     idle: float
-    """Share of their GPU-seconds."""
+    """Idle share of their GPU-seconds."""
     underfilled: float | None
-    """Share in which they decode what full batches would not have needed; None where that is not known."""
+    """Share of decoding that full batches would not need; None if it is unknown."""
 
 
 class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,99 +76,100 @@ class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
     step_time: float
     """Mean seconds of a step."""
     step_time_interval: tuple[float, float] | None
-    """95 % interval of that mean, on prompts of its own."""
+    """95 % interval of that mean for this run alone, without pairing."""
     dollars_per_hour: float
     cost_per_step: float
     """Dollars of a mean step."""
     cost_per_million_tokens: float
     """Dollars for a million output tokens trained on."""
     throughput: float
-    """Output tokens generated a second."""
+    """Output tokens generated per second."""
     goodput: float
-    """Output tokens trained on a second."""
+    """Output tokens trained on per second."""
     shares_gpus: bool
     """Whether generation and training take turns on the same GPUs."""
     generation: GpuUse
     training: GpuUse
-    """Of the trainer that leads."""
+    """Of the primary trainer."""
     staleness: float
-    """Versions that rollouts were behind when trained on, on average."""
+    """Mean versions that rollouts were behind when they were trained on."""
     idle_gpu_seconds: float
-    """GPU-seconds of a step in which GPUs of any side wait."""
+    """Mean idle GPU-seconds of a step, over all sides."""
     idle_cost: float
-    """Dollars of those."""
+    """Dollars for these GPU-seconds."""
     whole_run: WholeRun
-    """All training steps, as `simulate` has them."""
+    """Totals of all training steps, as in `simulate`."""
     note: str
-    """What keeps its figures from being those of a steady state."""
+    """Why its figures are not those of a steady state; empty if they are."""
 
 
 class BreakEvenPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """What GPUs that A rents and B does not may cost, for a token to cost as much with A as with B."""
+    """The price of the GPUs that only A rents at which a token costs the same with A and B."""
 
     pool: str
     gpu: str
     num_gpus: float
     """GPUs of the pool that A rents beyond those of B."""
     price: float
-    """Dollars that one of them costs an hour."""
+    """Present price of one of them, in dollars per hour."""
     break_even: Known | None
-    """Dollars that it may cost; None where a token costs more with A even if they are free."""
+    """Break-even price in dollars per hour; None if a token costs more with A even if they are free."""
 
 
 class BreakEvenBandwidth(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link of A's must carry, for a token to cost as much with A as with B."""
+    """The bandwidth of a link of A at which a token costs the same with A and B."""
 
     between: tuple[str, str]
     bandwidth: float
-    """Bytes a second that it carries."""
+    """Present bandwidth in bytes per second."""
     break_even: float | None
-    """Bytes a second that it must carry; None where no bandwidth makes them cost the same."""
+    """Break-even bandwidth in bytes per second; None if there is none."""
     is_cheaper: bool
-    """Where there is none: whether A costs less at any bandwidth that was tried, rather than at none."""
+    """If there is no break-even: whether A costs less at all tried bandwidths (true) or at none."""
     least: float
-    """The least bandwidth that may have been tried."""
+    """The lowest bandwidth that may have been tried, in bytes per second."""
 
 
 class Against(msgspec.Struct, frozen=True, kw_only=True):
-    """Two runs of the same work, and what A has over B; differences are A - B."""
+    """Two runs of the same work, and their differences A - B."""
 
     a: PairedRun
     b: PairedRun
     counted_steps: tuple[int, int]
-    """First and last step that count, in both."""
+    """First and last step that count in both."""
     outcome: Outcome
     step_time_ratio: Known
-    """Seconds of a step of A for one of B's."""
+    """Seconds of a step, A divided by B."""
     cost_ratio: Known
-    """Dollars of a token of A for one of B's."""
+    """Dollars of a token, A divided by B."""
     step_time: Known
-    """Seconds a step."""
+    """Difference in seconds per step."""
     cost_per_step: Known
-    """Dollars a step."""
+    """Difference in dollars per step."""
     idle_gpu_seconds: Known
-    """Idle GPU-seconds a step."""
+    """Difference in idle GPU-seconds per step."""
     idle_cost: Known
-    """Dollars a step for GPUs that wait."""
+    """Difference in dollars per step for idle GPUs."""
     steps_ratio: float = 1.0
-    """Steps that A needs for one of B's, as `plan.staleness_cost` charges both for what they lag behind; it is in both ratios."""
+    """Steps that A needs for one step of B, because staleness adds steps (`plan.staleness_cost`). Both ratios include
+    it."""
     training_steps: int
     """Steps of the whole training."""
     training_time: Known
-    """Seconds of all of them."""
+    """Difference in seconds of the whole training."""
     training_cost: Known
-    """Dollars of all of them."""
+    """Difference in dollars of the whole training."""
     unshared_error: float | None
-    """How far costs of what A and B do not do alike were off on models that no fit saw: 0 where they share all; None
-    where some was never checked."""
+    """Model error, on held-out models, of the costs that A and B do not share; 0 if they share all, None if some error
+    is unknown."""
     prices: list[BreakEvenPrice]
     bandwidths: list[BreakEvenBandwidth] = []
     note: str = ""
-    """What keeps the difference from being as exactly known as was asked for; empty where nothing does."""
+    """Why the difference is not known with the requested precision; empty if it is."""
 
 
 def ratio_half_width(one: Speed, other: Speed) -> float | None:
-    """Return half the 95 % interval of the logarithm of two step times' ratio; None where too few steps count in both."""
+    """Return half the 95 % interval of the logarithm of the ratio of two step times; None if too few steps count in both."""
     first = max(one.counted_steps[0], other.counted_steps[0])
     last = min(one.counted_steps[1], other.counted_steps[1])
     if last <= first:
@@ -184,32 +180,32 @@ def ratio_half_width(one: Speed, other: Speed) -> float | None:
 
 
 def relative(values: Sequence[float] | Floats) -> Floats:
-    """Return each value as a multiple of the mean of all."""
-    found = np.asarray(values, dtype=float)
-    multiples: Floats = found / found.mean()
+    """Return each value divided by the mean of all values."""
+    array = np.asarray(values, dtype=float)
+    multiples: Floats = array / array.mean()
     return multiples
 
 
 def is_beyond_chance(one: Speed, other: Speed, ratio: float) -> bool | None:
-    """Return whether two runs' figures differ by more than the interval of their ratio; None where that is not known."""
+    """Return whether a ratio of two runs' figures differs from 1 by more than its interval; None without an interval."""
     width = ratio_half_width(one, other)
     return None if width is None else abs(log(ratio)) > width
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedSteps:
-    """What counts of the steps of two runs that are simulated side by side."""
+    """The steps that count in both of two paired runs, and the precision of the ratio of their step times."""
 
     first: int
     """First step that counts in both."""
     last: int
     half_width: float | None
-    """Half the 95 % interval of the logarithm of their step times' ratio; None where too few steps count."""
+    """Half the 95 % interval of the logarithm of the ratio of their step times; None if too few steps count."""
     has_settled: bool
     """Whether the end of both transients was found."""
 
     def is_within(self, share: float) -> bool:
-        """Whether the ratio is known within a share of itself, and both transients are over."""
+        """Return whether the half-width of the ratio is at most `share` and both transients are over."""
         is_known = self.half_width is not None and self.half_width <= share
         return is_known and self.has_settled
 
@@ -217,12 +213,12 @@ class PairedSteps:
 def find_paired_steps(
     runs: Sequence[Run], made: Sequence[LeaderSteps], left_out: int, *, drifts: bool
 ) -> PairedSteps:
-    """Find the steps that count in both of two runs, where either alone has settled; see `find_steady`."""
-    found = [
+    """Return the steps that count in each of two runs; see `find_steady`."""
+    steady = [
         find_steady_so_far(run.policies, run.faults, steps, left_out, drifts=drifts)
         for run, steps in zip(runs, made, strict=True)
     ]
-    first, last = max(each.first for each in found), min(each.last for each in found)
+    first, last = max(each.first for each in steady), min(each.last for each in steady)
     width = None
     if last > first:
         one, other = (relative(steps.durations()[first:last]) for steps in made)
@@ -231,16 +227,16 @@ def find_paired_steps(
         first=min(first, last - 1) + 1,
         last=last,
         half_width=width,
-        has_settled=all(each.has_settled for each in found),
+        has_settled=all(each.has_settled for each in steady),
     )
 
 
 DIGITS = 9
-"""Of a mean number of replicas, beyond which seconds leave their rounding."""
+"""Decimal places of a mean number of replicas. More digits are rounding errors of the seconds."""
 
 
 class MeasuredRun:
-    """What is asked of one run: its figures, step by step, over the steps that count."""
+    """The figures of one run over the counted steps, as means and step by step."""
 
     def __init__(self, trace: Trace, counted_steps: tuple[int, int]) -> None:
         first, last = counted_steps
@@ -250,7 +246,7 @@ class MeasuredRun:
         self.seconds: Floats = np.array(self.metrics.step_times[first - 1 : last])
         self.tokens: Floats = np.array(self.metrics.step_tokens[first - 1 : last], dtype=float)
         self.longer = steps_for_one(self.run.plan, self.metrics.mean_staleness)
-        """Steps that are needed for one whose rollouts lag behind nothing."""
+        """Steps that the run needs for one step without staleness."""
         self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
         window = reader.flow.leader.window(first, last)
         num_replicas = round(reader.replicas.mean(*window), DIGITS)
@@ -258,7 +254,7 @@ class MeasuredRun:
         idle = reader.attribution.idle_of_steps(steps.ended_at)
         sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
         self.idle: Floats = np.sum(list(sides.values()), axis=0)
-        """GPU-seconds of each step."""
+        """Idle GPU-seconds of each step."""
         prices = {
             side.name: self.price(side.pool) / SECONDS_PER_HOUR for side in sides_of(self.run)
         }
@@ -267,24 +263,22 @@ class MeasuredRun:
         )
 
     def price(self, pool: str) -> float:
-        """Return the dollars of one of a pool's GPUs for an hour."""
+        """Return the price of one GPU of a pool, in dollars per hour."""
         return price_of(self.run.cluster.pools[pool])
 
     def gpu(self, pool: str) -> str:
-        """Return the GPU of a pool."""
+        """Return the GPU type of a pool."""
         return self.run.cluster.pools[pool].gpu
 
     @property
     def gpus(self) -> Mapping[str, float]:
-        """GPUs that are paid for by pool, on average."""
+        """Mean number of paid GPUs by pool."""
         return self._paid.by_pool
 
     @property
     def whole_run(self) -> WholeRun:
-        """What all its steps take."""
-        assert self.metrics.whole_run is not None, (
-            "only runs that finish are set against each other"
-        )
+        """The totals of all its steps."""
+        assert self.metrics.whole_run is not None, "only finished runs are compared"
         return self.metrics.whole_run
 
     def describe(self) -> PairedRun:
@@ -309,7 +303,7 @@ class MeasuredRun:
         )
 
     def _use(self, kind: SideKind) -> GpuUse:
-        """Return what GPUs of a kind of side do, of replicas all together; of those that share them of both."""
+        """Return the use of the GPUs of all replicas, or of the primary trainer. Shared GPUs count as both."""
         if self.run.policies.shares_gpus:
             counts = {SHARED: float(self.run.num_gpus)}
         else:
@@ -327,18 +321,18 @@ class MeasuredRun:
 
 
 EQUAL = 1e-9
-"""Difference, as a share, that rounding leaves of equal figures."""
+"""Relative difference below which figures count as equal. Rounding leaves less than this."""
 
 
 def compare_traces(
     traces: tuple[Trace, Trace], counted_steps: tuple[int, int], note: str
 ) -> Against:
-    """Measure the traces of A and B over the same steps, and set them against each other.
+    """Measure the traces of A and B over the same steps and return their differences.
 
     Args:
-        traces: of A and of B.
+        traces: the traces of A and B.
         counted_steps: first and last step to count.
-        note: what keeps the difference from being as exactly known as was asked for.
+        note: why the difference is not known with the requested precision; empty if it is.
     """
     a, b = (MeasuredRun(trace, counted_steps) for trace in traces)
     ours, theirs, steps = a.metrics, b.metrics, a.run.algorithm.steps
@@ -380,13 +374,12 @@ def compare_traces(
 
 
 def decide(cost_ratio: Known, step_time_ratio: Known, error: float | None) -> Outcome:
-    """Return whether A is worth it over B, as far as the ratios of A to B are known.
+    """Return whether A is worth it compared with B.
 
     Args:
-        cost_ratio: of dollars a token.
-        step_time_ratio: of seconds a step.
-        error: how far costs that A and B do not share may be off; None if unknown; a difference
-            is then not doubted.
+        cost_ratio: dollars per token, A divided by B.
+        step_time_ratio: seconds per step, A divided by B.
+        error: model error of the costs that A and B do not share. None if unknown; it then counts as 0.
     """
     is_equal = max(abs(log(ratio.value)) for ratio in (cost_ratio, step_time_ratio)) < EQUAL
     if is_equal and cost_ratio.interval is not None:
@@ -404,7 +397,7 @@ def decide(cost_ratio: Known, step_time_ratio: Known, error: float | None) -> Ou
 
 
 def is_significant(ratio: Known, error: float | None) -> bool:
-    """Whether a ratio of A to B is another than 1 beyond chance, and beyond the error of what they do not share."""
+    """Return whether a ratio of A to B differs from 1 by more than its interval and the unshared model error."""
     return ratio.differs_from(1.0) and abs(log(ratio.value)) >= (error or 0.0)
 
 
@@ -412,13 +405,16 @@ def is_significant(ratio: Known, error: float | None) -> bool:
 
 
 def _known(differences: Floats) -> Known:
-    """Return the mean of step by step differences."""
+    """Return the mean of the differences of each step, with its interval."""
     mean, width = float(differences.mean()), half_width(differences)
     return Known(value=mean, interval=None if width is None else (mean - width, mean + width))
 
 
 def _ratio(value: float, spread: Floats) -> Known:
-    """Return a ratio of two means: the logarithm of it scatters as the relative steps of both do."""
+    """Return a ratio of two means with its interval.
+
+    Its logarithm scatters like `spread`, the differences of the relative steps.
+    """
     width = half_width(spread)
     return Known(
         value=value, interval=None if width is None else (value * exp(-width), value * exp(width))
@@ -426,7 +422,7 @@ def _ratio(value: float, spread: Floats) -> Known:
 
 
 def _about(value: float, known: Known) -> Known:
-    """Return a figure that is as exactly known as another: start and checkpoints add nothing to what is not known."""
+    """Return a figure with the width of another's interval. Start and checkpoints do not widen the interval."""
     more = value - known.value
     return Known(
         value=value,
@@ -435,7 +431,7 @@ def _about(value: float, known: Known) -> Known:
 
 
 def _error_of_difference(a: MeasuredRun, b: MeasuredRun) -> float | None:
-    """Return how far the costs of what the two do not do alike were off; None where that was never checked."""
+    """Return the model error of the costs that the runs do not share; None if it is unknown."""
     errors = []
     for each in (a, b):
         known = each.metrics.uncertainty
@@ -445,7 +441,7 @@ def _error_of_difference(a: MeasuredRun, b: MeasuredRun) -> float | None:
 
 
 def _shared_stages(a: MeasuredRun, b: MeasuredRun) -> set[str]:
-    """Return the operations that both do on as many GPUs of one kind, in the same way."""
+    """Return the operations that both runs do on the same number and type of GPUs with the same settings."""
     if a.run.costs != b.run.costs:
         return set()
     (rollout, trainer), theirs = ((each.run.rollout, each.run.trainer) for each in (a, b))
@@ -463,14 +459,17 @@ def _is_alike(
     b: MeasuredRun,
     theirs: RolloutConfig | TrainerConfig,
 ) -> bool:
-    """Whether two sides have the same section, whatever their pools are called, and the same GPU."""
+    """Return whether two sides have the same GPU type and the same section, except for the name of the pool."""
     return a.gpu(ours.pool) == b.gpu(theirs.pool) and ours == replace(theirs, pool=ours.pool)
 
 
 def _break_even_prices(
     a: MeasuredRun, b: MeasuredRun, cost_ratio: Known
 ) -> Iterator[BreakEvenPrice]:
-    """Yield for each pool the price of the GPUs that A rents beyond B: what a token costs is linear in it."""
+    """Yield for each pool the break-even price of the GPUs that A rents beyond B.
+
+    The cost of a token is linear in this price.
+    """
     for pool, num_gpus in a.gpus.items():
         has = b.gpus.get(pool, 0.0) if pool in b.gpus and a.gpu(pool) == b.gpu(pool) else 0.0
         if num_gpus - has > EQUAL:
@@ -496,26 +495,26 @@ def _break_even_price(
 
 
 class Rerun(msgspec.Struct, frozen=True, kw_only=True):
-    """What would have happened; every figure is over the same steps, of which each had the same lengths."""
+    """A recorded run, its simulation, and a simulation with changes, over the same steps with the same lengths."""
 
     changes: list[str]
-    """`key=value` of what is changed."""
+    """The changes as `key=value`."""
     recorded: Metrics
     as_it_was: Metrics
-    """The recorded run, simulated."""
+    """The recorded run, simulated without changes."""
     changed: Metrics
     step_time_ratio: Known
-    """Seconds of a step with the changes for one without, both simulated."""
+    """Simulated seconds of a step: with the changes, divided by without."""
     prediction_error: float
-    """Seconds of a step as it was, simulated, over the recorded ones, less 1."""
+    """Relative error of the simulated step time without changes: simulated / recorded - 1."""
 
 
 def compare_rerun(traces: tuple[Trace, Trace, Trace], changes: list[str]) -> Rerun:
-    """Measure a record, its simulation and the changed one over the steps that count in all three.
+    """Measure a recorded run, its simulation and the changed simulation over the steps that count in all three.
 
     Raises:
-        ValueError: no step of one of them is left.
-        RuntimeError: a simulation stops before the steps that were recorded.
+        ValueError: one of them has no finished step.
+        RuntimeError: a simulation stops before the last recorded step.
     """
     counted = [measure(trace).counted_steps for trace in traces]
     last = min(last for _, last in counted)
@@ -523,7 +522,7 @@ def compare_rerun(traces: tuple[Trace, Trace, Trace], changes: list[str]) -> Rer
     recorded, as_it_was, changed = (measure(trace, (first, last)) for trace in traces)
     for simulated in (as_it_was, changed):
         if simulated.unfinished and simulated.num_steps < recorded.num_steps:
-            raise RuntimeError(f"the run, simulated, {simulated.unfinished}")
+            raise RuntimeError(f"the simulation of the run {simulated.unfinished}")
     ratio = changed.step_time / as_it_was.step_time
     width = ratio_half_width(changed, as_it_was)
     interval = None if width is None else (ratio * exp(-width), ratio * exp(width))

@@ -1,14 +1,14 @@
-"""Name and read the files of a run directory beside its trace: metrics, rollouts, samples and inputs.
+"""Name and read the files of a run directory other than the trace: metrics, rollouts, samples and inputs.
 
-metrics.jsonl, rollouts.jsonl and samples.jsonl are append-only. A lost trainer, or a resumed
-driver, returns to its last checkpoint and repeats the later steps. A line `{"rolled_back_to":
-version, …}` records this: earlier lines about later versions no longer count.
+metrics.jsonl, rollouts.jsonl and samples.jsonl are append-only. After a loss or a resume, the trainer
+returns to its last checkpoint and repeats the later steps. A line `{"rolled_back_to": version, …}`
+records this: earlier lines about later versions no longer count.
 
-The input files of a run are copied beside its trace, so that the directory can be moved and
-reported on anywhere:
+The input files of a run are copied into its directory. So the directory can be moved, and a report can
+be made from it on any machine:
 
 inputs/model.path/NAME/config.json          the model's shape, under the name of its directory
-inputs/costs.profile/NAME                   and so on: each file under its key, with its own name
+inputs/costs.profile/NAME                   every other file under its key, with its own name
 
 A trace's header keeps the original paths, so the same run file and seed give the same bytes
 wherever they are written. To read a run from its directory, call `with_kept_inputs`.
@@ -30,26 +30,26 @@ from streamrl.runfile.paths import paths_of, with_paths
 
 RUN, TRACE = "run.json", "trace.jsonl"
 ATTACHED, CONTROL = "attached.json", "control"
-"""The file that lists trainers that joined the run, and the directory of requests to it."""
+"""The file that lists trainers that joined the run, and the directory of requests to the run."""
 METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"
 FATES = ("generated", "trained", "dropped")
 OF_FAMILY = "/"
-"""What stands between one of `FATES` and a family in the keys of metrics.jsonl that count its rollouts."""
+"""Separator in keys of metrics.jsonl that count the rollouts of a prompt family: one of `FATES`, this, the family."""
 OF_SCORER = "reward/"
-"""What the keys of metrics.jsonl begin with that say what one of several scorers gave."""
+"""Prefix of keys of metrics.jsonl with the mean score of one of several scorers."""
 ROLLED_BACK_TO = "rolled_back_to"
-"""Key of a line that is no step and no rollout."""
+"""Key of a line that records a rollback."""
 
-OTHER = re.compile(r"[^\w.-]+")
-"""What names of directories are spared."""
+UNSAFE = re.compile(r"[^\w.-]+")
+"""Characters of a trainer's name that a directory name must not have."""
 MOST_NAME = 60
-"""Characters of a name in that of a directory: file systems take some 255 bytes."""
+"""Maximum characters of a trainer's name in a directory name. File systems allow about 255 bytes."""
 
 Line = dict[str, Any]
 
 
 class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a line that takes others back."""
+    """A line that records a rollback."""
 
     rolled_back_to: int
     groups_done: int = 0
@@ -57,41 +57,41 @@ class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a line that may be taken back."""
+    """The fields of a line that decide whether a rollback removes it."""
 
     step: int = 0
     group: int | None = None
-    """None in rollouts of earlier versions, which nothing takes back."""
+    """None in rollouts of earlier versions of this program, which a rollback does not remove."""
 
 
 def secondary_trainer_directory(directory: Path, number: int, name: str) -> Path:
-    """Return where a trainer that follows leaves its files in a run's directory; the first is number 1."""
-    return directory / "followers" / f"{number}-{OTHER.sub('-', name)[:MOST_NAME]}"
+    """Return the directory of a secondary trainer's files; `number` counts from 1."""
+    return directory / "followers" / f"{number}-{UNSAFE.sub('-', name)[:MOST_NAME]}"
 
 
 def read_metrics(directory: Path) -> list[Line]:
-    """Return a line for each step of a run that stayed, in order.
+    """Return a line for each step that was not rolled back, in order.
 
     Raises:
-        ValueError: there is no such file, or a line of it is none of a run.
+        ValueError: metrics.jsonl is missing, or one of its lines is not from a run.
     """
     return _read(directory / METRICS, _is_before)
 
 
 def read_samples(directory: Path) -> list[Line]:
-    """Return a line for each step of a run that stayed, in order: what it was trained on; see `streamrl.record.samples`.
+    """Return the samples of each step that was not rolled back, in order; see `streamrl.record.samples`.
 
     Raises:
-        ValueError: there is no such file, or a line of it is none of a run.
+        ValueError: samples.jsonl is missing, or one of its lines is not from a run.
     """
     return _read(directory / SAMPLES, _is_before)
 
 
 def read_rollouts(directory: Path) -> list[Line]:
-    """Return a line for each verified rollout of a run that no resume took back, in order.
+    """Return a line for each verified rollout that was not rolled back, in order.
 
     Raises:
-        ValueError: there is no such file, or a line of it is none of a run.
+        ValueError: rollouts.jsonl is missing, or one of its lines is not from a run.
     """
     return _read(directory / ROLLOUTS, _is_done)
 
@@ -105,7 +105,7 @@ def _is_done(line: Counted, mark: RolledBack) -> bool:
 
 
 def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line]:
-    """Return the lines that no later one takes back; a last one that a crash cut short is left out."""
+    """Return the lines that no later rollback removes, without a last line that a crash cut short."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -120,7 +120,7 @@ def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line
             else:
                 kept.append((msgspec.convert(line, Counted), line))
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not a line of a run: {error}") from None
+            raise ValueError(f"{path}:{number}: the line is not from a run: {error}") from None
     return [line for _, line in kept]
 
 
@@ -133,16 +133,16 @@ KEPT = (
     "workload.lengths.ranker_scores",
 )
 """Keys whose files a simulation or a report of the run reads."""
-DIGEST_BYTES = 4  # tells the files of a handful of runs apart, and can be read
+DIGEST_BYTES = 4  # enough to distinguish the files of a few runs, and short enough to read
 CONFIG = "config.json"
-"""All of a model directory that tells its shape."""
+"""The file of a model directory that has the model's shape."""
 
 
 def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
-    """Copy what a run was read from into its directory; a file that is not there was not read.
+    """Copy the input files of a run into its directory; missing files are skipped.
 
     Args:
-        paths: paths that the run names, by key, as `paths_of` returns them.
+        paths: paths in the run file by key, as `paths_of` returns them.
         directory: the run directory.
     """
     for path, kept in _places(paths, directory).values():
@@ -153,13 +153,13 @@ def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
 
 
 def with_kept_inputs(run: Run, directory: Path) -> Run:
-    """Return the run as it reads where its directory is: from what was kept there, else from where it was."""
+    """Return the run with paths to the copies in its directory. Files without a copy keep their path."""
     places = _places(paths_of(run), directory)
     return with_paths(run, {key: str(kept) for key, (_, kept) in places.items() if kept.exists()})
 
 
 def kept_names(paths: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """Return by key what was kept: its name with a digest of its bytes, alike wherever the directories are."""
+    """Return by key the name of each copied file with a digest of its bytes, which does not depend on the directory."""
     names = {}
     for key, (_, kept) in _places(paths, directory).items():
         file = kept / CONFIG if kept.is_dir() else kept
@@ -170,7 +170,7 @@ def kept_names(paths: Mapping[str, str], directory: Path) -> dict[str, str]:
 
 
 def _places(paths: Mapping[str, str], directory: Path) -> dict[str, tuple[Path, Path]]:
-    """Return by key where the run read from, and where that is kept."""
+    """Return by key the original path of an input and the path of its copy."""
     named = {key: Path(path) for key, path in paths.items() if key in KEPT}
     return {
         key: (path, directory / INPUTS / key / path.absolute().name) for key, path in named.items()
@@ -178,5 +178,5 @@ def _places(paths: Mapping[str, str], directory: Path) -> dict[str, tuple[Path, 
 
 
 def _files(path: Path, kept: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield each file that is kept of a path, and where."""
+    """Yield each file to copy for a path, with the path of its copy."""
     yield (path / CONFIG, kept / CONFIG) if path.is_dir() else (path, kept)

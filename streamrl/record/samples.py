@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.record.run_directory import read_samples
+from streamrl.record.run_directory import SAMPLES, read_samples
 
 
 class SampledRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,51 +16,56 @@ class SampledRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: int
     text: str
-    """Its output; the middle of a long one is left out."""
+    """Output text, without the middle part if it is long."""
     reward: float
     advantage: float
     num_tokens: int
     finish: Literal["stop", "length"]
-    """stop: it ended itself; length: it was cut off at `rollout.max_tokens`."""
+    """stop: the model ended the output; length: the output reached `rollout.max_tokens`."""
     version: int
-    """That sampled its first token."""
+    """Version that sampled its first token."""
     verifier: str | None = None
-    """What became of it where it could not be scored."""
+    """Why the verifier could not score it; None if it did."""
 
 
 class SampledGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Some rollouts of one prompt that a step was trained on."""
+    """Some rollouts of one prompt that a step trained on."""
 
     step: int
     prompt: str
     mean_reward: float
-    """Of the whole group."""
+    """Mean over the whole group, not only the shown rollouts."""
     size: int
-    """Rollouts of the whole group."""
+    """Number of rollouts in the whole group."""
     rollouts: tuple[SampledRollout, ...]
-    """By falling reward: the best, the worst, and where there are more of them what lies evenly between."""
+    """The shown rollouts by decreasing reward: the best, the worst, and others evenly between them."""
 
 
 def read_completions(directory: Path) -> tuple[SampledGroup, ...]:
-    """Return what was kept of each step that stayed, in order.
+    """Return the samples of each step that was not rolled back, in order.
 
     Raises:
-        ValueError: there is no such file, or a line of it is none of a run.
+        ValueError: samples.jsonl is missing, or one of its lines is not a sample.
     """
     lines = read_samples(directory)
     try:
         return tuple(msgspec.convert(line, SampledGroup) for line in lines)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{directory}: not samples of a run: {error}") from None
+        raise ValueError(
+            f"{directory / SAMPLES}: a line is not a sample of this version of streamrl: {error}"
+        ) from None
 
 
 def most_varied_group(groups: Sequence[Sequence[float]]) -> int:
-    """Return which group's rewards differ most, the first where several do: it is what was learned from most."""
+    """Return the index of the group whose rewards differ most: the step learned most from it.
+
+    If several groups differ equally, return the first one.
+    """
     return max(range(len(groups)), key=lambda index: max(groups[index]) - min(groups[index]))
 
 
 def spread_over(rewards: Sequence[float], count: int) -> list[int]:
-    """Return which rollouts to show, by falling reward: the best, the worst, and evenly between them."""
+    """Return the indices of `count` rollouts by decreasing reward: the best, the worst, and others evenly between."""
     ranked = sorted(range(len(rewards)), key=lambda index: (-rewards[index], index))
     last, count = len(ranked) - 1, min(count, len(ranked))
     if count < 2:
@@ -69,7 +74,7 @@ def spread_over(rewards: Sequence[float], count: int) -> list[int]:
 
 
 def shortened(text: str, most: int) -> str:
-    """Leave out the middle of a text of over `most` characters, and say how much that is."""
+    """Return a text of over `most` characters without its middle, and with the number of characters left out."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -77,5 +82,5 @@ def shortened(text: str, most: int) -> str:
 
 
 def escape_control_characters(text: str) -> str:
-    """Return a text in which what would steer a terminal, or is no character of a page, is written as Python does."""
+    """Return a text whose control and other unprintable characters are replaced by Python escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -1,14 +1,15 @@
-"""What a run trained on beside what was generated for it: lengths and rewards by step, and what was left out, and why.
+"""Compare the rollouts that a run trained on with those it generated: lengths and rewards by step.
 
-| of a step  | rollouts                                                                                        |
-|------------|-------------------------------------------------------------------------------------------------|
-| generated  | those that were drawn for it, as far as they ended: trained on, in whatever step, or given up   |
-| trained    | those that the step was made of                                                                 |
-| left out   | of those that were drawn for it, those that were given up, by reason                            |
+| of a step  | rollouts                                                                              |
+|------------|---------------------------------------------------------------------------------------|
+| generated  | drawn for this step and finished: trained on in any step, or dropped                  |
+| trained    | trained on in this step                                                               |
+| left out   | drawn for this step and dropped, by reason                                            |
 
-If a step trains on the groups drawn for it, "generated" and "trained" are the same. If it takes the groups that finish
-first, its rollouts are shorter than the generated ones, most of all at the start: long rollouts come steps later.
-Rollouts left out for their rewards or for taking too long are never trained on.
+If a step trains on the groups drawn for it, "generated" and "trained" are the same. If it takes the
+groups that finish first, its rollouts are shorter than the generated ones. This bias is largest in
+the first steps, because long rollouts arrive steps later. Rollouts that are left out for their
+rewards or for taking too long are never trained on.
 """
 
 from __future__ import annotations
@@ -19,36 +20,37 @@ import msgspec
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """Some rollouts, together."""
+    """The number and the means of a set of rollouts."""
 
     rollouts: int
     mean_tokens: float | None = None
-    """Output tokens; None of none that ended."""
+    """Mean number of output tokens; None if none of them finished."""
     mean_reward: float | None = None
+    """None if none of them finished."""
 
 
 class SelectionMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What was trained on beside what was generated, by the trainer that leads."""
+    """Generated rollouts compared with those that the primary trainer trained on."""
 
     generated: Share
     trained: Share
     left_out: dict[str, Share]
     """By reason."""
     length_ratio: list[float | None]
-    """Of each step: mean length of what it trained on, over that of what was generated for it."""
+    """By step: mean length of the trained rollouts, divided by that of the generated ones."""
     reward_difference: list[float | None]
-    """Mean reward of what a step trained on, less that of what was generated for it."""
+    """By step: mean reward of the trained rollouts minus that of the generated ones."""
 
 
 class StepSums:
-    """Rollouts, tokens and rewards by step, as columns."""
+    """Sums of rollouts, tokens and rewards by step, as columns."""
 
     def __init__(self) -> None:
         self.num, self.tokens, self.rewards = array("q"), array("q"), array("d")
         self._columns = self.num, self.tokens, self.rewards
 
     def add(self, place: int, num: int, tokens: int, reward: float) -> None:
-        """Add to those of a step, by its place from 0."""
+        """Add to the sums of a step; `place` is its index from 0."""
         for column in self._columns if place >= len(self.num) else ():
             column.extend([0] * (1 + place - len(column)))
         self.num[place] += num
@@ -56,14 +58,14 @@ class StepSums:
         self.rewards[place] += reward
 
     def cut(self, length: int) -> tuple[int, int, float]:
-        """Take all steps back but the first `length`; return what they held."""
+        """Roll back all steps after the first `length`; return their sums."""
         gone = sum(self.num[length:]), sum(self.tokens[length:]), sum(self.rewards[length:])
         for column in self._columns:
             del column[length:]
         return gone
 
     def share(self, first: int = 0, last: int | None = None) -> Share:
-        """Return what steps hold together."""
+        """Return the total of steps `first` up to `last`, excluding `last`."""
         num = sum(self.num[first:last])
         return Share(
             rollouts=num,
@@ -73,21 +75,29 @@ class StepSums:
 
 
 class Selection:
-    """Counts what becomes of rollouts, once that is known."""
+    """Counts rollouts once they are trained on or dropped."""
 
     def __init__(self) -> None:
         self._first_version = 0
         self._generated, self._trained = StepSums(), StepSums()
         self._left_out: dict[str, StepSums] = {}
         self._unfinished: dict[str, int] = {}
-        """Rollouts that were given up before they ended, by reason."""
+        """Rollouts that were dropped before they finished, by reason."""
 
     def begin_at(self, version: int) -> None:
-        """Enter the version that the run begins with."""
+        """Set the version with which the run starts."""
         self._first_version = version
 
     def train(self, version: int, drawn_for: int, num: int, tokens: int, reward: float) -> None:
-        """Enter rollouts of the step that made `version`, which were drawn for one step, with their sums."""
+        """Record rollouts that one step trained on.
+
+        Args:
+            version: the version that the step made.
+            drawn_for: the step for which these rollouts were drawn.
+            num: number of rollouts.
+            tokens: sum of their output tokens.
+            reward: sum of their rewards.
+        """
         self._generated.add(self._place(drawn_for), num, tokens, reward)
         self._trained.add(self._place(version), num, tokens, reward)
 
@@ -101,7 +111,7 @@ class Selection:
         self._left_out.setdefault(reason, StepSums()).add(place, 1, tokens, reward)
 
     def take_back(self, version: int, reason: str) -> None:
-        """Enter that steps after `version` are taken back, and what they were made of is given up."""
+        """Record that steps after `version` were rolled back, and that their rollouts are dropped."""
         place = max(0, version - self._first_version)
         gone = self._trained.cut(place)
         if gone[0]:
@@ -111,7 +121,7 @@ class Selection:
         return max(0, step - self._first_version - 1)
 
     def metrics(self) -> SelectionMetrics:
-        """Return it in figures."""
+        """Return the comparison of all steps so far."""
         steps = range(len(self._trained.num))
         pairs = [(self._trained.share(n, n + 1), self._generated.share(n, n + 1)) for n in steps]
         reasons = dict.fromkeys([*self._left_out, *self._unfinished])
@@ -125,9 +135,9 @@ class Selection:
 
     def _share_of(self, reason: str) -> Share:
         """Return the rollouts dropped for one reason; means cover those that finished."""
-        found = self._left_out.get(reason, StepSums()).share()
+        finished = self._left_out.get(reason, StepSums()).share()
         unfinished = self._unfinished.get(reason, 0)
-        return msgspec.structs.replace(found, rollouts=found.rollouts + unfinished)
+        return msgspec.structs.replace(finished, rollouts=finished.rollouts + unfinished)
 
 
 def _length_ratio(one: Share, other: Share) -> float | None:

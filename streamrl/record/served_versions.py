@@ -1,4 +1,4 @@
-"""Check which weight versions replicas served, and that the checksum they loaded is the one that was pushed."""
+"""Check that replicas sample only with versions that they loaded, and that checksums match the push."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ from streamrl.engine.messages import (
 
 
 class AssignedVersion(NamedTuple):
-    """What a replica was told to serve."""
+    """The version that a replica was last asked to load."""
 
     version: int
     checksum: str | None
-    """The one that it must find; None where nobody pushed the version."""
+    """The checksum of the push; None if the run started with this version and never pushed it."""
 
 
 @dataclass(slots=True)
 class Serving:
-    """A version that a replica serves. What is sent to it meanwhile holds on to this one and so to all after it."""
+    """A version that a replica serves, linked to the version that it serves next.
+
+    A rollout refers to the version at the moment it was sent. From there it can reach every later one.
+    """
 
     version: int
     next: Serving | None = None
 
 
 class Sent(NamedTuple):
-    """A rollout under way, and what its replica served when it was sent."""
+    """A running rollout, and what its replica served when the rollout was sent."""
 
     command: Generate
     serving: Serving | None
 
 
 class ServedVersions:
-    """Compares the checksum that a replica found with the one that was pushed, and what it samples with with what it loaded.
+    """Compares loaded checksums with pushed ones, and the sampled version of a rollout with the loaded one.
 
-    A version that nobody pushed is what the run began with: replicas load its files, not the trainer's.
+    The version that the run started with is never pushed. Replicas load it from the model's files, so
+    it has no checksum.
     """
 
-    def __init__(self, complain: Callable[[str], None]) -> None:
-        """Begin with nothing pushed.
-
-        Args:
-            complain: told what is wrong.
-        """
+    def __init__(self, report_fault: Callable[[str], None]) -> None:
+        """Start with no pushed version; `report_fault` is called with the text of each fault."""
         self.checksummed: set[int] = set()
         self.unverified: set[int] = set()
         """Versions that were pushed without a checksum."""
-        self._complain = complain
+        self._report_fault = report_fault
         self._pushed: dict[int, str | None] = {}
-        """Checksum by version; None of the one that the run began with."""
+        """Checksum by version; None for the version that the run started with."""
         self._loading: dict[int, AssignedVersion] = {}
-        """What each replica was told to serve and does not yet."""
+        """By replica: the version that it is loading."""
         self._serving: dict[int, Serving] = {}
-        """What each replica serves."""
+        """By replica: the version that it serves."""
         self._sent: dict[int, Sent] = {}
-        """Rollouts under way."""
+        """Running rollouts."""
         self._early: dict[int, int] = {}
-        """By replica: a rollout that it sampled with what it was told to load, before it said that it had."""
+        """By replica: a rollout that it sampled with the version it is loading, before it reported the load."""
         self.observe: dict[type[Event], Callable[[Any], None]] = {
             WeightsPushed: self._see_pushed,
             WeightsLoaded: self._see_served,
@@ -85,40 +85,40 @@ class ServedVersions:
         """Record that the run starts or resumes with a version that is on disk; every other version is pushed again."""
         self.check_end()
         self._pushed = {version: None}
-        for of_before in (self._loading, self._serving, self._sent, self._early):
-            of_before.clear()
+        for before_start in (self._loading, self._serving, self._sent, self._early):
+            before_start.clear()
 
     def check_end(self) -> None:
-        """Take note of what replicas sampled with and never said that they had loaded."""
+        """Report versions that replicas sampled with but never reported to have loaded."""
         for replica in list(self._early):
             self._check_early(replica)
 
     def see_sampled(self, event: Generated) -> None:
-        """Compare the version that an attempt began with with those that its replica served since it was sent."""
+        """Check that the first version of an attempt was served by its replica since the attempt was sent."""
         sent = self._sent.pop(event.rollout, None)
         if sent is None:
-            self._complain(f"rollout {event.rollout} was generated, though it was sent nowhere")
+            self._report_fault(f"rollout {event.rollout} was generated, but was sent to no replica")
             return
         command, serving = sent
         if event.tokens <= command.prefix:
-            return  # it sampled nothing, so its version says nothing
+            return  # it sampled no token, so its version means nothing
         while serving is not None:
             if serving.version == event.version:
                 return
             serving = serving.next
-        told = self._loading.get(command.replica)
-        if told is not None and told.version == event.version:
+        assigned = self._loading.get(command.replica)
+        if assigned is not None and assigned.version == event.version:
             self._early[command.replica] = event.rollout
         else:
-            self._complain(_tell_unloaded(command.replica, event.rollout, event.version))
+            self._report_fault(_unloaded_fault(command.replica, event.rollout, event.version))
 
     def _see_pushed(self, event: WeightsPushed) -> None:
         self._pushed[event.version] = event.checksum
 
     def _begin_load(self, command: LoadWeights | StartReplica) -> None:
         if command.version not in self._pushed:
-            self._complain(
-                f"replica {command.replica} loads version {command.version}, never pushed"
+            self._report_fault(
+                f"replica {command.replica} loads version {command.version}, which was never pushed"
             )
         self._check_early(command.replica)
         self._loading[command.replica] = AssignedVersion(
@@ -136,21 +136,21 @@ class ServedVersions:
                 pass  # served nothing
 
     def _see_served(self, event: WeightsLoaded | ReplicaStarted) -> None:
-        told, version = self._loading.pop(event.replica, None), event.version
-        if told is None or told.version != version:
-            self._complain(
-                f"replica {event.replica} served version {version}, which it was not told to load"
+        assigned, version = self._loading.pop(event.replica, None), event.version
+        if assigned is None or assigned.version != version:
+            self._report_fault(
+                f"replica {event.replica} served version {version}, which it was not asked to load"
             )
             return
         self._early.pop(event.replica, None)
         self._serve(event)
-        pushed = told.checksum
+        pushed = assigned.checksum
         if pushed is None:
             return
         if event.checksum != pushed:
-            self._complain(
+            self._report_fault(
                 f"replica {event.replica} served version {version} with checksum "
-                f"{event.checksum or 'none'}, pushed was {pushed or 'none'}"
+                f"{event.checksum or 'none'}, but the trainer pushed {pushed or 'none'}"
             )
         elif pushed:
             self.checksummed.add(version)
@@ -158,7 +158,7 @@ class ServedVersions:
             self.unverified.add(version)
 
     def _serve(self, event: WeightsLoaded | ReplicaStarted) -> None:
-        """Enter what a replica serves from now on; one that comes up anew has nothing from before."""
+        """Record the version that a replica serves from now on; a restarted replica has no earlier one."""
         serving, before = Serving(event.version), self._serving.get(event.replica)
         if before is not None and isinstance(event, WeightsLoaded):
             before.next = serving
@@ -170,10 +170,10 @@ class ServedVersions:
     def _check_early(self, replica: int) -> None:
         if (rollout := self._early.pop(replica, None)) is not None:
             version = self._loading[replica].version
-            self._complain(_tell_unloaded(replica, rollout, version))
+            self._report_fault(_unloaded_fault(replica, rollout, version))
 
 
-def _tell_unloaded(replica: int, rollout: int, version: int) -> str:
+def _unloaded_fault(replica: int, rollout: int, version: int) -> str:
     return (
         f"replica {replica} sampled rollout {rollout} with version {version}, which it never loaded"
     )

@@ -1,8 +1,10 @@
-"""What holds of a run at each instant, as counts that change: who does what, and how far the rollouts are.
+"""Count the replicas, trainers and rollouts of a run by state at each instant.
+
+`attribution.py` finds the cause of idle time from these counts:
 
 of the run         wanted, replicas, lost, has prompts, has last prompts, push, verifying, and
                    "replica X" by activity
-of each trainer    its activities, and what of its coming step is waiting, ungenerated or unverified
+of each trainer    its activities, and the waiting, ungenerated and unverified rollouts of its next step
 """
 
 from __future__ import annotations
@@ -44,15 +46,15 @@ from streamrl.record.timeline import Timeline
 
 
 class CountChange(NamedTuple):
-    """By how much the count of `what` changes at `time`."""
+    """A change of the count named `what` at `time` seconds."""
 
     time: float
     what: str
     by: int
     trainer: int | None = None
-    """Whose count it is; None where it is the run's."""
+    """The trainer whose count it is; None for a count of the run."""
     kind: int | None = None
-    """Of which kind of replica it is as well; None where it is none of replicas."""
+    """The kind of replica whose count changes too; None if it is not a count of replicas."""
 
 
 class Counts:
@@ -61,11 +63,11 @@ class Counts:
     def __init__(self, num_kinds: int, num_trainers: int) -> None:
         self.run: dict[str, int] = defaultdict(int)
         self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(num_kinds)]
-        """Of each kind of replica alone; those of `run` are of all together."""
+        """Counts of each kind of replica; `run` has their sum."""
         self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(num_trainers)]
 
     def enter(self, change: CountChange) -> None:
-        """Go on to what holds after a change."""
+        """Apply a change."""
         counts = self.run if change.trainer is None else self.trainers[change.trainer]
         counts[change.what] += change.by
         if change.kind is not None:
@@ -73,10 +75,10 @@ class Counts:
 
 
 class ChangeReader:
-    """Reads the changes of a run block by block."""
+    """Reads the changes of the counts from a trace, block by block."""
 
     def __init__(self, trace: Trace) -> None:
-        """Take what a trace says of its run; its entries are read by `read`."""
+        """Read the header of a trace; pass its entries to `read`."""
         run, joined, trainers = trace.run, trace.joined, range(trace.run.num_trainers)
         prompts = [run.as_seen_by(trainer).algorithm.prompts_per_step for trainer in trainers]
         self._sources: list[_Source] = [
@@ -92,12 +94,12 @@ class ChangeReader:
         self._untaken += [CountChange(0.0, "away", 1, n) for n in trainers if n in joined]
 
     def read(self, entries: Sequence[Entry]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         for source in self._sources:
             self._untaken += source.read(entries)
 
     def take(self, timeline: Timeline) -> list[CountChange]:
-        """Return once and in order of time every change of the part of the run that a timeline is of."""
+        """Return all changes up to the end of the next part of the timeline, in order of time, each once."""
         changes = [*self._untaken, *_span_changes(timeline)]
         changes.sort(key=AT)
         num = bisect_right(changes, timeline.end, key=AT)
@@ -130,12 +132,12 @@ def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
 
 
 class _RunChanges:
-    """Which replicas there are, and whether there is anything to generate yet, or ever again."""
+    """Counts wanted, existing and lost replicas, and draws of prompts."""
 
     def __init__(self, replicas: int, steps: int, *, is_endless: bool) -> None:
         self._wanted = replicas
         self._kinds: dict[int, int] = {}
-        """Of which kind each replica is."""
+        """By replica: its kind."""
         self._prompts = _LastPrompts(None if is_endless else steps)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
@@ -149,7 +151,7 @@ class _RunChanges:
                 case ReplicaStopped(replica) | Failed(StopReplica(replica)):
                     yield CountChange(time, "replicas", -1, kind=self._kinds[replica])
                 case _:
-                    pass  # changes neither
+                    pass  # changes no count of the run
             if isinstance(event, LEADS_TO_PROMPTS) and (by := self._prompts.change(event)):
                 yield CountChange(time, "has last prompts", by)
             for command in commands:
@@ -162,7 +164,7 @@ class _RunChanges:
 
 
 LEADS_TO_PROMPTS = (PromptsDrawn, RunStarted, Stepped, CheckpointSaved, TrainerLost)
-"""Events that may tell whether the last prompts are drawn."""
+"""Events that may change whether the last prompts are drawn."""
 
 
 class _LastPrompts:
@@ -174,7 +176,7 @@ class _LastPrompts:
         self._version = self._saved = 0
 
     def change(self, event: Event) -> int:
-        """Return by how much an event changes the count."""
+        """Return the change of the count by an event."""
         match event:
             case PromptsDrawn(step) if step == self._last_step:
                 self._num_drawn += 1
@@ -194,7 +196,7 @@ class _LastPrompts:
 
 
 class _VerifyingChanges:
-    """How many rewards are asked for and not known: what a pool of verifiers has to do."""
+    """Counts the requested rewards that are not computed yet."""
 
     def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
         for time, event, commands in entries:
@@ -209,14 +211,13 @@ class _VerifyingChanges:
 
 
 class _RolloutChanges:
-    """How many rollouts wait for a replica, and how many a trainer's coming step lacks."""
+    """Counts the rollouts that wait for a replica, and those that the next step of a trainer lacks."""
 
-    def __init__(self, trainer: int, prompts_per_step: int, is_there: bool) -> None:
+    def __init__(self, trainer: int, prompts_per_step: int, has_joined: bool) -> None:
         self._trainer = trainer
-        self._is_there = is_there
-        """False of one that joins later, until it does."""
-        self._is_away = not is_there
-        """Whether it has no GPUs."""
+        self._has_joined = has_joined
+        self._is_away = not has_joined
+        """Whether the trainer has no GPUs."""
         self._rollouts = _Rollouts(prompts_per_step)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
@@ -230,13 +231,13 @@ class _RolloutChanges:
                 yield CountChange(time, name, by, self._trainer)
 
     def _change_presence(self, event: Event) -> int:
-        """Return by how much an event changes whether the trainer is away."""
+        """Return 1 if an event takes the trainer's GPUs away, -1 if it gives them back, else 0."""
         was_away = self._is_away
         match event:
             case RunStarted(away=away) if self._trainer in away:
                 self._is_away = True
             case TrainerJoined(trainer) if trainer == self._trainer:
-                self._is_there, self._is_away = True, False
+                self._has_joined, self._is_away = True, False
             case TrainerStopped(trainer) if trainer == self._trainer:
                 self._is_away = True
                 self._rollouts.give_back()
@@ -252,7 +253,7 @@ class _RolloutChanges:
                 rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
             case Verified():
                 rollouts.move(event.rollout, READY)
-            case PromptsDrawn() if self._is_there:
+            case PromptsDrawn() if self._has_joined:
                 for drawn in event.groups:
                     rollouts.draw(drawn)
             case Failed(Generate(rollout)):
@@ -262,7 +263,7 @@ class _RolloutChanges:
             case TrainerLost() if event.trainer == self._trainer:
                 rollouts.give_back()
             case _:
-                pass  # says nothing of rollouts
+                pass  # changes no rollout
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -275,16 +276,16 @@ class _RolloutChanges:
             case Drop():
                 self._rollouts.forget(command.group)
             case _:
-                pass  # says nothing of rollouts
+                pass  # changes no rollout
 
 
 PRESENCE = (RunStarted, TrainerJoined, TrainerStopped)
-"""Events that may tell whether a trainer has GPUs."""
+"""Events that may change whether a trainer has GPUs."""
 WAITING, GENERATING, UNVERIFIED, READY = range(4)
 
 
 class _Rollouts:
-    """Counts rollouts that a trainer may train on by how far they are, those of its coming step apart."""
+    """Counts the rollouts for one trainer by stage, with separate counts for its next step."""
 
     def __init__(self, groups_per_step: int) -> None:
         self._groups_per_step = groups_per_step
@@ -293,7 +294,7 @@ class _Rollouts:
         self._stage: dict[int, int] = {}
         self._taken: dict[int, None] = {}
         self._coming, self._other = [0] * 4, [0] * 4
-        self._told = {"waiting": 0, "ungenerated": 0, "unverified": 0}
+        self._last_counts = {"waiting": 0, "ungenerated": 0, "unverified": 0}
 
     def draw(self, drawn: DrawnGroup) -> None:
         self._groups[drawn.group] = drawn
@@ -317,7 +318,7 @@ class _Rollouts:
             self._coming[self._stage[rollout]] += 1
 
     def give_back(self) -> None:
-        """Count what was taken among what may be taken: the trainer is lost."""
+        """Return the groups of the next step to the other groups, because the trainer is lost."""
         for stage, count in enumerate(self._coming):
             self._other[stage] += count
         self._coming = [0] * 4
@@ -337,9 +338,10 @@ class _Rollouts:
             self.forget(group)
 
     def changes(self) -> Iterator[tuple[str, int]]:
-        """Yield by how much the counts changed since the last call.
+        """Yield the changes of the counts since the last call.
 
-        A step that takes groups only once they are complete lacks whatever is under way.
+        If the next step does not have all its groups yet, every rollout in progress may still belong to
+        it. Then all of them count as lacking.
         """
         lacking = list(self._coming)
         if len(self._taken) < self._groups_per_step:
@@ -350,6 +352,6 @@ class _Rollouts:
             "unverified": lacking[UNVERIFIED],
         }
         for name, count in counts.items():
-            if count != self._told[name]:
-                yield name, count - self._told[name]
-        self._told = counts
+            if count != self._last_counts[name]:
+                yield name, count - self._last_counts[name]
+        self._last_counts = counts

@@ -1,24 +1,21 @@
 """Find the steady state of a run and the mean step time over it, with its confidence interval.
 
-How well the mean of a sequence that goes on alike is known, where its values depend on those before them.
+    steps   1 … first      transient: replicas start, and nothing is generated ahead yet
+            … last         steady state: every figure of a run is computed over these steps
+            … the end      the run winds down, or its record was cut here
 
-Non-overlapping batch means (Law, Simulation Modeling and Analysis, 9.5): means of long batches hardly depend on each
-other, so their spread tells that of the whole mean. What dependence is left, their lag-1 correlation r tells: as in
-Skart (Tafazzoli and Wilson 2011) the variance grows by (1 + r) / (1 - r), that of an autoregressive sequence. Where
-r is below 0 nothing is taken off.
+The transient ends where the marginal standard error of the remaining steps is smallest (MSER-5: White
+1997, Franklin and White 2008). This is computed for the seconds of the steps and for the rollouts
+generated in them. The later end counts. At least half of all steps are kept. If the minimum is at the
+half, the transient may not be over.
 
-The steady state of a run: which of its steps count, their mean time, and how well that is known.
+Steps depend on the steps before them. So the interval of the mean comes from non-overlapping batch means
+(Law, Simulation Modeling and Analysis, 9.5): means of long batches hardly depend on each other. Their
+lag-1 correlation r corrects for the remaining dependence. As in Skart (Tafazzoli and Wilson 2011), the
+variance grows by (1 + r) / (1 - r), the factor of an autoregressive sequence. A negative r counts as 0.
 
-    steps   1 … first      transient: replicas come up, nothing is generated ahead yet
-            … last         the steady state: every figure of a run is taken over it
-            … the end      what was under way when the record was cut, or winds down
-
-The transient ends where the marginal standard error of what is left is least (MSER-5: White 1997, Franklin and White
-2008), in the steps' seconds and in the rollouts generated meanwhile: whichever settles later. At least half of all
-steps are kept; where the least lies there, the transient may go on. How well the mean is known, batch means say.
-
-Where lengths drift there is no steady state: every step after the first counts, and the interval is that of the
-scatter about the drift, which is linear.
+If lengths drift, there is no steady state. Then every step after the first counts, and the interval
+comes from the deviations from a linear trend.
 """
 
 from __future__ import annotations
@@ -50,23 +47,24 @@ from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.simulation_config import FaultConfig
 
 BATCHES = 20
-"""Batch means: fewer make Student's t wide, and 10 to 30 are what is gained by (Schmeiser 1982)."""
+"""Number of batches. With fewer, Student's t is wide; 10 to 30 are enough (Schmeiser 1982)."""
 LEAST_BATCHES = 10
-"""Below which a lag-1 correlation says nothing, so that there is no interval."""
+"""With fewer batches, the lag-1 correlation means nothing, and there is no interval."""
 MOST_CORRELATION = 0.9
-"""Past which the variance of an autoregressive sequence cannot be told from so few batches."""
+"""Upper limit of the correlation. Above it, so few batches do not determine the variance."""
 LEAST_FREEDOM = 3.0
+"""Least degrees of freedom of Student's t."""
 ROUNDING = 1e-9
-"""Share of the largest mean by which means that are alike differ for the order of their sums."""
+"""Difference between equal means that comes from the order of summation, as a share of the largest mean."""
 NORMAL = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 
 
 def half_width(values: Sequence[float] | Floats) -> float | None:
-    """Return half the 95 % interval of a mean; None of fewer than `LEAST_BATCHES` values.
+    """Return half the 95 % interval of a mean; None for fewer than `LEAST_BATCHES` values.
 
     Args:
-        values: in order of time, without the transient.
+        values: the values in order of time, without the transient.
     """
     means = _batch_means(np.asarray(values, dtype=float))
     num = len(means)
@@ -82,9 +80,10 @@ def half_width(values: Sequence[float] | Floats) -> float | None:
 
 
 def student(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t: Cornish and Fisher's expansion, within 0.1 % from 4 degrees on.
+    """Return the 97.5 % quantile of Student's t distribution.
 
-    Source: Abramowitz and Stegun 26.7.5.
+    This is the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5). Its error is at most 0.1 % from 4
+    degrees of freedom on.
     """
     z, v = NORMAL, freedom
     return (
@@ -96,7 +95,7 @@ def student(freedom: float) -> float:
 
 
 def _batch_means(values: Floats) -> Floats:
-    """Return the means of `BATCHES` batches or a few more; values at the start that fill none are left out."""
+    """Return the means of `BATCHES` or slightly more batches, without the first values if they fill no batch."""
     size = max(1, len(values) // BATCHES)
     num = len(values) // size
     means: Floats = values[len(values) - num * size :].reshape(num, size).mean(axis=1)
@@ -104,53 +103,53 @@ def _batch_means(values: Floats) -> Floats:
 
 
 def _correlation(means: Floats) -> float:
-    """Return the lag-1 correlation, without the bias of so few: an estimate of r is low by (1 + 3 r) / n."""
+    """Return the lag-1 correlation r of n means, corrected for its bias of -(1 + 3 r) / n."""
     num, rest = len(means), means - means.mean()
-    found = float(rest[1:] @ rest[:-1]) / float(rest @ rest)
-    return (num * found + 1) / (num - 3)
+    biased = float(rest[1:] @ rest[:-1]) / float(rest @ rest)
+    return (num * biased + 1) / (num - 3)
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of seconds and dollars, which need only steps and rollouts."""
+    """The figures in seconds and dollars. They need only steps and rollouts, and are means of the steady state."""
 
     step_time: float
-    """Mean seconds of a step in the steady state, over which all these figures are taken."""
+    """Mean seconds of a step."""
     step_time_interval: tuple[float, float] | None
-    """95 % interval of that mean; None where too few steps count."""
+    """95 % interval (sampling error) of that mean; None if too few steps count."""
     median_step_time: float
     """Median seconds of a step."""
     step_times: list[float]
-    """Seconds of every step from the first on."""
+    """Seconds of every step, also of those outside the steady state."""
     step_tokens: list[int] = []
-    """Output tokens that each of them trained on."""
+    """Output tokens that each of these steps trained on."""
     counted_steps: tuple[int, int]
     """First and last of these steps that count."""
     steps_before: int = 0
-    """Steps of the training before the first of these, made before a resume."""
+    """Number of earlier steps, made before the run was resumed."""
     note: str
     """Why the figures are not those of a steady state with the requested precision; empty if they
     are.
     """
     unfinished: str = ""
-    """After which step the run stopped early, and why; empty if it did not."""
+    """The step after which the run stopped early, and why; empty if it did not."""
     throughput: float
-    """Output tokens generated per second: those of steps, and those lost in the meantime."""
+    """Output tokens generated per second, both trained on and lost."""
     goodput: float
     """Output tokens trained on per second."""
     samples_per_second: float
     """Rollouts trained on per second."""
     cost_per_step: float
-    """Dollars of a mean step: for all paid GPUs, and for link traffic."""
+    """Dollars of a mean step for all paid GPUs and link traffic."""
     egress_per_step: float = 0.0
-    """Dollars of that for link traffic (`price_per_gb`)."""
+    """The part of it for link traffic (`price_per_gb`)."""
     cost_per_million_tokens: float
-    """Dollars for a million tokens trained on."""
+    """Dollars per million output tokens trained on."""
     mean_staleness: float
     """Mean number of versions that a rollout was behind when the primary trainer trained on it."""
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Return the ends of the interval relative to the mean; 1 and 1 where there is none."""
+        """Return the ends of the interval relative to the mean; 1 and 1 if there is no interval."""
         if self.step_time_interval is None:
             return 1.0, 1.0
         least, most = self.step_time_interval
@@ -160,10 +159,10 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 MSER_SIZE = 5
 """Values per mean, as White recommends for truncation."""
 NEGLIGIBLE = 1e-6
-"""Standard error, as a share, below which steps are alike: what rounding leaves of equal ones is less."""
+"""Relative standard error below which steps count as equal. Rounding of equal steps leaves less than this."""
 LEAST_STEPS = 20
-"""Steps below which the end of a transient is not looked for: half of them must make up `LEAST_BATCHES` batches, and
-of fewer than four means of five the least error is luck. `START` steps are left out then, at most half of them."""
+"""Minimum steps for a search of the transient's end. Half of them must be enough for `LEAST_BATCHES` batches, and with
+fewer than four means of five steps the minimum is random. In shorter runs, `START` steps are left out, at most half."""
 START = 3
 """Steps left out at the start of a short run. Where generation runs ahead, the first step fills
 replicas and the next ones are shorter than in the steady state. With these steps, runs of six
@@ -182,19 +181,19 @@ class Steady:
     step_time: float
     """Mean seconds of a step."""
     half_width: float | None
-    """Half of its 95 % interval in seconds; None where too few steps count."""
+    """Half of its 95 % interval in seconds; None if too few steps count."""
     has_settled: bool = True
     """Whether the end of the transient was found."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return the 95 % interval of the mean step time; None where too few steps count."""
+        """Return the 95 % interval of the mean step time; None if too few steps count."""
         if self.half_width is None:
             return None
         return max(0.0, self.step_time - self.half_width), self.step_time + self.half_width
 
     def is_within(self, share: float) -> bool:
-        """Whether the mean is known within a share of itself, and the transient is over."""
+        """Return whether the relative half-width is at most `share` and the transient is over."""
         is_known = self.half_width is not None and self.half_width <= share * self.step_time
         return is_known and self.has_settled
 
@@ -207,13 +206,13 @@ def find_steady(
     left_out: int = 0,
     drifts: bool = False,
 ) -> Steady:
-    """Find the steps that count.
+    """Return the steps that count.
 
     Args:
         durations: seconds of each step, at least one.
-        generated: rollouts generated in each step's time.
-        cycle: steps after which their make-up repeats; only whole cycles are compared.
-        left_out: steps at the end that do not count where there are more of them.
+        generated: rollouts generated during each step.
+        cycle: number of steps after which the kind of step repeats; only whole cycles are compared.
+        left_out: steps at the end that do not count, if there are more steps than that.
         drifts: whether lengths drift over the whole run.
     """
     last = len(durations) - left_out if len(durations) > left_out + 1 else len(durations)
@@ -224,8 +223,8 @@ def find_steady(
         for values in (durations, generated):
             end, is_over = end_of_transient(_cycle_means(values[:last], cycle))
             first, has_settled = max(first, end * cycle), has_settled and is_over
-    found = count_steps(durations, first, last, cycle=cycle, drifts=drifts)
-    return replace(found, has_settled=has_settled)
+    steady = count_steps(durations, first, last, cycle=cycle, drifts=drifts)
+    return replace(steady, has_settled=has_settled)
 
 
 def count_steps(
@@ -236,7 +235,7 @@ def count_steps(
     cycle: int = 1,
     drifts: bool = False,
 ) -> Steady:
-    """Take the steps after `first` up to `last` for the steady state; see `find_steady` for the rest."""
+    """Return the steady state that consists of the steps after `first` up to `last`; see `find_steady`."""
     counted = np.asarray(durations[first:last], dtype=float)
     values = _without_trend(counted) if drifts else counted
     return Steady(
@@ -248,13 +247,13 @@ def count_steps(
 
 
 def end_of_transient(values: Sequence[float] | Floats) -> tuple[int, bool]:
-    """Return how many values at the start belong to a transient, and whether it is over within their first half."""
+    """Return the number of values in the transient, and whether it ends within the first half."""
     num = len(values) // MSER_SIZE
     if num < 2:
         return 0, True
     means = np.asarray(values[: num * MSER_SIZE], dtype=float).reshape(num, MSER_SIZE).mean(axis=1)
     left = np.arange(num, 0, -1)
-    rest = means - means.mean()  # sums of squares keep their digits
+    rest = means - means.mean()  # sums of squares of small numbers lose fewer digits
     sums, squares = rest[::-1].cumsum()[::-1], (rest**2)[::-1].cumsum()[::-1]
     half = num // 2
     errors = (np.maximum(0.0, squares - sums**2 / left) / left**2)[: half + 1]
@@ -288,11 +287,11 @@ def read_steps(trace: Trace) -> LeaderSteps:
 
 
 OF_STEPS = {Generated, Stepped, CheckpointSaved, RunStarted, TrainerLost, ReplicaLost}
-"""Events that say something of steps: most do not, and every one passes here."""
+"""Events that `record` uses. It returns early for all others, because it is called for every event."""
 
 
 class LeaderSteps:
-    """The primary trainer's steps so far, without those that were rolled back.
+    """The primary trainer's steps, without those that were rolled back.
 
     The first step after a loss lasts from the end of the last step that was kept.
     """
@@ -300,13 +299,13 @@ class LeaderSteps:
     def __init__(self) -> None:
         self.ended_at = array("d")
         self.num_generated = array("q")
-        """Rollouts that ended in each step's time."""
+        """Rollouts that finished during each step."""
         self.num_made = 0
-        """Steps that were made, taken back or not."""
+        """Number of steps that were made, also those that were rolled back."""
         self.num_failures = 0
-        """Replicas and trainers that were lost."""
+        """Number of lost replicas and trainers."""
         self.num_before = 0
-        """Steps of the training before the first of these, which legs before this one made."""
+        """Number of earlier steps, made before the run was resumed."""
         self._num_saved = 0
         self._generated = 0
         self._generated_before = 0
@@ -316,11 +315,11 @@ class LeaderSteps:
 
     @property
     def version(self) -> int:
-        """The newest version that stayed."""
+        """The newest version that was not rolled back."""
         return self.num_before + len(self)
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
-        """Take one entry of a trace."""
+        """Read one entry of a trace."""
         if type(event) not in OF_STEPS:
             return
         match event:
@@ -340,10 +339,10 @@ class LeaderSteps:
             case ReplicaLost():
                 self.num_failures += 1
             case _:
-                pass  # says nothing of steps
+                pass  # concerns a secondary trainer
 
     def durations(self) -> Floats:
-        """Return the seconds of each step: those since the one before it."""
+        """Return the seconds of each step since the end of the step before it."""
         return np.diff(np.array(self.ended_at), prepend=0.0)
 
     def _end_step(self, time: float) -> None:
@@ -354,13 +353,13 @@ class LeaderSteps:
 
 
 LEAST_FAILURES = 10
-"""Failures whose number is known within a third, so that their share in a step's seconds is no luck."""
+"""Minimum failures for an interval that includes them. The relative error of this number is about a third."""
 
 
 def find_steady_of(trace: Trace, steps: LeaderSteps) -> Steady:
-    """Find which of a trace's steps count.
+    """Return the steps of a trace that count.
 
-    An endless run leaves out the step that was under way when it was cut. A complete run leaves out
+    An endless run leaves out the step that was in progress when it was cut. A complete run leaves out
     the last steps, during which nothing more is generated, if enough other steps remain.
     """
     run, num_steps = trace.run, len(steps)
@@ -381,11 +380,11 @@ def find_steady_so_far(
     *,
     drifts: bool = False,
 ) -> Steady:
-    """Find which of the steps that were made count, `left_out` at the end aside.
+    """Return the steps that count among those made so far, without the last `left_out`.
 
-    Of the steps of a run with planned faults none stands for others, so that their mean has no interval.
+    With planned faults, steps are not a sample of equal steps, so their mean has no interval.
     """
-    found = find_steady(
+    steady = find_steady(
         steps.durations(),
         steps.num_generated,
         cycle=lcm(
@@ -394,16 +393,16 @@ def find_steady_so_far(
         left_out=left_out,
         drifts=drifts,
     )
-    return replace(found, half_width=None) if faults else found
+    return replace(steady, half_width=None) if faults else steady
 
 
 def describe_unfinished(steps: int, version: int, stopped_for: str) -> str:
-    """Say after which step a run stopped before its last one, and why; nothing where it did not.
+    """Return after which step a run stopped early, and why; empty if it did not.
 
     Args:
         steps: steps of the whole run.
-        version: the newest one that it made.
-        stopped_for: why it stopped; empty where it did not. A simulation may go on past the last step.
+        version: the newest version that it made. A simulation may make more than `steps`.
+        stopped_for: why it stopped; empty if it did not.
     """
     if not stopped_for or version >= steps:
         return ""
@@ -411,13 +410,13 @@ def describe_unfinished(steps: int, version: int, stopped_for: str) -> str:
 
 
 def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: str) -> str:
-    """Say what keeps the figures from being those of a steady state as exactly known as was asked for.
+    """Return why the figures are not those of a steady state with the requested precision; empty if they are.
 
     Args:
-        trace: what its header says; its entries are not looked at.
-        steps: of its leader.
-        steady: those that count.
-        unfinished: what `describe_unfinished` gives.
+        trace: the trace; only its header is read.
+        steps: the steps of its primary trainer.
+        steady: the steps that count.
+        unfinished: the text of `describe_unfinished`.
     """
     doubts = [f"the run {unfinished}"] if unfinished else []
     if trace.is_cut:
@@ -431,8 +430,8 @@ def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfin
         return "; ".join(
             [
                 *doubts,
-                _tell_drift(trace.run.algorithm.steps, trace.run.faults, steady),
-                *_tell_late(trace.run.faults, steps),
+                _drift_note(trace.run.algorithm.steps, trace.run.faults, steady),
+                *_late_fault_notes(trace.run.faults, steps),
             ]
         )
     if not steady.has_settled:
@@ -453,27 +452,27 @@ def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfin
             f"{share:.2g} that is wanted (simulate.interval)"
         )
     if can_fail(trace.run) and trace.is_endless:
-        doubts += [*_tell_failures(steps), *_tell_restarts(trace, steady)]
+        doubts += [*_failure_notes(steps), *_restart_notes(trace, steady)]
     return "; ".join(doubts)
 
 
-def _tell_drift(steps: int, faults: tuple[FaultConfig, ...], steady: Steady) -> str:
+def _drift_note(steps: int, faults: tuple[FaultConfig, ...], steady: Steady) -> str:
     counted = steady.last - steady.first
     why = "faults are planned" if faults else "lengths drift"
-    told = f"{why}: figures are the mean over {counted} steps"
+    note = f"{why}: figures are the mean over {counted} steps"
     if steady.last < steps:
-        return f"{told}, which drift as far as the {steps} of the training"
-    return told
+        return f"{note}, which drift as far as the {steps} of the training"
+    return note
 
 
-def _tell_late(faults: tuple[FaultConfig, ...], steps: LeaderSteps) -> Iterator[str]:
+def _late_fault_notes(faults: tuple[FaultConfig, ...], steps: LeaderSteps) -> Iterator[str]:
     for number, fault in enumerate(faults):
         if fault.time is not None and fault.time > steps.ended_at[-1]:
             yield f"faults.{number} never struck: the run was over before its time"
 
 
-def _tell_restarts(trace: Trace, steady: Steady) -> Iterator[str]:
-    """Say that the run, as long as it is, will lose more than it replaces."""
+def _restart_notes(trace: Trace, steady: Steady) -> Iterator[str]:
+    """Yield a note if the whole run is expected to need more restarts than `policies.max_restarts`."""
     run = trace.run
     losses, most = expected_losses(run, steady.step_time), run.policies.max_restarts
     if losses.mean > most:
@@ -483,7 +482,7 @@ def _tell_restarts(trace: Trace, steady: Steady) -> Iterator[str]:
         )
 
 
-def _tell_failures(steps: LeaderSteps) -> list[str]:
+def _failure_notes(steps: LeaderSteps) -> list[str]:
     if steps.num_failures >= LEAST_FAILURES:
         return []
     seen = "1 failure was" if steps.num_failures == 1 else f"{steps.num_failures} failures were"

@@ -1,4 +1,7 @@
-"""From a trace to what each resource did when: the spans that figures draw and attribution adds up."""
+"""Reconstruct from a trace the time span of each activity of each replica, trainer, link and verifier.
+
+Figures draw these spans, and `attribution.py` adds them up.
+"""
 
 from __future__ import annotations
 
@@ -63,30 +66,32 @@ Spans: TypeAlias = dict[int, list[Span]]
 
 
 class Timeline(NamedTuple):
-    """Every span of a run, or of a part of its time, by resource and in order of time."""
+    """Every span of a run, or of a part of it, by resource and in order of time."""
 
     replicas: dict[int, list[Span]]
-    """generate where a rollout ran, sync where weights were loaded, start-up; gaps are idle."""
+    """By replica: "generate" while a rollout runs, "sync" while weights are loaded, "start-up"; gaps are idle."""
     trainers: dict[int, list[Span]]
-    """failure from a trainer's loss until it is up again, or from what no retry mends to the end; gaps are idle."""
+    """By trainer; gaps are idle. "failure" lasts from a loss until the trainer has restarted, or from a failure without
+    a retry to the end of the trace."""
     link: list[Span]
+    """"push" while weights are pushed."""
     verifier: list[Span]
-    """verify while any reward is computed."""
+    """"verify" while any reward is computed."""
     rollouts: dict[int, list[Span]]
-    """By replica: one span an attempt, labelled with its rollout; they overlap."""
+    """By replica: one span for each attempt, labelled with its rollout. These spans overlap."""
     prefills: dict[int, list[Span]]
-    """By replica: when the prefix of any rollout was computed; parts of its generate spans."""
+    """By replica: when prefixes of rollouts were computed. These are parts of its "generate" spans."""
     kinds: dict[int, int]
-    """By replica: of which kind it is, where that is not the first."""
+    """By replica: its kind, if it is not the first kind."""
     end: float
 
     def starts(self) -> dict[int, float]:
-        """Return the instant at which each replica was asked for."""
+        """Return the instant at which each replica began to start."""
         return {replica: spans[0].start for replica, spans in self.replicas.items()}
 
 
 def read_timeline(trace: Trace) -> Timeline:
-    """Reconstruct who did what when, from the trace alone."""
+    """Return the timeline of a whole trace."""
     reader = TimelineReader()
     reader.read(trace.entries)
     return reader.finish()
@@ -99,10 +104,10 @@ class TimelineReader:
         self.now = 0.0
         """Instant of the last entry."""
         self._since = -inf
-        """Instant up to which spans were taken."""
+        """Instant up to which spans were returned."""
         self._attempts: dict[int, tuple[int, float]] = {}
         self._loading: dict[tuple[int, int], float] = {}
-        """Instant at which a replica was told to load a version."""
+        """By replica and version: the instant of the command to load it."""
         self._rollouts: Spans = defaultdict(list)
         self._prefills: Spans = defaultdict(list)
         self._loads: Spans = defaultdict(list)
@@ -120,7 +125,7 @@ class TimelineReader:
         self._verifying_since = 0.0
 
     def read(self, entries: Iterable[Entry]) -> None:
-        """Take the entries that come after those before."""
+        """Read the next entries of the trace."""
         for entry in entries:
             self._end(entry)
             for command in entry.commands:
@@ -129,13 +134,20 @@ class TimelineReader:
 
     @property
     def known_until(self) -> float:
-        """The instant before which nothing is left to be told: attempts, loads and pushes tell of themselves at their end."""
+        """The instant before which no later entry adds a span.
+
+        Attempts, loads and pushes are reported only at their end. So this is at most the command of the
+        oldest one in progress.
+        """
         since = [sent_at for _, sent_at in self._attempts.values()]
         pushes = [self._pushed_at] if self._num_pushes else []
         return max(self._since, min([self.now, *since, *self._loading.values(), *pushes]))
 
     def take(self, until: float) -> Timeline:
-        """Return what was done until an instant, once; what goes on then is cut there and goes on from there."""
+        """Return the spans up to an instant that were not returned yet.
+
+        A span that continues after the instant is cut there. The next call returns its rest.
+        """
         for replica, start in self._starting.items():
             if start < until:
                 self._starts[replica].append(Span(start, until, "start-up"))
@@ -147,7 +159,7 @@ class TimelineReader:
         return self._take(until)
 
     def finish(self) -> Timeline:
-        """Return all that is left; what has not ended is taken to end with the last entry."""
+        """Return the remaining spans. Activities without an end are assumed to end at the last entry."""
         for rollout in list(self._attempts):
             self._end_attempt(rollout, self.now)
         for replica in list(self._starting):
@@ -159,7 +171,7 @@ class TimelineReader:
         return self._take(self.now)
 
     def _take(self, until: float) -> Timeline:
-        """Take what of all spans lies before an instant and was not taken yet."""
+        """Return the parts of all spans before an instant that were not returned yet."""
         since, self._since = self._since, until
         starts, rollouts, loads, prefills = (
             _take_each(spans, since, until)
@@ -202,7 +214,7 @@ class TimelineReader:
                 if self._num_verifying == 1:
                     self._verifying_since = now
             case _:
-                pass  # takes no resource's time
+                pass  # occupies no resource
 
     def _end(self, entry: Entry) -> None:
         event, now = entry.event, entry.time
@@ -231,7 +243,7 @@ class TimelineReader:
             case Verified():
                 self._end_verify(now)
             case _:
-                pass  # ends nothing that takes a resource's time
+                pass  # ends no activity
 
     def _end_failed(self, command: Command, now: float) -> None:
         match command:
@@ -247,15 +259,15 @@ class TimelineReader:
             case Verify():
                 self._end_verify(now)
             case StartTrainer() | StopTrainer() | Score() | Train() | Step() | SaveCheckpoint():
-                if command.trainer in self._work:  # else it is lost and up again
+                if command.trainer in self._work:  # else it was lost and has restarted
                     self._lose_trainer(command.trainer, type(command).__name__, now)
             case _:
-                pass  # took no resource's time
+                pass  # occupied no resource
 
     def _end_attempt(
         self, rollout: int, now: float, run_time: float | None = None, prefill_time: float = 0.0
     ) -> None:
-        """An attempt whose running time nobody reported lasts from its command to its replica's loss."""
+        """Add the span of an attempt. Without a reported running time it lasts from its command to the replica's loss."""
         replica, sent_at = self._attempts.pop(rollout)
         start = sent_at if run_time is None else now - run_time
         end = min(now, self._lost.get(replica, now))
@@ -274,7 +286,7 @@ class TimelineReader:
         self._link.append(Span(self._pushed_at, now, "push", f"v{version}"))
 
     def _begin_work(self, command: TrainerCommand, now: float) -> None:
-        """A lost trainer that is started again stays in its failure until it is up."""
+        """Begin an activity of a trainer. The "failure" of a lost trainer continues until it has restarted."""
         self._trainers.setdefault(command.trainer, [])
         if command.trainer not in self._work:
             activity = TRAINER_WORK[type(command)]
@@ -284,7 +296,7 @@ class TimelineReader:
         self._trainers[trainer].append(self._work.pop(trainer)._replace(end=now))
 
     def _lose_trainer(self, trainer: int, reason: str, now: float) -> None:
-        """What it did ends, and a failure begins; what was lost with it tells of its own end later."""
+        """End the activity of a lost trainer, and begin its failure. Later events about lost work change nothing."""
         work = self._work.get(trainer)
         if work is not None and work.activity == "failure":
             return
@@ -309,7 +321,7 @@ def _label(command: TrainerCommand) -> str:
 
 
 def _take_each(spans: Spans, since: float, until: float) -> Spans:
-    """Take what lies between two instants of each resource; one that has nothing is left out."""
+    """Remove and return the parts of spans between two instants, without resources that have none."""
     taken = {key: _take(of_one, since, until) for key, of_one in spans.items()}
     for key in [key for key, of_one in spans.items() if not of_one]:
         del spans[key]
@@ -317,7 +329,7 @@ def _take_each(spans: Spans, since: float, until: float) -> Spans:
 
 
 def _take(spans: list[Span], since: float, until: float) -> list[Span]:
-    """Take out of `spans` what lies between two instants; what comes after stays there."""
+    """Remove from `spans` the parts between two instants and return them; later parts remain in `spans`."""
     taken, left = [], []
     for span in spans:
         if since <= span.start and span.end <= until:
@@ -333,7 +345,7 @@ def _take(spans: list[Span], since: float, until: float) -> list[Span]:
 
 
 def _activity(replica: int, rollouts: Spans, loads: Spans) -> list[Span]:
-    """Return where a replica loaded weights, and where else a rollout ran on it."""
+    """Return when a replica loaded weights, and when a rollout ran on it otherwise."""
     of_loads = loads.get(replica, [])
     return sorted([*of_loads, *_subtract(_union(rollouts.get(replica, [])), of_loads)])
 

@@ -1,7 +1,8 @@
-"""How far simulated seconds may be off: errors that were found on shapes nothing was fitted to.
+"""Combine the model errors of operations into the error of a simulated step.
 
-Errors of one side add up: what its operations are composed of is fitted together. Those of different sides are
-independent. Two plans that share a stage share its error, so their difference knows less of it.
+The error of an operation was measured on models and shapes that no constant was fitted to. Errors of
+one side add up, because the costs of its operations are fitted together. Errors of different sides
+are independent. If two plans share a stage, its error cancels in their difference.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ OPERATION_OF_ACTIVITY = {
     "score": "score",
     "train": "train",
 }
-"""Operation whose tiers and errors an activity has. The run file sets the time of verifiers."""
+"""By activity: the operation that has its tiers and errors. Verifiers are not in it, because the run file
+sets their time."""
 DECIDING = ("decode", "train")
-"""Operations that a plan's seconds are mostly made of, one of each side."""
+"""The operations that take most of a plan's time, one for each side."""
 MOST_UNMEASURED = 0.2
-"""Share of busy seconds from datasheets alone, above which a figure is a guess and says so."""
+"""Share of busy seconds from datasheets alone above which a warning calls the figures a guess."""
 
 
 class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative errors of simulated seconds; such an error is as often passed as not."""
+    """Median relative errors of simulated seconds: half of all errors are larger."""
 
     stages: dict[str, float]
     """By operation; a missing operation has an unknown error."""
     step_time: float | None
-    """Of the mean step by its passes: sync, switches and what frameworks add are not in it. None where an operation
-    that takes seconds was never checked."""
+    """Error of the mean step time from forward and backward passes alone: weight sync, phase switches and framework
+    overhead are not included. None if the error of an operation is unknown."""
     p90: dict[str, float] = {}
-    """By operation: what nine in ten errors are within."""
+    """By operation: the 90th percentile of the relative errors."""
 
 
 def uncertainty_of(
@@ -46,12 +48,12 @@ def uncertainty_of(
     sides: Mapping[str, Mapping[str, float]],
     p90: Mapping[str, float] = MappingProxyType({}),
 ) -> Uncertainty:
-    """Put the errors of stages together.
+    """Return the errors of the used operations, and the error of the mean step.
 
     Args:
         errors: median relative error by operation.
         sides: by side, the share of a step that it spends on each operation.
-        p90: what nine in ten errors are within, by operation.
+        p90: 90th percentile of the relative errors by operation.
     """
     spent = {
         operation for shares in sides.values() for operation, share in shares.items() if share > 0
@@ -68,7 +70,7 @@ def uncertainty_of(
 
 
 def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | None:
-    """Return what the costs of a simulated run say of themselves; None of a real one, whose seconds are a clock's."""
+    """Return the model errors of a simulated run; None for a real run, whose seconds are measured."""
     if trace.world == "real":
         return None
     errors, p90 = trace.facts.get("errors", {}), trace.facts.get("p90", {})
@@ -85,7 +87,7 @@ def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | No
 
 
 def unmeasured_warning(tiers: Mapping[str, float]) -> str:
-    """Warn where more than a fifth of the busy seconds come from datasheets alone; say nothing otherwise."""
+    """Return a warning if over `MOST_UNMEASURED` of the busy seconds come from datasheets alone, else ""."""
     share = tiers.get("roofline", 0.0)
     if share <= MOST_UNMEASURED:
         return ""
@@ -93,14 +95,14 @@ def unmeasured_warning(tiers: Mapping[str, float]) -> str:
 
 
 def unshared_error(stages: Mapping[str, float], shared: Set[str]) -> float | None:
-    """Return how far the difference of two plans may be off: what both have alike cancels.
+    """Return the relative error of the difference between two plans. Errors that both plans share cancel.
 
     Args:
         stages: errors by operation.
         shared: operations that both plans do on the same GPUs in the same way.
 
     Returns:
-        The largest error of the others, 0.0 where there are none; None where one of them was never checked.
+        The largest error of the other operations; 0.0 if there are none, None if one of them is unknown.
     """
     others = [operation for operation in DECIDING if operation not in shared]
     if any(operation not in stages for operation in others):

@@ -1,11 +1,9 @@
 """Compute the totals of a whole run: seconds, GPU-hours, dollars, tokens and kWh of all training steps.
 
-The whole run: all training steps with their start and checkpoints, in seconds, GPU-hours, dollars, tokens and kWh.
+    seconds  =  steps before the steady state  +  all other steps x mean step  +  checkpoints
 
-    seconds  =  steps before the steady state, as they were  +  all others x mean step  +  checkpoints
-
-The mean step is that of the steady state, and its 95 % interval is where the total's comes from: neither lengths that
-drift unforeseen nor an error of the costs is in it.
+The mean step is that of the steady state. The 95 % interval of the total comes from the interval of this mean
+alone. It includes neither model errors nor an unforeseen drift of lengths.
 """
 
 from __future__ import annotations
@@ -36,24 +34,25 @@ WORK_OF: dict[str, Work] = {
     "score": "training",
     "train": "training",
 }
-"""Whose watts stand for an activity: a reward model reads rollouts as prefill does, and scores are passes of the trainer."""
+"""By activity: the kind of work whose power is used. A reward model reads rollouts as prefill does, and scores are
+forward passes of the trainer."""
 
 
 class Energy(NamedTuple):
-    """Watts of all GPUs that are paid for."""
+    """The electrical power of all paid GPUs."""
 
     watts: dict[str, float | None]
-    """By pool; None where they are not known."""
+    """Mean watts by pool; None if there is no power data."""
     unknown: list[str]
-    """GPUs whose watts are not known for what they do."""
+    """GPUs without power data for a kind of work that they do."""
 
 
 def read_energy(paid: PaidGpus, shares: SidesAttribution) -> Energy:
     """Return the mean watts of every pool that is paid for.
 
     Args:
-        paid: GPUs of each pool; those that no side uses are idle.
-        shares: what each side does, of its own GPU-seconds.
+        paid: paid GPUs of each pool; GPUs that no side uses are idle.
+        shares: by side, its activities as shares of its own GPU-seconds.
     """
     watts: dict[str, float | None] = {}
     unknown: dict[str, None] = {}
@@ -73,7 +72,7 @@ def read_energy(paid: PaidGpus, shares: SidesAttribution) -> Energy:
 def _works(
     sides: Sequence[PaidSide], shares: SidesAttribution, pool: str, paid: float
 ) -> Iterator[tuple[Work, float]]:
-    """Yield what how many GPUs of a pool do on average."""
+    """Yield each kind of work in a pool with the mean number of GPUs that do it."""
     unused, shares_gpus = paid, any(side.kind == "shared" for side, _ in sides)
     for side, count in sides:
         if side.pool == pool:
@@ -93,44 +92,45 @@ def _of_side(shares: Attribution, count: float) -> Iterator[tuple[Work, float]]:
 
 
 Lag = TypeVar("Lag", float, Floats)
-"""Versions that rollouts are behind, of one run or of many."""
+"""Mean staleness in versions, of one run or of many."""
 NEGLIGIBLE = 6
-"""Digits behind the point beyond which a step is rounding: 10 % more of 100 steps are 110."""
+"""Decimal places to which a number of steps is rounded before it is rounded up. So 10 % more than 100 steps are
+110 steps, not 111."""
 
 
 class PoolTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """What the whole run takes of one pool."""
+    """The GPU-hours, dollars and kWh of the whole run in one pool."""
 
     gpu: str
     num_gpus: float
-    """GPUs that are paid for, on average."""
+    """Mean number of paid GPUs."""
     is_owned: bool
     gpu_hours: float
     dollars: float
     kwh: float | None
-    """Of its GPUs alone; None where no watts of theirs are known."""
+    """Energy of the GPUs alone; None if there is no power data."""
 
 
 class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What all training steps take and cost."""
+    """The time and cost of all training steps."""
 
     steps: int
-    """`algorithm.steps`, and those that staleness adds (`plan.staleness_cost`)."""
+    """`algorithm.steps` plus the steps that staleness adds (`plan.staleness_cost`)."""
     seconds: float
     seconds_interval: tuple[float, float] | None
-    """95 % interval, from that of the mean step; None where too few steps count."""
+    """95 % interval (sampling error), from the interval of the mean step; None if too few steps count."""
     dollars: float
     dollars_interval: tuple[float, float] | None
     gpu_hours: float
     pools: dict[str, PoolTotal]
-    """By name, those that are paid for."""
+    """Totals of each paid pool, by name."""
     egress: float
-    """Dollars of weights that cross links."""
+    """Dollars for the weights that cross links."""
     start_time: float
-    """Seconds by which the steps at the start are longer than mean ones, up to the first that is not: replicas come up,
-    and nothing is generated yet. What later steps before the steady state take more or less is in `seconds` alone."""
+    """Extra seconds of the first steps, compared with mean steps, up to the first step that is not longer. Replicas
+    start then, and no rollouts are ready. Later steps before the steady state count only in `seconds`."""
     start_time_interval: tuple[float, float] | None = None
-    """95 % interval of that, from that of the mean step."""
+    """95 % interval of `start_time`, from the interval of the mean step."""
     checkpoint_time: float
     """Seconds of all checkpoints."""
     tokens: float
@@ -138,9 +138,9 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int
     """Rollouts trained on."""
     kwh: float | None
-    """Of all GPUs that are paid for, nothing else of their nodes; None where watts of one are not known."""
+    """Energy of all paid GPUs, without the rest of their nodes; None if one has no power data."""
     unknown_power: list[str]
-    """GPUs whose watts are not known for what they do."""
+    """GPUs without power data for a kind of work that they do."""
 
 
 class WholeTime(NamedTuple):
@@ -148,7 +148,7 @@ class WholeTime(NamedTuple):
 
     steps: int
     num_before: int
-    """Of them, those at the start that count as they were."""
+    """Number of steps at the start that count with their own seconds, not with the mean."""
     seconds: float
     interval: tuple[float, float] | None
     start_time: float
@@ -157,12 +157,13 @@ class WholeTime(NamedTuple):
 
 
 def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTime:
-    """Return what all steps of a run take.
+    """Return the steps and seconds of a whole run.
 
     Args:
         run: the run file.
-        speed: its steps, and what is known of a steady one.
-        is_recorded: whether its steps are those of a real run, each of which took what it took.
+        speed: its steps, and the mean of the steady state.
+        is_recorded: whether these are steps of a real run. Then every step counts with its own
+            seconds, and checkpoints are part of them.
     """
     steps = _num_steps(run.algorithm.steps, run.plan, speed.mean_staleness)
     as_they_were = len(speed.step_times) if is_recorded else speed.counted_steps[0] - 1
@@ -175,30 +176,30 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
     if speed.step_time_interval is not None:
         least, most = speed.step_time_interval
         interval = (known + rest * least, known + rest * most)
-        start_interval = (_held_up(start, most), _held_up(start, least))
+        start_interval = (_start_delay(start, most), _start_delay(start, least))
     return WholeTime(
         steps,
         num_before,
         known + rest * speed.step_time,
         interval,
-        _held_up(start, speed.step_time),
+        _start_delay(start, speed.step_time),
         start_interval,
         saving,
     )
 
 
-def _held_up(step_times: Sequence[float], step_time: float) -> float:
-    """Return the seconds by which the first steps are longer than a mean one, up to the first that is not.
+def _start_delay(step_times: Sequence[float], step_time: float) -> float:
+    """Return the extra seconds of the first steps, up to the first step that is not longer than the mean.
 
-    Steps that follow are shorter than mean ones where they train on what was generated meanwhile, and as long as they
-    were by chance: neither is the start's.
+    Later steps are not part of the start. They are shorter if they train on rollouts that were generated
+    in the meantime, and otherwise they differ from the mean by chance.
     """
     longer = takewhile(lambda seconds: seconds > step_time, step_times)
     return sum((seconds - step_time for seconds in longer), 0.0)
 
 
 def whole_dollars(speed: Speed, time: WholeTime, seconds: float) -> float:
-    """Return the dollars of a whole run that takes `seconds`: GPUs by the second, egress by the step."""
+    """Return the dollars of a whole run that takes `seconds`. GPUs are paid by time, egress by step."""
     rent = (speed.cost_per_step - speed.egress_per_step) / speed.step_time
     return seconds * rent + time.steps * speed.egress_per_step
 
@@ -206,7 +207,14 @@ def whole_dollars(speed: Speed, time: WholeTime, seconds: float) -> float:
 def make_whole_run(
     trace: Trace, speed: Speed, shares: SidesAttribution, num_replicas: float
 ) -> WholeRun:
-    """Return what the whole run takes, whose steady state has these figures, shares of sides and replicas."""
+    """Return the totals of the whole run.
+
+    Args:
+        trace: the trace of the run.
+        speed: its figures in the steady state.
+        shares: its activities in the steady state.
+        num_replicas: its mean number of replicas in the steady state.
+    """
     run = trace.run
     time = whole_time(run, speed, is_recorded=trace.world == "real")
     hours = time.seconds / SECONDS_PER_HOUR
@@ -251,16 +259,18 @@ def make_whole_run(
 
 
 def steps_for_one(plan: PlanConfig, lag: Lag) -> Lag:
-    """Return the steps that a training needs for one whose rollouts are not behind: `staleness_cost` more a version.
+    """Return the steps that stale training needs for one step without staleness.
+
+    The formula is 1 + staleness_cost / 100 x lag, with `plan.staleness_cost` in percent for each version.
 
     Args:
         plan: the section `[plan]`.
-        lag: mean staleness, of one run or of many.
+        lag: mean staleness in versions, of one run or of many.
     """
     return 1 + plan.staleness_cost / 100 * lag
 
 
 def _num_steps(steps: int, plan: PlanConfig, mean_staleness: float) -> int:
-    """Return the steps of the training, with those that its staleness adds."""
+    """Return the steps of the training with the steps that its staleness adds."""
     longer = steps_for_one(plan, mean_staleness)
     return ceil(round(steps * longer, NEGLIGIBLE))
