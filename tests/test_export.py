@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
+from streamrl.hardware.parallelism import end_stage_layers, stage_layers
 from streamrl.report.export.launch_file import check_relations, find_arguments, launch_script
-from streamrl.report.export.option_table import ExportName, Relation, load_options
+from streamrl.report.export.option_table import ExportName, Relation, export_name, load_options
 from streamrl.report.export.planned_values import conditions, planned_values
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -23,12 +25,16 @@ from tests.runs import small_run
 NAMES: tuple[ExportName, ...] = get_args(ExportName)
 MAIN = Path("examples/h20-h800.toml")
 EXPORTS = Path("examples/exports")
+CRITICS = ("critic.megatron", "value.")
+"""Prefixes of options for the layout of a critic."""
+SHARDED = ["trainer.zero=3", "trainer.tensor_parallel=1", "trainer.data_parallel=16"]
+"""A trainer of FSDP, which slime does not have."""
 RUNS = [
     (MAIN, []),
     (Path("examples/colocated.toml"), []),
     (MAIN, ["policies.system=disaggregated", "sync.mode=delta", "costs.engine=sglang-0.5"]),
     (MAIN, ["algorithm.name=grpo", "algorithm.group_size=8", "framework.optimizer_steps=4"]),
-    (MAIN, ["trainer.zero=3", "trainer.tensor_parallel=1", "trainer.data_parallel=16"]),
+    (MAIN, SHARDED),
 ]
 
 
@@ -161,8 +167,10 @@ def test_options_refer_to_values_and_facts_that_plans_have(name: ExportName) -> 
         assert {*relation.product, *relation.equals, *relation.divides} <= names
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("path", "settings"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "path", "settings"),
+    [(name, *run) for run in RUNS for name in NAMES if (name, run[1]) != ("slime", SHARDED)],
+)
 def test_a_script_is_one_that_a_shell_reads_and_names_no_option_twice(
     name: ExportName, path: Path, settings: list[str]
 ) -> None:
@@ -187,10 +195,39 @@ def test_what_a_framework_has_no_option_for_stands_in_a_comment(name: ExportName
     assert "policies.group_placement = together" in comments
 
 
-def test_a_trainer_that_no_back_end_splits_so_is_said_first() -> None:
-    comments = read_script(script_of(load_run(MAIN, ["trainer.zero=2"]), "verl"))[2]
-    assert "no training back end splits a trainer as the plan does" in comments
-    assert "trainer.tensor_parallel = 4" in comments
+@pytest.mark.parametrize("name", NAMES)
+def test_every_degree_of_a_back_end_has_an_option(name: ExportName) -> None:
+    options = load_options(name).options
+    for layout in load_framework(name).layouts:
+        own = [each for each in options if f"layout:{layout.name}" in each.when]
+        assert {*layout.splits} <= {each.of for each in own if "critic" not in each.when}
+        if any(each.name.startswith(CRITICS) for each in options):
+            assert {*layout.splits} <= {each.of for each in own if "critic" in each.when}
+
+
+@pytest.mark.parametrize(("context", "multiple"), [(1, "4"), (2, "16")])
+def test_sequences_of_nemo_rl_divide_over_tensor_and_context_ranks(
+    context: int, multiple: str
+) -> None:
+    """Sequence parallelism splits a sequence over tensor ranks; each context rank has two parts of one."""
+    degrees = [f"trainer.context_parallel={context}", f"trainer.data_parallel={4 // context}"]
+    found = read_script(script_of(load_run(MAIN, degrees), "nemo-rl"))[0]
+    for role in ("policy", "value"):
+        assert found[f"{role}.make_sequence_length_divisible_by"] == multiple
+        assert found[f"{role}.megatron_cfg.sequence_parallel"] == "true"
+
+
+def test_an_optimizer_in_host_memory_has_what_megatron_needs_beside_it() -> None:
+    run = load_run(MAIN, ["trainer.offload=true"])
+    prefix = "policy.megatron_cfg.optimizer.optimizer_"
+    found = read_script(script_of(run, "nemo-rl"))[0]
+    assert found[f"{prefix}cpu_offload"] == "true" and found[f"{prefix}offload_fraction"] == "1"
+    found = read_script(script_of(run, "slime"))[0]
+    needed = {"--use-precision-aware-optimizer", "--overlap-cpu-optimizer-d2h-h2d"}
+    assert {"--optimizer-cpu-offload", *needed} <= {*found}
+    for name in ("nemo-rl", "slime"):
+        plain = read_script(script_of(load_run(MAIN), name))[0]
+        assert not any("offload" in option or option in needed for option in plain)
 
 
 def test_a_way_of_sending_weights_that_verl_has_an_option_for_is_in_no_comment() -> None:
@@ -228,7 +265,138 @@ def test_a_decoupled_clip_is_the_importance_correction_of_others_beside_their_cl
     assert read_script(text)[0][option] == value and "0.28" in text
 
 
+# Pipeline stages that do not divide the layers ----------------------------------------------------
+
+
+def staged_run(model: str, stages: int, **changes: object) -> Run:
+    """Return a run that trains a model in pipeline stages."""
+    trainer = {"pool": "near", "data_parallel": 8, "pipeline_parallel": stages}
+    nodes = {"cluster.pools.near": {"gpu": "h800", "nodes": stages}}
+    far = {"cluster.pools.far": {"gpu": "h20", "nodes": 1}, "rollout.replicas": 1}
+    whole = {**nodes, **far, "rollout.tensor_parallel": 8, "trainer": {**trainer, **changes}}
+    return small_run({"model.name": model, **whole, "algorithm.prompts_per_step": 64})
+
+
+ENDS: dict[ExportName, str] = {
+    "verl": "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_{}_pipeline_stage",
+    "nemo-rl": "policy.megatron_cfg.num_layers_in_{}_pipeline_stage",
+    "slime": "--decoder-{}-pipeline-num-layers",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(
+    ("model", "stages", "ends"),
+    [
+        ("qwen3-235b-a22b", 4, ("23", "23")),
+        ("qwen3-235b-a22b", 8, ("11", "11")),
+        ("qwen3-235b-a22b", 16, ("5", "5")),
+        ("deepseek-v3", 2, ("31", "30")),
+        ("deepseek-v3", 16, ("3", "2")),
+        ("qwen3-235b-a22b", 2, (None, None)),
+        ("qwen3-30b-a3b", 1, (None, None)),
+    ],
+)
+def test_the_first_and_last_stage_have_the_layers_that_equal_stages_between_them_leave(
+    name: ExportName, model: str, stages: int, ends: tuple[str | None, str | None]
+) -> None:
+    found = read_script(script_of(staged_run(model, stages), name))[0]
+    assert tuple(found.get(ENDS[name].format(end)) for end in ("first", "last")) == ends
+
+
+@pytest.mark.parametrize("stages", range(2, 17))
+@pytest.mark.parametrize("layers", [27, 61, 94])
+def test_stages_with_layers_of_their_own_keep_to_megatrons_rule_and_the_fullest_stage_of_the_plan(
+    layers: int, stages: int
+) -> None:
+    ends, fullest = end_stage_layers(layers, stages), max(stage_layers(layers, stages))
+    if ends is None:
+        assert layers - (stages - 2) * fullest < 2
+        return
+    middle, middle_stages = layers - sum(ends), stages - 2
+    assert min(ends) > 0 and max(ends) <= fullest
+    assert middle == middle_stages * fullest
+
+
+def test_a_critic_has_the_stages_of_the_actor() -> None:
+    run = staged_run("moonlight-16b-a3b", 2)
+    run = replace(run, algorithm=replace(run.algorithm, name="ppo", group_size=1))
+    for name, prefix in (
+        ("verl", "critic.megatron.override_transformer_config."),
+        ("nemo-rl", "value.megatron_cfg."),
+    ):
+        found = read_script(script_of(run, export_name(name, "")))[0]
+        assert found[f"{prefix}num_layers_in_first_pipeline_stage"] == "14"
+        assert found[f"{prefix}num_layers_in_last_pipeline_stage"] == "13"
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "changes", "line"),
+    [
+        (
+            "qwen3-235b-a22b",
+            2,
+            {"virtual_stages": 3},
+            "virtual_stages=3 x trainer.pipeline_parallel=2 = 6 must divide the 94 layers of Qwen3-235B-A22B",
+        ),
+        (
+            "moonlight-16b-a3b",
+            16,
+            {},
+            "distribute the 27 layers of Moonlight-16B-A3B over trainer.pipeline_parallel=16",
+        ),
+    ],
+)
+def test_layers_that_megatron_cannot_distribute_are_refused(
+    model: str, stages: int, changes: dict[str, object], line: str
+) -> None:
+    with pytest.raises(RunError, match=line):
+        script_of(staged_run(model, stages, **changes), "verl")
+
+
 # What cannot be -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "key", "part"),
+    [
+        (
+            "openrlhf",
+            ["trainer.pipeline_parallel=2", "trainer.data_parallel=2"],
+            "trainer.pipeline_parallel",
+            "deepspeed has no trainer.pipeline_parallel=2. ",
+        ),
+        (
+            "verl",
+            ["trainer.zero=3", "trainer.context_parallel=2", "trainer.data_parallel=2"],
+            "trainer.zero",
+            "megatron has no trainer.zero=3, "
+            "fsdp has no trainer.tensor_parallel=4 and no trainer.context_parallel=2. ",
+        ),
+        (
+            "nemo-rl",
+            ["trainer.pipeline_parallel=2", "trainer.data_parallel=2", "trainer.virtual_stages=2"],
+            "trainer.virtual_stages",
+            "megatron has no trainer.virtual_stages=2, dtensor has no",
+        ),
+        ("slime", ["trainer.zero=2"], "trainer.zero", "megatron has no trainer.zero=2. "),
+    ],
+)
+def test_a_layout_that_a_framework_does_not_have_is_refused_with_the_remedy(
+    name: ExportName, settings: list[str], key: str, part: str
+) -> None:
+    with pytest.raises(RunError) as caught:
+        find_arguments(load_run(MAIN, settings), name)
+    assert caught.value.key == key and part in str(caught.value)
+    assert f'Set framework.name = "{name}" and plan again' in str(caught.value)
+
+
+def test_a_refused_layout_is_one_line_and_status_two(tmp_path: Path) -> None:
+    stages = ["--set", "trainer.pipeline_parallel=2", "--set", "trainer.data_parallel=2"]
+    path = tmp_path / "script.sh"
+    done = streamrl("export", MAIN, "--framework", "openrlhf", *stages, "-o", path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not path.exists()
+    assert "trainer.pipeline_parallel=2" in done.stderr and "plan again" in done.stderr
 
 
 def test_a_mini_batch_that_does_not_come_out_even_is_one_line() -> None:

@@ -40,6 +40,18 @@ def stage_layers(num_layers: int, stages: int) -> list[int]:
     return layers
 
 
+def end_stage_layers(num_layers: int, stages: int) -> tuple[int, int] | None:
+    """Return the layers of the first and of the last stage, if all stages between them have the same number.
+
+    Each stage between them has the layers of the fullest stage. Megatron takes no other uneven split without a
+    layout by hand. None: nothing would be left for the first or the last stage.
+    """
+    if stages == 1:
+        return None
+    rest = num_layers - (stages - 2) * -(-num_layers // stages)
+    return (rest - rest // 2, rest // 2) if rest >= 2 else None
+
+
 class ReplicaShard(NamedTuple):
     """A GPU of one pipeline stage of a replica."""
 

@@ -109,11 +109,12 @@ class Layout(_Table, frozen=True, kw_only=True):
     splits: list[Split] = []
     zero: list[int]
 
-    def holds(self, zero: int, degrees: dict[Split, int]) -> bool:
-        """Whether a trainer may be split this way."""
-        return zero in self.zero and all(
-            degree == 1 or name in self.splits for name, degree in degrees.items()
-        )
+    def unsupported(self, trainer: TrainerConfig) -> dict[str, int]:
+        """Return the degrees above 1 and the ZeRO stage of a trainer that it does not have, by key."""
+        others = (split for split in SPLITS if split not in self.splits)
+        degrees = {f"trainer.{split}": getattr(trainer, split) or 1 for split in others}
+        found = {key: degree for key, degree in degrees.items() if degree > 1}
+        return found if trainer.zero in self.zero else found | {"trainer.zero": trainer.zero}
 
 
 class Seconds(_Table, frozen=True, kw_only=True):
@@ -190,8 +191,7 @@ class Framework(_Table, frozen=True, kw_only=True):
 
     def layout_for(self, trainer: TrainerConfig) -> Layout | None:
         """Return the first training back end that supports a trainer's split; None if none does."""
-        degrees: dict[Split, int] = {split: getattr(trainer, split) or 1 for split in SPLITS}
-        able = (layout for layout in self.layouts if layout.holds(trainer.zero, degrees))
+        able = (layout for layout in self.layouts if not layout.unsupported(trainer))
         return next(able, None)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
+from streamrl.hardware.profiles import load_model
+from streamrl.report.export.layout_rules import check_stages, layout_of
 from streamrl.report.export.option_table import (
     ExportName,
     LaunchOption,
@@ -57,16 +59,17 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
     """Return the options that a plan sets, in the order of the framework's table.
 
     Raises:
-        RunError: the plan has no whole number for an option.
+        RunError: the framework cannot split the trainer as the plan does, or the plan has no whole
+            number for an option.
     """
     framework, table = load_framework(name), load_options(name)
-    values, facts = planned_values(run), planned_facts(run, framework)
+    layout = layout_of(framework, run.trainer)
+    check_stages(load_model(run.model), run.trainer)
+    values, facts = planned_values(run), planned_facts(run, layout)
     arguments = list(_arguments(table, values, facts))
     known = {arg.option.of for arg in arguments}
     known |= {name for arg in arguments for name in arg.option.covers}
     notes = [note.text for note in table.notes if _holds(note.when, facts)]
-    if framework.layout_for(run.trainer) is None:
-        notes.insert(0, "no training back end splits a trainer as the plan does")
     return Launchable(
         framework,
         table,

@@ -11,12 +11,13 @@ from math import ceil
 from typing import NamedTuple
 
 from streamrl.engine.presets import choose_system
+from streamrl.hardware.parallelism import end_stage_layers
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run, num_extra
-from streamrl.runfile.frameworks import Framework, Value
+from streamrl.runfile.frameworks import Layout, Value
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
@@ -46,10 +47,12 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
         _batch(run.algorithm, run.framework, run.model, run.rollout, run.workload),
         _generation(run.rollout, run.costs.engine, run.model.dtype, run.trainer.dtype),
         _training(run.trainer, longest_sequence(run.rollout, run.workload)),
+        _stages(run.trainer, load_model(run.model).num_layers),
         _machines(run.rollout, run.trainer, run.cluster.pools, run.policies.shares_gpus),
     )
     found = [value for part in parts for value in part]
     found += [
+        _sequence_multiple(run.trainer),
         *_algorithm(run.algorithm),
         *_policies(run.policies, run.algorithm, run.framework.optimizer_steps),
         *_sync(run.sync),
@@ -57,15 +60,14 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
     return {value.name: value for value in found}
 
 
-def planned_facts(run: Run, framework: Framework) -> set[str]:
-    """Return the facts of a plan, with its trainer as a back end of the framework supports it."""
-    layout = framework.layout_for(run.trainer)
+def planned_facts(run: Run, layout: Layout) -> set[str]:
+    """Return the facts of a plan whose trainer is a training back end of a framework."""
     named = {
         run.trainer.packing,
         f"algorithm:{run.algorithm.name}",
         f"correction:{run.algorithm.corrected_by}",
         f"dtype:{run.model.dtype}",
-        f"layout:{'none' if layout is None else layout.name}",
+        f"layout:{layout.name}",
         f"recompute:{run.trainer.recompute}",
         f"sends:{run.sync.backend}",
         f"serves:{run.costs.engine.partition('-')[0]}",
@@ -85,7 +87,7 @@ def conditions(
     trainer: TrainerConfig,
 ) -> dict[str, bool]:
     """Return whether each fact holds for a plan, independent of the framework."""
-    system = choose_system(policies)
+    system, shape = choose_system(policies), load_model(model)
     return {
         "colocated": policies.shares_gpus,
         "async": system.staleness_bound > 0,
@@ -104,8 +106,9 @@ def conditions(
         "group": algorithm.group_size > 1,
         "offload": trainer.offload,
         "tensor": trainer.tensor_parallel > 1,
-        "mixture": load_model(model).experts is not None,
+        "mixture": shape.experts is not None,
         "virtual": trainer.virtual_stages > 1,
+        "uneven-stages": shape.num_layers % trainer.pipeline_parallel > 0,
         "deals-experts": rollout.expert_parallel > 1,
         "context": trainer.context_parallel > 1,
         "stages": rollout.pipeline_parallel > 1,
@@ -205,6 +208,22 @@ def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
     )
     yield PlannedValue("is_packed", "trainer.packing", trainer.packing == "packed")
     yield PlannedValue("recomputes", "trainer.recompute", trainer.recompute != "none")
+
+
+def _sequence_multiple(trainer: TrainerConfig) -> PlannedValue:
+    """Return the number by which padded sequences must divide: each context rank has two parts of one."""
+    parts = 1 if trainer.context_parallel == 1 else 2 * trainer.context_parallel
+    key = "trainer.tensor_parallel, x 2 x trainer.context_parallel above 1"
+    return PlannedValue("sequence_multiple", key, trainer.tensor_parallel * parts)
+
+
+def _stages(trainer: TrainerConfig, num_layers: int) -> Iterator[PlannedValue]:
+    """Yield the layers of the first and last stage, for stages that do not divide the layers."""
+    stages = trainer.pipeline_parallel
+    first, last = end_stage_layers(num_layers, stages) or (None, None)
+    key = f"{num_layers} layers over trainer.pipeline_parallel={stages}"
+    yield PlannedValue("first_stage_layers", key, first)
+    yield PlannedValue("last_stage_layers", key, last)
 
 
 def _machines(
