@@ -9,6 +9,7 @@
 #   make test-deepspeed  DeepSpeed alone, in the same environment
 #   make test-ray        Ray clusters of several nodes on this machine, in the same environment
 #   make test-trl        losses and gradients against TRL's, in an environment of its own
+#   make test-exports    exported scripts against the parsers of verl and OpenRLHF, in an environment of its own
 #   make test-wheel      the wheel, installed beside PyPI's `executor`
 #   make fuzz            damaged and random inputs, new ones each time; FUZZ_EXAMPLES=N a test (default 1,000)
 #   make mutants         small faults in the code, one at a time: does a test catch each?
@@ -49,6 +50,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
+EXPORTS := build/exports
 DEMO := build/demo
 # An idle worker steals half of another's tests. Many tests wait, so three workers keep two cores busy.
 SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
@@ -66,7 +68,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -111,6 +113,9 @@ test-ray: $(ENGINES)/.ready
 
 test-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py
+
+test-exports: $(EXPORTS)/.ready
+	$(EXPORTS)/bin/python -m pytest -m exports tests/test_export_parsers.py
 
 test-wheel: $(READY)
 	rm -rf build/wheel
@@ -215,6 +220,14 @@ $(TRL)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(TRL)
 	$(TRL)/bin/python -m $(PIP_INSTALL) $(TORCH)
 	$(TRL)/bin/python -m $(PIP_INSTALL) --editable '.[executor,notebooks]' hypothesis pytest trl
+	touch $@
+
+# Only parsers and configuration files of the frameworks are read, so nothing that they depend on is installed.
+# OpenRLHF is the version of profiles/frameworks/openrlhf.toml; for verl that version is not released.
+$(EXPORTS)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(EXPORTS)
+	$(EXPORTS)/bin/python -m $(PIP_INSTALL) --editable . pytest hydra-core omegaconf
+	$(EXPORTS)/bin/python -m $(PIP_INSTALL) --no-deps verl==0.9.1 openrlhf==0.11.0
 	touch $@
 
 # vLLM also asks for torchvision, torchaudio and torchcodec. Their builds need CUDA, and text needs none of them.
