@@ -1,15 +1,15 @@
 """Compare dynamic adjustment with StreamRL's Figure 11: 7B on 32 H800, outputs growing from 10K to 20K over 23 steps.
 
-A node of replicas is added when generation lags behind training by the time that a node saves. The
-paper adds nodes after steps 10, 16 and 22. Each reading of details that the paper leaves open is
-simulated and printed. Nothing is fitted to the triggers. One JSON object per figure ends the
-output.
+A node of replicas is added when generation lags behind training by at least the time that a node
+saves. The paper adds nodes after steps 10, 16 and 22. The script simulates and prints each reading of
+the details that the paper leaves open. Nothing is fitted to the triggers. The output ends with one
+JSON object per figure.
 
-The simulation does not reproduce the triggers. With 64 rollouts per replica, generation lasts as
+The simulation does not reproduce the triggers. With 64 rollouts per replica, generation takes as
 long as its longest rollout. The paper's Figure 8 shows the same: a step of 7B takes 9 to 10 ms per
-token of the longest output. So another node saves little time here. In Figure 11 each node saves
+token of the longest output. So another node saves little time here. In Figure 11, each node saves
 its full share, as if there were no longest rollout. Also, both stages grow with the lengths here,
-generation by no more than the lengths themselves.
+and generation grows by no more than the lengths themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READINGS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Simulate every reading; print what each step took, then the figures."""
+    """Simulate every reading, and print the lag of each step and the figures."""
     paper = load_paper().adjustment
     wanted = wanted_triggers()
     outcomes = {name: adjust(changes) for name, changes in READINGS.items()}
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def print_figures(name: str, outcome: Outcome, wanted: list[int]) -> None:
-    """Print how many triggers are met, and what the first addition took off the lag: 37.6 s in the paper."""
+    """Print the number of triggers that are met, and the drop of the lag at the first addition: 37.6 s in the paper."""
     pairs = zip(outcome.triggers, wanted, strict=False)
     met = sum(abs(trigger - step) <= TOLERANCE for trigger, step in pairs)
     report(f"Figure 11 triggers within {TOLERANCE} steps ({name})", met, f"of {len(wanted)}")
@@ -66,7 +66,7 @@ def print_figures(name: str, outcome: Outcome, wanted: list[int]) -> None:
 
 
 def report(name: str, value: float, unit: str) -> None:
-    """Print one figure as a JSON object on a line of its own."""
+    """Print one figure as a JSON object on its own line."""
     print(json.dumps({"name": name, "value": round(value, 3), "unit": unit}))
 
 

@@ -1,9 +1,9 @@
 """Measure the gain of asynchrony on this machine, executed and simulated, with one, two and three replicas.
 
 A synchronous and an asynchronous run alternate on the machine, one second each. So both see the
-same changes of speed of a shared host. The result is the mean gain over several pairs with its
-standard error. A difference from the simulation below the standard error is not significant.
-Simulations use the recorded lengths. Nothing else may run on the machine.
+same changes of speed of a shared host. The result is the mean gain over several pairs, with its
+standard error. A difference to the simulation below the standard error is not significant.
+Simulations use the recorded lengths. No other program may run on the machine.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ REPLICAS = 1, 2, 3
 
 
 class Step(NamedTuple):
-    """Seconds of a step of a run."""
+    """Seconds of a step of a run, from three sources."""
 
     measured: float
     recorded: float
-    """Simulated with the lengths that it had."""
+    """Simulated with the recorded lengths."""
 
 
 class Pair(NamedTuple):
-    """Both runs of a pair."""
+    """The two runs of a pair."""
 
     sync: Step
     streams: Step
 
     def gain(self, name: str) -> float:
-        """Return by how much steps are shorter where generation does not wait, measured or simulated."""
+        """Return the gain: by which share steps are shorter in the asynchronous run, by one of the sources."""
         return float(1 - getattr(self.streams, name) / getattr(self.sync, name))
 
 
 def main() -> None:
-    """Print the gains and one JSON object a figure; write the page's section where asked for."""
+    """Print the gains and one JSON object per figure; with --page, write the section of the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def run_pair(replicas: int, data: Path, path: Path, number: int) -> Pair:
-    """Execute both in turns, and simulate what they did by the profile at `path`."""
+    """Execute both runs in turns, and simulate both with the profile at `path`."""
     outputs = [data / f"pair-{number}-{replicas}-{place}" for place in range(2)]
     cells = zip(asynchrony_pair(replicas), outputs, strict=True)
     runs = [with_profile(make_run(one, data, output), path) for one, output in cells]
@@ -98,14 +98,14 @@ def run_pair(replicas: int, data: Path, path: Path, number: int) -> Pair:
 
 
 def figures(pairs: Sequence[Pair]) -> dict[str, list[float]]:
-    """Return gains by what they are of, one a pair."""
+    """Return the gains by source, one value per pair."""
     measured, recorded = ([pair.gain(name) for pair in pairs] for name in ("measured", "recorded"))
     less = [simulated - real for simulated, real in zip(recorded, measured, strict=True)]
     return {"measured": measured, "simulated": recorded, "simulated less measured": less}
 
 
 def error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean; 0 of one value."""
+    """Return the standard error of a mean; 0 for a single value."""
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
@@ -113,7 +113,7 @@ HEADS = "replicas", "sync", "async", "gains", "simulated", "simulated less measu
 
 
 def row_of(replicas: int, pairs: Sequence[Pair]) -> tuple[str, ...]:
-    """Return median seconds of a step, the gains and their difference."""
+    """Return the median seconds per step, the gains and their difference."""
     shown = [f"{mean(v):+.1%} ± {error(v):.1%}" for v in figures(pairs).values()]
     seconds = [median(step.measured for step in side) for side in zip(*pairs, strict=True)]
     return str(replicas), *(f"{one:.2f} s" for one in seconds), *shown

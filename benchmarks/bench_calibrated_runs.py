@@ -1,4 +1,4 @@
-"""Calibrate on an executed run of the quickstart, and predict other runs of it on this machine.
+"""Calibrate on an executed run of the quickstart, and predict other runs of the quickstart's model on this machine.
 
 | run            | difference to the quickstart (one replica, `stream-async`, outputs of at most 128 tokens)       |
 |----------------|-------------------------------------------------------------------------------------------------|
@@ -7,10 +7,10 @@
 | shorter        | outputs of at most 48 tokens                                                                     |
 
 These runs and the quickstart alternate in turns of one second. So all see the same changes of speed
-of a shared host. Runs with shorter steps have more of them, so that all end at about the same time.
-The calibration uses all steps of the quickstart, because other runs judge it. A simulation uses the
-lengths and advantages of its run. Both are judged by the same steps: those that count in the run's
-metrics. The machine is profiled once, before all runs.
+of a shared host. A run with shorter steps has more of them, so all runs end at about the same time.
+The calibration uses all steps of the quickstart, because the other runs judge it. A simulation uses
+the recorded lengths and advantages of its run. Simulated and executed steps are compared over the
+same steps: those that count in the metrics of the run. The machine is profiled once, before all runs.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from streamrl.sim.calibration.calibrate import calibrate_recorded
 
 
 class Other(NamedTuple):
-    """A run that is predicted."""
+    """A run that is predicted, and its difference to the quickstart."""
 
     steps: float
-    """For each of the quickstart's: as its own are shorter or longer than those."""
+    """Number of steps relative to the quickstart, so that both take about the same time."""
     changes: tuple[str, ...]
 
 
@@ -55,25 +55,25 @@ OTHERS = {
 
 
 class Executed(NamedTuple):
-    """A run that was, and where its trace lies."""
+    """An executed run, and the path of its trace."""
 
     trace: Trace
     file: Path
 
 
 class Outcome(NamedTuple):
-    """A run's mean step, and the errors of what was predicted of it."""
+    """The mean step of a run, and the errors of its predictions."""
 
     measured: float
     """Seconds."""
     before: float
-    """By the profile alone: a share."""
+    """Relative error with the profile alone."""
     calibrated: float
-    """The same with what was calibrated."""
+    """Relative error with the profile and the calibration."""
 
 
 def main() -> None:
-    """Print every run, then one JSON object a figure."""
+    """Print every run, then one JSON object per figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--rounds", type=int, default=3)
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def compare(data: Path, scratch: Path, rounds: int, steps: int) -> dict[str, list[Outcome]]:
-    """Execute the others, the quickstart before and after each, and predict each by both."""
+    """Execute all runs in turns, calibrate on the quickstart, and predict the others with and without the calibration."""
     profile = scratch / "profile.toml"
     base = make(data, steps)
     write_profile(data, base, profile)
@@ -106,12 +106,12 @@ def compare(data: Path, scratch: Path, rounds: int, steps: int) -> dict[str, lis
 
 
 def make(data: Path, steps: int, changes: tuple[str, ...] = ()) -> Run:
-    """Return the quickstart with keys replaced."""
+    """Return the quickstart's run with keys replaced."""
     return load_run(EXAMPLES / "quickstart.toml", [*settings_of(data, steps), *changes])
 
 
 def carry_out(runs: Sequence[Run], home: Path) -> list[Executed]:
-    """Execute runs in turns."""
+    """Execute runs in turns, and return their traces."""
     outputs = [home / f"run-{place}" for place in range(len(runs))]
     own = [
         replace(run, execute=replace(run.execute, output=str(output)))
@@ -125,7 +125,7 @@ def carry_out(runs: Sequence[Run], home: Path) -> list[Executed]:
 
 
 def calibrate(done: Executed, profile: Path, path: Path) -> Path:
-    """Write the calibration that a run's steps give."""
+    """Write the calibration that fits the steps of a run."""
     run = replace(done.trace.run, costs=CostsConfig(profile=str(profile)))
     found = calibrate_recorded(run, done.trace, done.file, held_out=0.0).calibration
     path.write_text(write_calibration(found), encoding="utf-8")
@@ -133,7 +133,7 @@ def calibrate(done: Executed, profile: Path, path: Path) -> Path:
 
 
 def show(outcomes: dict[str, list[Outcome]]) -> None:
-    """Print every run, then figures."""
+    """Print every run, then the figures."""
     table = Table("run", "a step", "by the profile", "calibrated")
     for name, ones in outcomes.items():
         for one in ones:

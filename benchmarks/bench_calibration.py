@@ -1,15 +1,16 @@
-"""Calibrate on one published RL step, and predict its neighbours: another batch, another cluster, model or run.
+"""Calibrate on one published RL step, and predict similar ones: another batch, cluster, model or run.
 
-Reads `../shared/data/rl_steps` if it exists. Each row becomes a measured CSV of one step. Its
-neighbours' run files get only the resulting factors and their own stated values. One JSON object
-per figure ends the output.
+Reads `../shared/data/rl_steps` if it exists. Each row becomes a measured CSV of one step. The run
+files of similar rows get only the resulting factors and their own stated values. The output ends with
+one JSON object per figure.
 
 Values that a source does not state are assumed, the same for all rows of the source. A factor
-absorbs the error of an assumption that is the same for all rows. NeMo-Aligner (arXiv 2405.01481
-Table 2): 512 tokens per rollout, generation degrees equal to tensor parallelism, and 8 rollouts per
-replica at once, one micro-batch after the other. This follows from its own 128 and 1,024 rollouts
-on 192 GPUs, whose times are as 1 to 7.5. NeMo-RL (issue 959): 2,048 rollouts, four optimizer steps
-and full recomputation.
+absorbs the error of an assumption that is the same for all rows. Assumptions:
+
+- NeMo-Aligner (arXiv 2405.01481 Table 2): 512 tokens per rollout. Generation degrees equal tensor
+  parallelism. A replica runs 8 rollouts at once, one micro-batch after the other. This follows from
+  its runs of 128 and 1,024 rollouts on 192 GPUs, whose times are as 1 to 7.5.
+- NeMo-RL (issue 959): 2,048 rollouts, four optimizer steps and full recomputation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ EIGHT_CHOICE = {
 
 
 class PublishedStep(NamedTuple):
-    """One row of the file, with the run file that is made of it."""
+    """One row of the file, and the run file that is built from it."""
 
     name: str
     table: dict[str, Any]
@@ -60,10 +61,10 @@ class PublishedStep(NamedTuple):
 
 
 def main() -> None:
-    """Print every pair, then figures."""
+    """Print every pair of rows, then the figures."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     if not DATA.is_file():
-        print(f"{DATA} is not there: nothing to calibrate on")
+        print(f"{DATA} does not exist, so there is nothing to calibrate on")
         return
     figures: list[tuple[str, float]] = []
     for name, rows in read_families().items():
@@ -82,9 +83,10 @@ def main() -> None:
 
 
 def compare_all(rows: list[PublishedStep]) -> Iterator[dict[str, float]]:
-    """Yield the errors of every row that is predicted by the one before it or after it, of another model too.
+    """Yield the errors of every row. It is predicted from the row before or after it, even if that has another model.
 
-    A run file refuses factors of another model; here they are passed off as its own, to see what they are worth.
+    A run file rejects factors of another model. Here the factors are written as if they were of the
+    row's own model, to measure their error.
     """
     for number, base in enumerate(rows):
         others = [rows[place] for place in (number - 1, number + 1) if 0 <= place < len(rows)]
@@ -101,12 +103,12 @@ def compare_all(rows: list[PublishedStep]) -> Iterator[dict[str, float]]:
 def error_before(row: PublishedStep) -> float:
     """Return the error of a row's step without a calibration."""
     plain = simulate_steps(make(row.table), [row.step]).steps[0]
-    assert plain.step_time and row.step.step_time, "every row has its step"
+    assert plain.step_time and row.step.step_time, "every row has a step time"
     return abs(plain.step_time / row.step.step_time - 1)
 
 
 def compare(base: PublishedStep, other: PublishedStep, calibration: Path) -> dict[str, float]:
-    """Print the signed errors of a row, and return their sizes."""
+    """Print the signed errors of a row, and return their absolute values."""
     ours = simulate_steps(
         make(other.table, {"costs.calibration": str(calibration)}), [other.step]
     ).steps[0]
@@ -115,13 +117,13 @@ def compare(base: PublishedStep, other: PublishedStep, calibration: Path) -> dic
         for stage in STAGES
         if getattr(other.step, stage) is not None and getattr(ours, stage) is not None
     }
-    told = "  ".join(f"{signed[s]:>+10.1%}" if s in signed else f"{'-':>10}" for s in STAGES)
-    print(f"{base.name:>28} -> {other.name:28} {told}", flush=True)
+    cells = "  ".join(f"{signed[s]:>+10.1%}" if s in signed else f"{'-':>10}" for s in STAGES)
+    print(f"{base.name:>28} -> {other.name:28} {cells}", flush=True)
     return {stage: abs(error) for stage, error in signed.items()}
 
 
 def read_families() -> dict[str, list[PublishedStep]]:
-    """Return rows by what neighbours differ in, neighbours beside each other."""
+    """Return the rows by family, such that similar rows are adjacent. The name says how they differ."""
     with DATA.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     aligner = [_aligner(row) for row in rows if row["source"].startswith("NeMo-Aligner")]
@@ -146,7 +148,7 @@ def _small(row: dict[str, str]) -> PublishedStep:
 
 
 def _measured(row: dict[str, str]) -> MeasuredStep:
-    """Return a row as a measured step; what is not published stays unknown."""
+    """Return a row as a measured step; values that are not published stay unknown."""
     columns = {
         "step_time": "step_s",
         "generation": "generation_s",
@@ -159,7 +161,7 @@ def _measured(row: dict[str, str]) -> MeasuredStep:
 
 
 def _aligner(row: dict[str, str]) -> PublishedStep:
-    """Return the actor's side of a PPO step: the critic's runs beside it on GPUs of its own."""
+    """Return the actor's side of a PPO step. The critic's side runs on its own GPUs at the same time."""
     gpus = int(row["num_gpus"]) * 2 // 3
     rollouts = int(row["rollouts_per_step"])
     table = {

@@ -1,10 +1,11 @@
-"""How far composed seconds are from measured ones.
+"""Measure the error of composed seconds against measured ones.
 
     python benchmarks/bench_costs.py          # cross-validation of the tables, and the composed decode curve
     python benchmarks/bench_costs.py --fit    # the two overheads that fit the curve best, for profiles/engines/streamrl.toml
 
-Every operator table is cross-validated: a part of its cells is held out, the rest interpolates them. Only
-held-out cells inside the range of the rest count; at its edges there is nothing to interpolate between.
+Every operator table is cross-validated: a part of its cells is held out, and the other cells
+interpolate them. Only held-out cells inside the range of the other cells count. Cells at the edges
+would need extrapolation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from streamrl.sim.fidelity.paper_generation import CONTEXT
 
 GPUS = ("h20", "h20-3e", "h800", "h100", "h200", "a100")
 SPARSE = 1000
-"""Cells below which a twentieth is held out at a time; above, a fifth."""
+"""Number of cells. Smaller tables hold out a twentieth at a time, larger ones a fifth."""
 PAPER_CURVE = {
     batch: milliseconds * 1e-3
     for batch, milliseconds in zip(
@@ -42,7 +43,7 @@ PAPER_CURVE = {
 
 
 def main() -> None:
-    """Print both parts; with --fit the overheads alone."""
+    """Print both parts; with --fit, print only the overheads."""
     if "--fit" in sys.argv:
         layer, rollout = fit_overheads()
         print(f'layer = "{layer * 1e6:.1f} us"\nrequest = "{rollout * 1e6:.2f} us"')
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def validate_tables() -> RichTable:
-    """Cross-validate every table, and say which GPU's costs use it."""
+    """Return the cross-validation errors of every table, with the GPUs whose costs use it."""
     view = RichTable(
         "operator", "measured on", "backend", "dtype", "cells", "median", "p90", "used for"
     )
@@ -80,7 +81,7 @@ def validate_tables() -> RichTable:
 
 
 def _uses(gpu: str, table: Table) -> bool:
-    """Return whether a GPU's costs use a table without being asked to."""
+    """Return whether a GPU's costs use a table by default."""
     facts = table.facts
     place = load_gpu(gpu).tables.get(facts.operator)
     path = table_path(place, facts.operator, facts.dtype) if place else None
@@ -88,9 +89,9 @@ def _uses(gpu: str, table: Table) -> bool:
 
 
 def held_out_errors(table: Table, seed: int = 0) -> Floats:
-    """Return the relative errors of all cells, each predicted by a table that lacks it and others.
+    """Return the relative errors of the held-out cells. Each is predicted without itself and some other cells.
 
-    A table of one row or one column has none that lies between others.
+    A table of one row or one column has no cells between others along that axis.
     """
     num_folds = 20 if table.seconds.size < SPARSE else 5
     folds = np.random.default_rng(seed).integers(0, num_folds, table.seconds.shape)
@@ -107,7 +108,7 @@ def _errors_of(table: Table, is_held: np.ndarray) -> Iterator[Floats]:
     peak = peak_of(load_gpu(table.facts.gpu), table.facts.dtype)
     kept = np.where(is_held, np.nan, table.seconds)
     is_row_left = ~np.isnan(kept).all(axis=1)
-    if not is_row_left.any():  # of a table of one row
+    if not is_row_left.any():  # a table of one row
         return
     rest = replace(table, rows=table.rows[is_row_left], seconds=kept[is_row_left])
     surface = Surface(rest, peak)
@@ -122,7 +123,7 @@ def _errors_of(table: Table, is_held: np.ndarray) -> Iterator[Floats]:
 
 
 def validate_curve() -> RichTable:
-    """Compare the composed decode step of Qwen2.5-7B on one H800 with the paper's."""
+    """Return the composed decode step of Qwen2.5-7B on one H800 next to the paper's."""
     shard = papers_shard()
     curve = compose_decode(shard, max(PAPER_CURVE), longest=20_400, capacity=1e6)
     view = RichTable("rollouts", "paper", "composed", "error", title="Qwen2.5-7B on one H800")
@@ -138,13 +139,13 @@ def validate_curve() -> RichTable:
 
 
 def papers_shard() -> Shard:
-    """Return the 7B model on one H800, in the paper's engine."""
+    """Return the shard of a 7B model on one H800, in the paper's engine."""
     model = load_model(ModelConfig(name="qwen2.5-7b"))
     return Shard(model, Kernels("h800", "bfloat16"), engine=load_engine(ENGINE))
 
 
 def fit_overheads() -> tuple[float, float]:
-    """Fit seconds a layer and seconds a rollout: least squares of relative errors over the curve."""
+    """Fit seconds per layer and seconds per rollout: least squares of relative errors over the curve."""
     shard = papers_shard()
     batch, measured = (np.array(list(v), dtype=float) for v in (PAPER_CURVE, PAPER_CURVE.values()))
     bare = shard.products(batch).seconds + shard.head(batch).seconds
@@ -157,7 +158,7 @@ def fit_overheads() -> tuple[float, float]:
 
 
 def print_figure(name: str, value: float, unit: str) -> None:
-    """Print one figure as a JSON object on a line of its own."""
+    """Print one figure as a JSON object on its own line."""
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit}))
 
 

@@ -1,9 +1,11 @@
-"""What skewness-aware dispatch is worth: StreamRL (arXiv 2504.15930), Figure 9, and what goes beyond it.
+"""Measure the gain of skewness-aware dispatch: StreamRL (arXiv 2504.15930), Figure 9, and other batches.
 
-Generation of one batch of 1,024 rollouts of the 20K histogram on H800, as a share of what random dispatch in
-first-in-first-out order takes; median over seeds. It all depends on how many rollouts a replica runs at once:
-where all of them run, order decides nothing. Here memory is reserved for the longest output of each, as in all
-figures of `sim/fidelity`; `--sweep` lets in other numbers on demand. One JSON object per figure ends the output.
+The result is the time to generate one batch of 1,024 rollouts on H800, relative to random dispatch in
+FIFO order, as a median over seeds. Lengths follow the 20K histogram. The gain depends on the number
+of rollouts that a replica runs at once. If it runs all of its rollouts at once, their order has no
+effect. Here memory is reserved for the longest output of each rollout, as in all figures of
+`sim/fidelity`. `--sweep` admits other numbers of rollouts on demand. The output ends with one JSON
+object per figure.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ TOLERANCE = 0.05
 
 
 class Setting(NamedTuple):
-    """GPUs that generate, and what the paper has: with its ranker, with true lengths."""
+    """GPUs that generate, and the paper's ratios with its ranker and with true lengths."""
 
     model: str
     num_gpus: int
@@ -44,7 +46,7 @@ OTHER_GPUS = {"7B": (8, 24), "32B": (32, 48), "72B": (64, 96)}
 RANDOM = {"dispatch": "random", "order": "fifo"}
 SKEWED = {"dispatch": "skewness-aware", "skew_objective": "max", "order": "longest-first"}
 DRAIN = {**SKEWED, "skew_objective": "drain"}
-WAYS = {
+VARIANTS = {
     "longest-first": {"dispatch": "random", "order": "longest-first"},
     "max": SKEWED,
     "sum": {**SKEWED, "skew_objective": "sum"},
@@ -54,7 +56,7 @@ WAYS = {
 
 
 def main() -> None:
-    """Print tables, then figures."""
+    """Print tables, then the figures."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--seeds", type=int, default=31)
     arguments.add_argument("--sweep", action="store_true", help="other batches and GPU counts too")
@@ -67,23 +69,23 @@ def main() -> None:
 
 
 def compare(seeds: range) -> dict[str, float]:
-    """Print every way beside the paper's figures; return the ratios and how far off they are."""
+    """Print the ratio of every dispatch next to the paper's; return the ratios and the share within the tolerance."""
     print(
         "\ngeneration as a share of random-FIFO's, memory reserved for the longest output of each"
     )
-    print("model  lengths  paper " + "".join(f"{way:>15}" for way in WAYS))
+    print("model  lengths  paper " + "".join(f"{variant:>15}" for variant in VARIANTS))
     figures: dict[str, float] = {}
     errors = []
     for name, setting in FIGURE_9.items():
         base = makespan(setting, RANDOM, "none", seeds, RESERVING)
         for ranker, paper in (("recall", setting.ranked), ("oracle", setting.oracle)):
             found = {
-                way: makespan(setting, policies, ranker, seeds, RESERVING) / base
-                for way, policies in WAYS.items()
+                variant: makespan(setting, policies, ranker, seeds, RESERVING) / base
+                for variant, policies in VARIANTS.items()
             }
             cells = "".join(f"{ratio:15.3f}" for ratio in found.values())
             print(f"{name:<5}  {ranker:<7}  {paper:5.2f} {cells}")
-            figures |= {f"{name} {ranker} {way}": ratio for way, ratio in found.items()}
+            figures |= {f"{name} {ranker} {variant}": ratio for variant, ratio in found.items()}
             errors.append(abs(found["max"] - paper))
     figures["mean error"] = sum(errors) / len(errors)
     figures["largest error"] = max(errors)
@@ -92,7 +94,7 @@ def compare(seeds: range) -> dict[str, float]:
 
 
 def sweep(seeds: range) -> None:
-    """Print Figure 9 for other batches and other GPU counts."""
+    """Print Figure 9 for other batches and numbers of GPUs."""
     print("model  GPUs  most running  random s  ranker  oracle   paper")
     for name, setting in FIGURE_9.items():
         for num_gpus in (setting.num_gpus, *OTHER_GPUS[name]):
@@ -121,7 +123,10 @@ def makespan(
 def make_batch(
     setting: Setting, policies: dict[str, str], ranker: str, seed: int, admission: dict[str, Any]
 ) -> Run:
-    """Return the run of one step, `admission` being keys of [rollout]; its trainer is there because a run has one."""
+    """Return the run of one step; `admission` has keys of the section rollout.
+
+    Its trainer exists only because every run has one.
+    """
     table: dict[str, Any] = {
         "seed": seed,
         "model": {"name": setting.model},

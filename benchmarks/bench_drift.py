@@ -1,11 +1,11 @@
-"""How soon drift is noticed, how often it is imagined, what a refit brings back, and what a ranker takes of the processor.
+"""Measure the drift detection of the online ranker, the effect of a refit, and the CPU time of a ranker.
 
-    stationary      1,000 windows in which nothing changes: alarms beside the rate that was asked for
-    prompts shift   from a window on, which prompts are long changes: windows until the alarm, recall before, at, after
-    lengths grow    from 10,000 tokens to 20,000 over a training: the same, and how often the ranker is fitted anew
+    stationary      1,000 windows without drift: number of alarms, compared with the requested rate
+    prompts shift   other prompts become long from one window on: windows until the alarm, recall before, at, after
+    lengths grow    from 10,000 tokens to 20,000 over a training: the same, and the number of refits
     speed           scoring 1,024 prompts by text, one update of the posterior, one window judged
 
-How often to fit a text ranker anew, benchmarks/bench_retune.py says.
+`benchmarks/bench_retune.py` measures how often to fit a text ranker again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ GROUPS, SIZE = 32, 8
 PROMPTS = 512
 SEEDS = 20
 LENGTH = 10_000
-"""Mean tokens at the start."""
+"""Mean output tokens at the start."""
 SPREAD, NOISE = 0.7, 0.5
-"""Standard deviations of log lengths between prompts and within one: about those of R1-Distill-1.5B on AIME."""
+"""Standard deviations of log lengths between prompts and within one prompt, about those of
+R1-Distill-1.5B on AIME.
+"""
 TABLE = {
     "model": {"name": "qwen2.5-7b"},
     "cluster": {"pools": {"a": {"gpu": "h800", "nodes": 2}}},
@@ -48,7 +50,7 @@ TABLE = {
 
 
 def main() -> None:
-    """Print one JSON object a figure."""
+    """Print one JSON object per figure."""
     for name, value, unit in (*stationary(), *shift(), *growth(), *speed()):
         print(
             json.dumps({"name": f"drift/{name}", "value": round(value, 4), "unit": unit}),
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def stationary() -> Iterator[tuple[str, float, str]]:
-    """Yield the alarms of 1,000 windows without drift."""
+    """Yield the number of alarms in 1,000 windows without drift."""
     alarms = judged = seed = 0
     while judged < 1000:
         rng, watch = np.random.default_rng([0, seed]), RankerMonitor(RATE, seed)
@@ -84,17 +86,17 @@ def _group(rng: np.random.Generator, prompt: int, stated: float, own: float) -> 
 
 
 def shift() -> Iterator[tuple[str, float, str]]:
-    """Yield what happens where prompts change places: in the third epoch those that were long are short."""
+    """Yield the figures of prompts that exchange their lengths: from the third epoch on, long prompts are short."""
     at = 2 * PROMPTS // GROUPS
     runs = [
         train(seed, 6 * PROMPTS, lambda group, own: own if group < 2 * PROMPTS else -own)
         for seed in range(SEEDS)
     ]
-    yield from _told("prompts shift", runs, at)
+    yield from _shift_figures("prompts shift", runs, at)
 
 
 def growth() -> Iterator[tuple[str, float, str]]:
-    """Yield what happens where lengths double over twelve epochs."""
+    """Yield the figures of lengths that double over twelve epochs."""
     last = 12 * PROMPTS
     runs = [
         train(seed, last, lambda group, own: own + log(2) * group / last) for seed in range(SEEDS)
@@ -112,7 +114,7 @@ def growth() -> Iterator[tuple[str, float, str]]:
     )
 
 
-def _told(
+def _shift_figures(
     name: str, runs: list[list[tuple[float, str]]], at: int
 ) -> Iterator[tuple[str, float, str]]:
     delays = [_first(run, at) for run in runs]
@@ -128,7 +130,7 @@ def _told(
 
 
 def _first(run: list[tuple[float, str]], at: int) -> int:
-    """Return how many windows after `at` an alarm came first; all where none did."""
+    """Return the number of windows from `at` to the next alarm; all later windows if there is none."""
     return next(
         (n + 1 for n, (_, reason) in enumerate(run[at:]) if "anew" in reason), len(run) - at
     )
@@ -137,7 +139,7 @@ def _first(run: list[tuple[float, str]], at: int) -> int:
 def train(
     seed: int, num_groups: int, own_of: Callable[[int, float], float]
 ) -> list[tuple[float, str]]:
-    """Let a ranker that knows nothing learn from a training; return the recall of each window, and what it said."""
+    """Train a ranker without initial knowledge; return the recall of each window and the ranker's message."""
     own = np.random.default_rng([1, seed]).normal(0, SPREAD, PROMPTS)
     groups = (
         (prompt, own_of(group, float(own[prompt])), LENGTH)
@@ -147,7 +149,7 @@ def train(
 
 
 def order_of(seed: int, num_groups: int) -> Iterator[int]:
-    """Yield prompts, all of them once an epoch."""
+    """Yield prompts; each epoch has every prompt once."""
     rng = np.random.default_rng([3, seed])
     for group in range(num_groups):
         if not group % PROMPTS:
@@ -158,12 +160,12 @@ def order_of(seed: int, num_groups: int) -> Iterator[int]:
 def learn(
     seed: int, groups: Iterable[tuple[int, float, int]], *, has_history: bool = True
 ) -> list[tuple[float, str]]:
-    """Let a ranker learn from groups; return the recall of each window, and what it said.
+    """Train a ranker on groups; return the recall of each window and the ranker's message.
 
     Args:
-        seed: of the lengths.
-        groups: prompt, what its log length has of its own, and tokens that are expected of it.
-        has_history: whether what prompts took before counts.
+        seed: seed of the lengths.
+        groups: prompt, its own part of the log length, and the tokens that are expected of it.
+        has_history: whether past lengths of prompts count.
     """
     rng = np.random.default_rng([4, seed])
     run = make_run({**TABLE, "seed": seed})
@@ -185,14 +187,14 @@ def learn(
 
 
 def with_history(run: Run, *, has_history: bool) -> Run:
-    """Return a run whose ranker remembers prompts, or does not."""
+    """Return a run whose ranker remembers the past lengths of prompts, or does not."""
     assert run.workload.ranker is not None
     ranker = replace(run.workload.ranker, history=has_history)
     return replace(run, workload=replace(run.workload, ranker=ranker))
 
 
 def speed() -> Iterator[tuple[str, float, str]]:
-    """Yield what scoring and learning take."""
+    """Yield the CPU time of scoring and learning."""
     rng = np.random.default_rng(0)
     words = [f"word{n}" for n in range(3000)]
     texts = [" ".join(rng.choice(words, 60)) + f" {n}?" for n in range(1024)]

@@ -1,9 +1,8 @@
-"""How fast one core simulates: output tokens a second, and how time grows with rollouts and tokens.
+"""Measure the speed of simulations on one core: output tokens per second, and time over rollouts and tokens.
 
-The whole run counts, from the first prompt drawn to the last optimizer step: engine, policies, SimPy,
-and the trace in memory; seconds are those of the one core it runs on. Each figure is the best of
-`ROUNDS` rounds with pauses between them, because a
-shared machine changes its speed for seconds at a time.
+The whole run counts, from the first prompt to the last optimizer step: engine, policies, SimPy, and
+the trace in memory. Seconds are CPU seconds of one core. Each figure is the best of `ROUNDS` rounds
+with pauses between them, because the speed of a shared machine changes for seconds at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 RUN_FILE = Path(__file__).parent / "engine.toml"
-HISTOGRAM_MEAN = 4930.0  # tokens, of the length histogram at scale 1
+HISTOGRAM_MEAN = 4930.0  # tokens: mean of the length histogram at scale 1
 ROUNDS = 12
 PAUSE = 1.0  # seconds between rounds
 GRID_ROLLOUTS = (512, 1024, 2048, 4096)
@@ -64,7 +63,7 @@ def count_tokens(run: Run) -> int:
 
 
 def best_times(runs: list[Run]) -> list[float]:
-    """Return the seconds of the fastest simulation of each run."""
+    """Return the CPU seconds of the fastest simulation of each run."""
     best = [float("inf")] * len(runs)
     for _ in range(ROUNDS):
         for index, run in enumerate(runs):
@@ -74,7 +73,7 @@ def best_times(runs: list[Run]) -> list[float]:
 
 
 def simulate_once(run: Run) -> tuple[SimWorld, float]:
-    """Simulate with costs and lengths ready, and return the CPU seconds it took."""
+    """Simulate with prepared costs and lengths, and return the world and the CPU seconds."""
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     gc.collect()
     began_at = time.process_time()
@@ -83,7 +82,7 @@ def simulate_once(run: Run) -> tuple[SimWorld, float]:
 
 
 def fit(sizes: list[tuple[int, int]], seconds: list[float]) -> tuple[float, float, float]:
-    """Fit seconds = constant + p * rollouts + q * tokens; give (constant, p, q)."""
+    """Fit seconds = constant + p * rollouts + q * tokens; return (constant, p, q)."""
     rows = np.array([(1.0, rollouts, tokens) for rollouts, tokens in sizes])
     constant, per_rollout, per_token = np.linalg.lstsq(rows, np.array(seconds), rcond=None)[0]
     return float(constant), float(per_rollout), float(per_token)

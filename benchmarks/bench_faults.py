@@ -1,8 +1,8 @@
-"""Inject every fault in every system on five seeds, simulated and executed; writes docs/reliability.md.
+"""Inject every fault in every system on five seeds, simulated and executed; write docs/reliability.md.
 
 A simulated cell compares a run with one fault at a random moment with the same run without faults.
-An executed run of a system has all faults one after the other, in an order drawn by its seed, on a
-random two-layer model. A restart takes most of the time, because a worker imports torch. If the
+An executed run of a system has all faults one after the other. Its seed draws their order. It trains
+a random two-layer model. Restarts take most of the time, because a worker imports torch. If the
 driver is killed, the run is resumed.
 """
 
@@ -30,9 +30,18 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.fault_books import EXECUTED, KINDS, RAY, SIMULATED, Cell, Key, balance, read_legs
 from benchmarks.fault_model import make_model
 from benchmarks.fault_page import page
+from benchmarks.fault_results import (
+    EXECUTED,
+    KINDS,
+    RAY,
+    SIMULATED,
+    Cell,
+    Key,
+    balance,
+    read_traces,
+)
 from streamrl.cli.progress import make_progress
 from streamrl.engine.messages import (
     Event,
@@ -61,9 +70,9 @@ from streamrl.workload.workload import SimulatedWorkload
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "reliability.md"
 SEEDS = 5
-MOST_SECONDS = 420.0  # of one command; a run that takes longer hangs
+MOST_SECONDS = 420.0  # time limit of one command; a run that takes longer counts as hung
 APART = 4
-"""Steps between two faults of an executed run: the first is mended before the next one strikes."""
+"""Steps between two faults of an executed run, so that a fault is repaired before the next one."""
 SAID: dict[str, dict[FaultKind, dict[str, Any]]] = {
     "simulated": {
         "link-slows": {"factor": 20.0, "duration": Duration(600.0)},
@@ -75,8 +84,11 @@ SAID: dict[str, dict[FaultKind, dict[str, Any]]] = {
     },
 }
 LARGEST_GAP = 1e-3
-"""Nats by which log-probabilities of replica and trainer may differ at staleness 0: their engines' rounding is a
-hundredth of it, a step of this model's a hundred times it."""
+"""Largest difference, in nats, between log-probabilities of replica and trainer at staleness 0.
+
+Rounding of the engines causes a hundredth of it. One optimizer step of this model causes a hundred
+times as much.
+"""
 COMMAND = """
 import sys
 from streamrl.executor.execute import execute
@@ -84,17 +96,19 @@ from streamrl.runfile.files import load_run
 path, what, *changes = sys.argv[1:]
 execute(load_run(path, changes), what == "resume")
 """
-"""What `streamrl execute` does, without its pictures."""
+"""The same as `streamrl execute`, without its figures."""
 
 
 def main() -> None:
-    """Run what is asked for, print a line for each run and write the page."""
+    """Run the requested cells, print a line for each run, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--worlds", nargs="*", default=["simulated", "executed"])
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--cells", type=Path, help="keep runs there, and leave out those kept")
+    parser.add_argument(
+        "--cells", type=Path, help="file that keeps finished cells; cells in it are not run again"
+    )
     arguments = parser.parse_args()
     matrix = Matrix(arguments.cells)
     with tempfile.TemporaryDirectory(prefix="bench-faults-") as name:
@@ -120,7 +134,7 @@ def main() -> None:
 
 
 class Matrix:
-    """The cells that are done; in a file too, so that what was broken off can go on."""
+    """The finished cells. They are also in a file, so an interrupted benchmark can continue."""
 
     def __init__(self, path: Path | None) -> None:
         self.cells: dict[Key, Cell] = {}
@@ -132,7 +146,7 @@ class Matrix:
             self.cells = {cell.key: cell for cell in found}
 
     def fill(self, keys: list[Key], run: Callable[[Key], Cell], pool: Executor) -> None:
-        """Run the cells that are not done."""
+        """Run the cells that are not finished."""
         left = [key for key in keys if key not in self.cells]
         with make_progress() as progress, pool:
             task = progress.add_task(
@@ -148,7 +162,7 @@ class Matrix:
 
 
 def is_sound(cell: Cell) -> bool:
-    """Whether a run came to its end with all rollouts accounted for and no wrong weights."""
+    """Return whether a run ended by itself with a balanced ledger, all rollouts and no wrong weights."""
     return cell.is_complete and cell.books.is_clean and not cell.ledger and not cell.hung
 
 
@@ -156,7 +170,7 @@ def is_sound(cell: Cell) -> bool:
 
 
 def simulated_keys(seeds: int) -> list[Key]:
-    """Return every simulated cell."""
+    """Return the keys of all simulated cells."""
     kinds = ["none", *(kind for kind in KINDS if kind != "driver-dies")]
     return [
         Key("simulated", system, kind, seed)
@@ -167,7 +181,7 @@ def simulated_keys(seeds: int) -> list[Key]:
 
 
 def simulate(key: Key) -> Cell:
-    """Simulate a run with one fault, or with none."""
+    """Simulate a run with one fault or without faults."""
     _, system, kind, seed = key
     changes = [f"seed={seed}", f"policies.system={system}"]
     if system == "colocated":
@@ -207,13 +221,15 @@ TELLS: dict[FaultKind, tuple[type[Event], type | None, str]] = {
     "link-drops": (Failed, PushWeights, ""),
     "disk-full": (Failed, SaveCheckpoint, ""),
 }
-"""The event that tells of a fault: its type, that of the command that fails, and a part of its reason."""
+"""How a fault is detected: type of the event, type of the command that fails, and a part of the
+reason.
+"""
 
 
 def _noticed(
     trace: Trace, strikes: Sequence[tuple[FaultKind, float]]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the seconds after which each fault was told of."""
+    """Yield each detected fault's kind, and the seconds until its detection."""
     for kind, struck_at in strikes:
         if kind not in TELLS:
             continue
@@ -233,7 +249,7 @@ def _noticed(
 
 @contextmanager
 def ray_cluster() -> Iterator[None]:
-    """Have a Ray cluster on this machine, where Ray is installed."""
+    """Run a Ray cluster on this machine, if Ray is installed."""
     if find_spec("ray") is None:
         yield
         return
@@ -250,25 +266,27 @@ def ray_cluster() -> Iterator[None]:
 
 
 def executed_keys(seeds: int) -> list[Key]:
-    """Return a run without faults for every way that is installed, and for every seed one with all of them.
+    """Return one run without faults for each installed setting, and one run with all faults for each seed.
 
-    What needs a back end whose workers take long to start meets its faults in one order alone.
+    Settings with a back end whose workers start slowly get one order of faults only.
     """
     found = {
-        name: way for name, way in EXECUTED.items() if way.needs is None or find_spec(way.needs)
+        name: setup
+        for name, setup in EXECUTED.items()
+        if setup.needs is None or find_spec(setup.needs)
     }
     for name in EXECUTED.keys() - found.keys():
         print(f"left out: {name}: {EXECUTED[name].needs} is not installed", file=sys.stderr)
     calm = [Key("executed", name, "none", 0) for name in found]
     return calm + [
         Key("executed", name, "all", seed)
-        for name, way in found.items()
-        for seed in range(seeds if way.is_plain else 1)
+        for name, setup in found.items()
+        for seed in range(seeds if setup.is_plain else 1)
     ]
 
 
 def execute(directory: Path, key: Key) -> Cell:
-    """Execute a run to its end, and resume it where its driver was killed."""
+    """Execute a run to its end. Resume it if its driver was killed."""
     _, system, kind, seed = key
     place = directory / f"{system}-{kind}-{seed}"
     place.mkdir()
@@ -279,38 +297,38 @@ def execute(directory: Path, key: Key) -> Cell:
     while status == -signal.SIGKILL:
         status = _run(place, system, seed, "resume")
     output = place / "run"
-    legs = read_legs(output)
-    books = balance(legs)
+    traces = read_traces(output)
+    books = balance(traces)
     if (
         system == "stream-sync"
-    ):  # each log-probability was sampled from the very weights that it is trained at
+    ):  # staleness 0: rollouts are sampled from the weights that they are trained with
         gaps = [line.get("logprob_gap", 0.0) for line in read_metrics(output)]
         books = books._replace(wrong=books.wrong + sum(gap > LARGEST_GAP for gap in gaps))
     struck = read_struck(output)
     noticed, mended = {}, {}
-    for leg, trace in enumerate(legs, start=1):
-        own = [each for each in struck if each.leg == leg]
+    for number, trace in enumerate(traces, start=1):
+        own = [each for each in struck if each.leg == number]
         noticed |= dict(_noticed(trace, [(each.kind, each.time) for each in own]))
         mended |= {
             each.kind: seconds for each in own if (seconds := _mended(trace, each)) is not None
         }
     for each in struck:
         if each.kind == "driver-dies":
-            mended[each.kind] = _resumed(output, legs[each.leg]) - each.unix_time
+            mended[each.kind] = _resumed(output, traces[each.leg]) - each.unix_time
     return Cell(
         key=key,
         is_complete=status == 0 and (kind == "none" or len(struck) == len(KINDS)),
         hung=status == HUNG,
         seconds=time.time() - begun,
         books=books,
-        ledger=describe_faults(ledger_of_traces(legs)),
+        ledger=describe_faults(ledger_of_traces(traces)),
         noticed=noticed,
         mended=mended,
     )
 
 
 HUNG = 1000
-"""Stands for the exit status of a command that came to no end."""
+"""Exit status of a command that was killed because it did not end."""
 
 
 def _run(place: Path, system: str, seed: int, what: str) -> int:
@@ -326,7 +344,7 @@ def _run(place: Path, system: str, seed: int, what: str) -> int:
 
 
 def _plan(seed: int) -> str:
-    """Return all faults as a run file has them, in an order of the seed's, each some steps after the one before."""
+    """Return all faults as text of a run file, in the order of the seed, some steps apart."""
     kinds = Random(seed).sample(KINDS, len(KINDS))
     lines = []
     for place, kind in enumerate(kinds):
@@ -340,9 +358,9 @@ def _plan(seed: int) -> str:
 
 
 def _mended(trace: Trace, struck: StruckFault) -> float | None:
-    """Return the seconds from a fault to the next new step, and to a replacement of the replica that it cost.
+    """Return the seconds from a fault until it is repaired; None if this start of the run ends earlier.
 
-    None where the leg ends before.
+    A fault is repaired when the next new step is made, and a lost replica has been replaced.
     """
     made = [(e.time, e.event.version) for e in trace.entries if isinstance(e.event, Stepped)]
     newest = max((version for time, version in made if time <= struck.time), default=0)
@@ -360,11 +378,11 @@ def _first(trace: Trace, kind: type[Event], after: float) -> float | None:
     return next(times, None)
 
 
-def _resumed(output: Path, leg: Trace) -> float:
-    """Return when the leg after a killed driver made its first step, in seconds since 1970."""
+def _resumed(output: Path, trace: Trace) -> float:
+    """Return the time of the first step after the driver was killed and resumed, in seconds since 1970."""
     last = read_metrics(output)[-1]["time"]
     began_at = (output / "metrics.jsonl").stat().st_mtime - float(last)
-    return began_at + next(e.time for e in leg.entries if isinstance(e.event, Stepped))
+    return began_at + next(e.time for e in trace.entries if isinstance(e.event, Stepped))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What a rollout costs the controller: CPU time of the process that decides, and hands rollouts on.
+"""Measure the CPU time of the controller per rollout, in the process that runs the engine.
 
-| figure   | what it holds                                                                                   |
+| figure   | it contains                                                                                     |
 |----------|-------------------------------------------------------------------------------------------------|
-| handover | the engine and the roles on the controller's side: events in, commands out, requests, completions |
-|          | and samples encoded and decoded as they cross to other processes; no sockets, no event loop      |
-| all      | a whole run with its sockets, event loop, verifier, trace and rollouts.jsonl                     |
+| handover | the engine and the controller's side of the roles: events in, commands out; requests,           |
+|          | completions and samples, encoded and decoded for other processes; no sockets, no event loop     |
+| all      | a whole run with its sockets, event loop, verifier, trace and rollouts.jsonl                    |
 
-Workers are processes of their own that answer at once, with outputs of a given length that they put where a real
-replica does, so their time is not in it. Each figure is the median over the steps of `ROUNDS` rounds, `ROLLOUTS`
-rollouts each, the first step of a round left out.
+Workers run in their own processes and answer at once, with outputs of a given length. They write the
+outputs where a real replica writes them. So their time does not count. Each figure is the median over
+the steps of `ROUNDS` rounds with `ROLLOUTS` rollouts each. The first step of a round does not count.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def report(what: str, num_tokens: int, rounds: list[list[float]]) -> None:
-    """Print the figure of some rounds of steps, each in CPU seconds a rollout."""
+    """Print the figure of some rounds of steps, each in CPU seconds per rollout."""
     name = f"controller CPU time a rollout of {num_tokens} tokens, {what}"
     value = statistics.median(chain.from_iterable(steps[1:] for steps in rounds)) * 1000
     print(json.dumps({"name": name, "value": value, "unit": "ms"}), flush=True)
@@ -100,56 +100,56 @@ def report(what: str, num_tokens: int, rounds: list[list[float]]) -> None:
 
 
 class Length(msgspec.Struct, frozen=True):
-    """What a worker is told."""
+    """The settings of a worker."""
 
     num_tokens: int
 
 
 class InstantReplica:
-    """Answers at once."""
+    """A replica worker that answers at once."""
 
     def __init__(self, config: Length) -> None:
         self._config = config
         self._version = 0
 
     async def start(self, manifest: Manifest | None, version: int) -> str:
-        """Serve."""
+        """Start serving at a version."""
         self._version = version
         return ""
 
     async def generate(self, request: Request) -> Completion:
-        """Return as many tokens as it was told."""
+        """Return as many tokens as the settings say."""
         num_tokens = self._config.num_tokens
         ids, logprobs = np.full(num_tokens, 7, np.int32), np.full(num_tokens, -1.0, np.float32)
         output = write_block(ids, logprobs, request.output_path)
         return complete(request, output, self._version)
 
     async def load(self, manifest: Manifest, drain: bool) -> Loaded:
-        """Take nothing."""
+        """Return without loading weights."""
         self._version = manifest.version
         return Loaded(0.0, manifest.checksum)
 
 
 class InstantTrainer:
-    """Trains on nothing."""
+    """A trainer worker that computes nothing."""
 
     def __init__(self, config: Length) -> None:
         self._config = config
 
     async def start(self, checkpoint: str | None) -> int:
-        """Begin at version 0."""
+        """Start at version 0."""
         return 0
 
     async def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Do nothing."""
+        """Return without training."""
         return {}
 
     async def step(self, version: int) -> dict[str, float]:
-        """Do nothing."""
+        """Return without an optimizer step."""
         return {"loss": 0.0}
 
     async def push(self, version: int, directory: str) -> Manifest:
-        """Write nothing."""
+        """Return a manifest without writing weights."""
         return Manifest(version=version, buckets=[])
 
     async def save(self, path: str) -> None:
@@ -158,7 +158,7 @@ class InstantTrainer:
 
 
 def complete(request: Request, output: TokenBlock, version: int) -> Completion:
-    """Return what a replica makes of a request, with a text of four characters a token."""
+    """Return the completion of a request, with a text of four characters per token."""
     return Completion(
         rollout=request.rollout,
         output=output,
@@ -176,30 +176,30 @@ def complete(request: Request, output: TokenBlock, version: int) -> Completion:
 
 @coroutine
 def _answered() -> Generator[None, bytes, bytes]:
-    """Wait for the bytes that a worker answers with."""
+    """Yield until the bytes of a worker's answer are sent in."""
     return (yield)
 
 
 class Loopback(Handle):
-    """Encodes and decodes as between processes, and leaves the answer to whoever drives the call."""
+    """Encodes and decodes as between processes. The driver of the call supplies the answer."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        """Encode the call, decode its answer."""
+        """Encode the call, wait for its answer, and decode it."""
         self.frames.append(encode_frame(Call(1, method, list(arguments))))
         return decode(await _answered(), returns)
 
     def kill(self, reason: str) -> None:
-        """End nothing."""
+        """Return without effect: there is no process."""
 
     async def close(self) -> None:
-        """End nothing."""
+        """Return without effect: there is no connection."""
 
 
 class Handover:
-    """The controller without sockets and loop: an engine, the roles, and a stopwatch around them."""
+    """The controller without sockets and event loop: an engine, the roles, and a stopwatch around them."""
 
     def __init__(self, run: Run, directory: RunDirectory, tokens: Path | None) -> None:
         self._engine = build_engine(run)
@@ -214,7 +214,7 @@ class Handover:
         self._seconds = 0.0
         self._now = 0.0
         self.steps: list[float] = []
-        """CPU seconds of each step, a rollout."""
+        """CPU seconds per rollout, for each step."""
 
     def run(self, num_tokens: int) -> None:
         """Run to the end, with outputs of `num_tokens`."""
@@ -240,7 +240,7 @@ class Handover:
         return commands
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, Event] | None:
-        """Begin a call of a worker, or carry a command out that needs none."""
+        """Start a call of a worker, or carry out a command that needs no worker."""
         call: Coroutine[Any, Any, Event]
         match command:
             case Generate():
@@ -286,7 +286,7 @@ class Handover:
 
 
 def finish(call: Coroutine[Any, Any, Event], answer: bytes) -> Event:
-    """Return what a call ends in once it is answered."""
+    """Return the event of a call, given the worker's answer."""
     try:
         call.send(answer)
     except StopIteration as end:
@@ -296,7 +296,7 @@ def finish(call: Coroutine[Any, Any, Event], answer: bytes) -> Event:
 
 
 def answer_to(frame: bytes, num_tokens: int) -> bytes:
-    """Return what a worker answers, with tokens where it was told to write them."""
+    """Return the worker's answer, and write its tokens to the requested place."""
     call = msgspec.msgpack.decode(frame[4:], type=Call)
     if call.method == "generate":
         request = msgspec.convert(call.arguments[0], Request)
@@ -307,7 +307,7 @@ def answer_to(frame: bytes, num_tokens: int) -> bytes:
 
 
 def measure_handover(num_tokens: int) -> list[float]:
-    """Return the CPU seconds of engine and handover, a rollout, step by step."""
+    """Return the CPU seconds of engine and handover per rollout, for each step."""
     with tempfile.TemporaryDirectory() as folder:
         run = make_handover_run(Path(folder), num_tokens)
         directory = RunDirectory(Path(run.execute.output))
@@ -323,25 +323,25 @@ def measure_handover(num_tokens: int) -> list[float]:
 
 
 class InstantLauncher:
-    """Starts workers that answer at once, each in a process of its own."""
+    """Starts workers that answer at once, each in its own process."""
 
     def __init__(self, directory: RunDirectory, num_tokens: int) -> None:
         self._directory = directory
         self._config: Config = {"num_tokens": num_tokens}
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
-        """Start a replica."""
+        """Start a replica worker."""
         return await self._start("InstantReplica", f"{replica_id}.log")
 
     async def trainer(self, number: int) -> Handle:
-        """Start the one trainer."""
+        """Start the trainer worker."""
         return await self._start("InstantTrainer", "trainer.log")
 
     def free(self, replica_id: int) -> None:
-        """Do nothing: a replica had no GPU."""
+        """Return without effect: replicas have no GPUs."""
 
     def place_of(self, replica_id: int) -> str:
-        """Return where every replica loads weights."""
+        """Return the place where all replicas load weights."""
         return "here"
 
     async def _start(self, name: str, log: str) -> Handle:
@@ -350,7 +350,7 @@ class InstantLauncher:
 
 
 async def measure_all(num_tokens: int) -> list[float]:
-    """Return the CPU seconds of the whole controlling process, a rollout, step by step."""
+    """Return the CPU seconds of the whole controller process per rollout, for each step."""
     stepped_at: list[float] = []
 
     def watch(event: Event, state: State, now: float) -> None:
@@ -365,7 +365,7 @@ async def measure_all(num_tokens: int) -> list[float]:
             world = RealWorld(
                 Trace(run, "real", {}, directory.trace_file),
                 build_engine(run),
-                InstantLauncher(directory, num_tokens),  # type: ignore[arg-type]  # of other roles
+                InstantLauncher(directory, num_tokens),  # type: ignore[arg-type]  # starts other workers
                 RolloutBuffer(PromptWorkload(run, Tokenizer()), run.num_trainers, directory=tokens),
                 Verifier(run.verifier),
                 Transfer,
@@ -378,15 +378,15 @@ async def measure_all(num_tokens: int) -> list[float]:
 
 
 class Tokenizer:
-    """Makes every prompt `PROMPT_TOKENS` long."""
+    """A tokenizer that makes every prompt `PROMPT_TOKENS` long."""
 
     def encode(self, text: str) -> list[int]:
-        """Return tokens."""
+        """Return the tokens of a prompt."""
         return [5] * PROMPT_TOKENS
 
 
 def make_handover_run(folder: Path, num_tokens: int) -> Run:
-    """Return a run of `STEPS` steps, in a folder of its own."""
+    """Return a run of `STEPS` steps in its own folder."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "p", "answer": "1"}\n' * 100)
     table = read_table(

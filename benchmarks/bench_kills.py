@@ -1,11 +1,11 @@
-"""Check that a run ends correctly if any of its processes is killed at any time: kill -9 at random moments, in every system.
+"""Check that a run ends correctly if any of its processes is killed (kill -9) at any time, in every system.
 
     python -m benchmarks.bench_kills --kills 40
 
-In each run, these processes are killed one after the other: driver, replica, trainer, verifier and
-prefork server. The seed draws the order and the moments, also while workers start. If the driver
-was killed, the run is resumed. Every other run trains on groups in order of completion (`greedy`).
-The script prints one JSON object per run. It exits with status 1 if a run does not have all steps,
+Each run kills these processes one after the other: driver, replica, trainer, verifier and prefork
+server. The seed draws the order and the moments, which may be while workers start. After a kill of
+the driver, the run is resumed. Every other run trains on groups in order of completion (`greedy`).
+The script prints one JSON object per run. It exits with status 1 if a run does not make all steps,
 or if its ledger does not balance.
 """
 
@@ -28,54 +28,54 @@ from random import Random
 from typing import Any
 
 from benchmarks.bench_faults import COMMAND
-from benchmarks.fault_books import SIMULATED, Books, balance, read_legs
 from benchmarks.fault_model import make_model
+from benchmarks.fault_results import SIMULATED, RolloutCounts, balance, read_traces
 from benchmarks.processes import ROLES, processes_of
 from streamrl.record.ledger import describe_faults
 from streamrl.record.restarts import ledger_of_traces
 
 HERE = Path(__file__).parent
 VICTIMS = ("driver", *ROLES)
-WAYS = list(product(SIMULATED, ("strict-fifo", "greedy")))
-"""Every system, each in both orders of consumption: all of them have a run at least."""
+COMBINATIONS = list(product(SIMULATED, ("strict-fifo", "greedy")))
+"""Every system, with both orders of consumption. Each combination has at least one run."""
 APART = 8.0
-"""Seconds from one kill to the next, at most: starting a worker takes three to ten."""
+"""Most seconds between two kills. A worker takes three to ten seconds to start."""
 STEPS = 600
-"""More than are made before the last kill."""
+"""Optimizer steps of a run: more than it can make before the last kill."""
 MOST_SECONDS = 420.0
-"""That a run may take; one that takes longer hangs."""
+"""Time limit of a run in seconds. A run that takes longer counts as hung."""
 
 
 @dataclass
 class Killed:
-    """What became of one run."""
+    """The result of one run."""
 
     system: str
     consumption: str
     seed: int
     kills: list[tuple[str, float, int]] = field(default_factory=list)
-    """Whom, how many seconds after the run began, and how many steps it had."""
+    """Role, seconds since the run started, and number of steps at the time of each kill."""
     status: int | None = None
-    """Exit status of the last leg; None of one that came to no end."""
-    books: Books | None = None
+    """Exit status of the last command; None if it did not end."""
+    books: RolloutCounts | None = None
     ledger: str = ""
-    """What its ledger finds wrong."""
+    """Faults in the run's ledger; empty if it balances."""
     seconds: float = 0.0
 
     @property
     def is_sound(self) -> bool:
-        """Whether it has all steps, and every rollout is accounted for."""
+        """Return whether the run has all steps, and every rollout is accounted for."""
         is_clean = self.books is not None and self.books.is_clean
         return self.status == 0 and is_clean and not self.ledger
 
 
 def main() -> None:
-    """Kill until there were enough, and print what became of the runs."""
+    """Execute runs until the requested number of kills is reached, and print their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=40, help="at least")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--kills", type=int, default=40, help="least number of kills")
+    parser.add_argument("--workers", type=int, default=2, help="number of runs at the same time")
     arguments = parser.parse_args()
-    num_runs = max(len(WAYS), -(-arguments.kills // len(VICTIMS)))
+    num_runs = max(len(COMBINATIONS), -(-arguments.kills // len(VICTIMS)))
     with tempfile.TemporaryDirectory(prefix="bench-kills-") as name:
         make_model(Path(name))
         with ThreadPoolExecutor(arguments.workers) as pool:
@@ -94,8 +94,8 @@ def _show(directory: Path, seed: int) -> Killed:
 
 
 def kill(directory: Path, seed: int) -> Killed:
-    """Execute a run whose processes are killed one after the other."""
-    system, consumption = WAYS[seed % len(WAYS)]
+    """Execute a run and kill its processes one after the other."""
+    system, consumption = COMBINATIONS[seed % len(COMBINATIONS)]
     found = Killed(system, consumption, seed)
     place = directory / f"run-{seed}"
     place.mkdir()
@@ -107,28 +107,28 @@ def kill(directory: Path, seed: int) -> Killed:
     ]
     draw, began_at = Random(seed), time.monotonic()
     victims = draw.sample(VICTIMS, len(VICTIMS))
-    leg = _begin(place, "begin", changes)
-    while not (place / "run" / "trace.jsonl").exists() and leg.poll() is None:
+    process = _begin(place, "begin", changes)
+    while not (place / "run" / "trace.jsonl").exists() and process.poll() is None:
         time.sleep(0.01)
     for victim in victims:
         time.sleep(draw.uniform(0.0, APART))
-        pids = _wait_for(victim, leg, began_at)
+        pids = _wait_for(victim, process, began_at)
         if not pids:
             break  # the run has ended
         os.kill(draw.choice(pids), signal.SIGKILL)
         found.kills.append((victim, round(time.monotonic() - began_at, 2), _num_steps(place)))
         if victim == "driver":
-            leg.wait()
-            leg = _begin(place, "resume", changes)
+            process.wait()
+            process = _begin(place, "resume", changes)
     try:
-        found.status = leg.wait(MOST_SECONDS)
+        found.status = process.wait(MOST_SECONDS)
     except subprocess.TimeoutExpired:
-        leg.kill()
-        leg.wait()
+        process.kill()
+        process.wait()
     found.seconds = round(time.monotonic() - began_at, 1)
     output = place / "run"
-    legs = read_legs(output)
-    found.books, found.ledger = balance(legs), describe_faults(ledger_of_traces(legs))
+    traces = read_traces(output)
+    found.books, found.ledger = balance(traces), describe_faults(ledger_of_traces(traces))
     if not found.is_sound:
         print((place / "log").read_text()[-2000:], file=sys.stderr)
     return found
@@ -140,10 +140,10 @@ def _begin(place: Path, what: str, changes: list[str]) -> subprocess.Popen[Any]:
         return subprocess.Popen(words, stdout=log, stderr=log)
 
 
-def _wait_for(role: str, leg: subprocess.Popen[Any], began_at: float) -> list[int]:
-    """Return the processes of a role, once there are any; none where the run ends before."""
-    while leg.poll() is None and time.monotonic() - began_at < MOST_SECONDS:
-        if pids := processes_of(leg.pid).get(role):
+def _wait_for(role: str, process: subprocess.Popen[Any], began_at: float) -> list[int]:
+    """Return the processes of a role as soon as there are any; empty if the run ends first."""
+    while process.poll() is None and time.monotonic() - began_at < MOST_SECONDS:
+        if pids := processes_of(process.pid).get(role):
             return pids
         time.sleep(0.05)
     return []

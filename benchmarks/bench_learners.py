@@ -1,4 +1,4 @@
-"""Check how well `simulate` predicts other learners than the quickstart's, executed here, from a profile of this machine.
+"""Check how well `simulate` predicts algorithms other than the quickstart's, from a profile of this machine.
 
 | run          | difference to the quickstart                                                                |
 |--------------|---------------------------------------------------------------------------------------------|
@@ -8,7 +8,7 @@
 
 As in `bench_profile.py` and `streamrl compare`, a simulation uses the recorded output lengths and
 the recorded share of informative groups. The machine is profiled before and after the runs of a
-round. The mean of both profiles predicts.
+round. The prediction is the mean over both profiles.
 """
 
 from __future__ import annotations
@@ -50,21 +50,19 @@ LEARNERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "reward-model": ("quickstart-reward-model.toml", ()),
 }
-"""The example of each, and what is changed of it."""
+"""The example of each run, and its changed keys."""
 WITHIN = 0.15
-"""Of the step, that predictions should be within."""
+"""Error of a step that predictions should not exceed."""
 
 
 def main() -> None:
-    """Print every run, then one JSON object a figure."""
+    """Print every run, then one JSON object per figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", choices=LEARNERS, action="append", help="all if absent")
-    parser.add_argument(
-        "--quick", action="store_true", help="profile few points, to see that it runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="profile few points, as a smoke test")
     args = parser.parse_args()
     make_models(args.data)
     names = args.only or list(LEARNERS)
@@ -74,7 +72,7 @@ def main() -> None:
 
 
 def make_models(data: Path) -> None:
-    """Make the quickstart's model and its reward model, where they are not there."""
+    """Create the quickstart's model and its reward model, if they do not exist."""
     make_quickstart(data)
     if not (data / "reward-model" / "config.json").is_file():
         make = [sys.executable, str(EXAMPLES / "make_reward_model.py"), "--data", str(data)]
@@ -82,7 +80,7 @@ def make_models(data: Path) -> None:
 
 
 def make_run(name: str, data: Path, steps: int) -> Run:
-    """Return the run file of a learner, with the models of a directory."""
+    """Return the run of an algorithm, with the models of a directory."""
     example, changes = LEARNERS[name]
     run = load_run(EXAMPLES / example, [*settings_of(data, steps), *changes])
     model = str((data / "reward-model").resolve())
@@ -136,7 +134,7 @@ def write_profile(data: Path, run: Run, path: Path, *, is_quick: bool) -> None:
 
 
 def show(outcomes: dict[str, list[Outcome]]) -> None:
-    """Print every run, then the figures of each learner as JSON."""
+    """Print every run, then the figures of each algorithm as JSON."""
     table = Table("run", "measured", "predicted", "error")
     for name, ones in outcomes.items():
         for one in [*ones, middle(ones)]:

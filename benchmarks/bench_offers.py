@@ -1,14 +1,14 @@
-"""Check that the plan of `streamrl plan` is the best of its offer, on seventeen offers that are searched in other ways too.
+"""Check that `streamrl plan` chooses the best plan of an offer, on seventeen offers that are also searched in other ways.
 
     python benchmarks/bench_offers.py                      every offer of benchmarks/offers; hours on two cores
     python benchmarks/bench_offers.py 8b-2-h100 32b-8-h800
 
-For every offer, the chosen plan is compared with the best plan of each system searched alone. It is
-also compared with the best of a search with twenty times the simulations, or as many as `--seconds`
-allows. `simulated` and `wide` are their numbers. Winner and challengers are simulated again, on
-prompts and lengths of a seed that no search used. The output also has the findings of `doctor` and
-the memory of each side. Each offer is a line of JSON in `--output`. Offers that already have a line
-of this commit are skipped.
+For every offer, the chosen plan is compared with the best plan of each system, searched alone. It is
+also compared with the best plan of a search with twenty times the simulations, or as many as
+`--seconds` allows. The columns `simulated` and `wide` are the numbers of simulations. The chosen plan
+and the others are then simulated again, on prompts and lengths of a seed that no search used. The
+output also has the findings of `doctor` and the memory of each side. Each offer is a line of JSON in
+`--output`. Offers that already have a line of this commit are skipped.
 """
 
 from __future__ import annotations
@@ -48,27 +48,29 @@ RESULTS, PAGE = OFFERS / "results.jsonl", Path(__file__).parent.parent / "docs" 
 HEAD = """| offer | chosen | simulated | wide search | behind | trainer memory | doctor | commit |
 |---|---|---|---|---|---|---|---|
 """
-"""Of the page's table, which is written anew with the results."""
+"""Head of the page's table. The table is rewritten with the results."""
 FRESH = 1000
-"""What is added to a seed for a comparison of its own."""
+"""Added to a seed to get a seed for the comparison."""
 WIDER = 20
-"""Times as many simulations as planning took."""
+"""Number of simulations of the wide search, relative to those of planning."""
 ENOUGH = 0.02
 """Share by which the best plan may be better than the chosen one."""
 
 
 class Challenger(NamedTuple):
-    """A plan that another search has found."""
+    """A plan from another search."""
 
     found_by: str
     candidate: Candidate
 
 
 def main() -> None:
-    """Plan every offer and look for better plans."""
+    """Plan every offer, and search for better plans."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("offers", nargs="*", help="names of files in benchmarks/offers")
-    parser.add_argument("--seconds", type=float, default=600.0, help="most for the wide search")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="time limit of the wide search"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     names = arguments.offers or sorted(path.stem for path in OFFERS.glob("*.toml"))
@@ -88,13 +90,13 @@ def main() -> None:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what is known of offers, by their name."""
+    """Return the earlier results by name of the offer."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {found["offer"]: found for found in map(json.loads, lines)}
 
 
 def row_of(found: dict[str, Any]) -> str:
-    """Return the row that the page has of an offer."""
+    """Return the row of an offer in the page's table."""
     width = f" ± {found['half_width']:.1%}" if found["half_width"] is not None else ""
     memory = found["memory"]["trainer"]
     cells = (
@@ -111,7 +113,7 @@ def row_of(found: dict[str, Any]) -> str:
 
 
 def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
-    """Plan an offer, and set the plan against what other searches find."""
+    """Plan an offer, and compare the plan with those of other searches."""
     planned = make_plan(run)
     plan = planned.plan
     search = Search.open(run)
@@ -152,7 +154,7 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
 
 
 def _chosen(run: Run) -> Candidate:
-    """Return the plan that a run file carries out."""
+    """Return the plan that a run file executes."""
     kinds = [Replicas(*_settings(kind, Replicas)) for kind in (run.rollout, *run.rollout.others)]
     beside = reduce(lambda last, kind: kind._replace(beside=last), reversed(kinds[1:]), None)
     mode = Mode(*_settings(run.policies, Mode), sync_mode=run.sync.mode)
@@ -161,12 +163,12 @@ def _chosen(run: Run) -> Candidate:
 
 
 def _settings(section: Section, kind: type[NamedTuple]) -> Iterator[Any]:
-    """Yield what a section says of the fields of a part of a plan that it has."""
+    """Yield the values of a plan part's fields in a section, for the fields that the section has."""
     return (getattr(section, name) for name in kind._fields if hasattr(section, name))
 
 
 def _interval(plan: Plan) -> float | None:
-    """Return half the 95 % interval of a step's seconds as a share of them; None where too few were simulated."""
+    """Return the half-width of the 95 % interval of the step time, as a share; None if too few steps were simulated."""
     if plan.allocation.step_time_interval is None:
         return None
     least, most = plan.allocation.step_time_interval
@@ -174,12 +176,12 @@ def _interval(plan: Plan) -> float | None:
 
 
 def _findings(run: Run) -> list[Finding]:
-    """Return what `doctor` says of a run, machine and files aside."""
+    """Return the findings of `doctor` on a run, without those about this machine and its files."""
     return [*diagnose(run), *check_up(run).findings]
 
 
 def _alone(run: Run, pool: Executor) -> Iterator[Challenger]:
-    """Yield the best plan of each system, searched as if there were no other."""
+    """Yield the best plan of each system, from a search of this system alone."""
     for system in USUAL_SYSTEMS:
         try:
             search = Search.open(replace(run, plan=replace(run.plan, systems=[system])))
@@ -191,7 +193,7 @@ def _alone(run: Run, pool: Executor) -> Iterator[Challenger]:
 
 
 def _wide(search: Search, pool: Executor, most: int, seconds: float) -> Iterator[Challenger]:
-    """Yield the best of as many plans: those like none before, the best by estimate, then others; of one kind at first."""
+    """Yield the best plan of a wider search. It simulates new kinds of plan first, then the best estimates, then others."""
     until, is_mixed = time.perf_counter() + seconds, False
     while len(search.speeds) < most and time.perf_counter() < until:
         search.settle(pool, [])

@@ -30,32 +30,38 @@ from streamrl.sim.planner.trial import Trial, run_all, short_speed_of
 SIZES = ("7B", "32B", "72B")
 H20_NODES = {"7B": 4, "32B": 6, "72B": 8}
 MICRO_BATCHES = {"7B": [1, 2, 4, 8], "32B": [4], "72B": [4]}
-"""Of the cases in one datacenter: each case has 5,000 to 10,000 plans, of which `--full` can simulate all."""
+"""Micro-batches for the cases in one datacenter. Each case has 5,000 to 10,000 plans; `--full`
+simulates all of them.
+"""
 LINK = [{"between": ["h20", "h800"], "bandwidth": "80 Gbps", "latency": "10 ms"}]
 ROOM = 1.05
-"""The bound is on a steady step; a few steps after the first may be faster by so much."""
+"""Ratio to the chosen objective. The bound is for a steady step, and a few steps after the first
+may be 5 % faster.
+"""
 SPLITS = {"32B": (40, 24), "72B": (80, 48)}
 NODE = 8
 
 
 class Outcome(NamedTuple):
-    """One case."""
+    """The result of one case."""
 
     name: str
     plan: Plan
     num_simulated: int
     ratio: float
-    """Objective of the chosen plan over the best simulated."""
+    """Objective of the chosen plan over the best simulated one."""
     sampled_ratio: float
-    """The same over the best of a sample of those ruled out by their bound."""
+    """The same, over the best of a sample of the plans that their bound rules out."""
     least_over_bound: float
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="simulate every plan of a case")
-    parser.add_argument("--sample", type=int, default=40, help="of the plans that are ruled out")
+    parser.add_argument(
+        "--sample", type=int, default=40, help="number of ruled-out plans to simulate"
+    )
     parser.add_argument("--cases", nargs="*", help="only these, such as 7B-one 72B-two")
     arguments = parser.parse_args()
     speed()
@@ -70,7 +76,7 @@ def main() -> None:
 
 
 def cases() -> dict[str, Run]:
-    """Return the six cases, each with some thousand plans."""
+    """Return the six cases. Each has some thousand plans."""
     found = {}
     for size in SIZES:
         found[f"{size}-one"] = opened(
@@ -87,13 +93,13 @@ def cases() -> dict[str, Run]:
 
 
 def opened(size: str, changes: dict[str, Any], **plan: Any) -> Run:
-    """Return the paper's run of a size as an offer to plan for."""
+    """Return the paper's run of a size, as an offer to plan for."""
     run = make_case(Case(size, "20K", "async"), changes=changes)
     return replace(run, plan=replace(run.plan, **plan))
 
 
 def speed() -> None:
-    """Time one plan as users make it, and the screening of its candidates."""
+    """Measure the time of one plan and of the screening of its candidates."""
     run = cases()["7B-two"]
     started_at = time.perf_counter()
     search = Search.open(run)
@@ -110,7 +116,7 @@ def speed() -> None:
 
 
 def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
-    """Plan a case, then simulate what could be better, or everything."""
+    """Plan a case, then simulate the plans that could be better, or all plans."""
     plan = make_plan(run).plan
     search = Search.open(run)
     chosen = plan.objective.value
@@ -133,14 +139,14 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
 
 
 def simulate(search: Search, pool: Executor, indices: range | list[int]) -> dict[int, float]:
-    """Return the objective of plans, each from a simulation of its own."""
+    """Return the objective of plans. Each is simulated on its own."""
     trials = ((i, Trial(search.base, search.space.candidate(i))) for i in indices)
     speeds = run_all(pool, short_speed_of, trials)
     return {i: search.value_of(speed) for i, speed in speeds.items()}
 
 
 def show(outcome: Outcome) -> None:
-    """Print a case."""
+    """Print the figures of a case."""
     plan = outcome.plan
     print(f"\n{outcome.name}: {plan.allocation.text}", flush=True)
     report(f"{outcome.name}: candidates", plan.candidates, "plans")
@@ -168,7 +174,7 @@ def paper_splits() -> None:
 
 
 def heterogeneous() -> None:
-    """Compare 32 H20 + 16 H800 with 32 H800 in tokens a dollar, each planned for itself (Figure 12)."""
+    """Compare 32 H20 + 16 H800 with 32 H800 in tokens per dollar. Each is planned separately (Figure 12)."""
     far = {
         "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
         "cluster.links": LINK,
@@ -194,7 +200,7 @@ def heterogeneous() -> None:
 
 
 def report(name: str, value: float, unit: str) -> None:
-    """Print one figure as a JSON object on a line of its own."""
+    """Print one figure as a JSON object on its own line."""
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit}), flush=True)
 
 

@@ -1,16 +1,17 @@
-"""How well `simulate` predicts `execute` on this machine, from a profile that is measured here and now.
+"""Measure how well `simulate` predicts `execute` on this machine, from a profile of this machine.
 
-Three kinds of run, each `ROUNDS` times in turn, so that a machine whose speed drifts treats them alike:
+Three kinds of run alternate, `ROUNDS` times each. So drift of the machine's speed affects all alike:
 
-| run     | what it spends its time on                                                              |
-|---------|-----------------------------------------------------------------------------------------|
-| decode  | generation: no answer is ever right, so every advantage is 0 and the trainer computes nothing |
-| train   | training: long prompts, outputs of a few tokens, a small reward for every one of them    |
-| mixed   | the quickstart, generation and training at the same time on cores that share caches       |
+| run     | what takes its time                                                                       |
+|---------|-------------------------------------------------------------------------------------------|
+| decode  | generation: no answer is right, so every advantage is 0 and the trainer computes nothing  |
+| train   | training: long prompts, short outputs, and a small reward for every output                |
+| mixed   | the quickstart: generation and training at the same time, on cores that share caches      |
 
-A simulation gets the output lengths and the share of informative rollouts that the run had: what is
-compared is seconds. The machine is profiled before the runs and after them; the drift between the two
-bounds what any prediction can reach, and their mean is what a machine that drifts evenly is judged by.
+A simulation uses the output lengths and the share of informative rollouts of the executed run. So
+only seconds are compared. The machine is profiled before and after the runs. The drift between the
+two profiles is a lower bound on the error of any prediction. The prediction is the mean over both
+profiles, which corrects a steady drift.
 """
 
 from __future__ import annotations
@@ -43,26 +44,28 @@ from streamrl.sim.world import simulate
 
 ROUNDS = 5
 STEPS = {"decode": 10, "train": 8, "mixed": 8}
-"""Optimizer steps of each run; the first is warm-up."""
+"""Optimizer steps of each run. The first step is warm-up."""
 LONG_PROMPT = 64
-"""Tokens; with outputs of `SHORT_OUTPUT` the trainer's three passes over a prompt outweigh its prefill."""
+"""Prompt tokens. With outputs of `SHORT_OUTPUT`, the trainer's three passes over a prompt take
+longer than its prefill.
+"""
 SHORT_OUTPUT = 4
 NUM_PROMPTS = 1024
 LENIENT_TASK = "fraction_simplification"
-"""A task of reasoning-gym whose scorer gives 0.01 to whatever is wrong: every advantage differs from 0."""
+"""A reasoning-gym task whose scorer gives 0.01 to wrong answers, so that no advantage is 0."""
 
 
 class Outcome(NamedTuple):
-    """One executed run beside its simulation."""
+    """An executed run and its simulation."""
 
     measured: float
-    """Seconds of a mean step."""
+    """Mean seconds per step."""
     predicted: float
-    """The same, simulated: the mean by the profile before the run and the one after it."""
+    """Simulated seconds per step: the mean over the profiles before and after the run."""
 
 
 def main() -> None:
-    """Print the comparison, then one JSON object a figure."""
+    """Print the comparison, then one JSON object per figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -101,7 +104,7 @@ def compare(
 
 
 def predict(trace: Trace, file: Path, profile: Path, calibration: Path | None = None) -> Metrics:
-    """Simulate an executed run from a profile, and what was calibrated, with the lengths and advantages that it had."""
+    """Simulate an executed run with a profile and a calibration, using the recorded lengths and advantages."""
     replace, run = msgspec.structs.replace, trace.run
     workload = recorded_workload(trace, file)
     rollout = replace(run.rollout, shares_prefixes=False)
@@ -113,7 +116,7 @@ def predict(trace: Trace, file: Path, profile: Path, calibration: Path | None = 
 
 
 def make_runs(data: Path, scratch: Path) -> dict[str, Run]:
-    """Make the three run files, and the prompts of the first two."""
+    """Write the prompts of the first two runs, and return all three runs."""
     hopeless, lenient = scratch / "hopeless.jsonl", scratch / "lenient.jsonl"
     lines = (data / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     write_lines(hopeless, ({**json.loads(line), "answer": "never"} for line in lines))
@@ -146,7 +149,7 @@ def make_runs(data: Path, scratch: Path) -> dict[str, Run]:
 
 
 def long_prompts() -> Iterator[dict[str, object]]:
-    """Yield prompts of `LONG_PROMPT` symbols that mean nothing."""
+    """Yield prompts of `LONG_PROMPT` random symbols."""
     symbols = random.Random(0)
     for _ in range(NUM_PROMPTS):
         text = "".join(symbols.choices("0123456789+-abcdefgh", k=LONG_PROMPT))
@@ -194,7 +197,7 @@ def show(outcomes: dict[str, list[Outcome]], by_profile: list[float]) -> None:
 
 
 def middle(ones: list[Outcome]) -> Outcome:
-    """Return the median of each figure."""
+    """Return the median of each field."""
     return Outcome(median(one.measured for one in ones), median(one.predicted for one in ones))
 
 

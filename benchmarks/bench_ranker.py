@@ -1,12 +1,13 @@
-"""What a ranker that learns is worth, executed and simulated: examples/predictable.toml on this machine.
+"""Measure the gain of a ranker that learns, executed and simulated: examples/predictable.toml on this machine.
 
-    random       rollouts dealt to replicas at random, first in first out
-    learnt       the longest first, by what prompts took in earlier epochs
-    opposite     the longest first by expectations that say the opposite, until the ranker is switched off
+    random       random dispatch to replicas, first in first out
+    learnt       longest first, by the lengths of earlier epochs
+    opposite     longest first, by inverted expectations, until the ranker is switched off
 
-Pairs of runs with one seed each, in turn. What counts is generation: from the draw of a step's prompts to its last
-rollout, all steps together, those of the first epoch too, in which nothing is known. Simulations know the profile of
-this machine and the lengths that the model's outputs had before the first run. Nothing else may run meanwhile.
+Runs are in pairs with the same seed, one after the other. The result is the time of generation: from
+the draw of a step's prompts to its last rollout, summed over all steps. This includes the first
+epoch, in which nothing is known about lengths. Simulations use the profile of this machine and the
+lengths that the model's outputs had before the first run. No other program may run on the machine.
 """
 
 from __future__ import annotations
@@ -42,38 +43,42 @@ DATA = ROOT / "build" / "predictable"
 ROUNDS = 10
 
 
-class Way(NamedTuple):
-    """How a run is dispatched."""
+class Dispatch(NamedTuple):
+    """The dispatch settings of a run."""
 
     name: str
     settings: tuple[str, ...] = ()
     has_ranker: bool = True
 
 
-RANDOM = Way("random", ("policies.dispatch=random", "policies.order=fifo"), has_ranker=False)
-LEARNT = Way("learnt")
-OPPOSITE = Way("opposite", ("workload.ranker.history=false",))
+RANDOM = Dispatch("random", ("policies.dispatch=random", "policies.order=fifo"), has_ranker=False)
+LEARNT = Dispatch("learnt")
+OPPOSITE = Dispatch("opposite", ("workload.ranker.history=false",))
 
 
 class Generation(NamedTuple):
-    """Seconds of generation of each step, and where the ranker was switched off: before this step, if at all."""
+    """Seconds of generation of each step, and the step before which the ranker was switched off, if any."""
 
     times: list[float]
     off_at: int | None
 
     def after(self, step: int) -> float:
-        """Return the seconds from a step on."""
+        """Return the seconds of generation from a step on."""
         return sum(self.times[step:])
 
 
 def main() -> None:
-    """Print one JSON object a figure."""
+    """Print one JSON object per figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--opposite", type=int, default=3, help="pairs with the opposite, executed")
-    parser.add_argument("--seeds", type=int, default=10, help="pairs with the opposite, simulated")
-    parser.add_argument("--profile", type=Path, help="measured before; else it is now")
+    parser.add_argument(
+        "--opposite", type=int, default=3, help="executed pairs with inverted expectations"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=10, help="simulated pairs with inverted expectations"
+    )
+    parser.add_argument("--profile", type=Path, help="existing profile; measured now if absent")
     options = parser.parse_args()
     if not (DATA / "model" / "config.json").is_file():
         make = ("examples/make_quickstart.py", "--lengths", "skewed", "--out", "build/predictable")
@@ -89,13 +94,18 @@ def main() -> None:
 
 
 def figures(scratch: Path, path: Path, options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yield the figures, of executed runs and of simulated ones."""
+    """Yield the figures of executed and simulated runs."""
     gains, simulated = [], []
     for seed in range(options.rounds):
-        pair = [_run(scratch, path, way, seed, options.steps) for way in _in_turn(LEARNT, seed)]
+        pair = [
+            _run(scratch, path, dispatch, seed, options.steps)
+            for dispatch in _alternating(LEARNT, seed)
+        ]
         one, other = pair if seed % 2 else pair[::-1]
         gains.append(1 - sum(one.times) / sum(other.times))
-        alike = [_simulate(scratch, path, way, seed, options.steps) for way in (LEARNT, RANDOM)]
+        alike = [
+            _simulate(scratch, path, dispatch, seed, options.steps) for dispatch in (LEARNT, RANDOM)
+        ]
         simulated.append(1 - sum(alike[0].times) / sum(alike[1].times))
         print(
             f"seed {seed}: {gains[-1]:.1%} of generation, simulated {simulated[-1]:.1%}",
@@ -130,49 +140,51 @@ def figures(scratch: Path, path: Path, options: argparse.Namespace) -> Iterator[
             )
 
 
-def _in_turn(way: Way, seed: int) -> tuple[Way, Way]:
-    return (way, RANDOM) if seed % 2 else (RANDOM, way)
+def _alternating(dispatch: Dispatch, seed: int) -> tuple[Dispatch, Dispatch]:
+    return (dispatch, RANDOM) if seed % 2 else (RANDOM, dispatch)
 
 
 def _opposite(
     run: type[None] | object, scratch: Path, path: Path, seed: int, steps: int
 ) -> tuple[float, float, int]:
-    """Return what a ranker costs that says the opposite, before and after it is switched off, and when that is."""
+    """Return the cost of inverted expectations before and after the ranker is switched off, and the step of the switch."""
     assert callable(run)
-    wrong, plain = (run(scratch, path, way, seed, steps) for way in (OPPOSITE, RANDOM))
+    wrong, plain = (run(scratch, path, dispatch, seed, steps) for dispatch in (OPPOSITE, RANDOM))
     off_at = wrong.off_at
     if off_at is None:
-        raise SystemExit(f"seed {seed}: the ranker was not switched off")
+        raise SystemExit(f"seed {seed}: the ranker was not switched off; use more --steps")
     before = sum(wrong.times[:off_at]) / sum(plain.times[:off_at]) - 1
     return before, wrong.after(off_at) / plain.after(off_at) - 1, off_at
 
 
-def _run(scratch: Path, path: Path, way: Way, seed: int, steps: int) -> Generation:
-    """Execute, and have the trace decided again."""
-    run = _read(scratch, way, seed, steps, is_executed=True)
+def _run(scratch: Path, path: Path, dispatch: Dispatch, seed: int, steps: int) -> Generation:
+    """Execute a run, and check its decisions by a replay."""
+    run = _read(scratch, dispatch, seed, steps, is_executed=True)
     output = Path(tempfile.mkdtemp(dir=scratch)) / "run"
     run = replace(run, execute=replace(run.execute, output=str(output)))
     trace = execute(fill_policies(run, Costs.load(_with(run, path))))
     if (divergence := replay(trace)) is not None:
-        raise SystemExit(f"{output}: a replay decides otherwise: {divergence}")
+        raise SystemExit(f"{output}: the replay made another decision: {divergence}")
     return generation(trace)
 
 
-def _simulate(scratch: Path, path: Path, way: Way, seed: int, steps: int) -> Generation:
-    return generation(simulate(_with(_read(scratch, way, seed, steps, is_executed=False), path)))
+def _simulate(scratch: Path, path: Path, dispatch: Dispatch, seed: int, steps: int) -> Generation:
+    return generation(
+        simulate(_with(_read(scratch, dispatch, seed, steps, is_executed=False), path))
+    )
 
 
-def _read(scratch: Path, way: Way, seed: int, steps: int, *, is_executed: bool) -> Run:
-    settings = [f"seed={seed}", f"algorithm.steps={steps}", *way.settings]
-    if way is OPPOSITE and is_executed:
+def _read(scratch: Path, dispatch: Dispatch, seed: int, steps: int, *, is_executed: bool) -> Run:
+    settings = [f"seed={seed}", f"algorithm.steps={steps}", *dispatch.settings]
+    if dispatch is OPPOSITE and is_executed:
         settings.append(f"workload.prompts={scratch / 'opposite.jsonl'}")
-    elif way is OPPOSITE:
+    elif dispatch is OPPOSITE:
         settings += [
             "workload.lengths.ranker=scores",
             f"workload.lengths.ranker_scores={scratch / 'opposite.csv'}",
         ]
     run = load_run(RUN_FILE, settings)
-    if not way.has_ranker:
+    if not dispatch.has_ranker:
         run = replace(run, workload=replace(run.workload, ranker=None))
     return run
 
@@ -182,7 +194,7 @@ def _with(run: Run, path: Path) -> Run:
 
 
 def generation(trace: Trace) -> Generation:
-    """Return from a trace how long each step's rollouts took, and when its ranker was switched off."""
+    """Return the seconds of generation of each step in a trace, and the step of the switch-off."""
     step_of: dict[int, int] = {}
     drawn: dict[int, float] = {}
     ended: dict[int, float] = {}
@@ -197,12 +209,12 @@ def generation(trace: Trace) -> Generation:
             case ExpectationsChanged(reason=reason) if "switched off" in reason and off_at is None:
                 off_at = len(drawn)
             case _:
-                pass  # says nothing of generation
+                pass  # not about generation
     return Generation([ended[step] - drawn[step] for step in sorted(drawn)], off_at)
 
 
 def write_opposites(scratch: Path) -> None:
-    """Write prompts, and scores for a simulation, that expect the opposite of what outputs take."""
+    """Write prompts, and scores for a simulation, with inverted expectations of output lengths."""
     with (DATA / "lengths.csv").open(newline="") as file:
         rows = [(int(row["prompt_id"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
     longest = max(tokens for _, tokens in rows)

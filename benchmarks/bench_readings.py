@@ -1,9 +1,10 @@
-"""What the paper's figures say to other readings of what StreamRL (arXiv 2504.15930) leaves open.
+"""Compare readings of the details that the StreamRL paper (arXiv 2504.15930) leaves open.
 
-`sim/fidelity/paper.py` takes one reading for all cells. Here each choice is changed by itself: the 27 cells of
-Figure 8, their mean error at 20K model by model, its ratios over the colocated system, Table 3 and Figure 12. The
-training efficiency is the one constant that the six cells of 7B and 72B at 20K may calibrate: their error at several
-values. One JSON object per figure ends the output.
+`sim/fidelity/paper.py` uses one reading for all cells. Here each choice is changed on its own. The
+results are the 27 cells of Figure 8, the mean error at 20K for each model, the ratios over the
+colocated system, Table 3 and Figure 12. The training efficiency is the only constant that the six
+cells of 7B and 72B at 20K may calibrate. Their error is printed for several values. The output ends
+with one JSON object per figure.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SKEWED = Case("72B", "20K", "colocated, skewness-aware")
 
 
 class Job(NamedTuple):
-    """One run."""
+    """One run of a reading."""
 
     case: Case
     seed: int
@@ -63,7 +64,7 @@ class Job(NamedTuple):
 
 
 def main() -> None:
-    """Print tables, then figures."""
+    """Print tables, then the figures."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--only", nargs="*", default=[], help="readings by name")
     only = arguments.parse_args().only
@@ -85,7 +86,7 @@ def main() -> None:
 def compare(
     pool: ProcessPoolExecutor, name: str, changes: dict[str, Any]
 ) -> list[tuple[str, float, str]]:
-    """Print a reading's errors, and return them as figures."""
+    """Print the errors of a reading, and return them as figures."""
     ours = simulate_all(pool, [*CELLS, SKEWED, *HETEROGENEOUS], changes)
     errors = [abs(ours[case] / paper_throughput(case) - 1) for case in CELLS]
     unlike = {system: ratio_error(ours, system) for system in ("sync", "async")}
@@ -119,7 +120,7 @@ def compare(
 
 
 def calibrate(pool: ProcessPoolExecutor) -> list[tuple[str, float, str]]:
-    """Print the error of the six calibrating cells by training efficiency."""
+    """Print the error of the six calibrating cells for each training efficiency."""
     figures = []
     print("\ntraining efficiency over the profiles': root mean square error of 7B and 72B at 20K")
     for factor in EFFICIENCIES:
@@ -136,14 +137,14 @@ def calibrate(pool: ProcessPoolExecutor) -> list[tuple[str, float, str]]:
 def simulate_all(
     pool: ProcessPoolExecutor, cases: list[Case], changes: dict[str, Any]
 ) -> dict[Case, float]:
-    """Return the samples a second of every case, median over seeds."""
+    """Return the samples per second of every case, as a median over seeds."""
     jobs = [Job(case, seed, applied(case, changes)) for case in cases for seed in SEEDS]
     found = dict(zip([job[:2] for job in jobs], pool.map(throughput, jobs), strict=True))
     return {case: median(found[case, seed] for seed in SEEDS) for case in cases}
 
 
 def applied(case: Case, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the changes that are about a case: weights reach it in its system's own way where that does not overlap."""
+    """Return the changes that apply to a case. Systems that overlap a weight load keep their own weight sync."""
     kept = dict(changes)
     if case.system != "async":
         kept = {key: value for key, value in kept.items() if not key.startswith("policies.")}
@@ -155,19 +156,19 @@ def applied(case: Case, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean_at_20k(ours: dict[Case, float], size: str) -> float:
-    """Return the mean error of a model's three systems at 20K, too slow being negative."""
+    """Return the mean error of a model's three systems at 20K; negative is too slow."""
     cells = [case for case in CELLS if case.size == size and case.length == "20K"]
     return sum(ours[case] / paper_throughput(case) - 1 for case in cells) / len(cells)
 
 
 def throughput(job: Job) -> float:
-    """Return the samples a second of one run."""
+    """Return the samples per second of one run."""
     step_times = measure_speed(simulate(make_case(*job))).step_times
     return BATCH / median(step_times[WARM_UP:])
 
 
 def ratio_error(ours: dict[Case, float], system: str) -> float:
-    """Return the median error of a system's speed-ups over the colocated one."""
+    """Return the median error of a system's speed-ups over the colocated system."""
     errors = []
     for case in CELLS:
         if case.system == system:

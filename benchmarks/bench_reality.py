@@ -1,17 +1,18 @@
-"""How near a simulation comes to what is then executed on this machine: run files that nothing was tuned on.
+"""Compare simulations with executed runs on this machine, on run files that nothing was tuned on.
 
-The machine is profiled, for both models, before the runs. Every run file is simulated before it is executed, in turn
-with all others and `--rounds` times, and once more with the lengths that it had. A run's step time is set beside both:
+The machine is profiled for both models before the runs. Every run file is simulated, then executed,
+`--rounds` times in turn with all others. Afterwards it is simulated again with the recorded lengths.
+The step time of a run is compared with both simulations:
 
-    before      simulated before it was executed, lengths as its run file has them
-    recorded    simulated with its lengths
+    before      simulated before the run, with the lengths of its run file
+    recorded    simulated with the recorded lengths
 
-A host that others use as well changes its pace by the minute. So a few points of a run's own profile are measured again
-between runs (`benchmarks/pace.py`), and its seconds are taken as many times as long as they took just before, or around,
-a run.
+The speed of a shared host changes within minutes. So a few points of a run's profile are measured
+again between runs (`benchmarks/pace.py`). The simulated seconds are scaled by the measured slowdown:
+before the run for `before`, around the run for `recorded`.
 
-Its own repeats say what no prediction can get below. How long pushes take is set beside what was simulated before. Nothing
-else may run on the machine meanwhile.
+The spread of repeated runs is a lower bound on the error of any prediction. The time of weight pushes
+is also compared with the simulation before the run. No other program may run on the machine.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ ROUNDS = 3
 
 
 def main() -> None:
-    """Print the comparison and one JSON object a figure; write the page's section where asked for."""
+    """Print the comparison and one JSON object per figure; with --page, write the section of the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     names = [one.name for one in CELLS]
     parser.add_argument("--only", choices=names, action="append", help="cells, all if absent")
     parser.add_argument("--page", type=Path, help="docs/fidelity.md, whose section is written")
-    parser.add_argument("--quick", action="store_true", help="profiles of few points: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="profiles of few points, as a smoke test"
+    )
     args = parser.parse_args()
     chosen = [one for one in CELLS if one.name in (args.only or names)]
     with tempfile.TemporaryDirectory(prefix="bench-reality-") as scratch:
@@ -59,7 +62,7 @@ def main() -> None:
 def compare(
     data: Path, cells: Sequence[Cell], rounds: int, *, is_quick: bool
 ) -> dict[str, list[Repeat]]:
-    """Profile, execute every cell in turn and that `rounds` times; return the repeats by cell."""
+    """Profile, execute every cell `rounds` times in turn, and return the repeats by cell."""
     profiles = {
         name: profile(data, name, data / f"{name}.toml", is_quick=is_quick)
         for name in dict.fromkeys(one.model for one in cells)

@@ -26,7 +26,7 @@ LEAST, MOST = ROOFLINE
 
 
 def main() -> None:
-    """Compare, and print by operator which share of the seconds lies within the band of the report."""
+    """Compare, and print for each operator the share of the seconds inside the band of the report."""
     found: dict[str, list[tuple[Floats, Floats]]] = defaultdict(list)
     for table in default_tables():
         if not OPERATORS[table.facts.operator].is_collective:

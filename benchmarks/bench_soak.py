@@ -1,11 +1,12 @@
-"""Does a long run grow? Ten thousand simulated steps with failures, and half an hour executed under random faults.
+"""Check that a long run does not grow: ten thousand simulated steps with failures, and half an hour under random faults.
 
     python -m benchmarks.bench_soak                    both
     python -m benchmarks.bench_soak --steps 0 --minutes 5
 
-Each is a command of its own, whose memory is looked at every second. What it takes in its last tenth is set against its
-second tenth, by role: a worker that was lost begins anew, so that a role counts by the mean of its processes. Both end
-with a ledger that balances; shared memory is what it was before.
+Each part is a separate command, whose memory is read every second. The memory of its last tenth is
+compared with that of its second tenth, by role. A lost worker starts again with little memory, so a
+role counts by the mean of its processes. Both parts must end with a balanced ledger, and must leave
+no file in shared memory.
 """
 
 from __future__ import annotations
@@ -23,36 +24,39 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from benchmarks.fault_books import KINDS
 from benchmarks.fault_model import make_model
+from benchmarks.fault_results import KINDS
 from benchmarks.processes import processes_of
 from streamrl.record.run_directory import read_metrics
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 MOST_GROWTH = 0.05
-"""Share by which a role may grow."""
+"""Largest accepted growth of a role's memory, as a share."""
 PROBE_STEPS = 400
-"""Of the run that says how many steps a minute has here; its first half does not count."""
+"""Steps of the run that measures steps per minute on this machine. Its first half does not count.
+"""
 MINUTES_A_FAULT = 7
-"""Of each kind: mending one takes up to half a minute."""
+"""Minutes between two faults of one kind. A repair takes up to half a minute."""
 SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
 COMMAND = (sys.executable, "-c", "from streamrl.cli import main; main()")
 
 
 class Sample(NamedTuple):
-    """Memory at an instant."""
+    """Memory at one time."""
 
     time: float
     rss: dict[str, float]
-    """Bytes of a process of each role, on average."""
+    """Mean bytes of a process, by role."""
 
 
 def main() -> None:
-    """Run both and print a JSON object a figure."""
+    """Run both parts, and print one JSON object per figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10_000, help="simulated")
-    parser.add_argument("--minutes", type=int, default=30, help="about as long is executed")
+    parser.add_argument("--steps", type=int, default=10_000, help="number of simulated steps")
+    parser.add_argument(
+        "--minutes", type=int, default=30, help="approximate duration of the executed run"
+    )
     arguments = parser.parse_args()
     before = _shared_memory()
     is_sound = True
@@ -68,7 +72,7 @@ def main() -> None:
 
 
 def simulate(steps: int) -> list[str]:
-    """Return the command that simulates so many steps, in which a replica or the trainer fails every few."""
+    """Return the command that simulates `steps` steps, with frequent failures of a replica or the trainer."""
     changes = {
         "algorithm.prompts_per_step": 8,
         "simulate.max_steps": steps,
@@ -82,7 +86,7 @@ def simulate(steps: int) -> list[str]:
 
 
 def execute(minutes: int, directory: Path) -> list[str]:
-    """Return the command that executes a run for about so long, with every fault that spares the driver."""
+    """Return the command that executes a run for about `minutes`, with all faults that do not kill the driver."""
     count = max(1, minutes // MINUTES_A_FAULT)
     faults = [
         f'\n[[faults]]\nkind = "{kind}"\ncount = {count}\n{SLOW.get(kind, "")}\n'
@@ -114,14 +118,14 @@ def _settings(changes: dict[str, Any]) -> list[str]:
 
 
 def _soak(what: str, command: list[str], directory: Path) -> bool:
-    """Run a command and print how much it grows; return whether it does not, and ends as it should."""
+    """Run a command and print its growth; return whether it ended correctly and did not grow."""
     log = directory / f"{what}.log"
     with log.open("wb") as output:
         process = subprocess.Popen([*COMMAND, *command], stdout=output, stderr=output)
         samples = list(_watch(process))
     text = log.read_text()
-    told = re.search(r"ledger: .*", text.replace("\n", " "))
-    is_balanced = told is not None and "does not balance" not in told[0]
+    ledger_line = re.search(r"ledger: .*", text.replace("\n", " "))
+    is_balanced = ledger_line is not None and "does not balance" not in ledger_line[0]
     growth = {role: round(share, 4) for role, share in _growth(samples)}
     found = {
         "name": f"soak.{what}.growth",
@@ -130,7 +134,7 @@ def _soak(what: str, command: list[str], directory: Path) -> bool:
         "by_role": growth,
         "seconds": round(samples[-1].time, 1),
         "status": process.returncode,
-        "ledger": told[0][:200] if told is not None else None,
+        "ledger": ledger_line[0][:200] if ledger_line is not None else None,
     }
     print(json.dumps(found), flush=True)
     if process.returncode:
@@ -139,7 +143,7 @@ def _soak(what: str, command: list[str], directory: Path) -> bool:
 
 
 def _watch(process: subprocess.Popen[bytes]) -> Iterator[Sample]:
-    """Yield a command's memory every second until it ends."""
+    """Yield the memory of a command every second until it ends."""
     began_at = time.monotonic()
     while process.poll() is None:
         yield Sample(time.monotonic() - began_at, _memory(process.pid))
@@ -147,7 +151,7 @@ def _watch(process: subprocess.Popen[bytes]) -> Iterator[Sample]:
 
 
 def _memory(driver: int) -> dict[str, float]:
-    """Return the bytes that a process of each role holds, on average."""
+    """Return the mean bytes of a process, by role."""
     return {role: mean(map(_rss, pids)) for role, pids in processes_of(driver).items()}
 
 
@@ -160,7 +164,7 @@ def _rss(pid: int) -> float:
 
 
 def _growth(samples: list[Sample]) -> Iterator[tuple[str, float]]:
-    """Yield by what share each role takes more in the last tenth than in the second one."""
+    """Yield the relative growth of each role from the second tenth to the last."""
     end = samples[-1].time
     for role in {role for sample in samples for role in sample.rss}:
         second, last = (

@@ -1,9 +1,9 @@
-"""How many CPU seconds a command takes from the shell; of a short one most are imports.
+"""Measure the CPU seconds of a command from the shell. Most time of a short command is spent on imports.
 
-User and system time of a process of its own, the median of `--runs`. With `--against DIR` each run is followed
-by the same command of another checkout, under the same Python, so that both meet the same machine, and the share
-of its seconds is printed. Bytecode is written before the first run that counts, as an installation has it.
-One JSON object per figure.
+The result is user and system time of a process, as a median over `--runs`. With `--against DIR`, each
+run is followed by the same command of another checkout, with the same Python. So both see the same
+state of the machine, and the ratio of their seconds is printed. Bytecode is written before the first
+counted run, as in an installation. The output is one JSON object per figure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALL_PLAN = (
     *("algorithm.prompts_per_step=64", "plan.systems=['stream-async']", "plan.unit=16"),
     *("plan.finalists=1", "simulate.max_steps=4"),
 )
-"""An offer with few plans, for more of the time to be the start."""
+"""An offer with few plans, so that start-up is a large part of the time."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def commands(scratch: Path) -> dict[str, list[str]]:
-    """Return the arguments of each command to measure; `replay` reads what a simulation left in `scratch`."""
+    """Return the arguments of each command to measure. `replay` reads the output of a simulation in `scratch`."""
     run_once(["simulate", RUN_FILE, "-o", str(scratch / "run")], HERE, scratch)
     settings = [word for setting in SMALL_PLAN for word in ("--set", setting)]
     return {
@@ -56,7 +56,7 @@ def commands(scratch: Path) -> dict[str, list[str]]:
 def measure(
     arguments: list[str], checkouts: list[Path], scratch: Path, num_runs: int
 ) -> list[float]:
-    """Return the median CPU seconds of a command in each checkout, taken in turns."""
+    """Return the median CPU seconds of a command in each checkout, measured in turns."""
     rounds = [
         [run_once(arguments, checkout, scratch) for checkout in checkouts]
         for _ in range(num_runs + 1)
@@ -65,23 +65,25 @@ def measure(
 
 
 def run_once(arguments: list[str], checkout: Path, scratch: Path) -> float:
-    """Return the CPU seconds, user and system, of one command and the processes it started.
+    """Return the CPU seconds, user and system, of one command and its child processes.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(scratch / "bytecode")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(
         [sys.executable, "-c", "from streamrl.cli import main; main()", *arguments],
-        cwd=checkout,  # which comes first where Python looks for modules
+        cwd=checkout,  # the first directory of Python's module search path
         env={**environment, "PYTHONPATH": str(checkout)},
         stdout=subprocess.DEVNULL,
     )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{checkout}: streamrl {' '.join(arguments)}: {process.returncode}")
+        raise RuntimeError(
+            f"streamrl {' '.join(arguments)} in {checkout} failed with exit status {process.returncode}"
+        )
     return usage.ru_utime + usage.ru_stime
 
 
@@ -94,7 +96,7 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--against", type=Path, action="append", default=[], help="another checkout to compare with"
     )
-    parser.add_argument("--runs", type=int, default=20, help="of each command")
+    parser.add_argument("--runs", type=int, default=20, help="runs of each command")
     return parser.parse_args()
 
 

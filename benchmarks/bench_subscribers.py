@@ -1,4 +1,4 @@
-"""Measure the cost of subscribers for a run, and whether they learn: executed here, on an otherwise idle machine.
+"""Measure the cost of secondary trainers for a run, and whether they learn: executed here, on an otherwise idle machine.
 
 | part       | result                                                                                           |
 |------------|--------------------------------------------------------------------------------------------------|
@@ -52,7 +52,7 @@ REAL = "rloo", "reinforce++"
 LEARNING = ("rloo", 4e-4), ("dpo", 4e-4), ("reinforce++", 2e-4)
 """Algorithms of the secondary trainers that should learn, and their learning rates."""
 ROUNDS = 7
-"""Of the engine's time."""
+"""Rounds of the measurement of the engine's time."""
 SAMPLES = 2
 """Outputs of each held-out prompt."""
 MOST_TOKENS = 128
@@ -60,14 +60,18 @@ PARTS = "generation", "engine", "learning"
 
 
 def main() -> None:
-    """Print one JSON object a figure."""
+    """Print one JSON object per figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, action="append", help="all where absent")
+    parser.add_argument("--part", choices=PARTS, action="append", help="all if absent")
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
-    parser.add_argument("--pairs", type=int, default=6, help="of each number of subscribers")
-    parser.add_argument("--seeds", type=int, default=3, help="runs that should learn")
-    parser.add_argument("--steps", type=int, default=8, help="of those runs, the leader's")
-    parser.add_argument("--prompts", type=int, default=200, help="held out")
+    parser.add_argument(
+        "--pairs", type=int, default=6, help="pairs of runs for each number of secondary trainers"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="number of learning runs")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="primary trainer's steps of the learning runs"
+    )
+    parser.add_argument("--prompts", type=int, default=200, help="number of held-out prompts")
     parser.add_argument("--quick", action="store_true", help="a profile of few points")
     args = parser.parse_args()
     make_quickstart(args.data)
@@ -88,19 +92,19 @@ def report(name: str, value: float, unit: str, **more: object) -> None:
 
 
 def run_with(
-    followers: list[dict[str, Any]], data: Path, output: Path, changes: dict[str, Any]
+    secondary: list[dict[str, Any]], data: Path, output: Path, changes: dict[str, Any]
 ) -> Run:
-    """Return the benchmark's run with others that follow.
+    """Return the benchmark's run with secondary trainers.
 
     Args:
-        followers: what each section says beside pool and portions.
-        data: where the quickstart's model and prompts are.
+        secondary: keys of each section, without pool and portions.
+        data: directory of the quickstart's model and prompts.
         output: the run directory.
-        changes: of the sections "algorithm" and "run" (the file's own keys).
+        changes: keys of the sections "algorithm" and "run" (the file's own keys).
     """
     table = read_table(RUN_FILE)
-    leader = table["trainer"]
-    table["trainer"] = [leader, *({**leader, **own} for own in followers)]
+    primary = table["trainer"]
+    table["trainer"] = [primary, *({**primary, **own} for own in secondary)]
     table["algorithm"] |= changes.get("algorithm", {})
     table |= changes.get("run", {})
     table["model"]["path"] = str((data / "model").resolve())
@@ -111,12 +115,12 @@ def run_with(
 
 
 def counters(number: int) -> list[dict[str, Any]]:
-    """Return followers that only count."""
+    """Return secondary trainers that only count."""
     return [{"name": f"counter-{n}", "counts_only": True} for n in range(1, number + 1)]
 
 
 def learners(algorithms: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return followers that learn, each by an algorithm."""
+    """Return secondary trainers that learn, one per algorithm."""
     return [{"name": name, "algorithm": {"name": name}} for name in algorithms]
 
 
@@ -124,10 +128,10 @@ def learners(algorithms: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def time_generation(data: Path, scratch: Path, pairs: int, *, is_quick: bool) -> None:
-    """Report what subscribers that count, and real ones, slow generation by."""
+    """Report the slowdown of generation by secondary trainers, counting ones and real ones."""
     for number in COUNTS:
         found = [slowed(counters(number), data, scratch, n)[0] for n in range(pairs)]
-        tell_ratios(f"tokens a second with {number} who only count, over those alone", found)
+        report_ratios(f"tokens a second with {number} who only count, over those alone", found)
     (scratch / "first").mkdir()
     (scratch / "first" / "model").symlink_to((data / "model").resolve())
     path = profile(scratch, "first", scratch / "profile.toml", is_quick=is_quick)
@@ -138,26 +142,29 @@ def time_generation(data: Path, scratch: Path, pairs: int, *, is_quick: bool) ->
         alone, followed = (throughput(predicted(*each, path)) for each in traces)
         simulated.append(followed / alone)
     what = f"tokens a second with {' and '.join(REAL)} on the same cores, over those alone"
-    tell_ratios(f"{what}, executed", real)
-    tell_ratios(f"{what}, simulated", simulated)
+    report_ratios(f"{what}, executed", real)
+    report_ratios(f"{what}, simulated", simulated)
 
 
-def tell_ratios(name: str, ratios: list[float]) -> None:
+def report_ratios(name: str, ratios: list[float]) -> None:
     """Report the mean of some ratios with its standard error."""
     error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
     report(name, mean(ratios), "ratio", error=error, median=median(ratios), each=ratios)
 
 
 def slowed(
-    followers: list[dict[str, Any]], data: Path, scratch: Path, number: int
+    secondary: list[dict[str, Any]], data: Path, scratch: Path, number: int
 ) -> tuple[float, list[tuple[Trace, Path]]]:
-    """Execute a run alone and with followers, in the order of an even or an odd pair; return the ratio of their speeds."""
+    """Execute a run alone and with secondary trainers; return the ratio of their speeds.
+
+    Even and odd pairs have different orders.
+    """
     done: dict[bool, tuple[Trace, Path]] = {}
-    for is_followed in (False, True) if number % 2 == 0 else (True, False):
+    for has_secondary in (False, True) if number % 2 == 0 else (True, False):
         output = Path(tempfile.mkdtemp(dir=scratch))
-        run = run_with(followers if is_followed else [], data, output, {"run": {"seed": number}})
-        done[is_followed] = execute(run), output / "trace.jsonl"
-        assert ledger_of_run(done[is_followed][0], output).is_balanced, output
+        run = run_with(secondary if has_secondary else [], data, output, {"run": {"seed": number}})
+        done[has_secondary] = execute(run), output / "trace.jsonl"
+        assert ledger_of_run(done[has_secondary][0], output).is_balanced, output
         shutil.rmtree(output / "checkpoints")
     traces = [done[False], done[True]]
     alone, followed = (throughput(trace) for trace, _ in traces)
@@ -166,7 +173,7 @@ def slowed(
 
 def throughput(trace: Trace) -> float:
     """Return output tokens per second between the ends of two steps of the primary trainer; aborted tokens count once."""
-    made = [time for time, event, _ in trace.entries if _is_leaders(event)]
+    made = [time for time, event, _ in trace.entries if _is_primary_step(event)]
     first, last = made[FIRST_STEP - 1], made[-1]
     known: dict[int, int] = {}
     tokens = 0
@@ -177,12 +184,12 @@ def throughput(trace: Trace) -> float:
     return tokens / (last - first)
 
 
-def _is_leaders(event: object) -> bool:
+def _is_primary_step(event: object) -> bool:
     return isinstance(event, Stepped) and event.trainer == 0
 
 
 def predicted(trace: Trace, file: Path, profile_file: Path) -> Trace:
-    """Simulate an executed run from a profile of this machine, with the lengths and advantages that it had."""
+    """Simulate an executed run from a profile of this machine, with the recorded lengths and advantages."""
     replace = msgspec.structs.replace
     run = replace(trace.run, workload=recorded_workload(trace, file))
     return simulate(replace(run, costs=CostsConfig(profile=str(profile_file))))
@@ -192,26 +199,26 @@ def predicted(trace: Trace, file: Path, profile_file: Path) -> Trace:
 
 
 def time_engine() -> None:
-    """Report the CPU time of the engine a rollout, with no follower and with four."""
+    """Report the CPU time of the engine per rollout, without secondary trainers and with four."""
     for number in (0, 4):
         run = engine_run(number)
         trace = SimWorld(run, Costs.load(run), SimulatedWorkload(run)).run()
         rollouts = sum(isinstance(event, Generated) for _, event, _ in trace.entries)
-        found = [told_again(trace) / rollouts * 1000 for _ in range(ROUNDS)]
+        found = [replay_time(trace) / rollouts * 1000 for _ in range(ROUNDS)]
         steps = [trainer.num_steps for trainer in measure(trace).trainers]
         name = f"engine CPU time a rollout, {number} followers"
         report(name, median(found), "ms", least=min(found), rollouts=rollouts, steps=steps)
 
 
-def engine_run(followers: int) -> Run:
-    """Return a run of 1,024 rollouts a step with so many followers of four algorithms."""
+def engine_run(num_secondary: int) -> Run:
+    """Return a run of 1,024 rollouts per step with `num_secondary` secondary trainers of four algorithms."""
     table = read_table(ENGINE_FILE)
     table["model"]["name"] = "qwen2.5-1.5b"
-    leader = table["trainer"]
-    names = ("rloo", "dpo", "reinforce++", "dr-grpo")[:followers]
-    own = ({**leader, "name": name, "algorithm": {"name": name}} for name in names)
-    table["trainer"] = [leader, *own]
-    table["cluster"]["pools"]["h800"]["nodes"] = 1 + followers
+    primary = table["trainer"]
+    names = ("rloo", "dpo", "reinforce++", "dr-grpo")[:num_secondary]
+    own = ({**primary, "name": name, "algorithm": {"name": name}} for name in names)
+    table["trainer"] = [primary, *own]
+    table["cluster"]["pools"]["h800"]["nodes"] = 1 + num_secondary
     table["algorithm"] |= {"name": "grpo", "steps": 4, "prompts_per_step": 128, "group_size": 8}
     table["rollout"] |= {"replicas": 20}
     table["cluster"]["pools"]["h200"]["nodes"] = 3
@@ -219,8 +226,8 @@ def engine_run(followers: int) -> Run:
     return make_run(table, HERE)
 
 
-def told_again(trace: Trace) -> float:
-    """Return the CPU seconds that a fresh engine takes to handle a trace's events."""
+def replay_time(trace: Trace) -> float:
+    """Return the CPU seconds that a new engine takes to handle a trace's events."""
     engine = build_engine(trace.run)
     began_at = time.process_time()
     for at, event, _ in trace.entries:
@@ -232,7 +239,7 @@ def told_again(trace: Trace) -> float:
 
 
 def learn(data: Path, scratch: Path, seeds: int, steps: int, num_prompts: int) -> None:
-    """Report what each trainer's checkpoint solves more than the initial model, over seeds, and with learning rate 0."""
+    """Report the gain of each trainer's checkpoint over the initial model, for all seeds and with learning rate 0."""
     names = ["grpo", *(name for name, _ in LEARNING)]
     prompts = held_out(num_prompts)
     before = solved(data / "model", data / "model", prompts)
@@ -259,8 +266,8 @@ def learned(
     seed: int,
     rate: float,
 ) -> dict[str, float]:
-    """Execute one run, its learning rates times `rate`; return each trainer's gain over the initial model."""
-    followers = [
+    """Execute one run with all learning rates times `rate`; return each trainer's gain over the initial model."""
+    secondary = [
         {
             "name": name,
             "backlog": 4,
@@ -269,7 +276,7 @@ def learned(
         for name, own in LEARNING
     ]
     algorithm = {"steps": steps, "learning_rate": rate * 4e-4}
-    run = run_with(followers, data, output, {"algorithm": algorithm, "run": {"seed": seed}})
+    run = run_with(secondary, data, output, {"algorithm": algorithm, "run": {"seed": seed}})
     trace = execute(run)
     balance = ledger_of_run(trace, output)
     assert balance.is_balanced, balance.faults
@@ -296,15 +303,15 @@ def learned(
 
 
 def held_out(num_prompts: int) -> list[dict[str, Any]]:
-    """Return records of the quickstart's task that neither its teaching nor its runs have."""
+    """Return records of the quickstart's task that are neither in its training data nor in its runs."""
     from examples.make_quickstart import TASKS, entries, make_record
 
-    unseen = entries(9_000_000_000, TASKS["even"])  # taught from 1e9 on, asked from 1.5e9 on
+    unseen = entries(9_000_000_000, TASKS["even"])  # training data starts at 1e9, prompts at 1.5e9
     return [make_record(next(unseen)) for _ in range(num_prompts)]
 
 
 def solved(model: Path, tokenizer: Path, records: list[dict[str, Any]]) -> list[float]:
-    """Return the mean reward of each record's outputs, sampled with the same random numbers of every model."""
+    """Return the mean reward of each record's outputs, sampled with the same random numbers for every model."""
     import torch
     from transformers import AutoTokenizer, Qwen2ForCausalLM
 

@@ -1,7 +1,8 @@
-"""Weight synchronisation against published timings: every row predicted, with the reason where it is missed.
+"""Compare predicted weight syncs with published timings; rows with a large error state the reason.
 
-The constants of profiles/sync come from the rows marked "fit". For a backend with three or more of them each
-row is also predicted from constants fitted to the others. One JSON object per figure ends the output.
+The constants of profiles/sync are fitted to the rows marked "fit". If a backend has three or more of
+them, each row is also predicted from constants fitted to the others. The output ends with one JSON
+object per figure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONSTANTS = {
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One published timing, bytes and seconds."""
+    """One published timing, in bytes and seconds."""
 
     hardware: str
     model: str
@@ -47,12 +48,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def backend(self) -> str:
-        """The profile that predicts it."""
+        """Return the name of the profile that predicts it."""
         return self.method.removesuffix(" update")
 
     @property
     def name(self) -> str:
-        """What a reader knows it by."""
+        """Return the name of the row, for readers."""
         gpus = f" {self.receivers} GPUs" if self.receivers else ""
         return f"{self.hardware} {self.model}{gpus} {self.method}"
 
@@ -82,7 +83,7 @@ def main() -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read the table; an unknown figure is 0 and enters no prediction that needs it."""
+    """Read the table. An unknown number is 0, and no prediction uses it."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     numbers = ("num_bytes", "num_tensors", "payload_bytes", "receivers", "ways")
     tables = [{**row, **{key: row[key] or 0 for key in numbers}} for row in csv.DictReader(lines)]
@@ -90,7 +91,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def predict(row: Row) -> float:
-    """Return the seconds of a row by the constants of profiles/sync."""
+    """Return the predicted seconds of a row, with the constants of profiles/sync."""
     if row.backend == "delta":
         delta = load_delta()
         return row.num_bytes / delta.compare_bandwidth + row.payload_bytes / delta.codec_bandwidth
@@ -104,19 +105,19 @@ def predict(row: Row) -> float:
 
 
 def shard_time(row: Row) -> float:
-    """Seconds in which a receiving rank takes its shard, at the network's own rate."""
+    """Return the seconds that a receiving rank takes for its shard at the network's rate."""
     rank_bandwidth = load_gpu(row.hardware.lower()).network * load_transport("rdma").efficiency
     share = 1 - load_backend(row.backend).broadcast_share
     return share * row.num_bytes / row.ways / rank_bandwidth
 
 
 def error(row: Row) -> float:
-    """Return predicted over measured, less one."""
+    """Return predicted over measured seconds, minus 1."""
     return predict(row) / row.seconds - 1
 
 
 def features(row: Row) -> np.ndarray:
-    """Return what a row's fitted constants are multiplied with."""
+    """Return the factors of a row's fitted constants."""
     match row.backend:
         case "nccl-broadcast":
             return np.array([row.num_tensors, row.num_bytes])
@@ -132,11 +133,11 @@ def features(row: Row) -> np.ndarray:
 
 
 def physical_time(row: Row) -> float:
-    """Return the seconds of a row that are computed, not fitted."""
+    """Return the seconds of a row that are computed and not fitted."""
     if row.backend != "nccl-reshard":
         return 0.0
     backend = load_backend(row.backend)
-    assert backend.sender_bandwidth is not None, "the rank that broadcasts has a network card"
+    assert backend.sender_bandwidth is not None, "the backend has a measured bandwidth"
     broadcast = row.num_bytes * backend.broadcast_share / backend.sender_bandwidth
     return broadcast + shard_time(row)
 
@@ -151,7 +152,7 @@ def fit(rows: list[Row]) -> np.ndarray:
 
 
 def leave_one_out(rows: list[Row]) -> dict[str, float]:
-    """Return each row's error where it is predicted from the others, by name."""
+    """Return by name the error of each row, predicted from the others."""
     errors = {}
     for same in group(rows).values():
         if len(same) >= FEWEST_TO_LEAVE_ONE_OUT:
@@ -163,7 +164,7 @@ def leave_one_out(rows: list[Row]) -> dict[str, float]:
 
 
 def group(rows: list[Row]) -> dict[str, list[Row]]:
-    """Sort rows by the backend that predicts them."""
+    """Return the rows by the backend that predicts them."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.backend].append(row)
@@ -171,7 +172,7 @@ def group(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def describe(row: Row, left_out: dict[str, float]) -> str:
-    """Return the line of a row; the reason follows where it is missed, or not predicted at all."""
+    """Return the line of a row. If its error is large, or it has no prediction, the reason follows."""
     line = f"{row.name:62}{row.use:>13}{row.seconds:10.3f}"
     if row.backend not in CONSTANTS:
         return f"{line}{'-':>10}{'-':>8}{'':9}  {row.note}"
@@ -183,7 +184,7 @@ def describe(row: Row, left_out: dict[str, float]) -> str:
 
 
 def print_constants(rows: list[Row]) -> None:
-    """Print what the fit gives, to compare with profiles/sync."""
+    """Print the fitted constants, to compare with profiles/sync."""
     for backend, same in group([row for row in rows if row.use == "fit"]).items():
         values = zip(fit(same), CONSTANTS[backend], strict=True)
         text = ", ".join(f"{value:.5g} {unit}" for value, unit in values)

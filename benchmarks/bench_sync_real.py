@@ -1,8 +1,8 @@
-"""Measure a weight synchronisation on this machine, phase by phase, and the bytes of each way of sending.
+"""Measure the phases of a weight sync on this machine, and the bytes of each sync mode.
 
-    python -m benchmarks.bench_sync_real                     both
-    python -m benchmarks.bench_sync_real --sizes 25 1000     megabytes of weights that are pushed and loaded
-    python -m benchmarks.bench_sync_real --steps 0           no bytes of deltas
+    python -m benchmarks.bench_sync_real                     both parts
+    python -m benchmarks.bench_sync_real --sizes 25 1000     megabytes of weights to push and load
+    python -m benchmarks.bench_sync_real --steps 0           without the bytes of deltas
 
 Seconds: weights in bfloat16 are pushed and loaded as in a run. In turn, the same bytes are copied
 twice and checksummed twice, which is the lower bound of a push and a load. Then the delta since the
@@ -40,7 +40,7 @@ ROUNDS = 5
 LAYER = 4 * 2**20
 """Values of one tensor."""
 CHANGED = 0.01
-"""Share of the values that differ from push to push."""
+"""Share of the values that change between two pushes."""
 RATES = (1e-6, 3e-6, 1e-5)
 STEPS = 20
 BATCH, LENGTH = 4, 64
@@ -52,20 +52,20 @@ Weights = dict[str, torch.Tensor]
 
 
 class Clock:
-    """Seconds by phase."""
+    """Measured seconds by phase."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def time(self, phase: str, work: Callable[[], R]) -> R:
-        """Do work, and enter what it takes."""
+        """Call `work`, record its seconds, and return its result."""
         began_at = time.perf_counter()
         result = work()
         self.seconds[phase].append(time.perf_counter() - began_at)
         return result
 
     def medians(self) -> dict[str, float]:
-        """Return the median of each phase, the first round left out: it touches memory for the first time."""
+        """Return the median of each phase without the first round, which touches memory for the first time."""
         return {phase: statistics.median(each[1:]) for phase, each in self.seconds.items()}
 
 
@@ -74,18 +74,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="MB of weights")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of Adam, at each learning rate")
+    parser.add_argument("--steps", type=int, default=STEPS, help="Adam steps at each learning rate")
     parser.add_argument("--model", type=Path, default=MODEL)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for size in options.sizes:
-        tell("sync_real.seconds", **seconds(size, options.rounds))
+        report("sync_real.seconds", **seconds(size, options.rounds))
     if options.steps:
         for rate in RATES:
-            tell("sync_real.bytes", **sent_bytes(options.model, rate, options.steps))
+            report("sync_real.bytes", **sent_bytes(options.model, rate, options.steps))
 
 
-def tell(name: str, **figures: Any) -> None:
+def report(name: str, **figures: Any) -> None:
     """Print one figure."""
     print(json.dumps({"name": name, **figures}), flush=True)
 
@@ -94,7 +94,7 @@ def tell(name: str, **figures: Any) -> None:
 
 
 def seconds(megabytes: int, rounds: int) -> dict[str, Any]:
-    """Return the seconds of each phase of a push and a load, and what share of them could not be saved."""
+    """Return the seconds of each phase of a push and a load, and the share of the lower bound in them."""
     weights, served = make_weights(megabytes), make_weights(megabytes)
     clock, directory, scratch = Clock(), SharedDirectory("bench"), SharedDirectory("bench")
     try:
@@ -122,7 +122,7 @@ def seconds(megabytes: int, rounds: int) -> dict[str, Any]:
 
 
 def make_weights(megabytes: int) -> Weights:
-    """Return tensors in bfloat16 of so many megabytes in all."""
+    """Return tensors in bfloat16 of `megabytes` in all."""
     generator = torch.Generator().manual_seed(0)
     left, weights = megabytes * 500_000, {}
     while left:
@@ -135,7 +135,7 @@ def make_weights(megabytes: int) -> Weights:
 
 
 def change(weights: Weights, seed: int) -> None:
-    """Move a few values to a neighbour of theirs."""
+    """Change a few values to an adjacent floating-point number."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in weights.values():
         chosen = torch.randint(len(tensor), (int(CHANGED * len(tensor)),), generator=generator)
@@ -147,7 +147,7 @@ def push(clock: Clock, weights: Weights, directory: Path, version: int) -> Manif
 
 
 def load(clock: Clock, manifest: Manifest, served: Weights) -> None:
-    """Check and copy, as a replica does."""
+    """Check and copy weights, as a replica does."""
     began_at = time.perf_counter()
     clock.time("load: check", lambda: verify_buckets(manifest))
     clock.time("load: copy", lambda: copy_into(served, dict(read_buckets(manifest))))
@@ -160,22 +160,22 @@ def copy_into(served: Weights, new: Weights) -> None:
 
 
 def least(clock: Clock, weights: Weights, served: Weights, manifest: Manifest) -> None:
-    """Do what no push and load can do without."""
+    """Measure the lower bound of a push and a load: two copies and two checksums."""
     clock.time("copy", lambda: copy_into(served, weights))
     paths = [Path(bucket.path) for bucket in manifest.buckets]
     clock.time("read and check", lambda: [file_checksum(path) for path in paths])
 
 
 def delta(clock: Clock, before: Manifest, after: Manifest, scratch: Path) -> None:
-    """Make what changed, and weights of it."""
+    """Compute the delta of two pushes, and apply it."""
     pairs = list(zip(before.buckets, after.buckets, strict=True))
-    told = clock.time(
+    deltas = clock.time(
         "delta: encode",
         lambda: [encode_delta(Path(old.path), Path(new.path), 2) for old, new in pairs],
     )
 
     def rebuild() -> None:
-        for (old, new), each in zip(pairs, told, strict=True):
+        for (old, new), each in zip(pairs, deltas, strict=True):
             path = scratch / "rebuilt"
             with path.open("wb") as file:
                 for block in decode_delta(Path(old.path), each):
@@ -189,7 +189,7 @@ def delta(clock: Clock, before: Manifest, after: Manifest, scratch: Path) -> Non
 
 
 def sent_bytes(model: Path, rate: float, steps: int) -> dict[str, Any]:
-    """Return the bytes of each way of sending, after real Adam steps at a learning rate."""
+    """Return the bytes of each sync mode, after real Adam steps at a learning rate."""
     torch.manual_seed(0)
     trained = load_pretrained(str(model), dtype=torch.float32, local_files_only=True).train()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=rate, weight_decay=0.0, fused=True)
@@ -229,7 +229,7 @@ def sent_bytes(model: Path, rate: float, steps: int) -> dict[str, Any]:
 
 
 def dump(model: Any, directory: Path, files: dict[str, int]) -> None:
-    """Write the weights as replicas would have them, tied ones once."""
+    """Write the weights as replicas load them; tied weights once."""
     from safetensors.torch import save_file
 
     for dtype in files:
@@ -239,7 +239,7 @@ def dump(model: Any, directory: Path, files: dict[str, int]) -> None:
 
 
 def sums(model: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches of sums, the same every time."""
+    """Yield batches of sums, the same for every call."""
     tokenizer = load_tokenizer(str(model))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     generator = torch.Generator().manual_seed(1)

@@ -1,8 +1,9 @@
-"""How well seconds and memory of training are predicted, against published steps; `validate training` has the rows.
+"""Compare predicted seconds and memory of training with published steps; `streamrl validate training` prints the rows.
 
     python benchmarks/bench_training.py
 
-Errors are those of constants that were fitted without the model. The memory model is asked whether what ran fits.
+Each step is predicted with constants that were fitted without its model. All published steps ran, so
+the memory model should predict that they fit.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ PLANS = (
     ("qwen2.5-72b", (1, 8, 6), False),
     ("qwen2.5-72b", (2, 4, 6), True),
 )
-"""Models, their data, tensor and pipeline degrees, and whether they are offloaded to fit; StreamRL trains 32B
-on 24 and 72B on 48 H800."""
+"""Models, their data, tensor and pipeline degrees, and whether they are offloaded. StreamRL trains 32B
+on 24 and 72B on 48 H800.
+"""
 PAPER_TOKENS = 5330
-"""Mean prompt and output of StreamRL's 20K workload: 400 + 4930 tokens."""
+"""Mean tokens of a prompt and its output in StreamRL's 20K workload: 400 + 4930."""
 
 
 def main() -> None:
@@ -68,13 +70,13 @@ def main() -> None:
 
 
 def memory_share(step: PublishedStep) -> float:
-    """Return the share of the GPU's memory that the memory model expects a step to take."""
+    """Return the predicted memory of a step as a share of the GPU's memory."""
     need, memory = step_memory(step)
     return need / memory
 
 
 def predictions() -> list[tuple[str, float, str]]:
-    """Return the MFU that the shipped constants predict for Qwen2.5 models in PPO."""
+    """Return the predicted MFU of Qwen2.5 models in PPO, with the shipped constants."""
     figures = []
     for gpu in ("h800", "h20"):
         tier = load_training_profile().gemm[gpu].tier
@@ -86,9 +88,10 @@ def predictions() -> list[tuple[str, float, str]]:
 
 
 def ppo_mfu(run: Run) -> float:
-    """Return achieved over peak FLOP/s of a PPO step, linear FLOPs only: 16 a parameter and token.
+    """Return the MFU of a PPO step. It counts 16 FLOPs per parameter and token, of linear layers only.
 
-    Actor and critic forward and backward take 6 each, a reference and a log-probability forward 2 each.
+    Forward and backward passes of actor and critic take 6 each. Forward passes of the reference and of
+    the old log-probabilities take 2 each.
     """
     check_memory(resolve(run))
     costs, model = TrainingCosts.load(resolve(run)), load_model(run.model)
@@ -101,7 +104,7 @@ def ppo_mfu(run: Run) -> float:
 def ppo_table(
     model: str, gpu: str, degrees: tuple[int, int, int], offload: bool
 ) -> dict[str, object]:
-    """Return a run file of PPO as StreamRL trains it."""
+    """Return the run file of PPO as StreamRL trains it."""
     data, tensor, pipeline = degrees
     return {
         "model": {"name": model},

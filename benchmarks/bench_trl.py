@@ -48,17 +48,21 @@ from benchmarks.trl_training import CORES, HERE, MODEL, ROLLOUTS, SETTINGS
 from streamrl.executor.libc import prctl
 
 STILL, LEARNING = 1e-6, 4e-4
-"""Learning rates: lengths stay what they are; the quickstart's."""
+"""Learning rates: one at which lengths do not change, and the quickstart's."""
 WARM_UP = COOL_DOWN = 2
-"""Steps at both ends that are not counted. Steps of a system that is one ahead alternate: count an even number."""
+"""Steps at both ends that do not count. If a system generates one step ahead, its steps alternate;
+count an even number.
+"""
 TRIED_STEPS = 6
-"""Counted steps of a setting that is tried."""
+"""Counted steps of a setting in the first trials."""
 LAST = 10
-"""Steps whose mean reward is compared."""
+"""Number of last steps whose mean reward is compared."""
 TRIES, CLOSE = 3, 1.25
-"""How often those are tried that are so many times as slow as the fastest, or less, at first: once says little."""
+"""Number of trials of a setting, and the slowdown up to which it is tried again. A single trial is
+too noisy.
+"""
 SLOWEST = 120
-"""Seconds after which a setting that is tried is given up."""
+"""Seconds after which the trial of a setting is stopped."""
 SYSTEMS = {"sync": "stream-sync", "async": "stream-async"}
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "as the example": {},
@@ -76,45 +80,48 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
         "cluster.pools.local.gpus_per_node": 4,
     },
 }
-"""What run files say where the quickstart's says something else: as TRL's settings, of seconds and not of what is learned.
-Processes share the two cores, each with one thread."""
+"""Changes of the quickstart's run file. Like TRL's settings, they change seconds and not the training
+result. Processes share the two cores and have one thread each.
+"""
 LEAVES_OUT = "TRL, advantages of 0 left out"
 PR_SET_CHILD_SUBREAPER = 36
-"""What runs began and left comes to this process, so that its seconds count as own ones."""
+"""Option of prctl: this process adopts orphaned child processes, so their CPU seconds count as its own."""
 QUIET = 0.05
-"""Share of the machine that others may take before its figures are called doubtful."""
+"""Share of CPU time that other processes may take. Above it, the figures are marked as doubtful."""
 
 
 class Step(NamedTuple):
-    """What is kept of a step."""
+    """The recorded figures of a step."""
 
     time: float
-    """When it ended, in seconds from anywhere."""
+    """End of the step in seconds, from an arbitrary origin."""
     reward: float
-    """Mean of its rollouts."""
+    """Mean reward of its rollouts."""
     tokens: float
-    """Output tokens of a rollout, mean."""
+    """Mean output tokens of a rollout."""
 
 
 class Figure(NamedTuple):
-    """Values of a figure, one of each round or seed."""
+    """Values of a figure, one for each round or seed."""
 
     name: str
     values: Sequence[float]
     tokens: float | None = None
-    """Output tokens of a rollout, mean of the rounds."""
+    """Mean output tokens of a rollout over all rounds."""
     tokens_per_second: float | None = None
 
 
 Entrant = Callable[..., list[Step]]
-"""Trains so many steps at a learning rate, from a seed; within a `limit` of seconds, where that is given."""
+"""Trains for a number of steps at a learning rate, from a seed, within an optional `limit` of
+seconds.
+"""
 
 
 def main() -> None:
-    """Find the fastest settings of TRL and of each system, compare their seconds, then rewards."""
+    """Find the fastest settings of TRL and of each system, then compare their seconds and their rewards."""
     options = _read_arguments()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # and of all that it starts
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # also for child processes
     began = time.monotonic()
     taken = _machine_seconds()
     if not MODEL.exists():
@@ -122,24 +129,24 @@ def main() -> None:
     console = Console(stderr=options.json, width=110)
     console.print(_machine(), highlight=False)
     chosen, tried = {}, list[Figure]()
-    for who, ways in ways_of(options.setting, options.own_setting).items():
-        chosen[who], figures = fastest(who, ways, console)
+    for who, settings in settings_to_try(options.setting, options.own_setting).items():
+        chosen[who], figures = fastest(who, settings, console)
         tried += figures
-    those = entrants(chosen)
-    rounds = compare(those, options.rounds, options.steps)
+    runs = entrants(chosen)
+    rounds = compare(runs, options.rounds, options.steps)
     figures = [*tried, *seconds(rounds), *ratios(rounds)]
     if options.seeds:
-        learned = learn(those, options.seeds, options.learning_steps)
+        learned = learn(runs, options.seeds, options.learning_steps)
         figures += rewards(learned, options.learning_steps)
     wall = time.monotonic() - began
     others = max(0.0, _machine_seconds() - taken - _own_seconds()) / (wall * (os.cpu_count() or 1))
     show(figures, console, options.json)
-    told = f"{wall / 60:.0f} minutes; others took {others:.0%} of the machine"
-    console.print(told + (": not a quiet one" if others > QUIET else ""), highlight=False)
+    summary = f"{wall / 60:.0f} minutes; others took {others:.0%} of the machine"
+    console.print(summary + (": not a quiet one" if others > QUIET else ""), highlight=False)
 
 
-def ways_of(setting: str | None, own: str | None) -> dict[str, dict[str, Entrant]]:
-    """Return in which ways TRL and each system can do a step, by name, or in the given one."""
+def settings_to_try(setting: str | None, own: str | None) -> dict[str, dict[str, Entrant]]:
+    """Return the settings of TRL and of each system by name, or only the given ones."""
     theirs = [setting] if setting else list(SETTINGS)
     ours = [own] if own else list(OWN_SETTINGS)
     return {
@@ -152,18 +159,18 @@ def ways_of(setting: str | None, own: str | None) -> dict[str, dict[str, Entrant
 
 
 def entrants(chosen: Mapping[str, Entrant]) -> dict[str, Entrant]:
-    """Return who trains, by name: TRL as it is and leaving out advantages of 0, and the systems."""
+    """Return the trainers to compare by name: TRL unchanged, TRL without advantages of 0, and the systems."""
     trl = chosen["TRL"]
     return {"TRL": partial(trl, skips=False), LEAVES_OUT: trl, **{w: chosen[w] for w in SYSTEMS}}
 
 
 def fastest(
-    who: str, ways: Mapping[str, Entrant], console: Console
+    who: str, settings: Mapping[str, Entrant], console: Console
 ) -> tuple[Entrant, list[Figure]]:
-    """Return the way in which a step takes the fewest seconds, and a figure of each that was tried."""
+    """Return the setting with the fewest seconds per step, and a figure of each setting that was tried."""
     steps = WARM_UP + TRIED_STEPS + COOL_DOWN
     found: dict[str, list[float]] = {}
-    for name, run in ways.items() if len(ways) > 1 else ():
+    for name, run in settings.items() if len(settings) > 1 else ():
         try:
             found[name] = [seconds_of(run(steps, STILL, 0, limit=SLOWEST))]
         except RuntimeError as error:
@@ -171,14 +178,16 @@ def fastest(
     least = min((tries[0] for tries in found.values()), default=0.0)
     close = [name for name, tries in found.items() if tries[0] <= CLOSE * least]
     for number, name in product(range(1, TRIES), close if len(close) > 1 else ()):
-        found[name].append(seconds_of(ways[name](steps, STILL, number)))
-    chosen = min(close, key=lambda name: statistics.median(found[name]), default=next(iter(ways)))
+        found[name].append(seconds_of(settings[name](steps, STILL, number)))
+    chosen = min(
+        close, key=lambda name: statistics.median(found[name]), default=next(iter(settings))
+    )
     console.print(f"{who} at its fastest: {chosen}", highlight=False)
-    return ways[chosen], [Figure(f"{who} tried, {name}: s/step", found[name]) for name in found]
+    return settings[chosen], [Figure(f"{who} tried, {name}: s/step", found[name]) for name in found]
 
 
 def compare(runs: Mapping[str, Entrant], rounds: int, steps: int) -> list[dict[str, list[Step]]]:
-    """Let everybody train in turn, so many rounds."""
+    """Run all trainers in turn, `rounds` times."""
     steps += WARM_UP + COOL_DOWN
     return [
         {name: run(steps, STILL, number) for name, run in runs.items()} for number in range(rounds)
@@ -186,7 +195,7 @@ def compare(runs: Mapping[str, Entrant], rounds: int, steps: int) -> list[dict[s
 
 
 def learn(runs: Mapping[str, Entrant], seeds: int, steps: int) -> list[dict[str, list[Step]]]:
-    """Let TRL as it is and the systems learn from each seed."""
+    """Train TRL and the systems from each seed."""
     return [
         {name: run(steps, LEARNING, seed) for name, run in runs.items() if name != LEAVES_OUT}
         for seed in range(seeds)
@@ -194,13 +203,13 @@ def learn(runs: Mapping[str, Entrant], seeds: int, steps: int) -> list[dict[str,
 
 
 def seconds_of(steps: list[Step]) -> float:
-    """Return the seconds of a step, those at both ends left out."""
+    """Return the seconds of a step, without those at both ends."""
     counted = steps[WARM_UP - 1 : len(steps) - COOL_DOWN]
     return (counted[-1].time - counted[0].time) / (len(counted) - 1)
 
 
 def seconds(rounds: list[dict[str, list[Step]]]) -> list[Figure]:
-    """Return the seconds of a step of everybody, and what work that was."""
+    """Return the seconds of a step and the tokens of each trainer."""
     figures = []
     for name in rounds[0]:
         taken = [seconds_of(each[name]) for each in rounds]
@@ -211,7 +220,7 @@ def seconds(rounds: list[dict[str, list[Step]]]) -> list[Figure]:
 
 
 def ratios(rounds: list[dict[str, list[Step]]]) -> list[Figure]:
-    """Return how many times as fast the systems are, round by round."""
+    """Return the speed of the systems relative to TRL, for each round."""
     return [
         Figure(
             f"{system}: times as fast as {rival}",
@@ -223,7 +232,7 @@ def ratios(rounds: list[dict[str, list[Step]]]) -> list[Figure]:
 
 
 def rewards(learned: list[dict[str, list[Step]]], steps: int) -> list[Figure]:
-    """Return mean rewards of the last steps, seed by seed."""
+    """Return the mean rewards of the last steps, for each seed."""
     last = min(LAST, steps)
     return [
         Figure(
@@ -244,7 +253,7 @@ def run_trl(
     *,
     skips: bool = True,
 ) -> list[Step]:
-    """Train with TRL in processes of its own."""
+    """Train with TRL in separate processes."""
     setting = SETTINGS[name]
     many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.processes}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -266,7 +275,7 @@ def run_streamrl(
     seed: int,
     limit: float | None = None,
 ) -> list[Step]:
-    """Execute the quickstart's run file under a system."""
+    """Execute the quickstart's run file with a system."""
     with tempfile.TemporaryDirectory() as folder:
         changes = {
             "seed": seed,
@@ -287,7 +296,7 @@ def run_streamrl(
 
 
 def show(figures: list[Figure], console: Console, as_json: bool) -> None:
-    """Print medians and spreads, as a table or as one JSON object a figure."""
+    """Print medians and spreads, as a table or as one JSON object per figure."""
     table = Table("", "median", "least", "most", "tokens", "tokens/s", box=None)
     for figure in figures:
         name, values, tokens, per_second = figure
@@ -306,7 +315,7 @@ def show(figures: list[Figure], console: Console, as_json: bool) -> None:
 
 
 def _machine() -> str:
-    """Return what the figures are of."""
+    """Return a description of the machine and of the package versions."""
     packages = ("streamrl", "trl", "torch", "transformers", "accelerate")
     versions = ", ".join(f"{package} {version(package)}" for package in packages)
     return f"{platform.machine()}, {os.cpu_count()} cores, of which {CORES} are used; Python {platform.python_version()}, {versions}"
@@ -315,11 +324,15 @@ def _machine() -> str:
 def _run(
     command: list[str], environment: Mapping[str, str] | None = None, limit: float | None = None
 ) -> None:
-    """Run a command; RuntimeError with the error that it wrote, or its last line, where it fails."""
+    """Run a command.
+
+    Raises:
+        RuntimeError: the command failed or exceeded its limit; it has the error or the last line.
+    """
     variables = {**os.environ, "PYTHONPATH": str(HERE), **(environment or {})}
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as told:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
-            command, cwd=HERE, env=variables, stdout=told, stderr=told, start_new_session=True
+            command, cwd=HERE, env=variables, stdout=log, stderr=log, start_new_session=True
         )
         try:
             status = process.wait(limit)
@@ -329,8 +342,8 @@ def _run(
             _kill(process.pid)
             process.wait()
             _reap()
-        told.seek(0)
-        lines = told.read().strip().splitlines() or ["it wrote nothing"]
+        log.seek(0)
+        lines = log.read().strip().splitlines() or ["it wrote nothing"]
     if status:
         why = next(
             (line for line in lines if re.match(r"(\[rank\d\]: )?\w*Error", line)), lines[-1]
@@ -339,7 +352,7 @@ def _run(
 
 
 def _kill(pid: int) -> None:
-    """Kill the group of a process, and what it has started in sessions of their own."""
+    """Kill the process group of a process, and its child processes in other sessions."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for one in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -349,7 +362,7 @@ def _kill(pid: int) -> None:
 
 
 def _reap() -> None:
-    """Kill what a run has left, which came to this process, and wait for it."""
+    """Kill the remaining processes of a run, which this process has adopted, and wait for them."""
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
@@ -359,27 +372,29 @@ def _reap() -> None:
 
 
 def _machine_seconds() -> float:
-    """Return the CPU seconds that everybody on this machine has taken; Linux tells."""
+    """Return the CPU seconds of all processes of this machine (Linux only)."""
     first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
     user, nice, system, _, _, irq, soft_irq, *_ = map(int, first.split()[1:])
     return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_seconds() -> float:
-    """Return those of this process and of what it ran."""
+    """Return the CPU seconds of this process and its children."""
     of = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(sum(resource.getrusage(who)[:2]) for who in of)
 
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5, help="of every entrant")
-    parser.add_argument("--steps", type=int, default=10, help="counted ones of a round")
-    parser.add_argument("--seeds", type=int, default=3, help="that rewards are compared from")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of every trainer")
+    parser.add_argument("--steps", type=int, default=10, help="counted steps of a round")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the comparison of rewards")
     parser.add_argument("--learning-steps", type=int, default=25)
-    parser.add_argument("--setting", choices=SETTINGS, help="TRL's; the others are not tried")
-    parser.add_argument("--own-setting", choices=OWN_SETTINGS, help="streamrl's, likewise")
-    parser.add_argument("--json", action="store_true", help="one object a figure")
+    parser.add_argument("--setting", choices=SETTINGS, help="setting of TRL; others are not tried")
+    parser.add_argument(
+        "--own-setting", choices=OWN_SETTINGS, help="setting of streamrl; others are not tried"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per figure")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Check that runs with replicas behind a slow link are as fast as simulated: weights, deltas, adapters, synchronous or not.
+"""Check that runs with replicas behind a slow link are as fast as simulated, for all sync modes and several systems.
 
     build/engines/bin/python -m benchmarks.bench_wan --rate 200e6 --delay 0.02
 
@@ -55,18 +55,18 @@ PORT = 6379
 PYTHON = Path(sys.executable)
 START_TIME = 60.0
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""Without it nobody runs anything on the cluster."""
+"""Token that the cluster requires from every client."""
 
 
 class Parts(NamedTuple):
-    """What follows what in a step of which nothing overlaps with the next: median seconds."""
+    """Median seconds of the parts of a step whose parts do not overlap with the next step."""
 
     weights: float
-    """Until replicas have loaded what the last step made."""
+    """Until replicas have loaded the weights of the last step."""
     generation: float
-    """Until the last rollout has ended; training goes on meanwhile."""
+    """Until the last rollout has ended. Training runs at the same time."""
     rest: float
-    """Until the optimizer has stepped."""
+    """Until the optimizer step."""
 
 
 class Figure(NamedTuple):
@@ -82,9 +82,11 @@ class Figure(NamedTuple):
     parts: Parts | None
     simulated_parts: Parts | None
     pace: float
-    """Of the cores during the run: seconds over those that work took in a usual one."""
+    """Slowdown of the cores during the run: seconds of the reference work over those in a usual
+    run.
+    """
     work_time: float
-    """Seconds that their own piece of work took during the run."""
+    """Seconds of the reference work of the core watch during the run."""
 
 
 def main() -> None:
@@ -100,8 +102,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="keep profiles and runs in this directory")
     options = parser.parse_args()
     if options.output is not None:
-        options.output.mkdir(parents=True)  # one that is there may have other runs
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nodes end with it
+        options.output.mkdir(parents=True)  # fails if it exists, since it may have other runs
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the Ray nodes end with it
     with (
         tempfile.TemporaryDirectory(prefix="bench-wan-") as name,
         watched_cores() as cores,
@@ -128,39 +132,39 @@ def main() -> None:
     figures = []
     for run in runs:
         figures.append(compare(run, machine[learned(run.mode)], usual))
-        tell(figures[-1])
-    tell_medians(figures, usual)
+        report(figures[-1])
+    report_medians(figures, usual)
 
 
 def learned(mode: str) -> str:
-    """Return the kind of profile that runs of a mode are simulated from, by what the trainer learns."""
+    """Return the kind of profile for a mode: what the trainer learns, weights or adapters."""
     return "lora" if mode == "lora" else "full"
 
 
 class Executed(NamedTuple):
-    """A run, and at what pace it ran."""
+    """A run, and the speed of the cores during it."""
 
     mode: str
     system: str
     output: Path
     work_time: float
-    """Seconds that the cores' own piece of work took meanwhile."""
+    """Seconds of the reference work of the core watch during the run."""
 
 
 class Bench(NamedTuple):
-    """Profiles this machine and executes runs on it, while its cores are watched."""
+    """Profiles this machine and executes runs on it, while the core watch measures its speed."""
 
     scratch: Path
     cores: CoreWatch
     options: argparse.Namespace
     run_file: Path = RUN_FILE
     settings: Sequence[str] = ()
-    """KEY=VALUE of the run file."""
+    """Changes of the run file, as KEY=VALUE."""
 
     def profile(self, mode: str, name: str, *, is_quick: bool = False) -> Profiled:
-        """Measure the machine within the limits of the run file, and what Ray takes on the trainer's side.
+        """Profile the machine within the limits of the run file, with Ray's time on the trainer's side.
 
-        Adapters are measured where `mode` is lora, whole weights and deltas of them else.
+        If `mode` is lora, the profile has adapters; otherwise it has whole weights and their deltas.
         """
         run = load_run(self.run_file, [*self.settings, f"sync.mode={mode}"])
         path = self.scratch / f"{name}-profile-{mode}.toml"
@@ -181,7 +185,7 @@ class Bench(NamedTuple):
         return Profiled(path, self._timed("profile", str(run.model.path), *own))
 
     def execute(self, mode: str, system: str, name: str) -> Executed:
-        """Execute a run over the link."""
+        """Execute a run over the emulated link."""
         options = self.options
         output = self.scratch / f"{name}-{mode}-{system}"
         keys = {
@@ -200,14 +204,14 @@ class Bench(NamedTuple):
         return Executed(mode, system, output, work_time)
 
     def _timed(self, *arguments: str) -> float:
-        """Run a command of streamrl, and return the seconds that the cores' own piece of work took meanwhile."""
+        """Run a command of streamrl, and return the seconds of the reference work of the core watch meanwhile."""
         began_at = time.monotonic()
         streamrl(*arguments)
         return self.cores.mean_time(began_at, time.monotonic())
 
 
 def compare(run: Executed, profile: MeasuredProfile, usual: float) -> Figure:
-    """Simulate a run with the lengths that it had, from what this machine takes where the cores' work takes `usual`."""
+    """Simulate a run with the recorded lengths, at the speed at which the reference work takes `usual` seconds."""
     trace, pace = read_trace(run.output / "trace.jsonl"), run.work_time / usual
     pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
     again = simulation_of(trace, run.output / "trace.jsonl", profile, pushes, pace)
@@ -220,15 +224,15 @@ def compare(run: Executed, profile: MeasuredProfile, usual: float) -> Figure:
 
 
 def near_command(*arguments: str) -> list[str]:
-    """Return the words of a command of streamrl on the trainer's side, whose environment has `TOKEN`."""
+    """Return the arguments that run a command of streamrl on the trainer's side, with `TOKEN` in its environment."""
     return [*inside(NEAR), str(PYTHON), "-c", "from streamrl.cli import main; main()", *arguments]
 
 
 def streamrl(*arguments: str) -> None:
-    """Run a command on the trainer's side.
+    """Run a command of streamrl on the trainer's side.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     done = subprocess.run(
         near_command(*arguments),
@@ -244,7 +248,7 @@ def streamrl(*arguments: str) -> None:
 
 @contextmanager
 def cluster(near: str = "training", far: str = "generation") -> Iterator[None]:
-    """Have a Ray node at each end of the link, each of a pool."""
+    """Run a Ray node at each end of the link, each with the resources of a pool."""
     head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
     joins = [f"--address={ADDRESSES[NEAR]}:{PORT}"]
     with ExitStack() as nodes:
@@ -256,7 +260,7 @@ def cluster(near: str = "training", far: str = "generation") -> Iterator[None]:
 
 @contextmanager
 def node(name: str, pool: str, own: list[str]) -> Iterator[None]:
-    """Have a Ray node in a namespace."""
+    """Run a Ray node in a network namespace."""
     command = [
         *inside(name),
         str(PYTHON.parent / "ray"),
@@ -286,7 +290,7 @@ def node(name: str, pool: str, own: list[str]) -> Iterator[None]:
 
 
 def wait_for(name: str) -> None:
-    """Wait until the cluster counts a node."""
+    """Wait until a node has joined the cluster."""
     check = (
         f"import ray; ray.init('{ADDRESSES[NEAR]}:{PORT}', log_to_driver=False);"
         f"print(sum(n['Alive'] and n['NodeManagerAddress'] == '{ADDRESSES[name]}' for n in ray.nodes()))"
@@ -309,9 +313,9 @@ def wait_for(name: str) -> None:
 def simulation_of(
     trace: Trace, file: Path, profile: MeasuredProfile, pushes: list[WeightsPushed], pace: float
 ) -> Run:
-    """Return the run as it is simulated: its own lengths, this machine's seconds, as many values changed as were.
+    """Return the run as it is simulated: recorded lengths and share of changed values, and this machine's seconds.
 
-    A profile at the pace of the run is written beside its trace.
+    A profile at the speed of the run is written next to its trace.
     """
     profile = msgspec.structs.replace(profile, pace=pace * (profile.pace or 1.0))
     write_measured(profile, file.with_name("profile.toml"))
@@ -328,7 +332,7 @@ def simulation_of(
 
 
 def parts_of(trace: Trace) -> Parts:
-    """Return the parts of the synchronous steps of a trace, without the first two, which are warm-up."""
+    """Return the parts of a trace's synchronous steps, without the first two, which are warm-up."""
     stepped_at, loaded_at, generated_at = 0.0, 0.0, 0.0
     steps = []
     for entry in trace.entries:
@@ -344,7 +348,7 @@ def parts_of(trace: Trace) -> Parts:
     return Parts(*map(median, zip(*steps[2:], strict=True)))
 
 
-def tell(figure: Figure) -> None:
+def report(figure: Figure) -> None:
     measured, simulated = figure.measured.step_time, figure.simulated.step_time
     line: dict[str, Any] = {
         "name": f"wan.{figure.mode}.{figure.system}",
@@ -366,8 +370,8 @@ def tell(figure: Figure) -> None:
     print(json.dumps(line), flush=True)
 
 
-def tell_medians(figures: list[Figure], usual: float) -> None:
-    """Print what steps take in the middle of the rounds, and what a mode saves of that with whole weights, in percent."""
+def report_medians(figures: list[Figure], usual: float) -> None:
+    """Print the median steps over all rounds, and the gain of each mode over whole weights in percent."""
     steps: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         steps.setdefault((figure.system, figure.mode), []).append(figure)
@@ -387,7 +391,7 @@ def tell_medians(figures: list[Figure], usual: float) -> None:
 
 
 def middle_of(rounds: list[Figure], usual: float) -> tuple[float, float]:
-    """Return the median steps, executed and simulated, in seconds at the pace at which the cores' work takes `usual`."""
+    """Return the median step in seconds, executed and simulated, at the speed at which the reference work takes `usual`."""
     return (
         median(figure.measured.step_time * usual / figure.work_time for figure in rounds),
         median(figure.simulated.step_time * usual / figure.work_time for figure in rounds),

@@ -1,12 +1,13 @@
-"""How many tokens a replica and a trainer make of a CPU second: the workers that execute a run, one at a time.
+"""Measure the tokens per CPU second of a replica worker and of a trainer worker, one at a time.
 
     python -m benchmarks.bench_workers --against ../another-checkout
 
-Each measurement is a process of its own with one thread; with `--against DIR` each is followed by the same one of
-another checkout, under the same Python, so that both meet the same machine. CPU seconds are those of the whole
-process from the first token on, loading apart. Lengths are drawn once and have a long tail, as those of RL have: a
-replica is kept full from its queue, the trainer gets rollouts in chunks as they would stream in. One JSON object per
-figure: the median of the rounds, and the smallest and largest ratio.
+Each measurement is a process with one thread. With `--against DIR`, each is followed by the same one
+of another checkout, with the same Python. So both see the same state of the machine. CPU seconds are
+those of the whole process from the first token on, without loading. Lengths are drawn once, with a
+long tail as in RL. A replica is always full, and the trainer gets rollouts in chunks, as in a
+streaming run. The output is one JSON object per figure: the median of the rounds, and the smallest
+and largest ratio.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PROMPT, LONGEST = 24, 128
 
 
 class Shape(NamedTuple):
-    """What a worker computes."""
+    """Model and load of a worker."""
 
     hidden: int
     layers: int
@@ -47,10 +48,10 @@ SHAPES = {
     "quickstart": Shape(128, 2, 4, 4, 256, 64),
     "smollm2": Shape(576, 6, 9, 3, 48, 16),
 }
-"""The quickstart's shape; six of the thirty layers of SmolLM2-135M."""
+"""The quickstart's shape, and six of the thirty layers of SmolLM2-135M."""
 WORKERS = ("replica", "trainer")
 SPREAD = 0.6
-"""Of the logarithm of lengths, whose median is a third of the longest."""
+"""Standard deviation of log lengths. Their median is a third of the longest output."""
 
 
 def main() -> None:
@@ -101,10 +102,10 @@ def write_model(shape: Shape, directory: Path) -> None:
 
 
 def run_once(checkout: Path, worker: str, name: str, model: Path) -> float:
-    """Return the tokens that a worker of a checkout makes of a CPU second.
+    """Return the tokens per CPU second of a worker of a checkout.
 
     Raises:
-        CalledProcessError: it failed.
+        CalledProcessError: the process failed.
     """
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "--child", worker, name, str(model)]
@@ -120,7 +121,7 @@ def draw_length(draw: random.Random) -> int:
 
 
 async def generate(shape: Shape, model: str) -> float:
-    """Generate every rollout through a replica's worker."""
+    """Generate every rollout with a replica worker."""
     from streamrl.executor.roles import Request
     from streamrl.executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
     from streamrl.executor.tokens import encode_ids
@@ -160,7 +161,7 @@ async def generate(shape: Shape, model: str) -> float:
 
 
 async def train(shape: Shape, model: str) -> float:
-    """Train on every rollout through a trainer's worker, chunk by chunk."""
+    """Train on every rollout with a trainer worker, chunk by chunk."""
     from streamrl.executor.roles import Sample
     from streamrl.executor.tokens import TokenSegment, encode_ids, write_block
     from streamrl.executor.trainer.trainer_settings import TrainerSettings

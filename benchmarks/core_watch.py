@@ -1,10 +1,10 @@
-"""Record the speed of the cores: other guests of the host slow each by up to a half, in spells of seconds.
+"""Record the speed of the cores. On a shared host, each core can slow down by up to a half for seconds at a time.
 
-`python benchmarks/core_watch.py CORE FILE` does a small piece of work on a core three times a
-second, and writes its CPU seconds. It takes 1 % of the core. Other work on these cores does not
-change the reading: it alternates with the watch, and the caches are warm when the work is timed.
-Check on two cores of a virtual machine: 1.335 ms at rest and 1.337 ms with other work in turns,
-medians of six.
+`python benchmarks/core_watch.py CORE FILE` computes a small reference work on a core three times a
+second, and writes its CPU seconds. This takes 1 % of the core. Other work on the cores does not
+change the reading: it alternates with the watch, and the caches are warm when the work is timed. A
+check on two cores of a virtual machine gave 1.335 ms at rest and 1.337 ms with other work in turns
+(medians of six).
 """
 
 from __future__ import annotations
@@ -24,37 +24,41 @@ import numpy as np
 INTERVAL = 0.3
 """Seconds between two readings."""
 WARM_UP, TIMED = 100, 200
-"""Products of a reading: a core that rested comes up to its speed first."""
+"""Untimed and timed matrix products of a reading. A core that was idle needs some work to reach its
+full speed.
+"""
 
 
 class CoreWatch:
-    """Readings of every core, as they come."""
+    """Readings of every core, read from the files of the watches."""
 
     def __init__(self, files: Mapping[int, Path]) -> None:
         self._files = files
 
     def mean_time(self, began_at: float, ended_at: float) -> float:
-        """Return what the piece of work took between two times of `time.monotonic`, in seconds, mean of all cores.
+        """Return the mean seconds of the reference work over all cores, between two times of `time.monotonic`.
 
         Raises:
-            ValueError: a core was not read in between.
+            ValueError: a core has no reading in between.
         """
         found = []
         for core, file in self._files.items():
             lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
             read = [float(taken) for at, taken in lines if began_at <= float(at) <= ended_at]
             if not read:
-                raise ValueError(f"core {core} was not timed between {began_at} and {ended_at}")
+                raise ValueError(
+                    f"core {core} has no reading between {began_at} and {ended_at} s; measure for longer"
+                )
             found.append(mean(read))
         return mean(found)
 
 
 @contextlib.contextmanager
 def watched_cores() -> Iterator[CoreWatch]:
-    """Time every core that this process may use until the end of the context.
+    """Watch every core that this process may use, until the context ends.
 
     Raises:
-        RuntimeError: one cannot be timed.
+        RuntimeError: the watch of a core has ended.
     """
     with tempfile.TemporaryDirectory(prefix="core-watch-") as name, contextlib.ExitStack() as ends:
         files = {}
@@ -66,7 +70,7 @@ def watched_cores() -> Iterator[CoreWatch]:
             ends.callback(process.kill)
             while not files[core].exists():
                 if process.poll() is not None:
-                    raise RuntimeError(f"core {core} cannot be timed: {command} has ended")
+                    raise RuntimeError(f"the watch of core {core} has ended: {command}")
                 time.sleep(INTERVAL)
         yield CoreWatch(files)
 
@@ -76,7 +80,7 @@ def _watch(core: int, file: Path) -> None:
     os.sched_setaffinity(0, {core})
     matrix = np.full((64, 64), 1.0 / 64, dtype=np.float32)
     with file.open("w", encoding="ascii", buffering=1) as readings:
-        while os.getppid() == watcher:  # whose end may have been sudden
+        while os.getppid() == watcher:  # ends also if the parent was killed
             _work(matrix, WARM_UP)
             began = time.thread_time()
             _work(matrix, TIMED)
@@ -85,7 +89,7 @@ def _watch(core: int, file: Path) -> None:
 
 
 def _work(matrix: np.ndarray, num_products: int) -> None:
-    """Do what decode steps of a small model are made of: little products, and Python between them."""
+    """Compute the reference work: small matrix products and Python between them, as in decode steps of a small model."""
     product = matrix
     for _ in range(num_products):
         product = product @ matrix

@@ -1,4 +1,4 @@
-"""Write profiles/lengths/*.csv, histograms of real output lengths, from the files they were measured in.
+"""Write profiles/lengths/*.csv, histograms of real output lengths, from measured data.
 
 python -m benchmarks.derive_lengths SHARED/data/workloads
 """
@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 HERE = Path(__file__).parent.parent / "profiles" / "lengths"
 BINS = 48
-"""Of equal width in log tokens: each is 20 % wide or less, which hides nothing that dispatch could see."""
+"""Bins of equal width in log tokens. Each is at most 20 % wide, which has no effect on dispatch."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class Source(NamedTuple):
-    """A file of lengths, and what it becomes."""
+    """A file of lengths, and the profile that is made from it."""
 
     file: str
     name: str
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def read(path: Path, source: Source) -> tuple[Floats, Floats]:
-    """Return lengths and how often each is."""
+    """Return the lengths and their weights."""
     with gzip.open(path, "rt", newline="") as file:
         rows = [row for row in csv.DictReader(file) if _is_of(row, source)]
     tokens = np.array([max(1.0, float(row["output_tokens"])) for row in rows])

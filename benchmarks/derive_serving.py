@@ -1,10 +1,11 @@
-"""Derive profiles/published/serving_*.csv, published steps and throughputs of inference engines.
+"""Derive profiles/published/serving_*.csv: published steps and throughputs of inference engines.
 
     python benchmarks/derive_serving.py DATA
 
-DATA holds the tables as collected from their sources, one CSV file each. Supported architectures, chosen before
-anything was fitted: dense models and mixtures in which every layer has plain multi-head or grouped-query
-attention over its whole context, and latent attention where kernels of it were measured. Left out:
+DATA has the tables as collected from their sources, one CSV file each. The supported architectures
+were chosen before anything was fitted. They are dense models and mixtures in which every layer has
+plain multi-head or grouped-query attention over its whole context. Latent attention is supported where
+its kernels were measured. Left out:
 
 | left out                                                      | why                                       |
 |---------------------------------------------------------------|-------------------------------------------|
@@ -51,15 +52,20 @@ MODELS = {
         for size in ("0.5", "1.5", "3", "7", "14", "32", "72")
     },
 }
-"""Profile of each published model whose name begins so: all that share a config are one shape."""
+"""Profile of each published model, by the beginning of its name. All models with the same config
+are one shape.
+"""
 PROMPTS = {"lm-arena-chat": 300, "gpqa": 300, "sourcegraph-fim": 600}
-"""Assumed tokens of a prompt where none is published. Fill-in-the-middle is longer: both tasks fill the cache
-of Qwen3-30B-A3B on one GPU with as many rollouts, of which it writes 300 tokens less."""
+"""Assumed prompt tokens where none are published. Fill-in-the-middle has longer prompts. It fills the
+cache of Qwen3-30B-A3B on one GPU with as many rollouts, but its outputs are 300 tokens shorter.
+"""
 SHARE = 0.6
-"""Share of the mean output that a running rollout has in its context: half where all are alike, more where long
-ones stay longer. 0.56 and 0.65 fill the KV memory in the two settings whose batch it limits (Qwen3-8B and 14B, GPQA)."""
+"""Share of the mean output that is in the context of a running rollout. It is 0.5 if all outputs have
+the same length, and higher if long ones stay longer. 0.56 and 0.65 fill the KV memory in the two
+settings whose batch it limits (Qwen3-8B and 14B, GPQA).
+"""
 MOST_PREFILLS = 0.5
-"""Prompts a step from which the median step may have prefill in it."""
+"""Prompts per step. From this number on, the median step may include prefill."""
 FACTS = "facts; its repository states no licence"
 
 
@@ -134,7 +140,7 @@ THREADS = {
 
 
 def _mlenergy(table: pd.DataFrame) -> Iterator[ServingRow]:
-    """Keep supported models in one replica; repeats of a setting become their median."""
+    """Yield the rows of supported models in one replica, with the median of repeated settings."""
     keys = ["model", "precision", "attn_tp", "ep", "dp", "task", "max_num_seqs"]
     kept = table.groupby(keys, sort=False, as_index=False).median(numeric_only=True)
     for line in kept.to_dict("records"):
@@ -184,7 +190,7 @@ def _qwen25(table: pd.DataFrame) -> Iterator[ServingRow]:
 
 
 def _alone(line: dict[str, Any], **facts: Any) -> ServingRow:
-    """Return the row of a request that has the replica to itself."""
+    """Return the row of a request that is alone on the replica."""
     return ServingRow(
         model=str(model_of(line["model"])),
         dtype="bfloat16",
@@ -309,7 +315,7 @@ def _threads(table: pd.DataFrame) -> Iterator[ServingRow]:
 
 
 def model_of(name: str) -> str | None:
-    """Return the profile of a published model; None where its architecture is left out."""
+    """Return the profile of a published model; None if its architecture is left out."""
     found = [prefix for prefix in MODELS if name.startswith(prefix)]
     return MODELS[max(found, key=len)] if found else None
 

@@ -2,13 +2,13 @@
 
     python benchmarks/derive_tables.py DATA
 
-DATA holds `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (tables of NVIDIA's
-aiconfigurator, one folder for each GPU). The script keeps 16-bit and fp8 rows of shapes of
-decoder-only models, with four digits. It keeps regular batch sizes, because inference servers pad
-to them. Some rows of the wheel may be missing in such an export. If a folder has them, they are
-kept too: quantisation, fp8 experts, and decode attention over an fp8 cache. Their files are
-`quantize_*`, `moe_fp8_*`, `moe_int4_*` and `generation_attention_fp8_*`, with the columns of the
-wheel's parquet files, 128-wide heads and no window.
+DATA has `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (tables of NVIDIA's
+aiconfigurator, one folder per GPU). The script keeps 16-bit and fp8 rows with shapes of decoder-only
+models, with four digits. It keeps regular batch sizes, because inference servers pad to them. Some
+rows of the wheel may be missing in such an export. If a folder has them, they are kept too:
+quantisation, fp8 experts, and decode attention over an fp8 cache. Their files are `quantize_*`,
+`moe_fp8_*`, `moe_int4_*` and `generation_attention_fp8_*`. They have the columns of the wheel's
+parquet files, 128-wide heads and no window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ GEMM_ROWS = {
 }
 MOE_TOKENS = {2**i for i in range(18)} | {48, 80, 96, 160, 192, 384, 768, 1536, 3072}
 SHORTEST_CONTEXT = 512
-"""Tokens. Below it, decode attention takes the microseconds of its launch, which differ by half between kernels."""
+"""Tokens. Below this context, decode attention takes the time of its launch, which differs by half
+between kernels.
+"""
 INFERSIM = {
     "source": "github.com/alibaba/InferSim f2293da, bench_data",
     "licence": "Apache-2.0",
@@ -62,7 +64,9 @@ DEVICES = {
     "h800": "NVIDIA H800",
 }
 GATED_HEADS = 32
-"""Value heads of the gated delta net that was measured: Qwen3-Next's, of 128 channels like its 16 key heads."""
+"""Value heads of the gated delta net that was measured. It is Qwen3-Next's, with 128 channels and
+16 key heads.
+"""
 GATED_PREFILL = {
     2048: {8: 0.086, 32: 0.152, 64: 0.279},
     4096: {8: 0.144, 32: 0.287, 64: 0.536},
@@ -71,15 +75,17 @@ GATED_PREFILL = {
     32768: {8: 0.997, 32: 2.208, 64: 4.273},
     65536: {8: 1.954, 32: 4.405, 64: 8.633},
 }
-"""Milliseconds of FLA's gated delta rule over one sequence on an H100, by its tokens and value heads of 128 channels:
-the column FLA/Triton in the pull requests of `FLASHINFER`. The convolution before it is not in them."""
+"""Milliseconds of FLA's gated delta rule over one sequence on an H100, by its tokens and its value heads
+of 128 channels. Source: column FLA/Triton in the pull requests of `FLASHINFER`. The convolution before
+it is not included.
+"""
 FLASHINFER = {
     "source": "github.com/flashinfer-ai/flashinfer pulls 3788 (32 and 64 heads) and 3866 (8 heads)",
     "licence": "Apache-2.0",
     "version": "not stated",
 }
 MLA_HEADS = 128
-"""Heads of the latent attention that was measured: DeepSeek-V3's."""
+"""Heads of the latent attention that was measured, as in DeepSeek-V3."""
 
 
 def main() -> None:
@@ -210,7 +216,7 @@ def _infersim(folder: Path, gpu: str) -> None:
         )
         for phase in ("decode", "prefill")
     )
-    # The tokens of the table are one GPU's share, those of the operator are all GPUs' together.
+    # The table counts the tokens of one GPU, the operator those of all GPUs.
     grouped["tokens"] *= grouped.num_gpus
     grouped["latency"] = (grouped.up_proj_us + grouped.down_proj_us) / 1e3
     grouped = grouped.rename(
@@ -221,7 +227,7 @@ def _infersim(folder: Path, gpu: str) -> None:
 
 
 def _gated_delta(folder: Path, gpu: str) -> None:
-    """Add the kernels of a layer up; the file of 64 heads repeats that of 32, which is Qwen3-Next's."""
+    """Add up the kernels of a layer. The file of 64 heads repeats that of 32 heads, which is Qwen3-Next's."""
     name, facts = f"4-16-128-{GATED_HEADS}-128.csv", {**INFERSIM, "backend": "fla"}
     for phase, size, column in (("decode", "batchsize", "batch"), ("prefill", "seq_len", "tokens")):
         table = pd.read_csv(folder / phase / gpu / name).rename(columns={size: column})
@@ -234,7 +240,7 @@ MOE_KEYS = ("hidden", "intermediate", "topk", "experts", "tensor_parallel", "exp
 
 
 def _mha(folder: Path, kept: str = "bf16") -> Iterable[pd.DataFrame]:
-    """Read each file `heads-kv_heads-head_dim.csv` with 128-wide heads, keys and values being kept in `kept`."""
+    """Read each file `heads-kv_heads-head_dim.csv` with 128-wide heads, whose keys and values have the dtype `kept`."""
     for path in sorted(folder.glob("*-128.csv")):
         heads, kv_heads, _ = map(int, path.stem.split("-"))
         table = _read_mha(path)
@@ -256,7 +262,7 @@ def _gemm(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> N
 
 
 def _quantise(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
-    """Add up its two parts: values with a given scale, and what finding a scale of each row takes on top."""
+    """Add up the two parts: quantisation with a given scale, and the additional time to compute a scale per row."""
     whole = table.groupby(["m", "k"], as_index=False).latency.sum()
     whole = whole[whole.m.isin(GEMM_ROWS) & (whole.k >= 64)]
     _write(whole, gpu, "quantise", "fp8", ("k",), "m", facts)
@@ -276,7 +282,7 @@ def _attention(
 
 
 def _moe(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> None:
-    """Keep even shares; where they were not measured, the least uneven ones."""
+    """Keep equal shares of tokens per expert; if these were not measured, keep the most equal ones."""
     is_even = table.distribution == "balanced"
     kept = is_even if is_even.any() else table.distribution == "power_law_1.01"
     table = table[kept & table.num_tokens.isin(MOE_TOKENS)]
@@ -307,7 +313,7 @@ def _write(
     column: str,
     facts: dict[str, str],
 ) -> None:
-    """Write one operator's table: a row for each key, a column for each value of the last axis."""
+    """Write one operator's table: a row per key, and a column per value of the last axis."""
     if table.empty:
         return
     names = {"batch_size": "batch", "message_size": "bytes", "kv_len": "context"}

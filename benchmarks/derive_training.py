@@ -1,10 +1,10 @@
-"""Derive profiles/published/training.csv: published training steps in one format, one row a step.
+"""Derive profiles/published/training.csv: published training steps in one format, one row per step.
 
     python benchmarks/derive_training.py DATA
 
-DATA is the folder of published tables: `training/mpt_train_mfu.csv` and `parallel_training/*.csv`. Kept are
-steps on A100, H100 and H200 of models that the simulator has costs for, whose layout is published, those of dense models
-in fp8 among them (nothing is fitted to these):
+DATA is the folder of published tables: `training/mpt_train_mfu.csv` and `parallel_training/*.csv`. The
+script keeps steps on A100, H100 and H200 with a published layout, of models that the simulator has
+costs for. It also keeps dense models in fp8, to which nothing is fitted:
 
 | kept                                           | left out, and why                                             |
 |------------------------------------------------|---------------------------------------------------------------|
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def derived(data: Path) -> list[PublishedStep]:
-    """Return the rows of the table, from a folder of published ones."""
+    """Return the rows of the table, from a folder of published tables."""
     return [
         *mosaic(data / "training" / "mpt_train_mfu.csv"),
         *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
@@ -81,7 +81,7 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 
 
 def mosaic(path: Path) -> Iterator[PublishedStep]:
-    """Yield MPT steps; the published MFU counts (6 N + 12 layers hidden sequence) FLOPs a token."""
+    """Yield MPT steps. The published MFU counts 6 N + 12 layers x hidden x sequence FLOPs per token."""
     for line in _lines(path):
         model, gpu = f"mpt-{line['Model']}", MPT_DEVICES[line["GPU"]]
         shape = shape_of(model)
@@ -137,11 +137,12 @@ CARDS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Verification cards with a known layout and no adapter: what the card's text says of its mixture."""
+"""Verification cards with a known layout and without adapters, with the facts of the card's text.
+"""
 
 
 def bridge(path: Path) -> Iterator[PublishedStep]:
-    """Yield verification cards."""
+    """Yield the verification cards."""
     for line in _lines(path):
         found = CARDS.get((line["model"], line["item"]))
         if found is None:
@@ -172,7 +173,7 @@ DENSE_FP8 = {"LLAMA3_8B": "llama-3.1-8b", "LLAMA3_70B": "llama-3.1-70b"}
 
 
 def bridge_fp8(path: Path) -> Iterator[PublishedStep]:
-    """Yield pretraining of dense models in fp8, of the page's tables; their recipes recompute nothing."""
+    """Yield pretraining steps of dense models in fp8, from the page's tables. Their recipes do not recompute."""
     for line in _lines(path):
         model = DENSE_FP8.get(line["model"])
         if model is None or line["phase"] != "pretrain" or not line["precision"].startswith("FP8"):
@@ -199,11 +200,12 @@ def bridge_fp8(path: Path) -> Iterator[PublishedStep]:
 
 
 def pages(path: Path) -> Iterator[PublishedStep]:
-    """Yield the steps in 16 bits of Megatron-Bridge's summary pages, of GPT-OSS alone.
+    """Yield the 16-bit steps of GPT-OSS from Megatron-Bridge's summary pages.
 
-    What is made again is on no page, but in its configuration: recompute_modules = ["layernorm", "moe_act"] of the H100's
-    in 16 bits (scripts/performance/configs/gpt_oss/gpt_oss_workload_base_configs.py, 07eea52).
-    Left out is 25.11, whose page counts a quarter of the micro-batches that its batch has.
+    The pages do not state the recomputation. It is in the H100's 16-bit configuration:
+    recompute_modules = ["layernorm", "moe_act"]
+    (scripts/performance/configs/gpt_oss/gpt_oss_workload_base_configs.py, 07eea52). Version 25.11 is
+    left out, because its page counts a quarter of the micro-batches of its batch.
     """
     for line in _lines(path):
         kind = (line["precision"], line["model"], line["release"] == "25.11")
@@ -258,7 +260,7 @@ def ablations(path: Path) -> Iterator[PublishedStep]:
             routing="balanced",
             seconds=float(line["step_time_s"]),
             source=f"{BRIDGE} {line['topic']}: {line['variant']}",
-            **known,  # type: ignore[arg-type]  # names of PublishedStep
+            **known,  # type: ignore[arg-type]  # keys are fields of PublishedStep
         )
 
 
@@ -283,7 +285,7 @@ MIXTURES = {
 
 
 def others(path: Path) -> Iterator[PublishedStep]:
-    """Yield rows with full layouts of the other sources."""
+    """Yield rows with full layouts from the other sources."""
     for line in _lines(path):
         if line["precision"] != "BF16":
             continue
@@ -296,7 +298,7 @@ def others(path: Path) -> Iterator[PublishedStep]:
 
 
 def kempner(line: dict[str, str]) -> PublishedStep:
-    """Return a step of KempnerForge: FSDP2 with tensor ranks of a node of 4."""
+    """Return a step of KempnerForge: FSDP2 with tensor ranks in a node of 4."""
     gpus, tensor, pipeline = (int(line[key]) for key in ("num_gpus", "tp", "pp"))
     tokens = float(line["tokens_per_s_per_gpu"]) * gpus * float(line["step_time_s"])
     data = gpus // tensor // pipeline
@@ -324,7 +326,7 @@ def kempner(line: dict[str, str]) -> PublishedStep:
 
 
 def mixture(line: dict[str, str]) -> PublishedStep:
-    """Return a step of a mixture; where a page gives TFLOP/s alone, seconds follow from the model's FLOPs."""
+    """Return a step of a mixture. If a page has TFLOP/s only, seconds are computed from the model's FLOPs."""
     note, framework = line["note"], line["source"].split()[0]
     gpus, tensor, pipeline = int(line["num_gpus"]), int(line["tp"]), int(line["pp"])
     sequences, context = int(line["gbs"] or 256), int(line["cp"] or 1)
@@ -365,7 +367,7 @@ def mixture(line: dict[str, str]) -> PublishedStep:
 
 
 def automodel_dense(line: dict[str, str]) -> PublishedStep:
-    """Return a step of a dense model of Automodel with context ranks; kept activations of its passes would fit no GPU."""
+    """Return a step of a dense Automodel model with context ranks. It recomputes, since its activations fit no GPU."""
     gpus, context = int(line["num_gpus"]), int(line["cp"])
     return PublishedStep(
         framework="Automodel",
@@ -385,10 +387,11 @@ def automodel_dense(line: dict[str, str]) -> PublishedStep:
 
 
 def recomputed(note: str, framework: str) -> Recompute:
-    """Return what a mixture makes again.
+    """Return the recomputation of a mixture.
 
-    Automodel's page does not say: every version of its benchmark configurations (examples/llm_benchmark, earlier
-    examples/benchmark) has `activation_checkpointing: true`, which wraps each layer.
+    Automodel's page does not state it. But every version of its benchmark configurations
+    (examples/llm_benchmark, earlier examples/benchmark) has `activation_checkpointing: true`, which
+    wraps each layer.
     """
     if framework == "NeMo" or "full recompute" in note:
         return "full"
@@ -398,7 +401,7 @@ def recomputed(note: str, framework: str) -> Recompute:
 
 
 def flops_per_token(model: str, tokens: int) -> float:
-    """Return the FLOPs of a token as Megatron counts them: all products and causal attention, no recomputation."""
+    """Return the FLOPs per token as Megatron counts them: all products and causal attention, no recomputation."""
     return 3 * shape_of(model).forward_flops(1, tokens / 2)
 
 
@@ -413,9 +416,9 @@ PRIME_GPUS = {"H100 80GB HBM3": "h100", "H200": "h200"}
 
 
 def prime(path: Path) -> Iterator[PublishedStep]:
-    """Yield full-parameter steps; offloaded activations are another amount of work.
+    """Yield steps that train all parameters, without those that offload activations.
 
-    Only its RL trainer chunks logits: the peaks of supervised steps have all of them.
+    Only the RL trainer chunks logits. So the peak memory of supervised steps includes all logits.
     """
     for line in _lines(path):
         model, gpu = PRIME_MODELS.get(line["model"]), PRIME_GPUS.get(line["system"])

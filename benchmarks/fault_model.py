@@ -1,4 +1,4 @@
-"""A random two-layer model of four symbols, its tokenizer and prompts: small enough to be started a hundred times."""
+"""Write a random two-layer model of four symbols, with tokenizer and prompts. It is small enough for many restarts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 SYMBOLS = ["<pad>", "<eos>", "4", "#"]
-"""An answer is what follows the last #: "4" is right, and comes up often enough to learn from."""
+"""Symbols of the model. An answer is the text after the last #. "4" is right, and is frequent
+enough to learn from.
+"""
 
 
 def make_model(directory: Path) -> None:

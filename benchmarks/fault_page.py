@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 
-from benchmarks.fault_books import KINDS, SIMULATED, Cell
+from benchmarks.fault_results import KINDS, SIMULATED, Cell
 from streamrl.runfile.simulation_config import FaultKind
 
 FAULTS: dict[FaultKind, str] = {

@@ -1,15 +1,15 @@
-"""Fit the constants of a decode step besides its operators to published steps, and write profiles/engines.
+"""Fit the overheads of a decode step to published steps, and write profiles/engines.
 
     python benchmarks/fit_decode.py [ENGINE ...]
 
-Rows are those of profiles/published. `benchmarks/derive_serving.py` lists the supported
-architectures and those left out. A row's seconds are linear in the constants, so the fit needs one
-prediction for each constant. It is a least-squares fit of relative errors without negative
-constants. Rows that are off by more than `HUBER` count linearly. Reported errors are of rows
-predicted by constants that were fitted without their shape. A shape is all rows of one model
-config, whatever its name, GPU or layout.
+The rows are those of profiles/published. `benchmarks/derive_serving.py` lists the supported
+architectures and those left out. The seconds of a row are linear in the constants, so the fit needs
+one prediction per constant. It is a least-squares fit of relative errors without negative constants.
+Rows with an error above `HUBER` count linearly. Reported errors are of rows that were predicted with
+constants fitted without their shape. A shape is all rows of one model config, for all names, GPUs
+and layouts.
 
-The paper's own engine (`streamrl`) is fitted by `benchmarks/bench_costs.py --fit`.
+`benchmarks/bench_costs.py --fit` fits the paper's own engine (`streamrl`).
 """
 
 from __future__ import annotations
@@ -33,27 +33,32 @@ from streamrl.sim.fidelity.serving import ServingRow, predict, read_serving
 
 DATE = datetime.date(2026, 11, 21)
 HUBER = 0.1
-"""Relative error past which a row counts linearly."""
+"""Relative error above which a row counts linearly."""
 LAUNCHES = np.arange(100e-6, 1000e-6, 5e-6)
-"""Seconds of a layer's launches that are tried: a step is no linear function of them."""
+"""Candidate seconds of a layer's launches. They are searched, because a step is not linear in them.
+"""
 FEWEST_ROWS = 6
-"""Rows on a GPU from which an engine's error is one of that GPU."""
+"""Least number of rows on a GPU for a separate error of an engine on this GPU."""
 REQUEST = load_engine("streamrl").constants.request
-"""Seconds of a rollout where sampling sorts nothing: the paper's decode curve. Published steps do not tell it from
-`logit`, as the vocabularies of their models are too alike: either alone meets them as well."""
+"""Seconds per rollout if sampling does not sort, from the paper's decode curve. Published steps cannot
+separate it from `logit`, because their vocabularies have similar sizes. Either of the two alone fits
+them as well.
+"""
 
 GAPS = load_engine("vllm-0.11").constants.layer
-"""Seconds between the kernels of a layer under CUDA graphs, for engines whose rows do not tell."""
+"""Seconds between the kernels of a layer with CUDA graphs, for engines whose rows do not determine
+it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What is fitted to which rows of an engine."""
+    """The constants to fit, and the rows of an engine to fit them to."""
 
     name: str
     terms: tuple[str, ...]
     start: Overheads = field(default_factory=Overheads)
-    """Constants that are taken from elsewhere, and the kernels that it uses."""
+    """Constants from other sources, and the kernels that the engine uses."""
     is_fitted: Callable[[ServingRow], bool] = lambda row: True
     note: str = ""
 
@@ -121,7 +126,7 @@ FITS = {
 
 
 def main() -> None:
-    """Write the profiles of the engines that are named, or of all."""
+    """Write the profiles of the named engines, or of all."""
     for engine in sys.argv[1:] or FITS:
         text = engine_profile(engine)
         (PROFILES / "engines" / f"{engine}.toml").write_text(text)
@@ -138,7 +143,7 @@ def rows_of(engine: str) -> list[ServingRow]:
 
 
 def fit(engine: str, rows: Sequence[ServingRow]) -> Overheads:
-    """Return the constants with the least loss; of launches the best of `LAUNCHES`."""
+    """Return the constants with the least loss, over all `LAUNCHES`."""
     plan = FITS[engine]
     if "launch" not in plan.terms:
         return _fit_linear(plan, rows, 0.0)
@@ -165,14 +170,14 @@ def _fit_linear(plan: Fit, rows: Sequence[ServingRow], launch: float) -> Overhea
 
 
 def _slope(rows: Sequence[ServingRow], start: Overheads, term: str) -> Floats:
-    """Seconds that a constant adds for each unit of it."""
+    """Return the seconds that each row gains per unit of a constant."""
     unit = {"slowdown": 1.0, "step": 1e-3, "logit": 1e-9}.get(term, 1e-5)
     raised = replace(start, **{term: getattr(start, term) + unit})
     return (_seconds(rows, raised) - _seconds(rows, start)) / unit
 
 
 def _least_squares(terms: Floats, target: Floats) -> Floats:
-    """Solve without negative values: terms that would be are left out one after the other."""
+    """Solve without negative values: terms with a negative solution are set to 0, one after the other."""
     kept = list(range(terms.shape[1]))
     while kept:
         solved = np.linalg.lstsq(terms[:, kept], target, rcond=None)[0]
@@ -196,7 +201,7 @@ def relative_errors(rows: Sequence[ServingRow], constants: Overheads) -> Floats:
 
 
 def _seconds(rows: Sequence[ServingRow], constants: Overheads) -> Floats:
-    """Return what is linear in the constants: milliseconds, or the inverse of a throughput."""
+    """Return the quantity that is linear in the constants: milliseconds, or the inverse of a throughput."""
     return np.array([_linear(row, predict(row, constants)) for row in rows])
 
 
@@ -213,7 +218,7 @@ def _linear(row: ServingRow, value: float) -> float:
 
 @cache
 def left_out(engine: str) -> dict[str, Overheads]:
-    """Return the constants without each shape, where there are two shapes or more."""
+    """Return the constants without each shape; empty if there is only one shape."""
     rows = rows_of(engine)
     shapes = sorted({row.model for row in rows})
     if len(shapes) < 2:
@@ -222,7 +227,7 @@ def left_out(engine: str) -> dict[str, Overheads]:
 
 
 def held_out_errors(engine: str) -> Floats:
-    """Return the relative error of every fitted row under the constants without its shape."""
+    """Return the relative error of every fitted row, predicted with constants without its shape."""
     rows, found = rows_of(engine), left_out(engine)
     return np.array([predict(row, found[row.model]) / row.value - 1 for row in rows])
 
@@ -231,7 +236,7 @@ def held_out_errors(engine: str) -> Floats:
 
 
 def engine_profile(engine: str) -> str:
-    """Return the TOML text of an engine."""
+    """Return the profile of an engine as TOML text."""
     plan, rows = FITS[engine], rows_of(engine)
     sources = "; ".join(sorted({row.source for row in rows}))
     lines = [
@@ -266,7 +271,7 @@ def engine_profile(engine: str) -> str:
 
 
 def _narrow_rows(engine: str, fitted: Sequence[ServingRow]) -> list[ServingRow]:
-    """Return the steps in fp8 of an engine whose constants are fitted to others."""
+    """Return the fp8 steps of an engine whose constants are fitted to other steps."""
     found = [row for row in read_serving() if row.engine == engine and row.dtype == "fp8"]
     return [row for row in found if row.kind == "step" and row not in fitted]
 

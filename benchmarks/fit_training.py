@@ -2,10 +2,11 @@
 
     python benchmarks/fit_training.py
 
-Rows are those of profiles/published/training.csv (`derive_training.py` says which are left out, and why). Rates of
-matrix products and of experts come from kernel tables, never from steps. The rest is fitted to all shapes with
-plain attention, every shape weighing alike; then once more without each shape, and the errors
-on the shape left out are what the profile claims.
+The rows are those of profiles/published/training.csv. `derive_training.py` lists the rows that are
+left out, with reasons. Rates of matrix products and of experts come from kernel tables, never from
+steps. The other constants are fitted to all shapes with plain attention, and every shape has the same
+weight. Then they are fitted again without each shape. The errors on the left-out shapes are the
+profile's stated errors.
 """
 
 from __future__ import annotations
@@ -55,12 +56,16 @@ START = {
     "triton_h100": 3.0,
     "triton_a100": 2.0,
 }
-"""Where the fit begins, and what a constant that no row speaks of is drawn to."""
+"""Start values of the fit. A constant that no row depends on stays at its start value."""
 SHARES = ("trade_overlap", "gather_overlap")
 HUBER = 0.1
-"""Relative error past which a row counts linearly: some published rows ran out of memory and thrashed."""
+"""Relative error above which a row counts linearly: some published rows ran out of memory and
+thrashed.
+"""
 PULL = 0.005
-"""Weight of a unit of logarithm that a constant moves from where it began, against a squared relative error."""
+"""Weight of the squared distance of a constant's logarithm from its start value, against a squared
+relative error.
+"""
 STEPS, FOLD_STEPS = 12, 5
 
 GEMM = {
@@ -81,9 +86,11 @@ GEMM = {
         "H20-3e; no training was measured on it",
     ),
 }
-"""GPU: whose kernel table, which, the tier of what follows, and what the table was measured on."""
+"""By GPU: the GPU and file of the kernel table, the resulting tier, and the device that was
+measured.
+"""
 GEMM_ROWS, GEMM_SIDE = 1024, 256
-"""Tokens and smaller side of the products that rates are fitted to, at least."""
+"""Least number of tokens, and least smaller side, of the products that rates are fitted to."""
 EXPERTS = {
     "a100": ("a100", "composed", "A100"),
     "h100": ("h100", "composed", "H100"),
@@ -99,7 +106,7 @@ GEMM_FP8 = {
     "h20": ("h20", "gemm.deepgemm.fp8", "roofline", "H20; no training was measured on it"),
     "h20-3e": ("h20-3e", "gemm.sglang.fp8", "roofline", "H20-3e; no training was measured on it"),
 }
-"""As `GEMM`, in fp8."""
+"""The same as `GEMM`, for fp8."""
 EXPERTS_FP8 = {
     "h100": ("h800", "H800, whose compute units the H100 has"),
     "h800": ("h800", "H800"),
@@ -107,9 +114,9 @@ EXPERTS_FP8 = {
     "h20": ("h20", "H20"),
     "h20-3e": ("h20", "H20, whose compute units the H20-3e has"),
 }
-"""GPU: whose table of grouped products in fp8, and what it was measured on."""
+"""By GPU: the GPU of the table of grouped fp8 products, and the device that was measured."""
 EXPERT_TOKENS = 64
-"""Tokens of each expert that rates of experts are fitted to, at least."""
+"""Least tokens per expert that rates of experts are fitted to."""
 
 
 def main() -> None:
@@ -123,7 +130,7 @@ def main() -> None:
 
 
 def gemm_rate(gpu: str, tables: dict[str, tuple[str, str, str, str]] = GEMM) -> GemmRate:
-    """Fit 1 / FLOP/s to a straight line in 1 / m, 1 / n and 1 / k, least squares of relative errors."""
+    """Fit 1 / FLOP/s to a straight line in 1 / m, 1 / n and 1 / k: least squares of relative errors."""
     place, file, tier, device = tables[gpu]
     table = read_table(PROFILES / "measured" / place / f"{file}.csv")
     n, k = (table.rows[:, [table.keys.index(key)]] for key in ("n", "k"))
@@ -146,9 +153,9 @@ def gemm_rate(gpu: str, tables: dict[str, tuple[str, str, str, str]] = GEMM) -> 
 
 
 def expert_rate(gpu: str) -> ExpertRate:
-    """Fit the same to grouped products that are not dealt out, in 1 / tokens of an expert and 1 / its channels.
+    """Fit the same to grouped products of whole experts, in 1 / tokens per expert and 1 / its channels.
 
-    Without a table: the GPU's own products, slower by what H100's experts are.
+    Without a table, return the GPU's own products, slowed down by the ratio of H100's experts to its products.
     """
     place, tier, device = EXPERTS[gpu]
     if place is None:
@@ -181,7 +188,7 @@ def expert_rate(gpu: str) -> ExpertRate:
 
 
 def fp8_expert_rate(gpu: str) -> ExpertRate:
-    """Fit the same to grouped products of DeepGEMM's contiguous layout, each expert's tokens filling whole blocks."""
+    """Fit the same to grouped products of DeepGEMM's contiguous layout, which pads each expert's tokens to whole blocks."""
     place, device = EXPERTS_FP8[gpu]
     table = read_table(PROFILES / "measured" / place / "moe.deepgemm.fp8.csv")
     of = {key: table.rows[:, [i]] for i, key in enumerate(table.keys)}
@@ -203,7 +210,7 @@ def fp8_expert_rate(gpu: str) -> ExpertRate:
 
 
 def _inverse_line(seconds: Floats, sizes: Sequence[Floats]) -> list[float]:
-    """Return the rate without end, and the sizes at which each term doubles the seconds; none below 0."""
+    """Return the limit of the rate, and the sizes at which each term doubles the seconds; none is below 0."""
     columns = [np.ones_like(seconds), *(1 / size for size in sizes)]
     while True:
         terms = np.stack(columns, axis=1) / seconds[:, None]
@@ -219,14 +226,14 @@ def _inverse_line(seconds: Floats, sizes: Sequence[Floats]) -> list[float]:
 
 
 class Fit:
-    """Constants as logarithms, shares as logits."""
+    """The constants of a fit as logarithms, and shares as logits."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._start = np.array([self._enter(name, value) for name, value in START.items()])
 
     def constants(self, place: Floats) -> tuple[Constants, dict[str, float]]:
-        """Return the constants, and how much slower than its kernel table Triton's attention was, by GPU."""
+        """Return the constants, and by GPU the seconds of Triton's attention over those of its kernel table."""
         values = {name: self._leave(name, v) for name, v in zip(START, place, strict=True)}
         triton = {
             name.removeprefix("triton_"): values.pop(name)
@@ -236,7 +243,7 @@ class Fit:
         return Constants(**values), triton
 
     def errors(self, place: Floats, steps: Sequence[PublishedStep]) -> Floats:
-        """Return log of predicted over published seconds."""
+        """Return the logarithm of predicted over published seconds."""
         constants, triton = self.constants(place)
         found = [
             log(even_step_time(step, self._rates, constants, triton) / step.seconds)
@@ -276,7 +283,7 @@ class Fit:
 def leave_each_out(
     fit: Fit, steps: Sequence[PublishedStep], place: Floats
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Return, by shape, the constants without it, and the relative errors on it."""
+    """Return by shape the constants that were fitted without it, and the relative errors on it."""
     places, errors = {}, {}
     for model in sorted({step.model for step in steps}):
         others = [step for step in steps if step.model != model]
@@ -290,7 +297,7 @@ def leave_each_out(
 
 
 def profile_text(steps: Sequence[PublishedStep]) -> str:
-    """Fit to all steps, and to all but each shape; return training.toml."""
+    """Fit to all steps, and to all steps except each shape; return training.toml."""
     gemm = {gpu: gemm_rate(gpu) for gpu in GEMM}
     experts = {gpu: expert_rate(gpu) for gpu in EXPERTS}
     fit = Fit(Rates(gemm, experts))
@@ -347,11 +354,11 @@ def _rates(section: str, table: Mapping[str, GemmRate | ExpertRate]) -> list[str
 def narrow_text(
     wide: Mapping[str, GemmRate], constants_of: Callable[[str], tuple[Constants, dict[str, float]]]
 ) -> list[str]:
-    """Return rates in fp8, and the errors of published steps so, to which nothing is fitted.
+    """Return the rates in fp8, and the errors of published fp8 steps, to which nothing is fitted.
 
     Args:
         wide: rates of products that stay in 16 bits.
-        constants_of: gives the constants of a fit that has not seen a model.
+        constants_of: returns the constants of the fit without a model.
     """
     gemm = {gpu: gemm_rate(gpu, GEMM_FP8) for gpu in GEMM_FP8}
     experts = {gpu: fp8_expert_rate(gpu) for gpu in EXPERTS_FP8}

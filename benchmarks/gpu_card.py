@@ -1,7 +1,8 @@
-"""GPU checks of the card: what is installed, memory bandwidth, matrix products, and operator tables of this GPU.
+"""GPU checks of the card: installed packages, memory bandwidth, matrix products, and operator tables of this GPU.
 
-Tables have the format of profiles/measured/GPU/OPERATOR.BACKEND.DTYPE.csv, and the backend "torch": matrix products, and
-the attention of the trainer's packed passes (`streamrl.executor.attention.attend`).
+The tables have the format of profiles/measured/GPU/OPERATOR.BACKEND.DTYPE.csv, with the backend
+"torch". They measure matrix products and the attention of the trainer's packed passes
+(`streamrl.executor.attention.attend`).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ PACKAGES = (
     *("flash-attn", "flash-attn-3", "vllm", "deepspeed", "ray"),
 )
 LEAST_SHARE = 0.6
-"""Share of the datasheet's bandwidth and matrix rate that a healthy card reaches at least."""
+"""Least share of the datasheet's bandwidth and matrix rate that a healthy card reaches."""
 REPEATS, LAUNCHES = 5, 10
-"""Timed replays of a CUDA graph, and calls in the graph at least."""
+"""Timed replays of a CUDA graph, and least number of calls in the graph."""
 WARM_UP = 5
-"""Long calls that are not counted: memory clocks rise during the first ones."""
+"""Uncounted long calls before a measurement. Memory clocks rise during the first ones."""
 SHAPES = (
     *((1024, 1024), (2048, 1024), (1024, 2048), (3072, 1024), (6144, 1024), (1024, 3072)),
     *((4096, 4096), (12288, 4096)),
@@ -54,7 +55,7 @@ BATCHES = (1, 8) if ON_GPU else (1,)
 
 
 def check_environment(recorder: Recorder, scratch: Path) -> None:
-    """Say what is installed, and what the card and the host are."""
+    """Report the installed packages, the card and the host."""
     recorder.check("environment", 30, _environment, scratch)
 
 
@@ -73,11 +74,11 @@ def _environment(recorder: Recorder, name: str, scratch: Path) -> None:
         recorder.skip(f"{name}: card", "torch sees no GPU")
         return
     card = torch.cuda.get_device_properties(0)
-    told = (
+    description = (
         f"{card.name}, {card.multi_processor_count} multiprocessors, compute capability {card.major}.{card.minor}, "
-        f"CUDA {torch.version.cuda}, {_told_by_driver()}"
+        f"CUDA {torch.version.cuda}, {_driver_report()}"
     )
-    recorder.add(f"{name}: card", card.total_memory / 1e9, "GB", None, told)
+    recorder.add(f"{name}: card", card.total_memory / 1e9, "GB", None, description)
     free, _ = torch.cuda.mem_get_info()
     profile = load_gpu(gpu_name())
     detail = f"free of an empty process; profiles/gpus/{gpu_name()}.toml counts {profile.usable_memory / 1e9:.2f} GB as usable"
@@ -99,7 +100,7 @@ def _processor() -> str:
     return next((one.partition(":")[2].strip() for one in lines if "model name" in one), "")
 
 
-def _told_by_driver() -> str:
+def _driver_report() -> str:
     query = "--query-gpu=driver_version,memory.total,clocks.sm,clocks.mem,power.limit"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
@@ -113,7 +114,7 @@ def _told_by_driver() -> str:
 
 
 def check_ceilings(recorder: Recorder, scratch: Path) -> None:
-    """Measure what bounds every other figure: copies, matrix products, checksums."""
+    """Measure the limits of all other figures: copies, matrix products, checksums."""
     recorder.check("ceiling: device copy", 20, _copy)
     recorder.check("ceiling: matrix product", 30, _product)
     recorder.check("ceiling: host link", 30, _host_link)
@@ -121,10 +122,10 @@ def check_ceilings(recorder: Recorder, scratch: Path) -> None:
 
 
 def seconds_of(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the median seconds of one call; calls take turns, so that no input stays in the cache.
+    """Return the median seconds of one call. Calls take turns, so that no input stays in the cache.
 
-    On a GPU the calls are captured in a CUDA graph, so that launches take nothing. Calls that no graph takes are
-    launched one by one.
+    On a GPU, a CUDA graph captures the calls, so launches take no time. Calls that cannot be captured
+    are launched one by one.
     """
     in_turn = [*calls] * math.ceil(LAUNCHES / len(calls))
     for call in in_turn:
@@ -148,7 +149,7 @@ def seconds_of(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def median_seconds(call: Callable[[], object]) -> float:
-    """Return the median seconds of a call that runs for long, launched one by one: a graph may copy by another engine."""
+    """Return the median seconds of a long call, launched one by one: a graph may use another copy engine."""
     if not ON_GPU:
         return seconds_of([call])
     found = []
@@ -211,7 +212,7 @@ def _against_datasheet(
 
 
 def _host_link(recorder: Recorder, name: str) -> None:
-    """Copy between host and device, from pinned memory and from memory that is not."""
+    """Copy between host and device, from pinned and from pageable memory."""
     for is_pinned in (True, False):
         host = torch.empty(SIZES.copied // 16, pin_memory=is_pinned and ON_GPU)
         device = torch.empty_like(host, device=DEVICE)
@@ -229,7 +230,7 @@ def _host_link(recorder: Recorder, name: str) -> None:
 
 
 def _checksum(recorder: Recorder, name: str) -> None:
-    """Hash a file in shared memory, as each side of a weight sync does; one thread."""
+    """Hash a file in shared memory with one thread, as each side of a weight sync does."""
     directory = SharedDirectory("gpu-checks")
     try:
         file, size = directory.path / "bytes", 2**28 if ON_GPU else 2**20
@@ -261,7 +262,7 @@ def _gemm_table(recorder: Recorder, name: str, out: Path) -> None:
 
 
 def _gemm(m: int, n: int, k: int) -> float:
-    """Return the seconds of (m, k) times (k, n) in bfloat16, over more weights than a cache holds."""
+    """Return the seconds of (m, k) times (k, n) in bfloat16, over more weights than the cache holds."""
     num_weights = math.ceil(2**27 / (2 * n * k)) if ON_GPU else 1
     inputs = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
     weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(num_weights)]
@@ -285,7 +286,7 @@ def _attention(heads: int, kv_heads: int, batch: int, context: int) -> float:
         torch.randn(batch, number, context, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
         for number in (heads, kv_heads, kv_heads)
     )
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as everywhere in the executor
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the executor disables it too
     how = {"mask": None, "is_causal": True, "scaling": None}
     return seconds_of([lambda: attend(query, key, value, **how)])
 

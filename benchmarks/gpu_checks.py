@@ -15,10 +15,11 @@
 | tables      | operator tables in the format of profiles/measured                                      |
 | profile-medium, run-medium | the same with 222 million parameters                                     |
 
-Each part is a process of its own with a time bound, so that a crash or a hang ends that part alone. Each result is a line
-of OUT/results.jsonl, written as soon as it is known; what the parts print besides goes to OUT/log.txt. A part is skipped
-where too little of the time budget is left. On a machine without a GPU the same code runs with small shapes, and checks of
-CUDA kernels are skipped. The exit code is 1 where a result is out of its tolerance, or a part did not end by itself.
+Each part is a separate process with a time limit, so a crash or a hang ends only that part. Each
+result is a line of OUT/results.jsonl, written as soon as it is known. Other output of the parts goes to
+OUT/log.txt. A part is skipped if too little of the time budget is left. On a machine without a GPU, the
+same code runs with small shapes, and checks of CUDA kernels are skipped. The exit status is 1 if a
+result is outside its tolerance, or if a part did not end by itself.
 """
 
 from __future__ import annotations
@@ -40,35 +41,35 @@ from benchmarks.gpu_record import RESULTS, Recorder, read_results, table
 
 LOG = "log.txt"
 RESERVE = 3.0
-"""Seconds that are kept for the table at the end."""
+"""Seconds that are reserved for the table at the end."""
 GRACE = 10.0
-"""Seconds for a killed part to end: one that waits for the driver may never do so."""
+"""Seconds for a killed part to end. A part that waits for the driver may never end."""
 ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "4",  # checksums of weights take as many; the launcher gives roles no fewer here
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else an import that looks for a GPU starts CUDA
+    "OMP_NUM_THREADS": "4",  # for weight checksums; the launcher gives roles at least as many
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # otherwise an import that looks for a GPU starts CUDA
 }
 
 
 class Place(NamedTuple):
-    """Where a part reads and writes."""
+    """The directories and the time limit of a part."""
 
     scratch: Path
-    """Models and run directories; parts share it."""
+    """Directory of models and run directories. All parts share it."""
     out: Path
     seconds: float
-    """Time bound of the part, or of all of them."""
+    """Time limit of the part, or of all parts."""
 
 
 class Part(NamedTuple):
-    """A group of checks in a process of its own."""
+    """A group of checks in its own process."""
 
     bound: float
-    """Most seconds that it may take."""
+    """Time limit in seconds."""
     least: float
-    """Seconds without which it is not worth starting."""
+    """Seconds of time budget that the part needs to be started."""
     run: Callable[[Recorder, Place], None]
 
 
@@ -160,14 +161,14 @@ def main() -> None:
 
 
 def run_parts(names: list[str], place: Place) -> None:
-    """Run each part in a process of its own, within the seconds of `place` together."""
+    """Run each part in its own process, within `place.seconds` in total."""
     ends_at = time.monotonic() + place.seconds
     recorder = Recorder(place.out)
     method = import_early()
     for name in names:
         part, left = PARTS[name], ends_at - time.monotonic()
         if left < part.least:
-            recorder.skip(name, f"{left:.0f} s are left, and it needs {part.least:g}")
+            recorder.skip(name, f"{left:.0f} s are left, but it needs {part.least:g} s")
             continue
         began_at = time.monotonic()
         ending = run_part(name, place._replace(seconds=min(part.bound, left)), method)
@@ -176,7 +177,7 @@ def run_parts(names: list[str], place: Place) -> None:
 
 
 def run_part(name: str, place: Place, start_method: str) -> str:
-    """Run a part in a process; return how it ended, or nothing where it ended well."""
+    """Run a part in a process. Return how it ended; empty if it succeeded."""
     with (place.out / LOG).open("a", encoding="utf-8") as log:
         log.write(f"== {name}\n")
     process = multiprocessing.get_context(start_method).Process(target=_begin, args=(name, place))
@@ -191,7 +192,7 @@ def run_part(name: str, place: Place, start_method: str) -> str:
 
 
 def _begin(name: str, place: Place) -> None:
-    """Run a part: in a session of its own, with its errors in the log."""
+    """Run a part in its own session, with its errors in the log."""
     os.setsid()
     log = os.open(place.out / LOG, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, sys.stderr.fileno())
@@ -199,7 +200,7 @@ def _begin(name: str, place: Place) -> None:
 
 
 def _kill(process: multiprocessing.process.BaseProcess) -> None:
-    """Kill a part and what it left running in its session; workers of a run end with the process that started them."""
+    """Kill a part and all processes of its session. Workers of a run end with the process that started them."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -207,8 +208,8 @@ def _kill(process: multiprocessing.process.BaseProcess) -> None:
 
 
 def import_early() -> str:
-    """Import what all parts need; return how they start: forked, or spawned where an import has started CUDA."""
-    with contextlib.suppress(ImportError):  # each part tells it
+    """Import the packages of all parts; return the start method: "fork", or "spawn" if an import has started CUDA."""
+    with contextlib.suppress(ImportError):  # each part reports it
         import torch  # noqa: F401
         from transformers import Qwen3ForCausalLM  # noqa: F401
         from transformers.utils import logging
@@ -223,7 +224,7 @@ def import_early() -> str:
 
 
 def _exit_by_cuda() -> None:
-    """End with 1 in a fork that cannot use CUDA."""
+    """Exit with status 1 in a fork that cannot use CUDA."""
     import torch
 
     sys.exit(torch.cuda._is_in_bad_fork())

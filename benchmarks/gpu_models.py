@@ -39,18 +39,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
 SYMBOLS = ["<pad>", "<eos>", *string.digits, *"+-=;# ", *string.ascii_lowercase[:14]]
 FIRST_MORE, MOST_SYMBOLS = 0x4E00, 2**15
-"""Symbols beyond those are the characters from here on, as many as a model has token ids, up to a limit."""
+"""First of the additional symbols' characters, and most symbols. A model has as many symbols as
+token ids, up to the limit.
+"""
 REWARD_PATTERN = rf"[0-9+=;\-{chr(FIRST_MORE)}-{chr(FIRST_MORE + MOST_SYMBOLS // 2)}]\s*$"
-"""Scorer of the executed runs: about half of random completions match, so that advantages differ from 0."""
+"""Scorer of the executed runs. About half of random completions match, so that advantages differ
+from 0.
+"""
 GPU_NAMES = ("h200", "h100", "h20", "h800", "a100")
-"""GPUs that profiles/gpus has, by what the device calls itself; the first match counts."""
+"""Names in profiles/gpus. The first one that the device's name contains counts."""
 
 
 class Sizes(NamedTuple):
-    """How large the checks are."""
+    """Sizes of the checks on this device."""
 
     rollouts: int
-    """Of a training batch that is compared with the CPU's."""
+    """Rollouts of a training batch that is compared with the CPU's."""
     prompt: int
     output: int
     """Longest output, in tokens."""
@@ -72,18 +76,20 @@ SIZES = (
 
 
 def gpu_name() -> str:
-    """Return the GPU's name in profiles/gpus: h200 where there is no GPU, for predictions."""
+    """Return the GPU's name in profiles/gpus; without a GPU, return h200, for predictions."""
     if not ON_GPU:
         return "h200"
-    told = torch.cuda.get_device_name().lower()
-    names = [name for name in GPU_NAMES if name in told.replace("-", " ").split()]
+    device_name = torch.cuda.get_device_name().lower()
+    names = [name for name in GPU_NAMES if name in device_name.replace("-", " ").split()]
     if not names:
-        raise ValueError(f"no profile in profiles/gpus for the device {told!r}")
+        raise ValueError(
+            f"profiles/gpus has no profile of the device {device_name!r}; add one and its name to GPU_NAMES"
+        )
     return names[0]
 
 
 def model_directory(scratch: Path, name: str) -> Path:
-    """Return the directory of a model of the table above, which is written where it is absent."""
+    """Return the directory of a model of the table above; write the model if it does not exist."""
     path = scratch / "models" / name
     if not (path / "config.json").is_file():
         torch.manual_seed(0)
@@ -113,7 +119,7 @@ def save_tokenizer(path: Path, vocabulary: int) -> None:
 
 
 def write_prompts(path: Path, count: int) -> None:
-    """Write prompts that are sums of 2 to 8 terms, as the quickstart's are."""
+    """Write prompts that are sums, like the quickstart's."""
     rng = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
@@ -129,7 +135,7 @@ def token_ids(rng: random.Random, vocabulary: int, count: int) -> list[int]:
 def make_samples(
     vocabulary: int, count: int, prompt: int, output: int, *, is_even: bool = False
 ) -> list[Sample]:
-    """Return random rollouts of different lengths, or of the same where `is_even`, with advantages around 0."""
+    """Return random rollouts with advantages around 0. Their lengths differ unless `is_even`."""
     rng = random.Random(0)
     uniform = -float(torch.tensor(float(vocabulary)).log())
     samples = []

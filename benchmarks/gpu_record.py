@@ -1,7 +1,7 @@
-"""Results of the GPU checks: one JSON line per result, written as soon as it is known.
+"""Write results of the GPU checks: one JSON line per result, written as soon as it is known.
 
-A check is a function that is called through `Recorder.check`. A check that raises, or that passes its time bound, becomes
-a result with `ok` false. It never stops the checks after it.
+A check is a function that is called through `Recorder.check`. If it raises or exceeds its time limit,
+it gets a result with `ok` false, and the next checks still run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Result(NamedTuple):
 
     name: str
     value: float | None
-    """None where the check failed or was skipped."""
+    """None if the check failed or was skipped."""
     unit: str
     ok: bool | None
     """Whether the figure is within its tolerance; None for a figure without one, and for a skipped check."""
@@ -34,7 +34,7 @@ class Result(NamedTuple):
 
 
 class OutOfTimeError(KeyboardInterrupt):
-    """A check passed its time bound. An event loop passes a `KeyboardInterrupt` on, and swallows other errors."""
+    """A check exceeded its time limit. An event loop lets a `KeyboardInterrupt` through, unlike other errors."""
 
 
 class Recorder:
@@ -48,7 +48,7 @@ class Recorder:
     def add(
         self, name: str, value: float | None, unit: str, ok: bool | None, detail: str = ""
     ) -> None:
-        """Write one result; its seconds are those since the check that is under way began."""
+        """Write one result. Its seconds are those since the current check started."""
         seconds = round(time.perf_counter() - self._began_at, 3)
         if value is not None and not math.isfinite(value):  # JSON has no such number
             value, ok, detail = None, False, f"{value}; {detail}"
@@ -63,7 +63,7 @@ class Recorder:
         self.add(name, None, "", None, f"skipped: {why}")
 
     def check(self, name: str, bound: float, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(self, name, *args)`, which adds its results, for `bound` seconds at most."""
+        """Call `function(self, name, *args)`, which adds its results, with a time limit of `bound` seconds."""
         self._began_at = time.perf_counter()
         try:
             with _at_most(bound):
@@ -80,14 +80,14 @@ class Recorder:
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTimeError` in the main thread once the seconds are over."""
+    """Raise `OutOfTimeError` in the main thread after these seconds."""
 
     def stop(*_: object) -> None:
         raise OutOfTimeError
 
     before, began_at = signal.signal(signal.SIGALRM, stop), time.perf_counter()
     left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    if 0 < left < seconds:  # of the check that this one is a part of
+    if 0 < left < seconds:  # the enclosing check has less time left
         signal.setitimer(signal.ITIMER_REAL, left)
     try:
         yield
@@ -105,7 +105,7 @@ def read_results(directory: Path) -> list[Result]:
 
 
 def table(results: list[Result]) -> str:
-    """Return the results as lines of text, failures last, and how many passed."""
+    """Return the results as lines of text, failures last, with the number of failed results."""
     marks = {True: "ok", False: "FAIL", None: "-"}
     lines = []
     for one in results:

@@ -1,7 +1,7 @@
-"""GPU checks of the replica beside the trainer: log-probability gaps, weight loads, the colocated switch, weight sync.
+"""GPU checks of the replica with the trainer: log-probability gaps, weight loads, the colocated switch, weight sync.
 
-`logprob_gap` is the mean absolute difference between the log-probabilities that the replica returned and those that the
-trainer computes for the same tokens under the same weights. The replica and the trainer run in this process.
+`logprob_gap` is the mean absolute difference of two log-probabilities of the same tokens under the
+same weights: the replica's and the trainer's. The replica and the trainer run in this process.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from streamrl.executor.trainer.trainer_worker import TrainerWorker
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 
 GAP = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest `logprob_gap` in nats, by dtype."""
+"""Largest accepted `logprob_gap` in nats, by dtype."""
 MOVED = 2.0
-"""Gap under weights that were not loaded over the gap after the load, at least: else the load changed nothing."""
+"""Least ratio of the gap under the old weights to the gap after the load. Below it, the load
+changed nothing.
+"""
 LEARNING_RATE = 1e-3
-"""Large, so that one step changes the weights by more than rounding."""
+"""Learning rate at which one step changes the weights by more than rounding."""
 REPEATS = 3
-"""Weight syncs and colocated switches that are timed."""
+"""Number of weight syncs and colocated switches that are timed."""
 
 
 class Cell(NamedTuple):
-    """One replica that is compared with the trainer."""
+    """A replica that is compared with the trainer."""
 
     model: str
     dtype: str
@@ -64,7 +66,7 @@ VLLM_CELL = Cell("medium", "bfloat16", "vllm")
 async def replica_of(
     path: Path, dtype: str, backend: str = "transformers", **settings: Any
 ) -> AsyncIterator[ReplicaWorker]:
-    """Start a replica and stop it."""
+    """Start a replica, and stop it when the context ends."""
     longest = {"max_tokens": SIZES.output, "max_prompt_tokens": SIZES.prompt}
     worker = ReplicaWorker(
         ReplicaSettings(
@@ -87,7 +89,7 @@ async def replica_of(
 
 @asynccontextmanager
 async def trainer_of(path: Path, dtype: str) -> AsyncIterator[TrainerWorker]:
-    """Start a trainer and stop it."""
+    """Start a trainer, and stop it when the context ends."""
     worker = TrainerWorker(
         TrainerSettings(
             model=str(path),
@@ -108,7 +110,7 @@ async def trainer_of(path: Path, dtype: str) -> AsyncIterator[TrainerWorker]:
 
 
 class Prompts:
-    """Asks a replica for rollouts of random prompts, each with a number of its own."""
+    """Requests rollouts of random prompts from a replica, each with its own id."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -116,7 +118,7 @@ class Prompts:
         self._next = 0
 
     async def generate(self, replica: ReplicaWorker, count: int, tokens: int) -> list[Sample]:
-        """Generate rollouts of at most so many tokens, all at once, and return them as samples."""
+        """Generate `count` rollouts of at most `tokens` tokens at the same time, and return them as samples."""
         requests = [self._request(tokens) for _ in range(count)]
         completions = await asyncio.gather(*(replica.generate(request) for request in requests))
         return [
@@ -147,7 +149,7 @@ def num_tokens(samples: list[Sample]) -> int:
 
 
 async def timed(work: Awaitable[Any]) -> tuple[Any, float]:
-    """Await work, and the GPU behind it; return its result and seconds."""
+    """Await work and the completion of its GPU kernels; return its result and seconds."""
     _wait()
     began_at = time.perf_counter()
     found = await work
@@ -161,7 +163,7 @@ def _wait() -> None:
 
 
 def allocated() -> int:
-    """Return the bytes that torch holds of the GPU, cached ones too; 0 on a CPU."""
+    """Return the bytes of GPU memory that torch holds, including its cache; 0 on a CPU."""
     return torch.cuda.memory_reserved() if ON_GPU else 0
 
 
@@ -183,7 +185,7 @@ def check_gaps(recorder: Recorder, scratch: Path) -> None:
 
 
 def free() -> None:
-    """Free the memory of what has ended."""
+    """Free the memory of objects that are no longer used."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -236,7 +238,7 @@ def _run_load_in_flight(recorder: Recorder, name: str, scratch: Path) -> None:
 
 
 async def _load_in_flight(recorder: Recorder, name: str, path: Path) -> None:
-    """Load weights while rollouts run, without a drain: they go on under the new version."""
+    """Load weights while rollouts run, without a drain. The rollouts continue with the new version."""
     prompts, directory = Prompts(vocabulary_of(path)), SharedDirectory("gpu-checks")
     async with (
         replica_of(path, "bfloat16") as replica,
@@ -265,7 +267,7 @@ async def _load_in_flight(recorder: Recorder, name: str, path: Path) -> None:
 
 
 def check_switch(recorder: Recorder, scratch: Path, rows: Path) -> None:
-    """Time the moves of a colocated system and the weight sync of the largest model."""
+    """Time the moves of a colocated system, and the weight sync of the largest model."""
     recorder.check("colocated switch", 90, _run_switch, scratch, rows)
     free()
     recorder.skip(
@@ -337,7 +339,7 @@ async def _sync(
 def _write_sync_row(
     rows: Path, path: Path, num_bytes: int, pushes: list[float], loads: list[float]
 ) -> None:
-    """Write a row as profiles/measured/weight_sync.csv has them: seconds of a push with its load."""
+    """Write a row in the format of profiles/measured/weight_sync.csv: seconds of a push with its load."""
     both = sorted(push + load for push, load in zip(pushes, loads, strict=True))
     device = torch.cuda.get_device_name().removeprefix("NVIDIA ") if ON_GPU else "CPU"
     head = "hardware,model,num_bytes,num_tensors,payload_bytes,senders,receivers,ways,method,seconds,low,high,use,note,source"

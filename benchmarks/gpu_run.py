@@ -1,8 +1,8 @@
 """GPU checks of whole runs: a measured profile of this machine, executed steps, and their simulation from the profile.
 
-The replica and the trainer have one GPU together. In a `disaggregated` run they compute in turn, and both keep their
-memory; in a `colocated` run one side sleeps while the other computes. The simulation takes output lengths and the share of
-non-zero advantages from the executed run, so that only seconds differ.
+The replica and the trainer share one GPU. In a `disaggregated` run they compute in turn, and both keep
+their memory. In a `colocated` run one side sleeps while the other computes. The simulation uses the
+output lengths and the share of non-zero advantages of the executed run, so only seconds differ.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from streamrl.runfile.files import make_run
 from streamrl.sim.world import simulate
 
 STEP_ERROR = 0.15
-"""Largest relative error of a predicted step: docs/running.md says 3 to 4 % of the quickstart on one H200."""
+"""Largest accepted relative error of a predicted step. docs/running.md states 3 to 4 % for the
+quickstart on one H200.
+"""
 PROMPT = 24
 """Longest prompt, in tokens."""
 
 
 class Job(NamedTuple):
-    """A model, and how large its profile and its runs are."""
+    """A model, and the size of its profile and its runs."""
 
     model: str
     max_running: int
@@ -64,7 +66,7 @@ DTYPE = "bfloat16" if ON_GPU else "float32"
 
 
 def profile_path(out: Path, model: str) -> Path:
-    """Return where the profile of a model is, in the format of profiles/hosts."""
+    """Return the path of a model's profile, which has the format of profiles/hosts."""
     return out / f"profile-{model}.toml"
 
 
@@ -92,14 +94,14 @@ def _profile(recorder: Recorder, name: str, scratch: Path, out: Path, job: Job) 
         packing=run.trainer.packing,
         recompute=run.trainer.recompute if ON_GPU else None,
     )
-    # Roles side by side are left out: on a GPU by the profiler itself, on a CPU to save time.
+    # Without contention between roles: the profiler skips it on a GPU, and a CPU would take too long.
     plan = dataclasses.replace(setup.plan, repeats=job.repeats, companies=[])
     found = profile_model(msgspec.structs.replace(setup, plan=plan), POOL_GPU, lambda what: None)
     write_measured(found, profile_path(out, job.model))
-    _tell_profile(recorder, name, found)
+    _report_profile(recorder, name, found)
 
 
-def _tell_profile(recorder: Recorder, name: str, found: MeasuredProfile) -> None:
+def _report_profile(recorder: Recorder, name: str, found: MeasuredProfile) -> None:
     largest = max(found.decode, key=lambda row: (row.running, row.context))
     train = max(found.train, key=lambda row: row.rollouts * row.tokens)
     rows: list[tuple[str, Seconds]] = [
@@ -121,12 +123,12 @@ def _tell_profile(recorder: Recorder, name: str, found: MeasuredProfile) -> None
 def check_run(
     recorder: Recorder, scratch: Path, out: Path, model: str, system: str, bound: float
 ) -> None:
-    """Execute a few steps, and compare them with their simulation from the profile, stage by stage."""
+    """Execute a few steps, and compare each stage with its simulation from the profile."""
     recorder.check(f"run/{model}, {system}", bound, _run, scratch, out, JOBS[model], system)
 
 
 def make_job_run(scratch: Path, job: Job, system: str) -> Run:
-    """Return the run file of a job, whose prompts are written where they are absent."""
+    """Return the run file of a job; write its prompts if they do not exist."""
     prompts = scratch / "prompts.jsonl"
     if not prompts.is_file():
         write_prompts(prompts, 512)
@@ -173,7 +175,7 @@ def _run(recorder: Recorder, name: str, scratch: Path, out: Path, job: Job, syst
     detail = f"{measured.num_steps} steps, steady state {measured.counted_steps}"
     recorder.add(f"{name}: step, executed", measured.step_time, "s", None, detail)
     recorder.add(f"{name}: tokens generated", measured.throughput, "tokens/s", None)
-    _tell_gap(recorder, name, output)
+    _report_gap(recorder, name, output)
     profile = profile_path(out, job.model)
     if not profile.is_file():
         recorder.skip(f"{name}: step, simulated", "there is no profile to simulate from")
@@ -188,14 +190,14 @@ def _run(recorder: Recorder, name: str, scratch: Path, out: Path, job: Job, syst
     detail = f"{error:+.1%} of the executed step, tiers {predicted.tiers}"
     is_near = abs(error) < STEP_ERROR if ON_GPU else None
     recorder.add(f"{name}: step, simulated", predicted.step_time, "s", is_near, detail)
-    _tell_stages(recorder, name, predicted, measured)
+    _report_stages(recorder, name, predicted, measured)
 
 
-def _tell_stages(recorder: Recorder, name: str, predicted: Metrics, measured: Metrics) -> None:
+def _report_stages(recorder: Recorder, name: str, predicted: Metrics, measured: Metrics) -> None:
     """Write the GPU-seconds of a step by activity and by cause of idle time, executed and simulated.
 
-    Decode and prefill are comparable as a sum alone. Where prefixes join running rollouts, a replica that executes counts
-    the whole pass as prefill, and a simulated one the seconds that the prefixes add to it.
+    Only the sum of decode and prefill is comparable. If prefixes join running rollouts, an executed
+    replica counts the whole pass as prefill, and a simulated one only the additional seconds.
     """
     for kind in ("busy", "idle"):
         ours, theirs = (_seconds(one, getattr(one, kind)) for one in (predicted, measured))
@@ -212,12 +214,12 @@ def _tell_stages(recorder: Recorder, name: str, predicted: Metrics, measured: Me
 def _seconds(metrics: Metrics, shares: dict[str, float]) -> dict[str, float]:
     whole = metrics.step_time * sum(metrics.num_gpus.values())
     found = {stage: share * whole for stage, share in shares.items()}
-    if "underfilled" in found:  # known to one of both alone
+    if "underfilled" in found:  # only one of the two worlds has it
         found["decode"] = found.get("decode", 0.0) + found.pop("underfilled")
     return found
 
 
-def _tell_gap(recorder: Recorder, name: str, output: Path) -> None:
+def _report_gap(recorder: Recorder, name: str, output: Path) -> None:
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     gaps = [one["logprob_gap"] for one in map(msgspec.json.decode, lines) if "logprob_gap" in one]
     if gaps:

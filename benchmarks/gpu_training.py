@@ -1,6 +1,7 @@
 """GPU checks of the trainer: gradients against the CPU's in float32, attention kernels, and memory of a step.
 
-A gradient's error is the norm of its difference from the reference over the reference's norm, all tensors together.
+The error of a gradient is the norm of its difference to the reference, divided by the reference's
+norm, over all tensors.
 """
 
 from __future__ import annotations
@@ -33,17 +34,21 @@ from streamrl.hardware.resolved import resolve
 from streamrl.runfile.files import make_run
 
 GRADIENT_ERROR = {"float32": 1e-3, "bfloat16": 6e-2}
-"""Largest error of a gradient against the CPU's in float32: bfloat16 keeps 8 bits of each operand."""
+"""Largest accepted error of a gradient against the CPU's in float32. bfloat16 keeps 8 bits of each
+operand.
+"""
 LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 3e-2}
-"""Largest mean difference of log-probabilities from the CPU's in float32, in nats."""
+"""Largest accepted mean difference of log-probabilities to the CPU's in float32, in nats."""
 MEMORY_ERROR = 0.15
-"""Largest relative difference of a step's peak memory from what `streamrl doctor` counts of an executed trainer."""
+"""Largest accepted relative difference of a step's peak memory to the prediction of `streamrl
+doctor`.
+"""
 ATTENTION_NAMES = ("flash", "fmha", "attention", "cutlass", "softmax")
-"""Parts of the names of CUDA kernels that compute attention, or its scores."""
+"""Parts of the names of CUDA kernels that compute attention or its scores."""
 
 
 class Variant(NamedTuple):
-    """One way to compute a pass."""
+    """A set of options with which a pass is computed."""
 
     dtype: str
     packing: str
@@ -52,21 +57,21 @@ class Variant(NamedTuple):
     adapter_rank: int | None = None
 
     def __str__(self) -> str:
-        """Name it as a part of a result's name."""
+        """Return the text that names the variant in a result."""
         chunk = "" if self.chunk is None else ", chunked logits"
         adapters = "" if self.adapter_rank is None else ", adapters"
         return f"{self.dtype}, {self.packing}, recompute {self.recompute}{chunk}{adapters}"
 
 
 class Outcome(NamedTuple):
-    """What one variant computed."""
+    """The results of one variant."""
 
     loss: float
     norm: float
     gradients: dict[str, torch.Tensor]
     logprobs: torch.Tensor
     seconds: float
-    """Of a second pass over the same batch: forward and backward."""
+    """Seconds of a second forward and backward pass over the same batch."""
 
 
 REFERENCE = Variant("float32", "packed", "none", None)
@@ -87,7 +92,7 @@ PATHS = {"small": FULL, "medium": FULL, "mixture": FEW, "window": FEW}
 
 
 def settings_of(path: Path, variant: Variant, device: str = DEVICE) -> TrainerSettings:
-    """Return a trainer's settings; it scores before it trains, so that log-probabilities can be compared."""
+    """Return a trainer's settings. It scores before it trains, so that log-probabilities can be compared."""
     return TrainerSettings(
         model=str(path),
         learning_rate=1e-6,
@@ -104,13 +109,13 @@ def settings_of(path: Path, variant: Variant, device: str = DEVICE) -> TrainerSe
 
 
 def wait() -> None:
-    """Wait until the GPU has computed all that it was told to."""
+    """Wait until the GPU has finished all its work."""
     if ON_GPU:
         torch.cuda.synchronize()
 
 
 def compute(path: Path, variant: Variant, samples: list[Sample], device: str = DEVICE) -> Outcome:
-    """Score and train on a batch, make an optimizer step, and return what came out."""
+    """Score a batch, train on it, make an optimizer step, and return the results."""
     learner = load_learner(settings_of(path, variant, device), None)
     learner.score(samples)
     logprobs = torch.cat([learner.scores[s.rollout]["proximal"] for s in samples]).float().cpu()
@@ -126,7 +131,7 @@ def compute(path: Path, variant: Variant, samples: list[Sample], device: str = D
 
 
 def timed_pass(learner: Learner, samples: list[Sample]) -> float:
-    """Return the seconds of one forward and backward pass over samples that were computed before."""
+    """Return the seconds of a forward and backward pass over samples that were computed before."""
     learner.score(samples)
     wait()
     began_at = time.perf_counter()
@@ -136,9 +141,11 @@ def timed_pass(learner: Learner, samples: list[Sample]) -> float:
 
 
 def distance(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference of two gradients over the second one's norm; NaN where one is not finite."""
+    """Return the norm of the difference of two gradients over the norm of the second; NaN if one is not finite."""
     if found.keys() != reference.keys():
-        raise ValueError(f"gradients of other tensors: {found.keys() ^ reference.keys()}")
+        raise ValueError(
+            f"gradients do not have the same tensors: {found.keys() ^ reference.keys()}"
+        )
     squares = sum(float(((found[n] - reference[n]) ** 2).sum()) for n in reference)
     return (squares / sum(float((r**2).sum()) for r in reference.values())) ** 0.5
 
@@ -147,8 +154,8 @@ def distance(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor])
 
 
 def check_gradients(recorder: Recorder, scratch: Path) -> None:
-    """Compare every path of every model with the CPU's, and padded passes with packed ones."""
-    torch.set_num_threads(8 if ON_GPU else 1)  # of the reference
+    """Compare every variant of every model with the CPU's, and padded passes with packed ones."""
+    torch.set_num_threads(8 if ON_GPU else 1)  # for the reference
     for model, variants in PATHS.items():
         recorder.check(f"gradients/{model}", 80, _compare_paths, scratch, model, variants)
     if importlib.util.find_spec("peft") is None:
@@ -227,7 +234,7 @@ def _compare_adapters(recorder: Recorder, name: str, scratch: Path) -> None:
 
 
 def check_kernels(recorder: Recorder, scratch: Path) -> None:
-    """Name the CUDA kernels that computed the attention of a training pass."""
+    """Report the CUDA kernels that computed the attention of a training pass."""
     for dtype, packing in (("bfloat16", "packed"), ("bfloat16", "padded"), ("float32", "packed")):
         name = f"attention kernels/{dtype}, {packing}"
         if ON_GPU:
@@ -269,7 +276,7 @@ STEPS = (
 
 
 def check_memory(recorder: Recorder, scratch: Path) -> None:
-    """Compare the peak memory of a training step with what `streamrl doctor` predicts."""
+    """Compare the peak memory of a training step with the prediction of `streamrl doctor`."""
     for model, recompute, logits in STEPS:
         name = f"training memory/{model}, recompute {recompute}, {logits} logits"
         recorder.check(name, 40, _compare_memory, scratch, model, recompute, logits)
@@ -291,7 +298,7 @@ def _compare_memory(
     chunk = None if logits == "eager" else LOGITS_CHUNK
     settings = settings_of(path, Variant("bfloat16", "packed", recompute, chunk))
     learner = load_learner(settings, None)
-    for version in (1, 2):  # the first step makes the optimizer's state
+    for version in (1, 2):  # the first step allocates the optimizer's state
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
         seconds = timed_pass(learner, samples)
@@ -313,7 +320,7 @@ def _compare_memory(
 
 
 def check_switched_pass(recorder: Recorder, scratch: Path) -> None:
-    """Time passes before and after the trainer slept: torch's allocator is empty then, and asks CUDA for every block."""
+    """Time passes before and after the trainer slept. After it, torch's allocator is empty and allocates every block anew."""
     recorder.check("training pass after a sleep", 30, _time_switched, scratch)
 
 

@@ -1,7 +1,7 @@
-"""Alternate runs on this machine, so that all see the same changes of speed of its host.
+"""Alternate runs on this machine, so that all see the same changes of the host's speed.
 
-All runs start at once, each in its own processes. The processes of one run go on for a second while
-the others are stopped. Times without the stops are those of a run alone.
+All runs start at once, each in its own processes. The processes of one run continue for a second while
+the others are stopped. Recorded times, minus the stops, are those of a run alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 
 TURN = 1.0
-"""Seconds; slow spells of a host last several."""
+"""Seconds of a turn. Slow spells of a host last several seconds."""
 
 
 class Turns:
-    """A run in processes of its own, which a signal stops."""
+    """A run in its own processes, which a signal stops and continues."""
 
     def __init__(self, run: Run, directory: Path) -> None:
-        """Start it; its input is in `directory`."""
+        """Start the run. Its input is in `directory`."""
         directory.mkdir(parents=True)
         write_run(run, directory / "run.toml")
         self._started = directory / "started"
@@ -48,7 +48,7 @@ class Turns:
         self._stop()
 
     def take(self) -> bool:
-        """Go on for a turn; whether that was not its last."""
+        """Let the run continue for a turn; return whether it is still running."""
         stopped_at = self._stopped_at
         self._signal(signal.SIGCONT)
         self._stops.append((stopped_at, time.monotonic()))
@@ -59,15 +59,15 @@ class Turns:
         return True
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill the remaining processes of the run."""
         self._signal(signal.SIGKILL)
         self._process.wait()
 
     def trace(self) -> Trace:
-        """Return what was recorded, without the time that it was stopped.
+        """Return the recorded trace, without the time in which the run was stopped.
 
         Raises:
-            RuntimeError: the run failed.
+            RuntimeError: the run failed; it has the log.
         """
         if self._process.returncode:
             raise RuntimeError(self._log.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ class Turns:
 
 
 def gone_on(times: Sequence[float], stops: Sequence[tuple[float, float]]) -> list[float]:
-    """Return times less what lies before them in stops, which are in order."""
+    """Return times minus the earlier stops. Both sequences are in order."""
     clock, gone = [0.0], [0.0]
     for begin, end in stops:
         gone += [gone[-1] + begin - clock[-1]] * 2
@@ -103,9 +103,9 @@ def gone_on(times: Sequence[float], stops: Sequence[tuple[float, float]]) -> lis
 
 
 def execute_in_turns(runs: Sequence[Run], directory: Path) -> list[Trace]:
-    """Execute runs in turns, and return what was recorded of each without the time that it was stopped.
+    """Execute runs in turns, and return their traces without the time in which they were stopped.
 
-    Their checkpoints, which nobody goes on from, are removed.
+    Their checkpoints are removed, because no run continues from them.
     """
     started = [Turns(run, directory / str(place)) for place, run in enumerate(runs)]
     try:
@@ -122,7 +122,7 @@ def execute_in_turns(runs: Sequence[Run], directory: Path) -> list[Trace]:
 
 
 def main() -> None:
-    """Execute one run file, and write when its clock began."""
+    """Execute one run file, and write the time at which its clock started."""
     run, started = load_run(Path(sys.argv[1])), Path(sys.argv[2])
     seen: list[Event] = []
 

@@ -1,6 +1,6 @@
 """Print the table of docs/concurrency.md: the same rollouts under each limit on running rollouts.
 
-Its columns are the step time with the start, preemptions per rollout, and the share of replica time spent recomputing.
+Its columns are the step time including the start-up, preemptions per rollout, and the share of replica time spent on recomputation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ RUNS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "8 replicas, 250,000 tokens of cache, `max_running` 256": (TIGHT, 32),
     "16 replicas, outputs up to 60,000 tokens, `max_running` 256": (LONG, 24),
 }
-"""Changes of the example, and the largest `max_running` without much preemption, found by trial."""
+"""Changes of the example, and the largest `max_running` without frequent preemption, found by
+trial.
+"""
 LIMITS: dict[str, tuple[str, ...]] = {
     "fixed": (),
     "kv-pressure": ("policies.concurrency=kv-pressure",),

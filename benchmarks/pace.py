@@ -1,6 +1,6 @@
-"""Measure the current speed of this machine against a profile of it.
+"""Measure the current speed of this machine relative to a profile of it.
 
-Other guests on a shared host change the speed by the minute.
+On a shared host, other guests change the speed within minutes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from streamrl.hardware.measured_profile import MeasuredProfile, scaled_to_mean_s
 from streamrl.hardware.profile_fit import MEDIAN
 
 REPEATS = 6
-"""Slow spells last seconds, so that few readings fall into one of them."""
+"""Readings of a point. Slow spells last seconds, so only a few readings are in one of them."""
 
 
 def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float:
-    """Return the current slowdown of decode steps and training passes against the profile, in about twenty seconds.
+    """Return the current slowdown of decode steps and training passes relative to the profile. It takes about 20 s.
 
     A few points of the profile are measured again in the same way. The result is the geometric mean
-    of measured over predicted seconds, where predictions are at the profile's own speed.
+    of measured over predicted seconds. Predictions are at the profile's own speed.
     """
     profile = scaled_to_mean_speed(profile)
     plan = full_plan(limits)

@@ -1,11 +1,11 @@
-"""Execute a plan for two datacenters on a small scale: its pools, link, system and sync on CPUs, over Ray and an emulated link.
+"""Execute a plan for two datacenters on a small scale: on CPUs, over Ray and an emulated link.
 
     streamrl plan examples/plan-7b.toml --set framework.name=streamrl -o plans/7b
     build/engines/bin/python -m benchmarks.plan_over_wan plans/7b/plan.toml --output runs/plan-7b
 
 It needs root. The quickstart's model replaces the plan's model, and one replica and one trainer
-replace its GPUs. Pools, system, dispatch and sync are those of the plan. Then `streamrl compare`
-prints the run next to its simulation.
+replace its GPUs. Pools, link, system, dispatch and sync are those of the plan. Afterwards, `streamrl
+compare` prints the run next to its simulation.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ SMALL: dict[str, Any] = {
     "workload.lengths.source": QUICKSTART / "lengths.csv",
     "workload.lengths.prompt_tokens": 16,
     "verifier.scorer": "reasoning-gym",
-    "policies.order": "fifo",  # the quickstart's prompts say nothing of how long their outputs are
+    "policies.order": "fifo",  # the quickstart's prompts have no expected lengths
     "execute.launcher": "ray",
     "execute.ray_address": f"{ADDRESSES[NEAR]}:{PORT}",
 }
-"""What run files say where a plan's says what this machine has not."""
+"""Keys of the run file that replace values of the plan which this machine cannot execute."""
 
 
 def main() -> None:
-    """Execute the plan, and compare."""
+    """Execute the plan, and compare it with its simulation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("plan", type=Path, help="a run file of `streamrl plan`, with two pools")
-    parser.add_argument("--output", type=Path, required=True, help="a directory that this makes")
+    parser.add_argument("--output", type=Path, required=True, help="run directory to create")
     parser.add_argument("--rate", type=float, default=200e6, help="bits a second")
     parser.add_argument("--delay", type=float, default=0.02, help="seconds one way")
-    parser.add_argument("--set", action="append", default=[], help="as `streamrl execute` takes it")
+    parser.add_argument("--set", action="append", default=[], help="as for `streamrl execute`")
     options = parser.parse_args()
     run = load_run(options.plan, [])
     settings = [*small(run, options.rate, options.delay), f"execute.output={options.output}"]
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def small(run: Run, rate: float, delay: float) -> list[str]:
-    """Return settings that let a plan's run be executed on two cores and a link."""
+    """Return the settings with which a plan's run can be executed on two cores and an emulated link."""
     pools = {run.trainer.pool, run.rollout.pool}
     keys = {
         **SMALL,

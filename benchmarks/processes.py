@@ -1,4 +1,4 @@
-"""Which processes a run has, by their roles."""
+"""Find the processes of a run by their roles."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ ROLES = {
     "verifier": "verifier.fork_server",
     "prefork_server": "launchers.prefork_server",
 }
-"""What the command line of a role's process has; the driver is who was started. Workers are forked from a prefork_server."""
+"""Text in the command line of each role's process. Workers are forked from a prefork server. The
+driver is given.
+"""
 
 
 def processes_of(driver: int) -> dict[str, list[int]]:
-    """Return the processes of a run by role, the driver's own among them."""
+    """Return the processes of a run by role, with the driver."""
     found = {"driver": [driver]}
     for entry in Path("/proc").iterdir():
         words = _command_line(entry) if entry.name.isdigit() else ""
@@ -28,11 +30,11 @@ def _command_line(entry: Path) -> str:
     try:
         return (entry / "cmdline").read_bytes().decode(errors="replace")
     except OSError:
-        return ""  # it has ended
+        return ""  # the process has ended
 
 
 def _is_below(pid: int, driver: int) -> bool:
-    """Whether a process was started by the driver, or by one that was."""
+    """Return whether a process is a descendant of the driver."""
     while pid > 1:
         if pid == driver:
             return True

@@ -1,4 +1,4 @@
-"""The quickstart's model and prompts for benchmarks that execute it: made where absent, named in run files, profiled."""
+"""Prepare the quickstart's model and prompts for benchmarks that execute it, with settings and profile limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def make_quickstart(data: Path) -> None:
-    """Make model, prompts and lengths in a directory, where they are not there."""
+    """Create model, prompts and lengths in a directory, if they do not exist."""
     if not (data / "model" / "config.json").is_file():
         make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(data)]
         subprocess.run(make, check=True)
@@ -31,7 +31,7 @@ def settings_of(data: Path, steps: int) -> list[str]:
 
 
 def limits_of(run: Run) -> Limits:
-    """Return how far a profile has to go for a run."""
+    """Return the limits that a profile needs for a run."""
     return Limits(
         max_running=run.rollout.max_running,
         max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,

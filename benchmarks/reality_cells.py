@@ -1,4 +1,4 @@
-"""The run files of `make bench-reality`: twelve that nothing was tuned on, of two small models on this machine's cores."""
+"""The run files of `make bench-reality`: twelve that nothing was tuned on, with two small models on this machine's cores."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ from streamrl.runfile.files import load_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 12
-"""Optimizer steps of each run; the first ones do not count."""
+"""Optimizer steps of each run. The first ones do not count."""
 PAIR_STEPS = 36
-"""Of the runs whose difference is asked for: that of two runs of twelve steps is mostly chance."""
+"""Optimizer steps of the runs that are compared with each other. With twelve steps, their
+difference is mostly noise.
+"""
 LEARNING_RATE = 1e-6
-"""Of published runs: within twelve steps lengths do not change, so that they can be known before. `LEARNS` has the
-quickstart's, with which its outputs grow by half meanwhile, as nobody could say before."""
+"""Learning rate of published runs. Lengths do not change within twelve steps, so they can be known before
+the run. `LEARNS` has the quickstart's learning rate, with which outputs grow by half. This growth cannot
+be known before the run.
+"""
 LEARNS = 4e-4
 LONG = 200
 """Most output tokens of any run."""
 MAX_PROMPT = 48
 TOKENS_PER_TERM = 13
-"""What a prompt's working takes for each term of its sum, which policies that expect lengths are told."""
+"""Output tokens per term of a prompt's sum, for policies that need expected lengths."""
 SECOND_MODEL: dict[str, int] = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 4,
 }
-"""Six times the quickstart's: untaught, so that its outputs end by chance, and long ones are more often long."""
+"""Six times the quickstart's size. Untrained, so its outputs end by chance, and more of them are
+long.
+"""
 
 
 class Cell(NamedTuple):
@@ -39,11 +45,11 @@ class Cell(NamedTuple):
     model: str
     """A directory of `make_models`."""
     overrides: dict[str, object]
-    """Of examples/quickstart.toml."""
+    """Changes of examples/quickstart.toml."""
 
 
 def cell(name: str, model: str, system: str, replicas: int, **changes: object) -> Cell:
-    """Make a cell; `__` stands for the dot of a key."""
+    """Return a cell; `__` is the dot of a key."""
     keys = {key.replace("__", "."): value for key, value in changes.items()}
     own: dict[str, object] = {"policies.system": system, "rollout.replicas": replicas}
     own["cluster.pools.local.gpus_per_node"] = replicas + 1
@@ -96,7 +102,7 @@ CELLS = (
 
 
 def asynchrony_pair(replicas: int) -> tuple[Cell, Cell]:
-    """Return one run in which generation waits for training, and one in which it does not."""
+    """Return a run in which generation waits for training, and one in which it does not."""
     sync, streams = (
         cell(
             *(f"{system}, {replicas}", "first", system, replicas),
@@ -125,7 +131,7 @@ def make_run(one: Cell, data: Path, output: Path) -> Run:
 
 
 def with_expectations(lines: Iterable[str]) -> Iterator[str]:
-    """Yield prompts with the output tokens to expect of each, by the terms of its sum."""
+    """Yield prompts with expected output tokens, computed from the terms of their sum."""
     for line in lines:
         record = json.loads(line)
         terms = record["entry"]["metadata"]["num_terms"]

@@ -1,4 +1,4 @@
-"""The figures of `make bench-reality`: how far simulations are off runs that were executed, in all and by run file."""
+"""Compute the figures of `make bench-reality`: errors of simulations against executed runs, in total and by run file."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from streamrl.record.metrics import Metrics
 from streamrl.sim.fidelity.scorecard import stamp
 
 LEAST_SHARE = 5e-4
-"""Of GPU-seconds, below which a cause of idle time is not worth a row."""
+"""Least share of GPU-seconds for a row of a cause of idle time."""
 
 
 class Repeat(NamedTuple):
-    """One execution beside its simulations: seconds of a step, of the start, and shares of idle time by cause."""
+    """One execution and its simulations: seconds of a step and of the start-up, and shares of idle time by cause."""
 
     measured: Metrics
     before: Metrics
     recorded: Metrics
     pace: float
-    """Of the machine, around the run: seconds over those of its profile."""
+    """Slowdown of the machine around the run, relative to its profile."""
     started: float
-    """Seconds until the first rollout was sent to a replica; in a simulation that is at once."""
+    """Seconds until the first rollout was sent to a replica. A simulation sends it at once."""
     push: float
-    """Median seconds of a push of weights, and simulated."""
+    """Median seconds of a weight push, executed and simulated."""
     push_before: float
 
 
 Repeats: TypeAlias = dict[str, list[Repeat]]
-"""By run file."""
+"""Repeats by run file."""
 Figure: TypeAlias = tuple[str, float, str]
 """Name, value and unit."""
 
@@ -43,18 +43,18 @@ def middle(repeats: Sequence[Repeat], name: str) -> float:
 
 
 def error(repeats: Sequence[Repeat], name: str) -> float:
-    """Return how far the median of simulations is off that of what was measured."""
+    """Return the relative error of the median simulated step against the median measured one."""
     return middle(repeats, name) / middle(repeats, "measured") - 1
 
 
 def spread(repeats: Sequence[Repeat]) -> float:
-    """Return how far repeats lie apart: the slowest over the fastest, less 1."""
+    """Return the spread of repeats: the slowest over the fastest, minus 1."""
     seconds = [one.measured.step_time for one in repeats]
     return max(seconds) / min(seconds) - 1
 
 
 def idle_error(repeats: Sequence[Repeat]) -> dict[str, float]:
-    """Return by cause how far the mean share of idle GPU-seconds is off, in shares."""
+    """Return by cause the error of the mean share of idle GPU-seconds, in shares."""
     causes = dict.fromkeys(
         c for one in repeats for m in (one.measured, one.recorded) for c in m.idle
     )
@@ -72,7 +72,7 @@ def figures(repeats: Repeats) -> list[Figure]:
 
 
 def _pushes(repeats: Repeats) -> Iterator[Figure]:
-    """Yield how long pushes take, beside what was simulated before."""
+    """Yield the figures of pushes: executed over simulated seconds."""
     every = [one for ones in repeats.values() for one in ones]
     ratios = [
         median(one.push for one in ones) / median(one.push_before for one in ones)
@@ -107,7 +107,7 @@ def _errors(repeats: Repeats) -> list[Figure]:
 
 
 def rows(repeats: Repeats) -> list[tuple[str, ...]]:
-    """Return a row for each cell: its name, seconds, errors, spread, start, and the idle cause that is most off."""
+    """Return a row per cell: name, seconds, errors, spread, start-up, and the idle cause with the largest error."""
     found = []
     for name, ones in repeats.items():
         idle = idle_error(ones)

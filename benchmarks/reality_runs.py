@@ -1,4 +1,4 @@
-"""Run files executed on this machine beside their simulations: models, profiles, runs, and what became of them."""
+"""Execute run files on this machine and simulate them: models, profiles, runs and their comparison."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from streamrl.sim.world import simulate
 
 LIMITS = Limits(max_running=64, max_context=LONG + MAX_PROMPT, max_tokens_per_pass=2048)
 NUM_SAMPLED, NUM_SAMPLES = 64, 4
-"""Prompts, and outputs of each, that say before a run how long outputs are."""
+"""Numbers of prompts, and of outputs per prompt, that are sampled to know lengths before a run."""
 
 
 class Executed(NamedTuple):
-    """A run, and what was simulated of it before."""
+    """A run, and its simulation before the run."""
 
     trace: Trace
     file: Path
     before: Metrics
     push_before: float
     pace_before: float
-    """Of the machine: seconds over those of its profile."""
+    """Slowdown of the machine before the run, relative to its profile."""
 
 
 def run_cell(one: Cell, data: Path, output: Path, profile: Path, pace: float) -> Executed:
-    """Simulate a run file at the machine's pace, then execute it."""
+    """Simulate a run file at the machine's current speed, then execute it."""
     run = make_run(one, data, output)
     predicted = with_profile(run, profile, pace)
     simulated = simulate(predicted)
@@ -65,7 +65,7 @@ def run_cell(one: Cell, data: Path, output: Path, profile: Path, pace: float) ->
 
 
 def judge(done: Executed, profile: Path, pace_after: float) -> Repeat:
-    """Simulate an executed run with the lengths and advantages that it had, at the pace around it."""
+    """Simulate an executed run with its recorded lengths and advantages, at the speed around it."""
     pace = (done.pace_before + pace_after) / 2
     measured = measure(done.trace)
     recorded = as_recorded(done.trace, done.file, profile, measured.counted_steps, pace)
@@ -78,13 +78,13 @@ def judge(done: Executed, profile: Path, pace_after: float) -> Repeat:
 def as_recorded(
     trace: Trace, file: Path, profile: Path, counted: tuple[int, int], pace: float = 1.0
 ) -> Metrics:
-    """Return the figures of a run as simulated with the lengths and advantages that are recorded of it in a file."""
+    """Return the metrics of a run, simulated with the lengths and advantages recorded in a file."""
     run = msgspec.structs.replace(trace.run, workload=recorded_workload(trace, file))
     return measure(simulate(with_profile(run, profile, pace)), counted)
 
 
 def pace_of(data: Path, model: str, profile: Path) -> float:
-    """Return how long the machine takes now over what it took in a model's profile."""
+    """Return the current slowdown of the machine relative to a model's profile."""
     return measure_pace(data / model / "model", read_measured(profile), LIMITS)
 
 
@@ -98,12 +98,12 @@ def started_at(trace: Trace) -> float:
 
 
 def push_time(trace: Trace) -> float:
-    """Return the median seconds of a push of weights."""
+    """Return the median seconds of a weight push."""
     return median(span.end - span.start for span in read_timeline(trace).link)
 
 
 def with_profile(run: Run, path: Path, pace: float = 1.0) -> Run:
-    """Return a run whose seconds are a profile's, so many times as long."""
+    """Return a run whose costs are those of a profile, times `pace`."""
     costs = CostsConfig(profile=str(path), generation_factor=1 / pace, training_factor=1 / pace)
     found: Run = msgspec.structs.replace(run, costs=costs)
     return found
@@ -124,7 +124,7 @@ def profile(data: Path, model: str, path: Path, *, is_quick: bool) -> Path:
 
 
 def make_models(quickstart: Path, scratch: Path) -> Path:
-    """Put both models, their prompts and what is known of their lengths into a directory."""
+    """Write both models, their prompts and their known lengths into a directory."""
     make_quickstart(quickstart)
     lines = (quickstart / "prompts.jsonl").read_text().splitlines()
     (scratch / "prompts.jsonl").write_text("".join(with_expectations(lines)))
@@ -137,13 +137,13 @@ def make_models(quickstart: Path, scratch: Path) -> Path:
 
 
 def make_second(first: Path, directory: Path, prompts: list[str]) -> None:
-    """Write an untaught model beside the quickstart's tokenizer, and the lengths of what it says."""
+    """Write an untrained model with the quickstart's tokenizer, and the lengths of its outputs."""
     import torch
     from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
     from examples.make_quickstart import sample, write_lengths
 
-    torch.set_num_threads(1)  # of so small a model more only wait for each other
+    torch.set_num_threads(1)  # more threads are not faster on so small a model
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(first)
     kinds = ["full_attention"] * SECOND_MODEL["num_hidden_layers"]

@@ -1,11 +1,12 @@
-"""GRPO with TRL's GRPOTrainer on the quickstart's model, prompts and rewards: the other half of `bench_trl`.
+"""Run GRPO with TRL's GRPOTrainer on the quickstart's model, prompts and rewards; used by `bench_trl`.
 
     python benchmarks/trl_training.py --setting "two processes" --steps 12 --out figures.json
 
-As in `examples/quickstart.toml`: AdamW, the PPO clip, no KL, advantages by group, a mean over the tokens of the batch,
-sampling at temperature 1, float32, one step a batch. `SETTINGS` are ways in which TRL does that work on two cores: they
-differ in seconds, not in what is computed. Two are none of them: AsyncGRPO, which generates with a vLLM server alone,
-and torch.compile, which compiles every new length anew and makes no five steps in two minutes.
+As in `examples/quickstart.toml`: AdamW, the PPO clip, no KL, advantages by group, a mean over the
+tokens of the batch, sampling at temperature 1, float32, one step per batch. `SETTINGS` are options of
+TRL for this work on two cores. They change seconds, not results. Two options are left out: AsyncGRPO
+needs a vLLM server, and torch.compile compiles for every new length and does not finish five steps
+in two minutes.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ PROMPTS_PER_STEP, GROUP_SIZE, MAX_TOKENS = 24, 8, 128
 ROLLOUTS = PROMPTS_PER_STEP * GROUP_SIZE
 CORES = 2
 CACHE = {"page_size": 32, "num_blocks": ROLLOUTS * 6, "max_batch_tokens": 512}
-"""Of continuous batching: every rollout fits. By default the cache takes nine tenths of the memory that is free."""
+"""Settings of continuous batching in which every rollout fits. By default its cache takes 90 % of
+the free memory.
+"""
 NO_ADVANTAGE = 1e-6
-"""Advantages are 0 up to this: the mean of equal rewards is rounded."""
+"""Absolute value below which an advantage counts as 0. The mean of equal rewards has rounding
+errors.
+"""
 
 
 class Setting(NamedTuple):
-    """How TRL does a step."""
+    """Options of TRL for a step."""
 
     processes: int = 1
-    """Each generates and trains its share, with its share of the cores; gradients are summed."""
+    """Processes. Each generates and trains its share on its share of the cores; gradients are
+    summed.
+    """
     passes: int = 1
-    """Forward and backward passes of a step, of each process."""
+    """Forward and backward passes of a step, in each process."""
     continuous: bool = False
     """Whether transformers' continuous batching generates."""
     static_cache: bool = False
@@ -45,7 +52,7 @@ class Setting(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its processes find in their environment."""
+        """Return the environment variables of its processes."""
         kept = str(2**30)
         memory = {"MALLOC_TRIM_THRESHOLD_": kept, "MALLOC_MMAP_THRESHOLD_": kept}
         threads = {"OMP_NUM_THREADS": str(CORES // self.processes)}
@@ -53,7 +60,7 @@ class Setting(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `GRPOConfig`."""
+        """Return the arguments of `GRPOConfig`."""
         size = ROLLOUTS // self.processes // self.passes
         return {
             "per_device_train_batch_size": size,
@@ -76,11 +83,11 @@ SETTINGS = {
         2, passes=4, static_cache=True, keeps_memory=True
     ),
 }
-"""Ways that TRL is tried in; passes are of all rollouts at once where nothing else is said, of 48 with two processes."""
+"""Settings of TRL to try. By default a pass has all rollouts, or 48 with two processes."""
 
 
 def train(setting: Setting, steps: int, rate: float, seed: int, *, skips: bool) -> Any:
-    """Train in this process, or in this one of several, and return the figures of each step."""
+    """Train in this process, or as one of several processes, and return the figures of each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -103,7 +110,7 @@ def train(setting: Setting, steps: int, rate: float, seed: int, *, skips: bool) 
             temperature=1.0,
             beta=0.0,
             epsilon=0.2,
-            loss_type="dapo",  # the mean over the tokens of the batch
+            loss_type="dapo",  # mean over the tokens of the batch
             scale_rewards="group",
             max_grad_norm=1.0,
             gradient_checkpointing=False,
@@ -133,7 +140,7 @@ def train(setting: Setting, steps: int, rate: float, seed: int, *, skips: bool) 
 
 
 def _reward(records: list[dict[str, Any]]) -> Any:
-    """Return a reward function out of the scorer that streamrl's run file names."""
+    """Return a reward function that uses the scorer of streamrl's run file."""
     from streamrl.executor.verifier.scorers import make_scorer
     from streamrl.runfile.roles_config import RewardConfig
 
@@ -148,7 +155,7 @@ def _reward(records: list[dict[str, Any]]) -> Any:
 
 
 def _watch(figures: list[dict[str, float]]) -> Any:
-    """Return a callback that appends when a step ended, its mean reward and its mean of output tokens."""
+    """Return a callback that appends the end, the mean reward and the mean output tokens of each step."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
@@ -169,10 +176,10 @@ def _watch(figures: list[dict[str, float]]) -> Any:
 
 
 def _skipping(trainer: Any) -> Any:
-    """Return a trainer that computes no rollout of advantage 0, as streamrl does: its gradient is 0.
+    """Return a trainer class that skips rollouts of advantage 0, as streamrl does. Their gradient is 0.
 
-    Sums are divided by the tokens of the whole batch, as before. Of several processes each computes as many rollouts as
-    the one that has most to: TRL gathers figures of each rollout.
+    Sums are still divided by the tokens of the whole batch. With several processes, each computes as
+    many rollouts as the process with the most, because TRL gathers figures of each rollout.
     """
     from torch import distributed
 
@@ -200,7 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rate", type=float, default=1e-6, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skips", action="store_true", help="compute no rollout of advantage 0")
+    parser.add_argument("--skips", action="store_true", help="skip rollouts of advantage 0")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     setting = SETTINGS[options.setting]

@@ -1,10 +1,11 @@
-"""A link between two datacenters on one machine: two network namespaces, and a process that carries packets late.
+"""Emulate a link between two datacenters on one machine: two network namespaces, and a process that delays packets.
 
     python -m benchmarks.wan_link --rate 200e6 --delay 0.02 -- COMMAND ...
 
-runs COMMAND in the near namespace, at 10.77.0.1, while the link lasts; the far one is `FAR`, at 10.77.0.2. Packets are those
-of the kernel's own TCP, over a TUN device on each side; each direction has a rate, a one-way delay and a queue, whose
-end is dropped. It needs root, /dev/net/tun and iproute2, and no traffic control in the kernel.
+This runs COMMAND in the near namespace, at 10.77.0.1, and ends the link with it. The far namespace is
+`FAR`, at 10.77.0.2. Packets are those of the kernel's own TCP, over a TUN device on each side. Each
+direction has a rate, a one-way delay and a queue that drops packets at its end. It needs root,
+/dev/net/tun and iproute2, but no traffic control of the kernel.
 """
 
 from __future__ import annotations
@@ -37,16 +38,20 @@ TUN = Path("/dev/net/tun")
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 1500
-"""Of most networks; a packet takes this process some 10 us."""
+"""Packet size of most networks, in bytes. This process takes about 10 us per packet."""
 CONTROL = "net.ipv4.tcp_congestion_control=reno"
-"""Which every kernel has; it begins as most do, and as is simulated. BBR would not begin anew after a pause."""
+"""Congestion control that every kernel has. It starts slowly, like most, and like the simulation.
+BBR would not restart slowly after a pause.
+"""
 QUEUE_TIME = 0.25
-"""Seconds of the link's rate that wait before packets are dropped, beside those on their way."""
+"""Seconds of the link's rate that the queue holds before it drops packets, besides packets in
+transit.
+"""
 MOST_AT_ONCE = 64
 
 
 def missing() -> str | None:
-    """Return why there can be no link here; None where there can."""
+    """Return why no link can be emulated here; None if one can."""
     if os.geteuid() != 0:
         return "not root"
     if not TUN.exists():
@@ -58,10 +63,10 @@ def missing() -> str | None:
 
 @contextmanager
 def wan_link(rate: float, delay: float) -> Iterator[None]:
-    """Have two namespaces with a link between them, of `rate` bits a second and `delay` seconds one way.
+    """Run a link between two namespaces, of `rate` bits per second and `delay` seconds one way.
 
     Raises:
-        RuntimeError: this machine cannot.
+        RuntimeError: this machine cannot emulate a link.
     """
     reason = missing()
     if reason is not None:
@@ -94,7 +99,7 @@ def wan_link(rate: float, delay: float) -> Iterator[None]:
 
 
 def inside(name: str) -> list[str]:
-    """Return what comes before a command that runs in a namespace."""
+    """Return the prefix of a command that runs in a namespace."""
     return ["ip", "netns", "exec", name]
 
 
@@ -109,7 +114,7 @@ def _remove() -> None:
 
 
 def _open_tun(namespace: str) -> int:
-    """Return the end of a new TUN device in a namespace."""
+    """Return the file descriptor of a new TUN device in a namespace."""
     libc = ctypes.CDLL("libc.so.6", use_errno=True)
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     theirs = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
@@ -129,7 +134,7 @@ def _open_tun(namespace: str) -> int:
 
 
 class Direction:
-    """Packets on their way from one end to the other."""
+    """Packets in transit from one end to the other."""
 
     def __init__(self, source: int, target: int, rate: float, delay: float) -> None:
         self._source, self._target = source, target
@@ -139,11 +144,11 @@ class Direction:
 
     @property
     def next_at(self) -> float:
-        """When the next packet arrives; never where none is on its way."""
+        """Return the time at which the next packet arrives; infinity if none is in transit."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
     def take(self) -> None:
-        """Take what the source has sent."""
+        """Read the packets that the source has sent."""
         now = time.monotonic()
         for _ in range(MOST_AT_ONCE):
             try:
@@ -156,7 +161,7 @@ class Direction:
             self._under_way.append((self._free_at + self._delay, packet))
 
     def give(self) -> None:
-        """Hand over what has arrived."""
+        """Write the packets that have arrived."""
         now = time.monotonic()
         while self._under_way and self._under_way[0][0] <= now:
             with suppress(BlockingIOError):
@@ -164,7 +169,7 @@ class Direction:
 
 
 def _carry(near: int, far: int, rate: float, delay: float) -> None:
-    """Carry packets both ways until this process is killed."""
+    """Carry packets in both directions until this process is killed."""
     directions = [Direction(near, far, rate, delay), Direction(far, near, rate, delay)]
     with selectors.DefaultSelector() as ready:
         for source, direction in zip((near, far), directions, strict=True):

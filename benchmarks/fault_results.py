@@ -1,4 +1,4 @@
-"""What became of a run that something happened to, and of each of its rollouts, over all its legs."""
+"""Count the rollouts of a run with faults from its traces, over all of its starts and resumes."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultKind
 KINDS: tuple[FaultKind, ...] = tuple(
     kind for kind in get_args(FaultKind) if kind not in OF_REWARD_MODEL
 )
-"""What strikes a run without a reward model, as those here are; tests strike one that has one."""
+"""Faults of a run without a reward model, like all runs here. Tests inject the others."""
 SIMULATED = ("stream-sync", "one-step-async", "stream-async", "fully-async", "colocated")
 
 
 RAY = "127.0.0.1:6399"
-"""Of the cluster that `make faults` begins."""
+"""Address of the Ray cluster that `make faults` starts."""
 
 
-class Way(NamedTuple):
-    """What is executed under faults."""
+class Setup(NamedTuple):
+    """Settings of a run that is executed with faults."""
 
     settings: tuple[str, ...]
     needs: str | None = None
-    """A package, without which it is left out."""
+    """A package that the run needs. Without it, the run is left out."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a system, and not what another back end makes of one."""
+        """Return whether only the system is set, and no other back end."""
         return len(self.settings) == 1
 
 
 EXECUTED = {
-    **{system: Way((f"policies.system={system}",)) for system in SIMULATED},
-    "stream-async, vLLM": Way(("policies.system=stream-async", "rollout.backend=vllm"), "vllm"),
-    "stream-async, 2 ranks": Way(
+    **{system: Setup((f"policies.system={system}",)) for system in SIMULATED},
+    "stream-async, vLLM": Setup(("policies.system=stream-async", "rollout.backend=vllm"), "vllm"),
+    "stream-async, 2 ranks": Setup(
         ("policies.system=stream-async", "trainer.data_parallel=2", "trainer.zero=0")
     ),
-    "stream-async, adapters": Way(
+    "stream-async, adapters": Setup(
         ("policies.system=stream-async", "sync.mode=lora", "sync.lora_rank=4"), "peft"
     ),
-    "stream-async, on Ray": Way(
+    "stream-async, on Ray": Setup(
         (
             *("policies.system=stream-async", "execute.launcher=ray"),
             f"execute.ray_address={RAY}",
@@ -70,7 +70,7 @@ EXECUTED = {
         ),
         "ray",
     ),
-    "stream-async, 2 ranks of DeepSpeed": Way(
+    "stream-async, 2 ranks of DeepSpeed": Setup(
         (
             *("policies.system=stream-async", "trainer.data_parallel=2", "trainer.zero=2"),
             "trainer.backend=deepspeed",
@@ -80,80 +80,80 @@ EXECUTED = {
 }
 
 
-class Books(NamedTuple):
-    """Rollouts of a run by what became of them."""
+class RolloutCounts(NamedTuple):
+    """Numbers of rollouts of a run by their end."""
 
     drawn: int
     trained: int
-    """In steps that count."""
+    """Trained on in steps that count."""
     dropped: int
     rolled_back: int
-    """Trained on in steps that a lost trainer took back, and not again."""
+    """Trained on in steps that were rolled back with a lost trainer, and not again."""
     lost: int
-    """None of these."""
+    """Neither trained on, dropped nor rolled back."""
     twice: int
-    """In two steps that count."""
+    """Trained on in two steps that count."""
     wrong: int
-    """In steps that count, though born under weights that had been taken back."""
+    """Trained on in steps that count, although sampled from weights that were rolled back."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether every rollout is accounted for, and none was trained on that should not have been."""
+        """Return whether every rollout is accounted for, and no rollout was trained on wrongly."""
         return not (self.lost or self.twice or self.wrong)
 
 
 class Key(NamedTuple):
-    """Which run."""
+    """Identifies a run."""
 
     world: str
     system: str
     kind: str
-    """The fault; "all" in an executed run, "none" where it is undisturbed."""
+    """The fault; "all" for an executed run with all faults, "none" for a run without faults."""
     seed: int
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of one run."""
+    """The result of one run."""
 
     key: Key
     is_complete: bool
     hung: bool
     seconds: float
-    books: Books
+    books: RolloutCounts
     ledger: str
-    """What its ledger finds wrong; empty where it balances. The books are counted another way."""
+    """Faults in the run's ledger; empty if it balances. `books` are counted independently of it."""
     noticed: dict[str, float] = field(default_factory=dict)
-    """Seconds from a fault to the event that tells of it, by kind."""
+    """Seconds from a fault to the event that reports it, by kind."""
     mended: dict[str, float] = field(default_factory=dict)
-    """Seconds from a fault to the next new step, and to a serving replacement of what was lost."""
+    """Seconds from a fault until the next new step is made and a replacement serves, by kind."""
 
 
-def read_legs(output: Path) -> list[Trace]:
-    """Return the traces of all legs of an executed run, in order."""
-    earlier = (earlier_trace_path(output, leg) for leg in earlier_trace_numbers(output))
+def read_traces(output: Path) -> list[Trace]:
+    """Return the traces of all starts and resumes of an executed run, in order."""
+    earlier = (earlier_trace_path(output, number) for number in earlier_trace_numbers(output))
     return [read_trace(path) for path in (*earlier, output / TRACE)]
 
 
-def balance(legs: Iterable[Trace]) -> Books:
-    """Return the books of a run from the traces of its legs, in order."""
+def balance(traces: Iterable[Trace]) -> RolloutCounts:
+    """Return the numbers of rollouts of a run, from the traces of its starts and resumes in order."""
     steps: dict[int, list[int]] = {}
     drawn: set[int] = set()
     dropped: set[int] = set()
-    taken_back: set[int] = set()
+    rolled: set[int] = set()
     wrong = 0
-    for trace in legs:
-        leg = _Leg(steps)
+    for trace in traces:
+        reader = _TraceReader(steps)
         for entry in trace.entries:
-            leg.read(entry)
-        drawn |= {rollout for group in leg.drawn.values() for rollout in group}
-        dropped |= leg.dropped
-        taken_back |= leg.taken_back
-        wrong += leg.num_wrong
+            reader.read(entry)
+        drawn |= {rollout for group in reader.drawn.values() for rollout in group}
+        dropped |= reader.dropped
+        rolled |= reader.rolled
+        wrong += reader.num_wrong
     counted = Counter(rollout for rollouts in steps.values() for rollout in rollouts)
-    rolled_back = taken_back - counted.keys()
+    rolled_back = rolled - counted.keys()
     dropped -= counted.keys() | rolled_back
-    return Books(
+    return RolloutCounts(
         drawn=len(drawn),
         trained=len(counted),
         dropped=len(dropped),
@@ -164,28 +164,28 @@ def balance(legs: Iterable[Trace]) -> Books:
     )
 
 
-class _Leg:
-    """Reads one leg, entry by entry; `steps` are those of the legs before, and grow."""
+class _TraceReader:
+    """Reads the trace of one start or resume. It adds to `steps`, which has the steps of earlier ones."""
 
     def __init__(self, steps: dict[int, list[int]]) -> None:
         self._steps = steps
         self.drawn: dict[int, tuple[int, ...]] = {}
         self.dropped: set[int] = set()
-        self.taken_back: set[int] = set()
+        self.rolled: set[int] = set()
         self.num_wrong = 0
         self._gradient: list[int] = []
         self._saved = 0
         self._lineage: Counter[int] = Counter()
-        """How often each version was made."""
+        """Number of times that each version was made. A roll-back makes versions again."""
         self._pushed: dict[int, int] = {}
-        """The lineage of each version as it was pushed last."""
+        """The lineage of each version at its last push."""
         self._serves: dict[int, tuple[int, int]] = {}
         """Version and lineage of each replica."""
         self._sent_to: dict[int, int] = {}
         self._born: dict[int, tuple[int, int]] = {}
 
     def read(self, entry: Entry) -> None:
-        """Enter what an entry tells."""
+        """Update the counts with an entry."""
         match entry.event:
             case RunStarted(version):
                 self._saved = version
@@ -202,7 +202,7 @@ class _Leg:
             case TrainerLost(trainer) if trainer == LEADER:
                 self._gradient = []
                 for later in [step for step in self._steps if step > self._saved]:
-                    self.taken_back.update(self._steps.pop(later))
+                    self.rolled.update(self._steps.pop(later))
             case ReplicaStarted(replica, version) | WeightsLoaded(replica, version):
                 self._serves[replica] = (version, self._pushed.get(version, 0))
             case Generated(rollout, tokens, _, version) if tokens:
@@ -222,7 +222,7 @@ class _Leg:
                     pass
 
     def _lineage_of(self, replica: int, version: int) -> int:
-        """Return the lineage of a version that a replica has; of one that it had before, the one made then."""
+        """Return the lineage of a version on a replica; if it serves another version, return the current lineage."""
         serves, lineage = self._serves.get(replica, (version, self._pushed.get(version, 0)))
         return lineage if serves == version else self._lineage[version]
 
