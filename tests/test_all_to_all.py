@@ -220,5 +220,7 @@ def test_attention_ranks_share_all_experts_and_have_no_stages(
 
 def test_a_dense_model_has_no_attention_ranks() -> None:
     run = small_run({"rollout.data_parallel": 2, "rollout.expert_parallel": 2})
-    with pytest.raises(RunError, match=r"rollout\.data_parallel must be 1: .* has no experts"):
+    with pytest.raises(
+        RunError, match=r"rollout\.data_parallel must be 1, because .* has no experts"
+    ):
         Costs.load(run)

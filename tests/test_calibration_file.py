@@ -128,7 +128,7 @@ def test_a_wrong_calibration_is_named_with_what_is_wrong_in_it(
 def test_factors_of_another_model_are_refused_with_both_names(tmp_path: Path) -> None:
     other = FACTORS.replace('model = "qwen2.5-7b"', 'model = "Llama-3.1-8B"')
     with pytest.raises(
-        ValueError, match=r"made for model 'Llama-3\.1-8B', but model\.name is of"
+        ValueError, match=r"made for model 'Llama-3\.1-8B', but the model of model\.name is"
     ) as told:
         Costs.load(calibrated(tmp_path, other))
     assert "'Qwen2.5-7B'" in str(told.value) and "calibration.toml" in str(told.value)
@@ -160,14 +160,16 @@ def test_factors_of_another_profile_are_refused(tmp_path: Path) -> None:
         if again:
             assert Costs.load(run)
         else:
-            with pytest.raises(ValueError, match=r"another costs\.profile than .*profile\.toml"):
+            with pytest.raises(
+                ValueError, match=r"another costs\.profile, but the run has .*profile\.toml"
+            ):
                 Costs.load(run)
     file.write_text(
         own + f'profile = "{profile_digest(made.costs.profile)}"\n[overhead]\nseconds = 7.0\n'
     )
     write_measured(make_profile(model, pace=1.25), profile)
     run = measured_run(model, profile, costs__calibration=str(file))
-    with pytest.raises(ValueError, match=r"another costs\.profile than"):
+    with pytest.raises(ValueError, match=r"another costs\.profile, but the run has .*profile"):
         Costs.load(run)
     told = {each.what: each for each in assumptions_of(run, load_model(run.model), None, None)}
     assert "steps.csv" in told["calibration"].value  # a report of what was recorded with it

@@ -97,7 +97,9 @@ def test_layers_are_dealt_out_whole_and_evenly_and_ends_have_no_more_than_others
     num_layers: int, stages: int
 ) -> None:
     if stages > num_layers + 2:
-        with pytest.raises(ValueError, match=f"{stages} pipeline stages for {num_layers} layers"):
+        with pytest.raises(
+            ValueError, match=f"{stages} pipeline stages are more than {num_layers} layers"
+        ):
             stage_layers(num_layers, stages)
         return
     layers = stage_layers(num_layers, stages)
@@ -251,7 +253,7 @@ def test_a_plan_that_keeps_every_activation_of_a_long_rollout_is_told_what_would
 
 def test_a_plan_whose_logits_take_much_is_told_to_chunk_them() -> None:
     changes = {"trainer.tensor_parallel": 1, "rollout.max_tokens": 20000}
-    with pytest.raises(ValueError, match=r"of logits.*; trainer.logits=\"chunked\" holds few"):
+    with pytest.raises(ValueError, match=r"of logits.*; trainer.logits=\"chunked\" keeps few"):
         check_memory(resolve(small_run(changes)))
     with pytest.raises(ValueError) as caught:
         check_memory(resolve(small_run({**changes, "trainer.logits": "chunked"})))
@@ -324,7 +326,7 @@ def test_models_that_wait_in_host_memory_must_fit_a_node() -> None:
     check_host_memory(resolve(run).trainer)
     tight = {**offloaded, "cluster.pools.near.host_memory": "100 GB"}
     with pytest.raises(
-        ValueError, match=r"trainer\.offload: \d+ GB wait .*near\.host_memory is 100"
+        ValueError, match=r"trainer\.offload moves \d+ GB .*near\.host_memory is 100"
     ):
         check_host_memory(resolve(small_run(tight)).trainer)
     check_host_memory(resolve(small_run({"cluster.pools.near.host_memory": "100 GB"})).trainer)

@@ -372,7 +372,11 @@ def test_only_a_llama_may_leave_its_key_value_heads_out(tmp_path: Path) -> None:
         ("qwen3_moe", {"mlp_only_layers": [None, None]}, r"mlp_only_layers must be .*None\]"),
         ("deepseek_v3", {"first_k_dense_replace": 4}, "num_dense_layers must be .* 3, got 4"),
         ("deepseek_v3", {"n_shared_experts": -1}, "n_shared_experts must be .* 0, got -1"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not known: take"),
+        (
+            "llama",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config is not supported; remove it",
+        ),
         ("mamba", {}, "model_type 'mamba' is none of qwen2, qwen3, llama"),
     ],
 )
@@ -389,7 +393,7 @@ def test_a_value_that_no_model_has_is_refused(
     [
         (b"{", "cannot be read: Expecting property name"),
         (b"\xff\xfe", "cannot be read: .*utf-8"),
-        (b"[1]", r"must hold a JSON object, got \[1\]"),
+        (b"[1]", r"must contain a JSON object, got \[1\]"),
         (None, "cannot be read: .*No such file"),
     ],
 )

@@ -290,7 +290,7 @@ def test_published_steps_in_fp8_are_predicted_by_what_16_bits_taught() -> None:
         (
             {**FP8, "cluster.pools.far.gpu": "a100"},
             r"^rollout\.dtype 'fp8': NVIDIA A100 80 GB SXM does not compute in fp8; "
-            r"rollout\.weight_only = true keeps weights so and multiplies in bfloat16$",
+            r"rollout\.weight_only = true keeps weights in fp8 and multiplies in bfloat16$",
         ),
         ({"rollout.dtype": "nvfp4"}, r"NVIDIA H20 96 GB does not compute in nvfp4"),
         ({"rollout.dtype": "mxfp8"}, r"NVIDIA H20 96 GB does not compute in mxfp8"),
@@ -366,7 +366,7 @@ def test_the_command_line_shows_formats_and_refuses_in_one_line() -> None:
     assert shown.returncode == 0
     assert "int4 weights, products in bfloat16, KV cache in fp8" in " ".join(shown.stdout.split())
     for options, text in (
-        (("--gpu", "a100", "--dtype", "fp8"), "--weight-only keeps weights so"),
+        (("--gpu", "a100", "--dtype", "fp8"), "--weight-only keeps weights in fp8"),
         (("--dtype", "fp9"), "--dtype must be one of"),
         (("--weight-only",), "--weight-only needs narrow weights"),
         (("--kv-dtype", "int4"), "--kv-dtype must be one of"),

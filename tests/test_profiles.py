@@ -186,7 +186,7 @@ def test_a_gpu_of_more_memory_shares_its_sibling_s_compute() -> None:
         ("price = 1.85", "price = nan", "price must be positive and finite, got nan"),
         ("fp8 = 2.96e+14", "fp8 = 0", "flops.fp8 must be positive and finite, got 0"),
         ("fp8 = 2.96e+14", "fp8 = inf", "flops.fp8 must be positive and finite, got inf"),
-        ("fp8 = 2.96e+14", "fp9 = 1e14", "flops.fp9 is no dtype; there is bfloat16"),
+        ("fp8 = 2.96e+14", "fp9 = 1e14", "flops.fp9 is not a known dtype; known: bfloat16"),
         ('"2 ms"', '"0 ms"', r"step_overhead must be .*, got 0.0 - at `\$.roofline`"),
         ("= 0.40", "= 1.4", "training_efficiency must be a share of the peak, at most 1, got 1.4"),
         ("= 0.40", "= -0.4", "training_efficiency must be positive and finite, got -0.4"),

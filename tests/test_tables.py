@@ -118,7 +118,7 @@ def test_an_empty_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_unit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="csv: unit 'furlong'; known: us, ms, s"):
+    with pytest.raises(ValueError, match="csv: unit 'furlong' is unknown; known: us, ms, s"):
         read_table(write(tmp_path, HEAD.replace("unit: us", "unit: furlong")))
 
 

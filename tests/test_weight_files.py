@@ -26,10 +26,10 @@ def test_whole_weights_have_no_problem(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("kept", "problem"),
     [
-        (0, "its 0 bytes begin with no header of safetensors"),
-        (7, "its 7 bytes begin with no header of safetensors"),
-        (40, "its 40 bytes begin with no header of safetensors"),
-        (-1, "its header tells of"),
+        (0, "its 0 bytes do not begin with a safetensors header"),
+        (7, "its 7 bytes do not begin with a safetensors header"),
+        (40, "its 40 bytes do not begin with a safetensors header"),
+        (-1, "but its header says"),
     ],
 )
 def test_what_is_cut_off_is_found_wherever_it_was_cut(whole: Path, kept: int, problem: str) -> None:
@@ -42,7 +42,7 @@ def test_what_is_cut_off_is_found_wherever_it_was_cut(whole: Path, kept: int, pr
 def test_headers_that_are_none_are_no_traceback(whole: Path, header: bytes) -> None:
     whole.write_bytes(len(header).to_bytes(8, "little") + header)
     (found,) = weight_problems(whole.parent)
-    assert "its header is none of safetensors" in found
+    assert "its header is not a safetensors header" in found
 
 
 def test_files_that_an_index_names_must_be_there(whole: Path) -> None:

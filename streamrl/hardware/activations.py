@@ -1,15 +1,15 @@
-"""What forward passes keep for backward ones on a GPU of the trainer: activations by kind, and logits.
+"""Compute the bytes of activations and logits that forward passes keep for backward passes on a trainer's GPU.
 
-| channels of a token in one layer                       | none | selective | mlp   | full      |
-|--------------------------------------------------------|------|-----------|-------|-----------|
-| inputs of the two norms                                | kept | kept      | kept  | the first |
-| outputs of the two norms                               | kept | again     | again | again     |
-| queries, keys and values made from latent vectors      | kept | again     | again | again     |
-| those of other attention, latent vectors, its output   | kept | kept      | kept  | again     |
-| copies dealt to experts, gate and up projection        | kept | kept      | again | again     |
-| product of gate and up                                 | kept | again     | again | again     |
+| channels of a token in one layer, by `trainer.recompute` | none | selective | mlp   | full      |
+|----------------------------------------------------------|------|-----------|-------|-----------|
+| inputs of the two norms                                  | kept | kept      | kept  | the first |
+| outputs of the two norms                                 | kept | again     | again | again     |
+| queries, keys and values expanded from latent vectors    | kept | again     | again | again     |
+| other queries, keys and values, latent vectors, output   | kept | kept      | kept  | again     |
+| copies sent to experts, gate and up projection           | kept | kept      | again | again     |
+| product of gate and up                                   | kept | again     | again | again     |
 
-"Again" is what `trainer.recompute` makes again, one layer at a time. Attention scores are never kept.
+"Again" means recomputed in the backward pass, one layer at a time. Attention scores are never kept.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from streamrl.hardware.parallelism import stage_layers
 from streamrl.runfile.roles_config import TrainerConfig
 
 EAGER_LOGIT_BYTES = 16
-"""Bytes a logit where one operation follows the other: the logit in 16 bits, its float32 copy, their log-softmax and
-its gradient, and the gradient in 16 bits. Peaks of prime-rl's supervised steps lie 14 to 17 bytes a logit above those
-of its RL steps, which chunk them (559b447, benchmarks/baselines, Qwen3 0.6B, 4B and 30B-A3B)."""
+"""Bytes per logit with separate operations: the logit in 16 bits, its float32 copy, the log-softmax and its gradient in
+float32, and the gradient in 16 bits. Measured: peaks of prime-rl's supervised steps are 14 to 17 bytes per logit above
+those of its RL steps, which use chunks (559b447, benchmarks/baselines, Qwen3 0.6B, 4B and 30B-A3B)."""
 FUSED_LOGIT_BYTES = 4
-"""Bytes a logit where one kernel makes the loss and puts gradients into the place of logits: 16 bits of each, or
-float32 (Megatron-LM's theoretical_memory_usage counts the same)."""
+"""Bytes per logit if one kernel computes the loss and overwrites logits with their gradients: 16 bits of each, or float32
+(Megatron-LM's theoretical_memory_usage counts the same)."""
 LOGIT_CHUNK = 1024
 """Tokens whose logits exist at once with chunked logits (prime-rl's
 fused_lm_head_token_chunk_size).
 """
 EAGER_AGAIN = 2.5
-"""Bytes that an eager layer needs while it is made again, for each that it would keep: gradients beside activations,
-and float32 copies in its norms. Per token above 16K, peaks of prime-rl's RL steps grow by 2.5 for Qwen3 0.6B and 4B,
-by 3.6 for 30B-A3B (559b447, benchmarks/baselines)."""
+"""Bytes that an eager layer needs during recomputation, for each byte that it would keep: activations and their
+gradients, and float32 copies in its norms. Measured: for each token above 16K, peaks of prime-rl's RL steps grow by 2.5
+for Qwen3 0.6B and 4B, and by 3.6 for 30B-A3B (559b447, benchmarks/baselines)."""
 
 
 class LayerActivations(NamedTuple):
-    """Channels that one layer's forward pass keeps of a token, by kind, averaged over layers."""
+    """The channels of a token that one layer's forward pass keeps, by kind, as a mean over layers."""
 
     inputs: float
     """Inputs of the two norms."""
@@ -59,10 +59,10 @@ class LayerActivations(NamedTuple):
 
 
 def layer_activations(model: ModelShape) -> LayerActivations:
-    """Count a layer's activations as Korthikanti et al. 2022 do (Reducing Activation Recomputation, section 4.1).
+    """Return a layer's activations as in Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1).
 
-    Without dropout. With i = 8h/3, as many parameters as a plain MLP of width 4h, a gated MLP makes that 32 bytes
-    a channel in 16 bits, where the paper has 34 with its two dropout masks.
+    There is no dropout here. A gated MLP of width 8h/3 has as many parameters as a plain MLP of width 4h.
+    With it, the sum is 32 bytes per channel in 16 bits. The paper's 34 bytes include two dropout masks.
     """
     hidden, num_layers = float(model.hidden_size), model.num_layers
     attention, expanded = _attention(model)
@@ -84,7 +84,7 @@ def layer_activations(model: ModelShape) -> LayerActivations:
 
 
 def _attention(model: ModelShape) -> tuple[float, float]:
-    """Return the channels of attention that are kept, and those that latent vectors are expanded to."""
+    """Return the channels that attention keeps, and the channels expanded from latent vectors."""
     if model.latent is None:
         gates = model.num_heads * model.head_dim * model.has_output_gate
         plain = 2.0 * (model.num_heads + model.num_kv_heads) * model.head_dim + gates
@@ -98,7 +98,10 @@ def _attention(model: ModelShape) -> tuple[float, float]:
 
 
 def _latent_attention(latent: LatentAttention, heads: int) -> tuple[float, float]:
-    """Each latent vector is kept before its norm and after it; queries without one are never expanded."""
+    """Return the same for latent attention. Each latent vector is kept before and after its norm.
+
+    Queries without a latent vector are kept directly.
+    """
     queries = heads * (latent.nope_head_dim + latent.rope_head_dim)
     keys, values = queries, heads * latent.v_head_dim
     kept = values + 2 * latent.kv_lora_rank + latent.rope_head_dim
@@ -108,30 +111,30 @@ def _latent_attention(latent: LatentAttention, heads: int) -> tuple[float, float
 
 
 def layer_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> tuple[float, float]:
-    """Return the bytes that a layer keeps of a token, and those that it needs while it is made again.
+    """Return the bytes of a token that a layer keeps, and those that it needs during recomputation.
 
-    Eager experts have their outputs beside their inputs, whose weighted sum needs them in the backward pass. Ranks that
-    share each expert hold each other's copies.
+    Unfused experts also keep their outputs, because the backward pass of the weighted sum needs them. Ranks
+    that share an expert have each other's copies of tokens.
     """
-    found = layer_activations(model)
+    channels = layer_activations(model)
     if trainer.shards_experts:
-        found = found._replace(dispatched=trainer.expert_slices * found.dispatched)
+        channels = channels._replace(dispatched=trainer.expert_slices * channels.dispatched)
     if trainer.kernels != "fused":
-        found = found._replace(dispatched=2 * found.dispatched)
-    cheap = found.norms + found.expanded + found.products
+        channels = channels._replace(dispatched=2 * channels.dispatched)
+    cheap = channels.norms + channels.expanded + channels.products
     match trainer.recompute:
         case "none":
             again = 0.0
         case "selective":
             again = cheap
         case "mlp":
-            again = cheap + found.dispatched + found.projections
+            again = cheap + channels.dispatched + channels.projections
         case "full":
-            again = found.total - model.hidden_size
+            again = channels.total - model.hidden_size
         case _:
             assert_never(trainer.recompute)
     needed = again * EAGER_AGAIN if trainer.kernels == "eager" else again
-    return (found.total - again) * BYTES[dtype], needed * BYTES[dtype]
+    return (channels.total - again) * BYTES[dtype], needed * BYTES[dtype]
 
 
 def activation_bytes(
@@ -148,22 +151,24 @@ def activation_bytes(
     """
     stages, slices = trainer.pipeline_parallel, trainer.virtual_stages
     kept, again = layer_bytes(model, trainer, dtype)
-    found = []
+    of_stages = []
     for stage, num_layers in enumerate(stage_layers(model.num_layers, stages)):
         under_way = float(stages - stage)
         if slices > 1:
             under_way = ((stages - stage - 1) * 2 + (slices - 1) * stages + 1) / slices
         per_token = under_way * num_layers * kept + again
-        found.append(num_tokens * per_token / trainer.tensor_parallel / trainer.context_parallel)
-    sent = exchanged_bytes(model, trainer, dtype) * num_tokens
-    return [kept + sent for kept in found]
+        num_bytes = num_tokens * per_token / trainer.tensor_parallel / trainer.context_parallel
+        of_stages.append(num_bytes)
+    received = exchanged_bytes(model, trainer, dtype) * num_tokens
+    return [num_bytes + received for num_bytes in of_stages]
 
 
 def exchanged_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> float:
-    """Return the bytes that a GPU holds of one layer's exchange between context ranks, for each token of a pass.
+    """Return the bytes per token of a pass that a GPU needs for one layer's exchange between context ranks.
 
-    In a ring keys and values that are computed with and those that arrive meanwhile; gathered ones whole; heads dealt out
-    replace those of a rank's own tokens one by one, as much as those.
+    - ring: the keys and values in use, and those that arrive at the same time.
+    - all-gather: the keys and values of all tokens.
+    - all-to-all: queries, output, keys and values of all tokens for the rank's own heads.
     """
     ranks = trainer.context_parallel
     if ranks == 1:
@@ -182,7 +187,7 @@ def exchanged_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> fl
 
 
 def context_channels(model: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:
-    """Return the channels of a token's queries, or of their output, and of its keys and values on a tensor rank.
+    """Return the channels of a token on a tensor rank: of its queries or their output, and of its keys and values.
 
     Latent vectors are expanded to the keys and values of every head before they are sent.
     """
@@ -211,5 +216,5 @@ def logit_bytes(model: ModelShape, trainer: TrainerConfig, num_tokens: int) -> f
 
 
 def tokens_in_pass(trainer: TrainerConfig, longest: int) -> int:
-    """Tokens of the largest pass: a micro-batch of the longest, cut to `max_tokens_per_pass`."""
+    """Return the tokens of the largest pass: a micro-batch of longest rollouts, limited to `max_tokens_per_pass`."""
     return min(trainer.micro_batch * longest, max(longest, trainer.max_tokens_per_pass))

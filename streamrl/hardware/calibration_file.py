@@ -1,7 +1,7 @@
-"""A calibration: what the seconds of one's own steps say of the simulated ones, by stage, as `streamrl calibrate` writes it.
+"""Read and write a calibration: factors on simulated seconds by stage, which `streamrl calibrate` fits to logged steps.
 
-A run file names it under `costs.calibration`. A factor says how fast a stage is relative to what the profiles say, and
-holds for the GPU that it was measured on; the overhead is of each step, whatever the GPU.
+A run file names it under `costs.calibration`. A factor is the speed of a stage relative to the profiles. It
+applies only to the GPU on which it was measured. The overhead applies to each step on any GPU.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from streamrl.runfile.errors import RunError
 
 StageName = Literal["generation", "score", "train", "sync"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
-"""Stages that have a factor; score are forward passes before training, sync is push and load."""
+"""Stages that have a factor. "score" is forward passes before training, and "sync" is push and load."""
 SECTION = "costs.calibration"
 
 
 class StageErrors(ProfileTable, frozen=True, kw_only=True):
-    """Medians of the absolute relative errors of a step's simulated seconds; absent where no step tells."""
+    """Median absolute relative errors of a step's simulated seconds; None without steps to compare."""
 
     before: float | None = None
-    """Without the calibration, of the steps that it was fitted to."""
+    """Without the calibration, on the steps that it was fitted to."""
     after: float | None = None
-    """With it, of the same steps."""
+    """With the calibration, on the same steps."""
     held_out: float | None = None
-    """With it, of later steps that it was not fitted to."""
+    """With the calibration, on later steps that it was not fitted to."""
 
 
 class StageFactor(ProfileTable, frozen=True, kw_only=True):
-    """How fast one stage is, relative to what the profiles say: its seconds are divided by it."""
+    """The speed of one stage relative to the profiles. Its simulated seconds are divided by the factor."""
 
     gpu: str
-    """Of the pool that it was measured on; for another GPU it says nothing."""
+    """GPU on which it was measured. It does not apply to other GPUs."""
     factor: float
+    """Median over the fitted steps."""
     interval: tuple[float, float] | None = None
-    """95 % interval of the factor, the median over steps, from their scatter; absent where they are too few to tell."""
+    """95 % interval (sampling error) of the factor, from the scatter of the steps; None if they are too few."""
     errors: StageErrors = StageErrors()
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class StageFactor(ProfileTable, frozen=True, kw_only=True):
 
 
 class StepOverhead(ProfileTable, frozen=True, kw_only=True):
-    """Seconds of a step beside its stages: data, rewards, logging."""
+    """Seconds of a step outside its stages: data, rewards, logging."""
 
     seconds: float
     interval: tuple[float, float] | None = None
@@ -69,44 +70,47 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
     """Factors and overhead of one framework on one cluster."""
 
     source: str
-    """What was measured: which file, of which framework."""
+    """The log file and its framework."""
     date: datetime.date
     model: str
     system: str
     """`policies.system` of the run."""
     profile: str | None = None
-    """Digest of the `costs.profile` whose seconds the factors are of, `none` where it named none; absent where an earlier
-    version wrote it."""
+    """Digest of the `costs.profile` for whose seconds the factors were fitted; "none" without a profile. Absent in files
+    of earlier versions of this program."""
     fitted_steps: tuple[int, int] | None = None
     """First and last step that it was fitted to."""
     held_out_steps: tuple[int, int] | None = None
-    """First and last step that only its errors were taken of."""
+    """First and last step that was used only for its errors."""
     generation: StageFactor | None = None
     score: StageFactor | None = None
     train: StageFactor | None = None
     sync: StageFactor | None = None
     overhead: StepOverhead | None = None
-    """Replaces the assumed `framework.step_time`; one that the run file states stays."""
+    """Replaces the assumed `framework.step_time`, unless the run file states one."""
     step: StageErrors = StageErrors()
     """Errors of whole steps."""
 
     @property
     def says_nothing(self) -> bool:
-        """Whether it has neither a factor nor an overhead."""
+        """Whether the calibration has neither a factor nor an overhead."""
         return self.overhead is None and all(self.stage(name) is None for name in STAGES)
 
     def stage(self, name: StageName) -> StageFactor | None:
-        """Return what it says of a stage; None where it says nothing."""
-        found: StageFactor | None = getattr(self, name)
-        return found
+        """Return the factor of a stage; None if it has none."""
+        factor: StageFactor | None = getattr(self, name)
+        return factor
 
     def factor(self, name: StageName, gpu: str) -> float:
-        """Return the factor of a stage on a GPU, 1 where it says nothing of it."""
+        """Return the factor of a stage on a GPU; 1 if it has none."""
         found = self.stage(name)
         return 1.0 if found is None or found.gpu != gpu else found.factor
 
     def tell(self, name: StageName, gpu: str, path: str) -> str:
-        """Say what was made of a stage's seconds; nothing where it says nothing of it."""
+        """Return how a stage's seconds were changed, as the text of a source; "" without a factor.
+
+        The text is part of traces, so a change of its wording changes recorded files.
+        """
         found = self.stage(name)
         if found is None:
             return ""
@@ -117,24 +121,27 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
 
 
 def load_calibration(costs: CostsConfig, model: ModelConfig) -> Calibration | None:
-    """Read the calibration that a run file names, for the seconds of its profile; None where it names none.
+    """Return the calibration of a run file; None if it names none.
 
     Raises:
-        RunError: as of `named_calibration`, or it was fitted beside another profile.
+        RunError: as `named_calibration`, or the calibration was fitted with another `costs.profile`.
     """
     found = named_calibration(costs.calibration, model)
     if found is None or found.profile is None or found.profile == profile_digest(costs.profile):
         return found
     path, profile = costs.calibration, costs.profile or "no profile"
-    text = f"{SECTION}: {path} was fitted beside another costs.profile than {profile}, and its factors are of those seconds: calibrate again"
+    text = (
+        f"{SECTION}: {path} was fitted with another costs.profile, but the run has {profile}; "
+        "run `streamrl calibrate` again with this profile"
+    )
     raise RunError(SECTION, str(path), None, text, ("costs.profile",))
 
 
 def named_calibration(named: str | None, model: ModelConfig) -> Calibration | None:
-    """Read the calibration that `costs.calibration` names, to tell of it; None where it names none.
+    """Return the calibration in the file `named`, without a check of its profile; None if `named` is None.
 
     Raises:
-        RunError: the file is none, or was made for another model.
+        RunError: the file is unreadable or not a calibration, or it was made for another model.
     """
     if named is None:
         return None
@@ -151,10 +158,10 @@ def named_calibration(named: str | None, model: ModelConfig) -> Calibration | No
 
 
 def profile_digest(profile: str | None) -> str:
-    """Tell the contents of the profile that `costs.profile` names apart from those of others; `none` where it names none.
+    """Return a digest of the contents of a profile; "none" without a profile.
 
     Raises:
-        RunError: it cannot be read.
+        RunError: the profile is unreadable.
     """
     if profile is None:
         return "none"
@@ -168,27 +175,30 @@ def profile_digest(profile: str | None) -> str:
 
 
 def _check_model(calibrated: str, model: ModelConfig, path: Path) -> None:
-    """Refuse factors of another model: kernels that are slow with its shapes say little of these."""
+    """Raise `RunError` for factors of another model, because the speed of kernels depends on the model's shapes."""
     name, key = load_model(model).name, "model.path" if model.name is None else "model.name"
     names = {each.lower() for each in (name, model.name) if each is not None}
     if calibrated.lower() not in names:
-        text = f"{SECTION}: {path} was made for model {calibrated!r}, but {key} is of {name!r}: calibrate on what you run"
+        text = (
+            f"{SECTION}: {path} was made for model {calibrated!r}, but the model of {key} is {name!r}; "
+            "run `streamrl calibrate` on steps of this model"
+        )
         raise RunError(SECTION, str(path), None, text, (key,))
 
 
 def write_calibration(calibration: Calibration) -> str:
-    """Return a calibration as TOML, with what is not known left out."""
+    """Return a calibration as TOML, without unknown values."""
     table = _known(msgspec.to_builtins(calibration, builtin_types=(datetime.date,)))
     return tomli_w.dumps(table)
 
 
 def _known(table: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in table.items():
         known = _known(value) if isinstance(value, dict) else value
         if known is not None and known != {}:
-            found[key] = float(f"{known:.6g}") if isinstance(known, float) else known
-    return found
+            values[key] = float(f"{known:.6g}") if isinstance(known, float) else known
+    return values
 
 
 @cache
@@ -198,5 +208,5 @@ def _digest(path: Path, changed_at: int, size: int) -> str:
 
 @cache
 def _read(path: Path, changed_at: int, size: int) -> Calibration:
-    """Read it once for all plans of a search, and again where it was written anew."""
+    """Return the calibration in a file. It is read once for all plans of a search, and again after a change."""
     return read_profile(path, Calibration)

@@ -1,4 +1,4 @@
-"""Read a Hugging Face model directory: the model's shape from config.json, and whether its weight files are whole."""
+"""Read a Hugging Face model directory: the model's shape from config.json, and whether its weight files are complete."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from streamrl.runfile.errors import RunError, shown
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 PERIODS = {"gpt_oss": 2, "gemma3_text": 6, "qwen3_next": 4}
-"""Of so many layers the last one looks back at everything, where no types are listed (their config classes)."""
+"""By `model_type`: without `layer_types`, every N-th layer has full attention (source: the config classes)."""
 
 
 def layers_of(table: Mapping[str, object], kind: str) -> int | None:
-    """Return how many layers are of a kind; None where the model's type has layers of one kind alone.
+    """Return the number of layers of a kind; None if all layers of this model type are of one kind.
 
     Raises:
-        ValueError: a type of layer is unknown, or there are not as many as layers.
+        ValueError: `layer_types` has an unknown type, or not one type for each layer.
     """
     total, types = table.get("num_hidden_layers"), table.get("layer_types")
     if isinstance(types, list):
@@ -39,14 +39,14 @@ def layers_of(table: Mapping[str, object], kind: str) -> int | None:
 
 
 def num_window_layers(table: Mapping[str, object]) -> int | None:
-    """Return how many layers have a window, where some have none."""
+    """Return the number of layers with a sliding window; None if all layers are of one kind."""
     if table.get("model_type") not in PERIODS and not isinstance(table.get("layer_types"), list):
         return None
     return layers_of(table, SLIDING)
 
 
 def read_linear(table: Mapping[str, object]) -> LinearAttention | None:
-    """Return the gated delta net of a config.json; None where no layer has one."""
+    """Return the gated delta net of a config.json; None if no layer has one."""
     num_layers = layers_of(table, LINEAR)
     if not num_layers:
         return None
@@ -61,10 +61,10 @@ def read_linear(table: Mapping[str, object]) -> LinearAttention | None:
 
 
 def shared_experts(table: Mapping[str, object]) -> int:
-    """Return how many experts a shared one is as wide as.
+    """Return the width of the shared expert as a number of routed experts.
 
     Raises:
-        ValueError: it is no whole number of them.
+        ValueError: this is not a whole number.
     """
     shared = _layer_count(table, "shared_expert_intermediate_size")
     one = _layer_count(table, "moe_intermediate_size")
@@ -111,12 +111,12 @@ SHAPE_KEYS: Mapping[str, frozenset[str]] = {
     | {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"}
     | {"n_shared_experts", "first_k_dense_replace"},
 }
-"""Keys that say how large a model of each type is, and of what it is made; types that differ in less come after others."""
+"""By `model_type`: the keys that determine the shape of a model. Of equally near types, the first one is suggested."""
 PLAINEST = "llama"
-"""Of types that are equally near: it has neither biases nor norms of queries."""
+"""Preferred among equally near types, because it has neither biases nor norms of queries."""
 OPTIONAL = frozenset({"head_dim", "decoder_sparse_step", "mlp_only_layers", "sliding_window"})
 WITH_QK_NORM = ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text")
-"""Types that norm queries and keys."""
+"""Types with norms of queries and keys."""
 
 _NO_SHAPE = re.compile(
     r".*_token_id|.*_token_index|.*max_position_embeddings|pretraining_tp|ep_size|chunk_size_feed_forward|n_group|"
@@ -125,71 +125,71 @@ _NO_SHAPE = re.compile(
 )
 """Numbers that change neither parameters nor arithmetic."""
 _EVERY_ONE = re.compile(r".*(_freq|_step|_period|_interval)")
-"""Every how many layers something is: 1 says nothing, as that is what types are read as."""
-_SHAPELY = re.compile(r".*bias|.*qk_.*norm")
-"""Switches that add parameters."""
+"""Periods of a kind of layer. The value 1 changes nothing, because every layer is of that kind by default."""
+_ADDS_PARAMETERS = re.compile(r".*bias|.*qk_.*norm")
+"""Boolean keys that add parameters."""
 _SAME = {"num_local_experts": "num_experts"}
-"""Names of one thing."""
+"""Keys with the same meaning."""
 
 
 def describe_nearest_type(table: Mapping[str, object]) -> str:
-    """Return the known type that shares most keys with a `config.json`, what it asks for beside, and what it would ignore.
+    """Return the known type that shares most keys with a `config.json`, which keys it needs, and which it would ignore.
 
-    Of a model that sees or hears the part that reads text is told.
+    For a multimodal model, describe the part for text.
     """
     text = table.get("text_config")
     if not isinstance(text, dict) or "hidden_size" in table:
-        return f"the nearest is {_told(table, [])}"
+        return f"the nearest is {_nearest_text(table, [])}"
     others = [key for key, value in table.items() if key.endswith("_config") and value]
     left_out = [key for key in others if isinstance(table[key], dict) and key != "text_config"]
-    return f"the nearest to its text_config is {_told(text, left_out)}"
+    return f"the nearest to its text_config is {_nearest_text(text, left_out)}"
 
 
-def _told(table: Mapping[str, object], left_out: list[str]) -> str:
-    """Return the nearest type with what it asks for and ignores, parts that are left out among that."""
-    found = {_key_list(key) for key, value in table.items() if _says_shape(key, value)}
-    nearest = _nearest(table.get("model_type"), found)
-    stated, known = (
-        {_key_list(key) for key in table},
-        {_key_list(key) for key in SHAPE_KEYS[nearest]},
+def _nearest_text(table: Mapping[str, object], left_out: list[str]) -> str:
+    """Return the nearest type, the keys that it needs, and the keys and parts that it would ignore."""
+    stated = {_same_key(key) for key, value in table.items() if _is_shape(key, value)}
+    nearest = _nearest(table.get("model_type"), stated)
+    present, known = (
+        {_same_key(key) for key in table},
+        {_same_key(key) for key in SHAPE_KEYS[nearest]},
     )
-    lacking = sorted(key for key in SHAPE_KEYS[nearest] - OPTIONAL if _key_list(key) not in stated)
+    lacking = sorted(key for key in SHAPE_KEYS[nearest] - OPTIONAL if _same_key(key) not in present)
     ignored = sorted(
         key
         for key, value in table.items()
-        if _key_list(key) not in known and _adds(key, value, nearest)
+        if _same_key(key) not in known and _changes_shape(key, value, nearest)
     )
     says = [f"needs {', '.join(lacking)}"] if lacking else []
     says += [f"would ignore {', '.join([*ignored, *left_out])}"] if ignored or left_out else []
     return nearest + (f", which {' and '.join(says)}" if says else "")
 
 
-def _nearest(own: object, found: set[str]) -> str:
+def _nearest(own: object, stated: set[str]) -> str:
     if isinstance(own, str) and own in SHAPE_KEYS:
         return own
-    return max(SHAPE_KEYS, key=lambda kind: (_likeness(found, SHAPE_KEYS[kind]), kind == PLAINEST))
+    return max(SHAPE_KEYS, key=lambda kind: (_likeness(stated, SHAPE_KEYS[kind]), kind == PLAINEST))
 
 
-def _key_list(key: str) -> str:
+def _same_key(key: str) -> str:
     return _SAME.get(key, key)
 
 
-def _likeness(found: set[str], known: frozenset[str]) -> float:
-    """Return the share of keys that both have; what a type need not say is missed in none."""
-    names, needed = ({_key_list(key) for key in keys} for keys in (known, known - OPTIONAL))
-    return len(found & names) / len(found | needed)
+def _likeness(stated: set[str], known: frozenset[str]) -> float:
+    """Return the share of keys that both have; missing optional keys do not lower it."""
+    names, needed = ({_same_key(key) for key in keys} for keys in (known, known - OPTIONAL))
+    return len(stated & names) / len(stated | needed)
 
 
-def _adds(key: str, value: object, nearest: str) -> bool:
-    """Whether a key that a type does not read makes a model other than it."""
+def _changes_shape(key: str, value: object, nearest: str) -> bool:
+    """Return whether a key that the nearest type does not read makes the model different from it."""
     if value is True:
         is_known = nearest in WITH_QK_NORM and "norm" in key
-        return _SHAPELY.fullmatch(key) is not None and not is_known
+        return _ADDS_PARAMETERS.fullmatch(key) is not None and not is_known
     is_usual = value in (0, []) or (value == 1 and _EVERY_ONE.fullmatch(key) is not None)
-    return _says_shape(key, value) and not is_usual
+    return _is_shape(key, value) and not is_usual
 
 
-def _says_shape(key: str, value: object) -> bool:
+def _is_shape(key: str, value: object) -> bool:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return (is_number or (isinstance(value, list) and key != "architectures")) and not (
         _NO_SHAPE.fullmatch(key)
@@ -197,29 +197,29 @@ def _says_shape(key: str, value: object) -> bool:
 
 
 MODEL_TYPES = tuple(SHAPE_KEYS)
-"""The `model_type`s that are known; keys and defaults are those of their config classes in transformers."""
+"""The known values of `model_type`. Keys and defaults are those of their config classes in transformers."""
 
 WINDOWED = ("mistral", "mixtral", "gpt_oss", "gemma3_text")
-"""Types that have a window where they name one."""
+"""Types that use `sliding_window` whenever it has a value."""
 DRAFTING = ("deepseek_v3", "qwen3_next")
-"""Types that may come with layers for multi-token prediction."""
+"""Types that may have layers for multi-token prediction."""
 DEFAULT_WINDOW = 4096
-"""Of a sliding window whose size is not named."""
+"""Tokens of a sliding window without a stated size."""
 
 
 def read_config_json(path: Path) -> ModelShape:
     """Read a model's shape from the config.json of a Hugging Face directory.
 
     Raises:
-        RunError: the file cannot be read, is of a type not in `MODEL_TYPES`, lacks a key, or has a value
-            that no model of the type can have; with file, key and value.
+        RunError: the file cannot be read, its type is not in `MODEL_TYPES`, or a key is missing or
+            has an invalid value. The text has the file, the key and the value.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise _wrong(path, f"{path} cannot be read: {error}") from None
     if not isinstance(table, dict):
-        raise _wrong(path, f"{path} must hold a JSON object, got {shown(table)}")
+        raise _wrong(path, f"{path} must contain a JSON object, got {shown(table)}")
     try:
         return _read_shape(table, path)
     except ValueError as error:
@@ -227,13 +227,13 @@ def read_config_json(path: Path) -> ModelShape:
 
 
 def read_positions(directory: Path) -> int | None:
-    """Return the tokens of the longest sequence that a Hugging Face directory says its model takes; None where it does not."""
+    """Return `max_position_embeddings` of a Hugging Face directory, in tokens; None if it is not stated."""
     try:
         table = json.loads((directory / "config.json").read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None
-    found = table.get("max_position_embeddings") if isinstance(table, dict) else None
-    return found if isinstance(found, int) else None
+    positions = table.get("max_position_embeddings") if isinstance(table, dict) else None
+    return positions if isinstance(positions, int) else None
 
 
 def _wrong(path: Path, text: str) -> RunError:
@@ -250,7 +250,7 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
             raise ValueError(f"{key} = true is not known for {kind}")
     if table.get("quantization_config"):
         raise ValueError(
-            "quantization_config is not known: take it out for the figures of whole weights in model.dtype"
+            "quantization_config is not supported; remove it to compute with all weights in model.dtype"
         )
     num_heads = _count(table, "num_attention_heads")
     latent = _read_latent(table) if kind == "deepseek_v3" else None
@@ -282,7 +282,7 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
 
 
 def _num_draft_layers(table: dict[str, object]) -> int:
-    """Qwen3-Next comes with one and does not say so (vLLM's qwen3_next_mtp.py reads 1 where the key is absent)."""
+    """Return the number of draft layers. Qwen3-Next has one without stating it (vLLM's qwen3_next_mtp.py assumes 1)."""
     key, kind = "num_nextn_predict_layers", table["model_type"]
     if kind not in DRAFTING or (key not in table and kind == "deepseek_v3"):
         return 0
@@ -290,7 +290,10 @@ def _num_draft_layers(table: dict[str, object]) -> int:
 
 
 def _sliding_window(table: dict[str, object]) -> int | None:
-    """Mistral and Mixtral have the window that they name, and Mistral one by default; Qwen where it is switched on."""
+    """Return the window in tokens. `WINDOWED` types use it whenever it is stated, Qwen only with `use_sliding_window`.
+
+    Mistral has a window by default.
+    """
     default = DEFAULT_WINDOW if table["model_type"] != "mixtral" else None
     window = table.get("sliding_window", default)
     has_window = table["model_type"] in WINDOWED or _flag(table, "use_sliding_window")
@@ -302,14 +305,14 @@ def _sliding_window(table: dict[str, object]) -> int | None:
 
 
 def _num_kv_heads(table: dict[str, object]) -> int:
-    """Llama models from before grouped-query attention name no key-value heads."""
+    """Return the key-value heads. Llama models without grouped-query attention do not state them."""
     if table["model_type"] == "llama" and table.get("num_key_value_heads") is None:
         return _count(table, "num_attention_heads")
     return _count(table, "num_key_value_heads")
 
 
 def _head_dim(table: dict[str, object], latent: LatentAttention | None) -> int:
-    """Where no size is named heads share out the hidden state, but for Qwen3, whose default is a constant."""
+    """Return the channels of a head. The default is `hidden_size` / heads, except for Qwen3, which must state it."""
     if latent is not None:
         return latent.nope_head_dim + latent.rope_head_dim
     if table.get("head_dim") is not None or table["model_type"] == "qwen3":
@@ -336,7 +339,7 @@ def _read_latent(table: dict[str, object]) -> LatentAttention:
 def _read_experts(table: dict[str, object]) -> Experts | None:
     match table["model_type"]:
         case "qwen3_moe":
-            # transformers 5 saves as num_local_experts what earlier versions called num_experts
+            # transformers 5 writes num_local_experts; earlier versions wrote num_experts
             key = "num_local_experts" if "num_local_experts" in table else "num_experts"
             return Experts(
                 num_experts=_count(table, key),
@@ -382,7 +385,7 @@ def _read_experts(table: dict[str, object]) -> Experts | None:
 
 
 def _num_first_dense(table: dict[str, object]) -> int:
-    """Qwen3 may put plain MLPs anywhere; only first layers are known here, and no model has others."""
+    """Return the number of first layers with plain MLPs. The format allows other layers, but no known model has them."""
     if table.get("decoder_sparse_step", 1) != 1:
         raise ValueError(f"decoder_sparse_step must be 1, got {table['decoder_sparse_step']!r}")
     dense = table.get("mlp_only_layers") or []
@@ -401,7 +404,7 @@ def _count(table: dict[str, object], key: str, least: int = 1) -> int:
 
 
 def _flag(table: dict[str, object], key: str, *, default: bool = False) -> bool:
-    """Read a boolean that is false where absent, as in most config classes of `MODEL_TYPES`."""
+    """Return a boolean. A missing key is false, as in most config classes of `MODEL_TYPES`."""
     value = table.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, got {value!r}")
@@ -409,15 +412,16 @@ def _flag(table: dict[str, object], key: str, *, default: bool = False) -> bool:
 
 
 INDEX = "model.safetensors.index.json"
-"""Names the file of each tensor where weights are in several (huggingface.co/docs/safetensors)."""
+"""The index of sharded weights: the file name of each tensor (huggingface.co/docs/safetensors)."""
 LENGTH_BYTES = 8
-"""Of a safetensors file: the length of its header, little-endian, which comes next; then tensors without gaps."""
+"""First bytes of a safetensors file: the length of its header, little-endian. The header follows, and then the tensors
+without gaps."""
 MOST_HEADER = 100 * 10**6
-"""Bytes, as safetensors has it."""
+"""Maximum bytes of a header, the limit of safetensors."""
 
 
 def weight_problems(directory: Path) -> Iterator[str]:
-    """Yield what is missing or cut off of the weights of a Hugging Face directory."""
+    """Yield a text for each missing, damaged or truncated weight file of a Hugging Face directory."""
     named = _indexed_files(directory)
     missing = [name for name in named if not (directory / name).is_file()]
     if missing:
@@ -431,7 +435,7 @@ def weight_problems(directory: Path) -> Iterator[str]:
 
 
 def _indexed_files(directory: Path) -> list[str]:
-    """Return the files that an index names; none where there is no index."""
+    """Return the file names in the index; none without an index."""
     try:
         index = json.loads((directory / INDEX).read_text(encoding="utf-8-sig"))
         return sorted({str(name) for name in index["weight_map"].values()})
@@ -440,18 +444,18 @@ def _indexed_files(directory: Path) -> list[str]:
 
 
 def _weight_problem(path: Path) -> str:
-    """Return what is wrong with a file by its header and size; "" where nothing is."""
+    """Return what is wrong with the header or the size of a file; "" if nothing is."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES or not 0 < length <= min(MOST_HEADER, size - LENGTH_BYTES):
-                return f"its {size} bytes begin with no header of safetensors"
+                return f"its {size} bytes do not begin with a safetensors header"
             header: dict[str, Any] = json.loads(file.read(length))
         ends = [row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"]
         wanted = LENGTH_BYTES + length + max(ends, default=0)
     except OSError as error:
         return str(error.strerror)
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
-        return "its header is none of safetensors"
-    return "" if size == wanted else f"it has {size} bytes, its header tells of {wanted}"
+        return "its header is not a safetensors header"
+    return "" if size == wanted else f"it has {size} bytes, but its header says {wanted}"

@@ -1,24 +1,21 @@
 """Interpolate and extrapolate the seconds of an operator table to any shape.
 
-Seconds of decode attention over longer contexts than a batch was measured with.
+An operator's seconds are divided by its roofline. The logarithm of this ratio is interpolated linearly in
+the logarithm of every axis. Outside the measured range, the ratio of the nearest edge is used. On a GPU
+with other bandwidth or FLOP/s, the ratio stays the same.
 
-Tables end where a batch's cache filled the GPU or the sweep: 256 rollouts of eight key heads were measured with 512 tokens
-each, 64 with 4,096. With the ratio to the roofline that they had at their last column, the launch and the start of each
-rollout would be paid anew with every further token. The cost of one more token
-depends on the total number of tokens read, because kernels schedule rollouts and pieces of their contexts alike. So a
-row continues like the row of fewer caches did at the same number of tokens:
+Decode attention over longer contexts than measured is extrapolated differently. A table ends where the
+KV cache of a batch filled the GPU or the sweep ended: 256 rollouts of eight key heads were measured with
+512 tokens each, 64 with 4,096. A constant ratio would count the launch and the start of each rollout
+again for every further token. Instead, the cost of one more token depends on the total number of tokens
+read, because kernels schedule rollouts and pieces of their contexts in the same way. So a row continues
+like the row with fewer caches at the same total number of tokens:
 
     seconds(c, W) = seconds(c, V) + seconds(c', W) - seconds(c', V)
 
-with V and W tokens in all, c caches, and c' those of the next smaller row, which was carried on before. No token more is
-read faster than memory allows, and none slower than those before it on average.
-
-Seconds between the measured shapes of a table, and beyond them.
-
-Interpolated is how much longer than its roofline an operator takes: the logarithm of that ratio, linearly
-in the logarithm of every axis. Outside the measured range the ratio of the nearest edge holds, which is an
-extrapolation by roofline, and on a GPU that differs in bandwidth or FLOP/s the ratio is kept as well. Decode
-attention over longer contexts than a batch was measured with: `streamrl.hardware.interpolation`.
+with V and W total tokens, c caches, and c' the caches of the next smaller row, which was extended before.
+One more token is never read faster than memory bandwidth allows, and never slower than the mean of
+the tokens before it.
 """
 
 from __future__ import annotations
@@ -38,20 +35,20 @@ from streamrl.hardware.operator_tables import OPERATORS, Floats, Peak, Table
 def extrapolate_contexts(
     caches: Floats, columns: Floats, seconds: Floats, roofline: Floats
 ) -> Floats:
-    """Return seconds that go on behind the last measured column of each row.
+    """Return seconds with the columns after the last measured one of each row filled in.
 
     Args:
-        caches: (rows,) that are read, increasing; rows differ in nothing else.
+        caches: (rows,) number of caches that are read, increasing. Rows differ in nothing else.
         columns: (columns,) tokens of context.
-        seconds: (rows, columns), NaN where nothing was measured; each row has one at least.
-        roofline: (rows, columns) at the peak.
+        seconds: (rows, columns), NaN where nothing was measured. Each row has a measured value.
+        roofline: (rows, columns) seconds at the peak.
     """
     carried = seconds.copy()
     for row in range(len(caches)):
         last = int(np.flatnonzero(~np.isnan(seconds[row]))[-1])
         if last == len(columns) - 1:
             continue
-        smaller = max(0, row - 1)  # the smallest has its own last rate
+        smaller = max(0, row - 1)  # the first row continues with its own last rate
         contexts = caches[row] / caches[smaller] * columns[last:]
         further = np.diff(_along(columns, carried[smaller], contexts))
         least = np.diff(roofline[row, last:])
@@ -63,7 +60,7 @@ def extrapolate_contexts(
 
 
 def _along(columns: Floats, seconds: Floats, contexts: Floats) -> Floats:
-    """Read a row at any context: straight lines between its columns, the last of them beyond."""
+    """Return the seconds of a row at any context: linear between columns, and along the last line beyond them."""
     is_known = ~np.isnan(seconds)
     places, values = columns[is_known], seconds[is_known]
     if len(places) == 1:
@@ -71,19 +68,19 @@ def _along(columns: Floats, seconds: Floats, contexts: Floats) -> Floats:
     else:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
     beyond = slope * np.maximum(0.0, contexts - places[-1])
-    found: Floats = np.interp(contexts, places, values) + beyond
-    return found
+    interpolated: Floats = np.interp(contexts, places, values) + beyond
+    return interpolated
 
 
 Bools: TypeAlias = NDArray[np.bool_]
-NEAR = 1e-9  # of a logarithm: two such values are one
+NEAR = 1e-9  # logarithms that differ by less count as equal
 
 
 class Surface:
-    """One table, ready to be asked for any shape."""
+    """An operator table that can be evaluated at any shape."""
 
     def __init__(self, table: Table, peak: Peak) -> None:
-        """Prepare a table that was measured on a GPU of this peak."""
+        """Prepare a table that was measured on a GPU with this peak."""
         self.table = table
         self._operator = OPERATORS[table.facts.operator]
         self._roofline = self._operator.roofline(peak)
@@ -107,13 +104,13 @@ class Surface:
     def seconds(
         self, shape: Mapping[str, float], columns: Floats, peak: Peak
     ) -> tuple[Floats, Bools]:
-        """Return seconds at every column, and which columns are within the measured range.
+        """Return the seconds at every column, and which columns are within the measured range.
 
         Args:
             shape: value of every axis of the rows.
             columns: (n,) values of the last axis.
-            peak: of the GPU that is asked about. Kernels keep their ratio to the roofline there,
-                collectives their seconds beside the wire.
+            peak: peak of the GPU in question. Kernels keep their ratio to the roofline on it;
+                collectives keep the seconds that exceed the time on the wire.
         """
         point = self._operator.coordinates({name: np.array([v]) for name, v in shape.items()})
         ratio, is_inside = _descend(self._tree, [log(p[0]) for p in point], np.log(columns))
@@ -128,7 +125,7 @@ class Surface:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Ratios along the columns, of which those behind `last` were not measured."""
+    """Ratios along the columns; those after `last` are extrapolated."""
 
     columns: Floats
     ratios: Floats
@@ -137,7 +134,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Branch:
-    """One axis: its values in order, and what is below each."""
+    """One axis: its values in order, and the subtree of each."""
 
     values: list[float]
     children: list[_Node]
@@ -149,9 +146,10 @@ _Node: TypeAlias = _Leaf | _Branch
 def _grow(
     points: Floats, ratios: Floats, columns: Floats, rooflines: Floats | None = None
 ) -> _Node:
-    """Sort rows into a tree, one axis a level; rows at one point become their median.
+    """Return a tree of the rows with one level for each axis; rows at the same point become their median.
 
-    Rows that differ in the last axis alone, caches, are carried on along the columns where `rooflines` are given.
+    With `rooflines`, rows that differ only in the last axis, the number of caches, are extrapolated along
+    the columns.
     """
     if not points.shape[1]:
         is_measured = ~np.isnan(ratios).all(axis=0)
@@ -166,14 +164,14 @@ def _grow(
         for part, under in zip(parts, below, strict=True)
     ]
     if rooflines is not None and points.shape[1] == 1:
-        children = _lengthened(levels, children, columns, rooflines[[p.argmax() for p in parts]])
+        children = _extrapolated(levels, children, columns, rooflines[[p.argmax() for p in parts]])
     return _Branch(levels, children)
 
 
-def _lengthened(
+def _extrapolated(
     caches: list[float], rows: list[_Node], columns: Floats, rooflines: Floats
 ) -> list[_Node]:
-    """Return rows that go on to the last column; both axes are logarithms, as everywhere here."""
+    """Return rows that reach the last column. Caches and columns are logarithms, as in all of this tree."""
     leaves = [row for row in rows if isinstance(row, _Leaf)]
     ratios = np.full((len(leaves), len(columns)), np.nan)
     for i, leaf in enumerate(leaves):
@@ -188,9 +186,9 @@ def _lengthened(
 
 
 def _medians(ratios: Floats) -> Floats:
-    """Return the median of each column over its measured rows, of which it has one at least.
+    """Return the median of each column over its measured rows; each column must have a measured row.
 
-    Tables have a row or two for a shape, which `np.nanmedian` takes a hundred times as long for.
+    `np.nanmedian` is a hundred times slower for the one or two rows that tables have for a shape.
     """
     ordered = np.sort(ratios, axis=0)  # NaN last
     num_measured = (~np.isnan(ratios)).sum(axis=0)
@@ -201,7 +199,7 @@ def _medians(ratios: Floats) -> Floats:
 
 
 def _descend(node: _Node, point: list[float], columns: Floats) -> tuple[Floats, Bools]:
-    """Interpolate at a point: the two nearest branches of each level, weighed by distance."""
+    """Return the ratios at a point, interpolated between the two nearest branches of each level."""
     if isinstance(node, _Leaf):
         is_inside = (columns >= node.columns[0] - NEAR) & (columns <= node.last + NEAR)
         return np.interp(columns, node.columns, node.ratios), is_inside
@@ -218,11 +216,11 @@ def _descend(node: _Node, point: list[float], columns: Floats) -> tuple[Floats, 
 
 
 def _fill(points: Floats, ratios: Floats, columns: Floats) -> Floats:
-    """Estimate cells that were not measured: the mean of what interpolation along each axis gives."""
+    """Return ratios with estimates for cells that were not measured: the mean of the interpolations along each axis."""
     is_hole = np.isnan(ratios)
     if not is_hole.any():
         return ratios
-    estimates = [np.array([_mend(columns, row) for row in ratios])]
+    estimates = [np.array([_fill_line(columns, row) for row in ratios])]
     for axis in range(points.shape[1]):
         _, lines = np.unique(np.delete(points, axis, axis=1).round(9), axis=0, return_inverse=True)
         estimate = np.full_like(ratios, np.nan)
@@ -230,17 +228,17 @@ def _fill(points: Floats, ratios: Floats, columns: Floats) -> Floats:
             members = np.flatnonzero(lines.ravel() == line)
             members = members[np.argsort(points[members, axis])]
             for column in np.flatnonzero(is_hole[members].any(axis=0)):
-                mended = _mend(points[members, axis], ratios[members, column])
-                estimate[members, column] = mended
+                filled = _fill_line(points[members, axis], ratios[members, column])
+                estimate[members, column] = filled
         estimates.append(estimate)
-    found = np.stack(estimates)
-    count = (~np.isnan(found)).sum(axis=0)
-    mean = np.nansum(found, axis=0) / np.maximum(count, 1)
+    along_axes = np.stack(estimates)
+    count = (~np.isnan(along_axes)).sum(axis=0)
+    mean = np.nansum(along_axes, axis=0) / np.maximum(count, 1)
     return np.where(is_hole & (count > 0), mean, ratios)
 
 
-def _mend(places: Floats, values: Floats) -> Floats:
-    """Interpolate the holes between measured values; those at the ends stay."""
+def _fill_line(places: Floats, values: Floats) -> Floats:
+    """Return values with gaps between measured values interpolated; gaps at the ends remain NaN."""
     is_known = ~np.isnan(values)
     if not is_known.any():
         return values

@@ -1,28 +1,27 @@
-"""A profile that `streamrl profile` measured: read and write it, check that it fits a run, and scale it to the machine's mean speed.
+"""Read and write the profiles that `streamrl profile` measures, and check that a profile fits a run.
 
-A measured profile: what one machine took for one model, operation by operation, as `streamrl profile` writes it.
-
-Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tables and their units:
+A profile has the seconds of one machine for one model, by operation. Every `seconds` is [lower quartile,
+median, upper quartile] of the repeats. Tables:
 
 | table    | one row is                                                                        |
 |----------|-----------------------------------------------------------------------------------|
 | decode   | a decode step of `running` rollouts with `context` tokens each                     |
-| mixed    | a decode step of `running` rollouts of `context` tokens on average, `longest` at most |
+| mixed    | a decode step of `running` rollouts with a mean of `context` and a maximum of `longest` tokens |
 | prefill  | a pass that computes `rollouts` prefixes of `tokens` each, and nothing else        |
-| join     | the same beside a decode step, and the decode steps around it alone                |
+| join     | a pass that computes prefixes and one decode step, and the decode steps around it  |
 | train    | a forward and backward pass over `rollouts` of `tokens` each                       |
 | score    | a forward pass over the same                                                       |
-| call     | what a call of the trainer takes beside its passes, for `tokens` of rollouts sent  |
+| call     | overhead of a call of the trainer without its passes, for `tokens` of rollouts sent |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
-| sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
-| reward   | a call of the reward model's replica that scores `rollouts` of `tokens` each, the way there and back included |
-| turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
-| handling | CPU seconds that a rollout takes of the process that decides, of the verifier and of what serves calls in replicas |
-| handling_over_ray | the same where roles are actors: Ray's own processes too, and what actors take beyond their roles |
-| push_over_ray | a push by relays that are actors on the trainer's machine, in a run |
-| relay | what relays took to make what is sent of a push, and weights of what arrived |
+| sharing  | speeds of roles that compute at the same time on one host's cores, relative to alone |
+| reward   | a call that scores `rollouts` of `tokens` each with the reward model, with its transport |
+| turnover | overhead of starting and ending a rollout in a replica, beyond its passes          |
+| handling | CPU seconds for each rollout in the controller, the verifier and the server of a replica |
+| handling_over_ray | the same with Ray actors, with the overhead of actors and of Ray's own processes |
+| push_over_ray | a push in a run by relays that are Ray actors on the trainer's machine |
+| relay    | encoding a push for the network, and decoding it at the other end |
 
-With `lora_rank` it is adapters that were trained and pushed, and merged where the replica did not compute with them.
+With `lora_rank`, adapters were trained and pushed. They were merged unless the replica served them unmerged.
 """
 
 from __future__ import annotations
@@ -50,32 +49,32 @@ from streamrl.runfile.keys import pool_key
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.roles_config import Packing, Recompute
 
-DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
+DIGEST_LENGTH = 16  # hex digits: 64 bits, enough to exclude equal digests of different shapes
 
 Seconds = tuple[float, float, float]
 """Lower quartile, median and upper quartile."""
 Shares = Seconds
-"""The same of shares."""
+"""Lower quartile, median and upper quartile of shares."""
 
 
 class MeasuredModel(ProfileTable, frozen=True, kw_only=True):
-    """Which model was measured."""
+    """The measured model."""
 
     name: str
     num_parameters: int
     digest: str
-    """Of the shape, see `shape_digest`: two directories with one shape take the same seconds."""
+    """Digest of its shape (`shape_digest`). Two directories with the same shape take the same seconds."""
 
 
 class Host(ProfileTable, frozen=True, kw_only=True):
-    """Where it ran."""
+    """The machine that ran the measurement."""
 
     cpu: str
     cores: int
     threads: int
     """CPU threads of each worker process."""
     device: str
-    """What the device calls itself; the CPU's name where there is no GPU."""
+    """Name that the device reports; the CPU's name without a GPU."""
 
 
 class DecodeRow(ProfileTable, frozen=True, kw_only=True):
@@ -83,18 +82,18 @@ class DecodeRow(ProfileTable, frozen=True, kw_only=True):
 
     running: int
     context: float
-    """Tokens of each running rollout, prompt included."""
+    """Tokens of each running rollout, with its prompt."""
     seconds: Seconds
 
 
 class MixedRow(ProfileTable, frozen=True, kw_only=True):
-    """One point of the decode step where rollouts differ in length."""
+    """One point of the decode step with rollouts of different lengths."""
 
     running: int
     context: float
-    """Tokens of a running rollout, on average."""
+    """Mean tokens of a running rollout."""
     longest: float
-    """Tokens of the longest."""
+    """Tokens of the longest one."""
     seconds: Seconds
 
 
@@ -103,7 +102,7 @@ class PrefillRow(ProfileTable, frozen=True, kw_only=True):
 
     rollouts: int
     tokens: int
-    """Of each prefix."""
+    """Tokens of each prefix."""
     seconds: Seconds
 
 
@@ -112,15 +111,15 @@ class JoinRow(ProfileTable, frozen=True, kw_only=True):
 
     rollouts: int
     tokens: int
-    """Of each prefix."""
+    """Tokens of each prefix."""
     running: int
     """Rollouts that decoded."""
     context: float
     """Tokens of each of them."""
     step: Seconds
-    """Of the decode steps around it, in which nothing joined."""
+    """Seconds of the decode steps around it, which no rollout joined."""
     seconds: Seconds
-    """Of the whole pass."""
+    """Seconds of the whole pass."""
 
 
 class PassRow(ProfileTable, frozen=True, kw_only=True):
@@ -128,88 +127,88 @@ class PassRow(ProfileTable, frozen=True, kw_only=True):
 
     rollouts: int
     tokens: int
-    """Of each rollout, prompt and output together."""
+    """Tokens of each rollout, prompt and output together."""
     seconds: Seconds
 
 
 class CallRow(ProfileTable, frozen=True, kw_only=True):
-    """What one call of the trainer takes beside its passes."""
+    """The overhead of one call of the trainer, without its passes."""
 
     tokens: int
-    """Of the rollouts that the call sends, prompt and output together."""
+    """Tokens of the rollouts that the call sends, prompt and output together."""
     seconds: Seconds
 
 
 class ModelOperation(ProfileTable, frozen=True, kw_only=True):
-    """An operation whose size is the model's."""
+    """An operation whose size depends only on the model."""
 
     seconds: Seconds
 
 
 class WeightTransfer(ProfileTable, frozen=True, kw_only=True):
-    """An operation that moves weights, or adapters out of the trainer."""
+    """An operation that moves weights or adapters."""
 
     bytes: int
     seconds: Seconds
 
 
 class RelayRow(ProfileTable, frozen=True, kw_only=True):
-    """What relays took to bring a push to another place, the network left out."""
+    """The time of relays for one push to another machine, without the network."""
 
     mode: SyncMode
     bytes: int
-    """Of what would have crossed it."""
+    """Encoded bytes that the network would transfer."""
     values: int
-    """How many of the weights that tells of."""
+    """Number of weights that these bytes encode."""
     encode: Seconds
     decode: Seconds
-    """Checking and writing included."""
+    """Includes checksums and writing."""
 
 
 class SharingRow(ProfileTable, frozen=True, kw_only=True, omit_defaults=True):
-    """What is left of the speeds of roles that compute at the same time, in shares of their speeds alone."""
+    """The speeds of roles that compute at the same time, as shares of their speeds alone."""
 
     generating: int
-    """Replicas that decode."""
+    """Number of replicas that decode."""
     training: int = 0
-    """Trainers that train beside them: one, or none."""
+    """Number of trainers that train at the same time: 0 or 1."""
     generation: Shares
     train: Shares | None = None
-    """None where nobody trains."""
+    """None without a trainer."""
 
 
 class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """A whole profile."""
 
     source: str
-    """Who measured, with what."""
+    """Who measured, and with which program."""
     date: datetime.date
     gpu: str
     """Name in profiles/gpus."""
     tensor_parallel: int
     dtype: str
     backend: str
-    """Of the replica."""
+    """Inference engine of the replica."""
     shares_prefixes: bool
-    """Whether the prefix of a group was computed once for all of it."""
+    """Whether the prefix of a group was computed once for the whole group."""
     pads_context: bool
-    """Whether attention of a decode step takes as long as if every rollout were as long as the longest."""
+    """Whether the attention of a decode step takes as long as if every rollout had the length of the longest."""
     prefill_tokens: int
-    """Prefix tokens that a forward pass takes beside one token of every rollout that may run."""
+    """Maximum prefix tokens of a forward pass, on top of one token of every running rollout."""
     refill_passes: int
-    """Forward passes from the end of a rollout to the one that the next in the queue joins."""
+    """Number of forward passes between the end of a rollout and the first pass of the next one in the queue."""
     repeats: int
     pace: float | None = None
-    """What passes took that were timed over what they would at the medians: a shared host is slower in spells. None where
-    an earlier version measured."""
+    """Total seconds of the timed passes, divided by their seconds at the medians (`mean_over_median`). A shared host has
+    slow periods. None in profiles of earlier versions of this program."""
     packing: Packing = "padded"
-    """How rollouts lay in the trainer's passes; an earlier version padded them."""
+    """Layout of rollouts in the trainer's passes. Earlier versions padded them."""
     recompute: Recompute = "none"
-    """What the trainer's passes computed again."""
+    """Activations that the trainer's passes recomputed."""
     lora_rank: int | None = None
-    """Of the adapters that were trained and pushed; None where all weights were."""
+    """Rank of the adapters that were trained and pushed; None if all weights were trained."""
     serves_adapters: bool = False
-    """Whether the replica computed with these beside its weights, not with weights that they were merged in."""
+    """Whether the replica served the adapters unmerged."""
     model: MeasuredModel
     host: Host
     versions: dict[str, str]
@@ -223,24 +222,24 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     push: WeightTransfer
     load: WeightTransfer
     mixed: tuple[MixedRow, ...] = ()
-    """Empty where contexts are not padded, or an earlier version measured: then a step that pads costs what it would
-    if all were as long as the longest."""
+    """Empty without padded contexts, and in profiles of earlier versions. Then a step with padding is assumed to cost as
+    much as if all rollouts had the length of the longest."""
     sharing: tuple[SharingRow, ...] = ()
-    """Empty where it was not measured: on GPUs, or by an earlier version."""
+    """Empty on GPUs, and in profiles of earlier versions."""
     relay: tuple[RelayRow, ...] = ()
-    """Empty where an earlier version measured."""
+    """Empty in profiles of earlier versions."""
     handling: ModelOperation | None = None
-    """None in the same cases."""
+    """None in profiles of earlier versions."""
     handling_over_ray: ModelOperation | None = None
-    """The same where roles are actors of a Ray cluster; None where that was not measured."""
+    """None if Ray was not measured."""
     push_over_ray: ModelOperation | None = None
-    """None in the same cases, or where an earlier version measured."""
+    """None if Ray was not measured, and in profiles of earlier versions."""
     turnover: ModelOperation | None = None
-    """None where an earlier version measured."""
+    """None in profiles of earlier versions."""
     reward: tuple[PassRow, ...] = ()
-    """Empty where no reward model was measured."""
+    """Empty without a reward model."""
     reward_model: MeasuredModel | None = None
-    """Whose calls those of `reward` are."""
+    """The reward model of `reward`."""
 
 
 ONCE = (
@@ -250,11 +249,11 @@ ONCE = (
 """Tables of one row."""
 
 NO_PASSES = ("name", "source", "num_draft_layers")
-"""What of a shape changes no pass that was measured."""
+"""Fields of a shape that change no measured pass."""
 
 
 def shape_digest(shape: ModelShape) -> str:
-    """Tell shapes apart by what they compute, not by what they are called."""
+    """Return a digest of what a shape computes, without its name."""
     facts = msgspec.to_builtins(shape)
     numbers = {key: value for key, value in facts.items() if key not in NO_PASSES}
     encoded = msgspec.json.encode(numbers, order="deterministic")
@@ -262,10 +261,10 @@ def shape_digest(shape: ModelShape) -> str:
 
 
 def read_measured(path: Path) -> MeasuredProfile:
-    """Read a measured profile.
+    """Return the measured profile in a file.
 
     Raises:
-        ValueError: naming the file, the table, the row (from 1) and the key that is wrong.
+        ValueError: the file is not a valid profile. The text has the file, table, row (from 1) and key.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -276,14 +275,14 @@ def read_measured(path: Path) -> MeasuredProfile:
     try:
         profile = msgspec.convert(table, MeasuredProfile)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {_say(str(error))}") from None
+        raise ValueError(f"{path}: {_reword(str(error))}") from None
     for problem in find_problems(profile):
         raise ValueError(f"{path}: {problem}")
     return profile
 
 
 def find_problems(profile: MeasuredProfile) -> Iterator[str]:
-    """Yield what no measurement can be, each with table, row and key."""
+    """Yield a text with table, row and key for each value that no measurement can have."""
     for key in ("source", "gpu", "dtype", "backend"):
         if not getattr(profile, key).strip():
             yield f"{key} is empty"
@@ -360,8 +359,8 @@ def _seconds_problems(where: str, seconds: Seconds, *, may_be_zero: bool = False
         yield f"{where} must be quartiles in rising order, got {list(seconds)}"
 
 
-def _say(error: str) -> str:
-    """Put msgspec's words in ours: `decode row 3: seconds`, not `$.decode[2].seconds`."""
+def _reword(error: str) -> str:
+    """Return a msgspec error with `decode row 3: seconds` in place of `$.decode[2].seconds`."""
     what, _, path = error.partition(" - at `$")
     parts = path.rstrip("`").lstrip(".")
     for index in re.findall(r"\[(\d+)\]", parts)[:1]:
@@ -371,7 +370,7 @@ def _say(error: str) -> str:
 
 
 def write_measured(profile: MeasuredProfile, path: Path) -> None:
-    """Write a profile as TOML: facts, then rows, a line each, then the tables."""
+    """Write a profile as TOML: first the facts, then the rows with one line each, then the tables."""
     whole: dict[str, Any] = msgspec.to_builtins(profile, builtin_types=(datetime.date,))
     facts = {key: value for key, value in whole.items() if value is not None}
     tables = {key: value for key, value in facts.items() if isinstance(value, dict)}
@@ -401,11 +400,11 @@ def _toml(value: object) -> str:
 
 
 def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
-    """Raise `RunError` where the profile is of something else than the run, with the run's key."""
+    """Raise `RunError` with the run file's key if the profile was measured with other settings than the run has."""
     shape = load_model(run.model)
     model_key = "model.name" if run.model.path is None else "model.path"
     pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
-    # vLLM's prefixes were measured one by one, and one for a whole group is one of those
+    # vLLM's prefixes were measured one by one, so the profile fits with and without shared prefixes
     shares = (
         run.shares_prefixes
         if engine_named(profile.backend).shares_prefixes
@@ -467,17 +466,19 @@ TIMED = (
     "handling_over_ray",
     "push_over_ray",
 )
-"""Tables of seconds. Streams, which `turnover` is of, last a second and spells several: their median has the usual pace too."""
+"""Tables of seconds that `scaled_to_mean_speed` scales. `turnover` is one of them, although each of its measurements lasts
+a second: slow periods last several seconds, so its median excludes them too."""
 
 
 def mean_over_median(readings: Iterable[Mapping[Any, Sequence[float]]]) -> float:
-    """Return what all readings took over what they would have at the medians of their points.
+    """Return the total seconds of all readings, divided by their total at the medians of their points.
 
-    A host that others use as well is slower in spells, which medians leave out; readings of one point are too few to say
-    how often, all of them together are not. The first reading of a point is left out: it loads what no later one does.
+    A shared host has slow periods, which medians exclude. The readings of one point are too few to measure
+    how frequent these are, but all readings together are enough. The first reading of each point is left
+    out, because it loads code and data that later readings reuse.
 
     Args:
-        readings: seconds by point, of each operation.
+        readings: for each operation, the seconds by point.
     """
     points = [seconds for table in readings for seconds in table.values() if len(seconds) > 1]
     usual = sum((len(seconds) - 1) * median(seconds) for seconds in points)
@@ -485,16 +486,16 @@ def mean_over_median(readings: Iterable[Mapping[Any, Sequence[float]]]) -> float
 
 
 def scaled_to_mean_speed(profile: MeasuredProfile) -> MeasuredProfile:
-    """Return a profile whose seconds are those of the machine's mean pace; as it is where that was not measured."""
+    """Return a profile with its seconds scaled to the machine's mean speed; the same profile if `pace` is None."""
     if profile.pace is None:
         return profile
     tables = {name: _scaled(getattr(profile, name), profile.pace) for name in TIMED}
-    found: MeasuredProfile = replace(profile, pace=1.0, **tables)
-    return found
+    scaled: MeasuredProfile = replace(profile, pace=1.0, **tables)
+    return scaled
 
 
 def _scaled(table: Any, pace: float) -> Any:
-    """Return a row, or rows, with all that is in seconds so many times as long; None of what was not measured."""
+    """Return a row or rows with all seconds multiplied by `pace`; None for a missing table."""
     if table is None:
         return None
     if not isinstance(table, ProfileTable):

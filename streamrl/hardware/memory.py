@@ -1,20 +1,17 @@
-"""Whether a run fits: bytes on a GPU of replicas, trainer and reward model, item by item, and in the memory of hosts.
+"""Compute the bytes on a GPU of each side and in the memory of hosts, and check whether a run fits.
 
-What an inference engine takes of a GPU beside weights and KV cache: the fullest moment of a forward pass.
+A replica's GPU has weights, workspace and KV cache. As in vLLM, the workspace is the maximum memory of one
+forward pass of `PREFILL_CHUNK` tokens, or of sampling for `max_running` rollouts. The KV cache gets the
+rest of `memory_utilization`. CUDA graphs are captured later, outside this share.
 
-vLLM runs one pass of as many tokens as it may, samples for as many rollouts as may run, and gives the cache what is
-then left of `memory_utilization`. CUDA graphs are captured later, outside of that share.
+| on a GPU of the trainer | without `trainer.offload`       | with `trainer.offload`                      |
+|-------------------------|---------------------------------|---------------------------------------------|
+| weights                 | of actor, critic and reference  | of one model                                |
+| gradients               | of actor and critic             | of one model                                |
+| optimizer               | of actor and critic             | of one model, during its optimizer step     |
+| activations, logits     | of one pass                     | of one pass, without the optimizer          |
 
-What fits: bytes on one GPU of each side, item by item, and how many tokens of KV cache a replica holds.
-
-| on a GPU of the trainer | none of it waits in host memory | with `trainer.offload`              |
-|-------------------------|---------------------------------|-------------------------------------|
-| weights                 | of actor, critic and reference  | of one model                        |
-| gradients               | of actor and critic             | of one model                        |
-| optimizer               | of actor and critic             | of one model, while it steps        |
-| activations, logits     | of one pass                     | of one pass, while no optimizer is there |
-
-Of an actor that learns adapters, gradients and optimizer are of these alone.
+If an actor trains adapters, its gradients and optimizer states are those of the adapters alone.
 """
 
 from __future__ import annotations
@@ -62,10 +59,10 @@ def workspace_bytes(
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> float:
-    """Return the bytes on one GPU that a pass of `PREFILL_CHUNK` tokens or sampling needs, whichever is more.
+    """Return the bytes on one GPU for a pass of `PREFILL_CHUNK` tokens or for sampling, whichever is larger.
 
-    A pass holds the residual stream, its norm and the widest of its blocks: gate, up and their product. Logits
-    of every rollout are whole on each GPU.
+    A pass needs the residual stream, its norm and the widest of its blocks: gate, up and their product. The
+    logits of every rollout are complete on each GPU.
     """
     width = max(2, BYTES.get(dtype, 2))
     mlp = 3.0 * model.intermediate_size / tensor_parallel if model.num_dense_layers else 0.0
@@ -80,10 +77,10 @@ def workspace_bytes(
 
 
 def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
-    """Return the shape of a draft: one layer of the model, with attention to everything, where no other is named.
+    """Return the shape of the draft model. The default is a module of the model: one layer with full attention.
 
-    A module for multi-token prediction has a product of two hidden sizes beside it (DeepSeek-V3, arXiv 2412.19437, section 2.2),
-    which is not counted.
+    Such a module for multi-token prediction also has a projection from two hidden sizes to one
+    (DeepSeek-V3, arXiv 2412.19437, section 2.2). It is not counted.
     """
     if config.model is not None:
         return load_model(ModelConfig(name=config.model))
@@ -93,9 +90,9 @@ def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
 
 
 def draft_bytes(replica: ReplicaHardware) -> tuple[float, float]:
-    """Return the bytes of a draft's weights on a GPU of a replica, and those that a token leaves in its cache there.
+    """Return the bytes of a draft model's weights on a GPU of a replica, and of one token in its KV cache.
 
-    It is in the formats of the replica. A module shares embedding and head with its model.
+    The draft uses the number formats of the replica. A draft module shares embedding and head with its model.
     """
     rollout, own = replica.config, replica.precision
     if rollout.drafts is None:
@@ -126,7 +123,7 @@ class StageBytes(NamedTuple):
 
 
 def stage_bytes(replica: ReplicaHardware) -> list[StageBytes]:
-    """Return what a GPU of each stage holds of the model, the first stage first.
+    """Return the bytes on a GPU of each pipeline stage, in order.
 
     Raises:
         RunError: as `replica_shards`.
@@ -135,12 +132,12 @@ def stage_bytes(replica: ReplicaHardware) -> list[StageBytes]:
     per_layer = model.shard_kv_bytes_per_token(own.cache, rollout.tensor_parallel)
     per_layer /= model.num_layers
     draft, drafted = draft_bytes(replica)
-    found = []
+    stages = []
     for shard in replica_shards(model, rollout):
         sizes = (shard.parameters, shard.linear_parameters)
         weights = kept_bytes(*sizes, own.weights, own.wide, model.hidden_size)
-        found.append(StageBytes(weights, draft, per_layer * shard.num_layers + drafted))
-    return found
+        stages.append(StageBytes(weights, draft, per_layer * shard.num_layers + drafted))
+    return stages
 
 
 OPTIMIZER_BYTES = 12
@@ -148,29 +145,29 @@ OPTIMIZER_BYTES = 12
 GRADIENT_BYTES = 4
 """Bytes per parameter: gradients accumulate in float32 over micro-batches."""
 ROOMY = 0.9
-"""Share of GPU memory above which a trainer is tight. Buffers of collectives and allocator
-fragmentation are not counted; vLLM leaves as much for them (gpu_memory_utilization 0.9).
+"""Share of GPU memory above which a trainer counts as tight. Buffers of collectives and allocator
+fragmentation are not counted. vLLM leaves the same share for them (gpu_memory_utilization 0.9).
 """
-LARGE_MODEL = 0.1
-"""Share of a trainer's bytes past which logits are worth a word."""
+LARGE_LOGITS = 0.1
+"""Share of a trainer's bytes above which an error suggests chunked logits."""
 GATHERED_LAYERS = 2
-"""Layers whose full weights ZeRO 3 holds: the computing one, and the one that is prefetched."""
+"""Layers whose full weights ZeRO 3 gathers: the one that computes, and the prefetched next one."""
 
 
 # The rollout side ---------------------------------------------------------------------------------
 
 
 def weight_bytes(replica: ReplicaHardware) -> int:
-    """Bytes of the weights as replicas keep them: every parameter once."""
+    """Return the bytes of all weights in the format of the replica, each parameter once."""
     own = replica.precision
     return round(shard_weight_bytes(replica.model, own.weights, own.wide))
 
 
 def kv_capacity(replica: ReplicaHardware) -> int:
-    """Tokens whose keys and values a replica can hold.
+    """Return the number of tokens whose keys and values fit in the memory of a replica.
 
     Raises:
-        RunError: the weights alone, or one rollout of the longest kind, do not fit.
+        RunError: the weights do not fit, or one rollout of maximum length does not.
     """
     rollout, gpu = replica.config, replica.gpu
     usable = gpu.usable_memory * rollout.memory_utilization
@@ -198,7 +195,7 @@ def kv_capacity(replica: ReplicaHardware) -> int:
 
 
 def _least_room(replica: ReplicaHardware, usable: float) -> tuple[int, float]:
-    """Return the tokens that fit beside the weights of the stage with least room for them, and its bytes of weights."""
+    """Return the KV cache tokens of the pipeline stage with the least space, and the bytes of its weights."""
     return min(
         (int(max(0.0, usable - stage.held) // stage.token), stage.held)
         for stage in stage_bytes(replica)
@@ -206,7 +203,7 @@ def _least_room(replica: ReplicaHardware, usable: float) -> tuple[int, float]:
 
 
 def fullest_stage(replica: ReplicaHardware) -> StageBytes:
-    """Return what a GPU holds of the pipeline stage that has most weights.
+    """Return the bytes on a GPU of the pipeline stage with the most weights.
 
     Raises:
         RunError: the model cannot be split as the run file says.
@@ -215,25 +212,28 @@ def fullest_stage(replica: ReplicaHardware) -> StageBytes:
 
 
 def replica_workspace(replica: ReplicaHardware) -> float:
-    """Bytes on one GPU of a replica beside weights and KV cache: of a pass, and what rollouts keep whatever their length."""
+    """Return the bytes on one GPU of a replica besides weights and KV cache.
+
+    These are the workspace of a pass, adapters, and the states of rollouts that do not grow with length.
+    """
     rollout, model, wide = replica.config, replica.longest_model, replica.precision.wide
     most, degree = -(-rollout.max_running // rollout.data_parallel), rollout.tensor_parallel
     states = most * model.shard_state_bytes(wide, degree)
     work = workspace_bytes(model, wide, most, degree, min(rollout.expert_parallel, degree))
-    if replica.adapter_rank is not None:  # their place, beside weights
+    if replica.adapter_rank is not None:  # unmerged adapters
         adapters = lora_parameters(model, replica.adapter_rank)
         work += adapters * BYTES[replica.adapter_dtype] / degree
     return work + states / rollout.pipeline_parallel
 
 
 def most_running(replica: ReplicaHardware) -> int:
-    """Return the most rollouts that a replica ever decodes at once, so that no simulated batch is larger.
+    """Return the maximum number of rollouts that a replica decodes at once. No simulated batch is larger.
 
-    Where admission reserves the longest output of each, memory holds that many of them, whole groups beside each
-    other sharing a prompt; prompts whose lengths only a recorded run tells are not counted.
+    If admission reserves memory for the longest output, it is the number of longest outputs that fit. Each
+    group's prompt counts once. Prompts from a recorded run, whose lengths are not in the run file, do not count.
 
     Raises:
-        RunError: as `kv_capacity`, where admission reserves memory.
+        RunError: as `kv_capacity`, if admission reserves memory.
     """
     rollout = replica.config
     match rollout.admission:
@@ -253,7 +253,7 @@ def _num_reserved(replica: ReplicaHardware) -> int:
 
 
 def replica_memory(replica: ReplicaHardware) -> dict[str, float]:
-    """Bytes on one GPU of a replica: weights, workspace, KV cache of as many tokens as fit, what stays unused.
+    """Return the bytes on one GPU of a replica: weights, workspace, the largest KV cache that fits, and unused bytes.
 
     Raises:
         ValueError: as `kv_capacity`.
@@ -276,7 +276,7 @@ def replica_memory(replica: ReplicaHardware) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """Bytes of one model on each GPU of the trainer, without activations."""
+    """The bytes of one model on each GPU of the trainer, without activations."""
 
     weights: float
     gradients: float
@@ -288,9 +288,9 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
 
     Tensor and pipeline ranks split weights and gradients. Data-parallel ranks, each of which may be
     several context ranks, split by ZeRO stage: nothing (0), the optimizer (1), gradients too (2),
-    weights too (3). With stage 3 they gather the float32 weights in `dtype` when they need them, so
-    no 16-bit copy exists beside the optimizer's (PyTorch's FSDP2). Experts that are sharded over
-    ranks have fewer copies to split over.
+    weights too (3). With stage 3 they gather the float32 weights in `dtype` when they need them. So
+    there is no 16-bit copy in addition to the optimizer's (PyTorch's FSDP2). Experts that are sharded
+    over ranks have fewer copies to split over.
 
     Raises:
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
@@ -314,7 +314,7 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
 
 
 def model_state(model: ModelShape, trainer: TrainerConfig, dtype: str) -> ModelState:
-    """Return the bytes of one model on the GPU that has most of it; raises as `model_states`."""
+    """Return the bytes of one model on the fullest GPU; raises as `model_states`."""
     return max(
         model_states(model, trainer, dtype),
         key=lambda state: state.weights + state.gradients + state.optimizer,
@@ -322,9 +322,9 @@ def model_state(model: ModelShape, trainer: TrainerConfig, dtype: str) -> ModelS
 
 
 def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
-    """Return the parameters on a GPU of each pipeline stage: the first has the embedding, the last the head.
+    """Return the parameters on a GPU of each pipeline stage. The first has the embedding, the last the head.
 
-    A tied table is on both, where they are two.
+    With two or more stages, a tied embedding table is on both.
 
     Raises:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
@@ -334,7 +334,7 @@ def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
 
 
 def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
-    """Parameters of experts on one GPU, where ranks share them out, on average over pipeline stages."""
+    """Return the parameters of experts on one GPU if ranks shard them, as a mean over pipeline stages; else 0."""
     if model.experts is None or not trainer.shards_experts:
         return 0.0
     routed = model.num_expert_layers * model.experts.num_experts * model.expert_parameters
@@ -342,7 +342,7 @@ def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
 
 
 def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
-    """Parameters that one GPU of the trainer computes with, on average over pipeline stages.
+    """Return the parameters with which one GPU of the trainer computes, as a mean over pipeline stages.
 
     Raises:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
@@ -355,7 +355,7 @@ def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
 
 
 def trainer_memory(trainer: TrainerHardware) -> dict[str, float]:
-    """Bytes on the fullest GPU of the trainer, by what takes them, at its fullest moment: of all pipeline stages.
+    """Return the peak bytes on the fullest GPU of the trainer, by what uses them.
 
     Raises:
         RunError: the model cannot be split as the run file says.
@@ -378,7 +378,7 @@ def trainer_memory(trainer: TrainerHardware) -> dict[str, float]:
 def _moments(
     trainer: TrainerHardware, state: ModelState, passes: dict[str, float]
 ) -> list[dict[str, float]]:
-    """Return what a GPU of one stage holds, at each moment that may be its fullest."""
+    """Return the bytes on a GPU of one stage at each moment that may be its peak."""
     if not trainer.config.offload:
         trained = trainer.trained_models
         held = {
@@ -393,13 +393,13 @@ def _moments(
 
 
 def check_memory(resolved: ResolvedRun) -> None:
-    """Raise `RunError` where a side does not fit its GPUs, with the numbers."""
+    """Raise `RunError` with the bytes if replicas or the primary trainer do not fit their GPUs."""
     kv_capacity(resolved.replica)
     check_trainer_memory(resolved.trainer)
 
 
 def check_trainer_memory(trainer: TrainerHardware) -> None:
-    """Raise `RunError` where a trainer does not fit its GPUs, with the numbers."""
+    """Raise `RunError` with the bytes if a trainer does not fit its GPUs."""
     config, key, gpu = trainer.config, trainer.key, trainer.gpu
     check_split(trainer.model, config, key)
     items = trainer_memory(trainer)
@@ -422,27 +422,27 @@ def check_trainer_memory(trainer: TrainerHardware) -> None:
 
 
 def _suggest_fixes(trainer: TrainerHardware, items: dict[str, float]) -> str:
-    """Name the switches that are still open."""
-    config, key, ways = trainer.config, trainer.key, []
+    """Return the settings that would reduce the memory of a trainer, as the end of an error text."""
+    config, key, fixes = trainer.config, trainer.key, []
     if not config.offload and trainer.num_models > 1:
-        ways.append(f"{key}.offload=true lets models wait in host memory")
+        fixes.append(f"{key}.offload=true moves idle models to host memory")
     elif not config.offload and _steps_alone(trainer.gpu, items):
-        ways.append(f"{key}.offload=true lets the optimizer wait in host memory")
+        fixes.append(f"{key}.offload=true moves the idle optimizer to host memory")
     if config.recompute != "full":
-        ways.append(f'{key}.recompute="full" keeps fewer activations')
-    if config.logits != "chunked" and items.get("logits", 0.0) > LARGE_MODEL * sum(items.values()):
-        ways.append(f'{key}.logits="chunked" holds few logits at once')
-    return f"; {', '.join(ways)}" if ways else ""
+        fixes.append(f'{key}.recompute="full" keeps fewer activations')
+    if config.logits != "chunked" and items.get("logits", 0.0) > LARGE_LOGITS * sum(items.values()):
+        fixes.append(f'{key}.logits="chunked" keeps few logits at once')
+    return f"; {', '.join(fixes)}" if fixes else ""
 
 
 def _steps_alone(gpu: Gpu, items: dict[str, float]) -> bool:
-    """Whether a GPU can hold the optimizer step after the memory of passes is freed."""
+    """Return whether a GPU has the memory for an optimizer step after the memory of passes is freed."""
     taken = items["weights"] + items["gradients"] + items["optimizer"]
     return taken <= gpu.usable_memory
 
 
 def check_host_memory(trainer: TrainerHardware) -> None:
-    """Raise `RunError` where the models that `trainer.offload` moves out do not fit the host memory of a node."""
+    """Raise `RunError` if the models that `trainer.offload` moves out do not fit the host memory of a node."""
     need, held, key = offloaded_bytes(trainer), host_memory(trainer.pool), trainer.key
     if need > held:
         pool = trainer.config.pool
@@ -450,7 +450,7 @@ def check_host_memory(trainer: TrainerHardware) -> None:
             f"{key}.offload",
             True,
             None,
-            f"{key}.offload: {need / 1e9:.0f} GB wait in the host memory of a node, but "
+            f"{key}.offload moves {need / 1e9:.0f} GB to the host memory of a node, but "
             f"{pool_key(pool, 'host_memory')} is {held / 1e9:.0f} GB",
             (f"{key}.data_parallel", pool_key(pool, "host_memory")),
         )
@@ -465,7 +465,7 @@ def host_memory(pool: PoolConfig) -> float:
 
 
 def offloaded_bytes(trainer: TrainerHardware) -> float:
-    """Bytes of a node's GPUs of the trainer that wait in its host memory at most: all but the model at work."""
+    """Return the maximum bytes that a node's GPUs of the trainer offload: all but the model in use."""
     if not trainer.config.offload:
         return 0.0
     states = model_states(trainer.model, trainer.config, trainer.dtype)
@@ -475,10 +475,10 @@ def offloaded_bytes(trainer: TrainerHardware) -> float:
 
 
 def check_sync_buffer(replica: ReplicaHardware, sync: SyncConfig) -> None:
-    """Raise `RunError` where a replica has no room for a bucket of the weights that it is sent.
+    """Raise `RunError` if a replica's GPU has no space for a bucket of received weights.
 
-    The bucket comes beside what `rollout.memory_utilization` gives weights and cache. GPUs that train too need none:
-    they are sent theirs between themselves.
+    The bucket needs memory outside `rollout.memory_utilization`, if whole weights are sent (`sync.mode`
+    "full"). Do not call this for GPUs that also train: they exchange weights directly, without a bucket.
     """
     if sync.mode != "full":
         return
@@ -498,9 +498,9 @@ def check_sync_buffer(replica: ReplicaHardware, sync: SyncConfig) -> None:
 
 
 def reward_model_bytes(reward: RewardHardware) -> dict[str, float]:
-    """Return the bytes on a GPU of the verifier's, by what takes them; nothing where the shape is not known.
+    """Return the bytes on a GPU with the reward model, by what uses them; empty if its shape is unknown.
 
-    Its head has one output in place of one for each token, which takes next to nothing.
+    The head of a reward model has one output, not one for each token, so its bytes are negligible.
     """
     shape = reward.shape
     if shape is None:
@@ -518,7 +518,7 @@ def reward_model_bytes(reward: RewardHardware) -> dict[str, float]:
 
 
 def check_reward_memory(reward: RewardHardware) -> None:
-    """Raise `RunError` where a GPU of the verifier's pool does not hold the reward model, with the numbers."""
+    """Raise `RunError` with the bytes if the reward model does not fit a GPU of the verifier's pool."""
     items, pool = reward_model_bytes(reward), reward.pool
     if not items or pool is None:
         return

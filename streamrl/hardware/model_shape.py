@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from streamrl.hardware.profile_table import ProfileTable, check_positive
 
 STATE_BYTES = 4
-"""Bytes of a value of the state: float32, as the gated delta kernels of H20's tables update it at 2.2 TB/s."""
+"""Bytes of a value of the state: float32. With it, the gated delta kernels in H20's tables reach 2.2 TB/s."""
 
 
 class LinearAttention(ProfileTable, frozen=True, kw_only=True):
     """The gated delta net that replaces attention in some layers."""
 
     num_layers: int
-    """Layers that have it."""
+    """Number of such layers."""
     num_key_heads: int
     key_head_dim: int
     num_value_heads: int
@@ -53,27 +53,27 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
 
     @property
     def projected_dim(self) -> int:
-        """Channels that a token's hidden state is projected to: those, the gate, and two numbers for each value head."""
+        """Output channels of the input projection: mixed channels, the gate, and two numbers for each value head."""
         return self.mixed_dim + self.value_dim + 2 * self.num_value_heads
 
     def projection_parameters(self, hidden_size: int) -> int:
-        """Parameters of the two matrix products of one layer."""
+        """Return the parameters of the two matrix products of one layer."""
         return hidden_size * (self.projected_dim + self.value_dim)
 
     def parameters(self, hidden_size: int, tensor_parallel: int = 1) -> float:
-        """Parameters of one layer on one of `tensor_parallel` GPUs; the norm of a head is whole on each."""
+        """Return the parameters of one layer on one of `tensor_parallel` GPUs; each GPU has the whole norm of a head."""
         projections = self.projection_parameters(hidden_size)
         others = self.mixed_dim * self.conv_kernel + 2 * self.num_value_heads
         return (projections + others) / tensor_parallel + self.value_head_dim
 
     def state_bytes(self, width: int, tensor_parallel: int = 1) -> float:
-        """Bytes that one rollout keeps in one layer on one GPU: states, and what the convolution looks back at."""
+        """Return the bytes of one rollout in one layer on one GPU: states, and the last inputs of the convolution."""
         states = self.num_value_heads * self.key_head_dim * self.value_head_dim * STATE_BYTES
         return (states + self.mixed_dim * (self.conv_kernel - 1) * width) / tensor_parallel
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of one token in one layer: its key reads each state, changes it, and its query reads it."""
+        """FLOPs of one token in one layer: its key reads and changes each state, and its query reads it."""
         return 6.0 * self.num_value_heads * self.key_head_dim * self.value_head_dim
 
 
@@ -82,22 +82,23 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 
 
 class Experts(ProfileTable, frozen=True, kw_only=True):
-    """The mixture of experts that replaces the MLP of every layer but the first few."""
+    """The mixture of experts that replaces the MLP, except in the first `num_dense_layers` layers."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    """Of one expert."""
+    """Channels of one expert."""
     num_shared_experts: int = 0
-    """Experts that every token passes through, beside those that the router chooses."""
+    """Experts that process every token, in addition to those that the router chooses."""
     num_dense_layers: int = 0
-    """First layers that have a plain MLP."""
+    """Number of first layers with a plain MLP."""
     has_router_bias: bool = False
-    """A correction of the router's scores for each expert (DeepSeek-V3, section 2.1.2), or a bias of the router (gpt-oss)."""
+    """Whether the router has a bias for each expert: a correction of its scores (DeepSeek-V3, section 2.1.2), or a plain
+    bias (gpt-oss)."""
     has_bias: bool = False
     """Whether the products of an expert have biases (gpt-oss)."""
     has_shared_gate: bool = False
-    """Whether a token says how much the shared experts count (Qwen3-Next)."""
+    """Whether a gate weights the shared experts for each token (Qwen3-Next)."""
 
     def __post_init__(self) -> None:
         check_positive(self, ("num_shared_experts", "num_dense_layers"))
@@ -112,10 +113,11 @@ class LatentAttention(ProfileTable, frozen=True, kw_only=True):
     """Multi-head latent attention: a token's context is one short vector (DeepSeek-V2, section 2.1)."""
 
     q_lora_rank: int | None = None
-    """Queries are made from a vector of this size; absent where they are made from the hidden state."""
+    """Size of the latent vector of queries; None if queries are computed from the hidden state."""
     kv_lora_rank: int
+    """Size of the latent vector of keys and values."""
     rope_head_dim: int
-    """Channels that carry the position; their key is shared by all heads."""
+    """Channels with the position. All heads share the key of these channels."""
     nope_head_dim: int
     v_head_dim: int
 
@@ -123,9 +125,9 @@ class LatentAttention(ProfileTable, frozen=True, kw_only=True):
         check_positive(self)
 
     def parameters(self, hidden_size: int, num_heads: float) -> float:
-        """Parameters of one layer's attention on a GPU that has `num_heads` heads of it.
+        """Return the parameters of one layer's attention on a GPU with `num_heads` heads.
 
-        What makes the latent vectors belongs to no head and is whole on every GPU.
+        The projections to the latent vectors belong to no head, so every GPU has all of them.
         """
         queries = num_heads * (self.nope_head_dim + self.rope_head_dim)
         if self.q_lora_rank is None:
@@ -147,30 +149,30 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Channels of one head's scores."""
+    """Channels of a query or key in one head."""
     intermediate_size: int
-    """Of a plain MLP; unused where every layer has experts."""
+    """Channels of a plain MLP; unused if every layer has experts."""
     vocab_size: int
     has_qkv_bias: bool
     has_tied_embeddings: bool
     has_qk_norm: bool = False
-    """One RMS norm over the channels of a query head and one over those of a key head (Qwen3)."""
+    """Whether there are RMS norms over the channels of a query head and of a key head (Qwen3)."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
     sliding_window: int | None = None
-    """Tokens that layers look back at most, some or all of them; None where all look back at everything."""
+    """Tokens of the sliding window; None if all layers have full attention."""
     num_window_layers: int | None = None
-    """Layers that look back no further; all that attend at all where absent."""
+    """Number of layers with the window; None for all layers with attention."""
     has_output_bias: bool = False
-    """Whether attention's last product has a bias (gpt-oss)."""
+    """Whether the output projection of attention has a bias (gpt-oss)."""
     has_sinks: bool = False
-    """A learned score of each head that no token has (gpt-oss)."""
+    """Whether each head has a learned score that belongs to no token (gpt-oss)."""
     has_output_gate: bool = False
-    """Whether a gate as wide as the queries is made beside them (Qwen3-Next)."""
+    """Whether the output of attention has a gate as wide as the queries (Qwen3-Next)."""
     norms_per_layer: int = 2
     num_draft_layers: int = 0
-    """Layers beside `num_layers` that draft tokens (multi-token prediction); 0 where the model comes with none."""
+    """Additional layers that draft tokens (multi-token prediction)."""
 
     def __post_init__(self) -> None:
         check_positive(self, ("num_window_layers", "num_draft_layers"))
@@ -192,21 +194,24 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             self._check_latent(self.latent)
 
     def splits_over(self, degree: int) -> bool:
-        """Whether tensor ranks get whole attention heads, and key-value heads whole or each several ranks."""
+        """Return whether `degree` tensor ranks can share the heads.
+
+        Each rank needs whole attention heads. Key-value heads must divide over ranks, or ranks over them.
+        """
         caches = 1 if self.latent is not None else self.num_kv_heads
-        is_dealt = caches % degree == 0 or degree % caches == 0
+        splits_caches = caches % degree == 0 or degree % caches == 0
         if self.linear is not None and self.linear.num_key_heads % degree:
             return False
-        return self.num_heads % degree == 0 and is_dealt
+        return self.num_heads % degree == 0 and splits_caches
 
     def _check_latent(self, latent: LatentAttention) -> None:
-        """Latent attention expands to keys and values of every head, so the plain fields follow from it."""
+        """Check the fields that follow from latent attention, which expands to keys and values of every head."""
         expected = (self.num_heads, latent.nope_head_dim + latent.rope_head_dim, False, False)
-        found = (self.num_kv_heads, self.head_dim, self.has_qkv_bias, self.has_qk_norm)
-        if found != expected:
+        stated = (self.num_kv_heads, self.head_dim, self.has_qkv_bias, self.has_qk_norm)
+        if stated != expected:
             raise ValueError(
                 "with latent attention num_kv_heads, head_dim, has_qkv_bias and has_qk_norm must be "
-                f"{expected}, got {found}"
+                f"{expected}, got {stated}"
             )
 
     @property
@@ -216,27 +221,27 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers that have a plain MLP."""
+        """Number of layers with a plain MLP."""
         return self.num_layers if self.experts is None else self.experts.num_dense_layers
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers that have experts."""
+        """Number of layers with experts."""
         return self.num_layers - self.num_dense_layers
 
     @property
     def num_linear_layers(self) -> int:
-        """Layers whose attention keeps a state of one size."""
+        """Number of layers with linear attention."""
         return 0 if self.linear is None else self.linear.num_layers
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers that attend to keys and values."""
+        """Number of layers that attend to keys and values."""
         return self.num_layers - self.num_linear_layers
 
     @property
     def num_windowed_layers(self) -> int:
-        """Layers that look back `sliding_window` tokens at most."""
+        """Number of layers with a sliding window."""
         if self.sliding_window is None:
             return 0
         attending = self.num_attention_layers
@@ -244,25 +249,28 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
 
     @property
     def num_full_layers(self) -> int:
-        """Layers that look back at everything."""
+        """Number of layers with full attention."""
         return self.num_attention_layers - self.num_windowed_layers
 
     @property
     def num_growing_layers(self) -> int:
-        """Layers whose cache grows with every token: where none looks back at everything, engines free none of theirs."""
+        """Number of layers whose KV cache grows with every token.
+
+        These are the layers with full attention. If there are none, engines keep all tokens of the windowed layers.
+        """
         return self.num_full_layers or self.num_windowed_layers
 
     def seen_by(self, longest: int) -> ModelShape:
-        """Return the model as sequences of at most `longest` tokens see it: a window that they never fill is none."""
+        """Return the model for sequences of at most `longest` tokens: without a window that they never fill."""
         if self.sliding_window is None or longest > self.sliding_window:
             return self
         return replace(self, sliding_window=None, num_window_layers=None)
 
     def attention_parameters(self, tensor_parallel: int = 1) -> float:
-        """Parameters of one layer's attention to keys and values on one GPU, a share of them where it has a share of the heads.
+        """Return the parameters of one layer's attention on one of `tensor_parallel` GPUs.
 
-        A key-value head is never split: past `num_kv_heads` GPUs, several hold the same one. The norms of
-        queries and keys are whole on every GPU.
+        Key-value heads are never split: with more than `num_kv_heads` GPUs, several have the same one. Every
+        GPU has the whole norms of queries and keys.
         """
         num_heads = self.num_heads / tensor_parallel
         if self.latent is not None:
@@ -281,7 +289,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one expert; none where the model has no experts."""
+        """Parameters of one expert; 0 without experts."""
         if self.experts is None:
             return 0
         biases = 2 * self.experts.intermediate_size + self.hidden_size
@@ -291,14 +299,17 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     def mixture_parameters(
         self, tensor_parallel: int = 1, expert_parallel: int = 1, expert_slices: int | None = None
     ) -> float:
-        """Parameters of one layer's router, experts and shared experts on one GPU.
+        """Return the parameters of one layer's router, experts and shared experts on one GPU.
 
-        Over `expert_parallel` GPUs each holds whole experts; without it, `tensor_parallel` GPUs hold a slice
-        of every expert. With `expert_slices` so many GPUs share each expert instead. Shared experts are sliced over
-        `tensor_parallel`, the router is whole on every GPU.
+        Shared experts are sliced over `tensor_parallel`. Every GPU has the whole router.
+
+        Args:
+            tensor_parallel: without `expert_parallel`, each of so many GPUs has a slice of every expert.
+            expert_parallel: each of so many GPUs has whole experts.
+            expert_slices: number of GPUs that share each expert; None for the two rules above.
 
         Raises:
-            ValueError: the experts cannot be dealt out evenly.
+            ValueError: `expert_parallel` does not divide the number of experts.
         """
         if self.experts is None:
             return 0.0
@@ -319,13 +330,13 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     def shard_parameters(
         self, tensor_parallel: int, expert_parallel: int = 1, expert_slices: int | None = None
     ) -> float:
-        """Parameters on one GPU; more in all than the model has, for some are whole on every GPU.
+        """Return the parameters on one GPU.
 
-        Embedding tables, plain MLPs and attention heads are split over `tensor_parallel`, experts as
-        `mixture_parameters` says; norms are whole on every GPU. This is how vLLM, SGLang and Megatron do it.
+        Embedding tables, plain MLPs and attention heads are split over `tensor_parallel`, and experts as in
+        `mixture_parameters`. Every GPU has all norms. This is the split of vLLM, SGLang and Megatron.
 
         Raises:
-            ValueError: a degree is not positive, or the experts cannot be dealt out evenly.
+            ValueError: a degree is not positive, or `expert_parallel` does not divide the number of experts.
         """
         for key, degree in (
             ("tensor_parallel", tensor_parallel),
@@ -349,7 +360,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         )
 
     def linear_parameters(self, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
-        """Parameters on one GPU of attention, MLPs and experts: all but tables, norms of layers and routers."""
+        """Return the parameters of attention, MLPs and experts on one GPU, without embeddings, layer norms and routers."""
         mixture = self.mixture_parameters(tensor_parallel, expert_parallel)
         if self.experts is not None:
             mixture -= self.experts.num_experts * (self.hidden_size + self.experts.has_router_bias)
@@ -365,14 +376,15 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, a tied embedding counted once, modules for multi-token prediction left out."""
+        """Number of all parameters. A tied embedding counts once; modules for multi-token prediction do not count."""
         return round(self.shard_parameters(tensor_parallel=1))
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token multiplies with: all but the input embedding and experts not chosen.
+        """Number of parameters that one token is multiplied with.
 
-        A tied embedding counts, as the output head.
+        The input embedding and the experts that are not chosen do not count. A tied embedding counts as the
+        output head.
         """
         idle = 0 if self.has_tied_embeddings else self.num_embedding_parameters
         if self.experts is not None:
@@ -381,18 +393,18 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         return self.num_parameters - idle
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes that one token of context keeps: keys and values, or the latent vector they are made from."""
+        """Return the KV cache bytes of one token: its keys and values, or its latent vector."""
         return round(self.shard_kv_bytes_per_token(dtype, tensor_parallel=1))
 
     def shard_kv_bytes_per_token(self, dtype: str, tensor_parallel: int) -> float:
-        """Bytes of one token of context on each of `tensor_parallel` GPUs, in the layers whose cache grows with it.
+        """Return the KV cache bytes of one token on each of `tensor_parallel` GPUs, in layers whose cache grows.
 
-        Key-value heads are split as far as there are any; a latent vector is whole on every GPU.
+        With more GPUs than key-value heads, each GPU has one head. Every GPU has the whole latent vector.
         """
         return self.num_growing_layers * self._cached_values(tensor_parallel) * BYTES[dtype]
 
     def shard_state_bytes(self, dtype: str, tensor_parallel: int) -> float:
-        """Bytes that a rollout keeps on each of `tensor_parallel` GPUs whatever its context: windows, and linear states."""
+        """Return the bytes of a rollout on each of `tensor_parallel` GPUs that do not grow: windows and linear states."""
         windowed = self.num_windowed_layers if self.num_full_layers else 0
         window = (self.sliding_window or 0) * self._cached_values(tensor_parallel) * BYTES[dtype]
         states = 0.0
@@ -402,18 +414,23 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         return windowed * window + states
 
     def _cached_values(self, tensor_parallel: int) -> float:
-        """Values that one token leaves in the cache of one layer on one GPU."""
+        """Return the number of values of one token in the KV cache of one layer on one GPU."""
         if self.latent is not None:
             return float(self.latent.kv_lora_rank + self.latent.rope_head_dim)
         return 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
 
     def forward_flops(self, num_tokens: float, context_pairs: float) -> float:
-        """FLOPs of a forward pass over `num_tokens` that attend to `context_pairs` tokens in all.
+        """Return the FLOPs of a forward pass over `num_tokens` tokens.
 
-        Two FLOPs a parameter and token; a pair takes two a channel of its scores and two a channel of its
-        values in every head. Latent attention is counted as prefill and training do it, with keys and values
-        expanded: decoding on the latent vectors takes 2 (2 `kv_lora_rank` + `rope_head_dim`) a pair and head. A token
-        of a layer with a window is counted with a full one, linear attention by what changes its states.
+        Each parameter takes two FLOPs for each token. In each head, a pair of a token and a token that it
+        attends to takes two FLOPs for each channel of a key and of a value. Latent attention is counted with
+        expanded keys and values, as in prefill and training. Decoding on latent vectors would take
+        2 (2 `kv_lora_rank` + `rope_head_dim`) for each pair and head. In layers with a window, every token
+        is assumed to have a full window. Linear attention counts its reads and changes of the states.
+
+        Args:
+            num_tokens: tokens of the pass.
+            context_pairs: pairs of a token and a token that it attends to, in one layer with full attention.
         """
         values_dim = self.head_dim if self.latent is None else self.latent.v_head_dim
         of_pair = 2.0 * self.num_heads * (self.head_dim + values_dim)
@@ -425,20 +442,20 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
 
 
 def lora_parameters(model: ModelShape, rank: int) -> int:
-    """Parameters of adapters on every linear layer of attention and MLP.
+    """Return the parameters of LoRA adapters on every linear layer of attention and MLP.
 
-    rank * (in + out) each: A is rank x in, B is out x rank (Hu et al. 2021, arXiv 2106.09685).
+    Each has rank * (in + out): A is rank x in, and B is out x rank (Hu et al. 2021, arXiv 2106.09685).
     """
     return sum(rank * (inner + outer) * count for inner, outer, count in linear_layers(model))
 
 
 def linear_layers(model: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """Yield (inputs, outputs, how many) of the linear layers of attention and MLP; routers are none."""
+    """Yield (inputs, outputs, number) of the linear layers of attention and MLPs, with all experts, without routers."""
     yield from _layers(model, 0 if model.experts is None else model.experts.num_experts)
 
 
 def passed_layers(model: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """Yield the same of those that a token passes: of experts, its own."""
+    """Yield (inputs, outputs, number) of the linear layers that one token passes, with only its chosen experts."""
     yield from _layers(model, 0 if model.experts is None else model.experts.experts_per_token)
 
 

@@ -1,10 +1,9 @@
-"""Measured operator tables: read them, the work of each operator, and checks against the datasheet.
+"""Read measured operator tables, compute the work of each operator, and check tables against the datasheet.
 
-Operator tables: seconds of one kernel by its shape, measured on one GPU with one backend.
-
-A table is a CSV file of `profiles/measured/GPU/OPERATOR.BACKEND.DTYPE.csv`. Comment lines say what was
-measured, by whom, under which licence; then a row for each shape and a column for each value of the
-last axis (tokens, context or bytes). A cell that was not measured is empty.
+An operator table has the seconds of one kernel by its shape, measured on one GPU with one backend. It is
+the CSV file `profiles/measured/GPU/OPERATOR.BACKEND.DTYPE.csv`. Comment lines state what was measured, by
+whom, and under which licence. Then follow a row for each shape and a column for each value of the last
+axis (tokens, context or bytes). A cell that was not measured is empty.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class Facts(ProfileTable, frozen=True, kw_only=True):
-    """What the comment lines of a table say."""
+    """The facts in the comment lines of a table."""
 
     operator: str
     gpu: str
     """Name in profiles/gpus."""
     device: str
-    """What the device called itself."""
+    """Name that the device reported."""
     backend: str
     version: str
     dtype: str
     unit: str
-    """Of every cell: us, ms or s."""
+    """Unit of every cell: us, ms or s."""
     source: str
     licence: str
     date: datetime.date
     columns: str
     """Axis of the columns."""
     distribution: str = ""
-    """Of tokens over experts, where that matters."""
+    """Distribution of tokens over experts, for experts only."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Table:
     """One operator's measured seconds.
 
     Attributes:
-        keys: names of the axes that the rows go through.
-        rows: (rows, keys) values of those axes.
+        keys: names of the axes of the rows.
+        rows: (rows, keys) values of these axes.
         columns: (columns,) values of the last axis.
         seconds: (rows, columns), NaN where nothing was measured.
     """
@@ -68,7 +67,7 @@ class Table:
 
     @property
     def origin(self) -> str:
-        """Say on what, with what and by whom this was measured."""
+        """The device, backend and source of the measurement, as the text of a source."""
         facts = self.facts
         return (
             f"{facts.operator} {facts.dtype} on {facts.device}, {facts.backend} {facts.version} "
@@ -77,10 +76,10 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a table.
+    """Return the table in a file.
 
     Raises:
-        ValueError: a fact is missing or a cell is no positive number; names file, row and column.
+        ValueError: a fact is missing, or a cell is not a positive number. The text has file, row and column.
     """
     lines = path.read_text(encoding="utf-8-sig").splitlines()
     head = [line for line in lines if line.startswith("#")]
@@ -105,23 +104,23 @@ def read_table(path: Path) -> Table:
 
 def _read_facts(path: Path, head: list[str]) -> Facts:
     pairs = (line.lstrip("# ").partition(": ") for line in head)
-    found = {key: value.strip() for key, _, value in pairs}
+    texts = {key: value.strip() for key, _, value in pairs}
     try:
-        facts = msgspec.convert(found, Facts, strict=False)
+        facts = msgspec.convert(texts, Facts, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
     for name in ("source", "licence", "version", "backend", "device"):
         if not getattr(facts, name):
             raise ValueError(f"{path}: {name} is empty")
     if facts.unit not in UNITS:
-        raise ValueError(f"{path}: unit {facts.unit!r}; known: {', '.join(UNITS)}")
+        raise ValueError(f"{path}: unit {facts.unit!r} is unknown; known: {', '.join(UNITS)}")
     return facts
 
 
 def _numbers(
     path: Path, row: int, names: list[str], cells: list[str], may_be_empty: int | None = None
 ) -> Floats:
-    """Read one line's cells; from column `may_be_empty` on, an empty one becomes NaN."""
+    """Return the cells of one line. From column `may_be_empty` on, an empty cell becomes NaN."""
     if may_be_empty is not None and len(cells) != len(names):
         raise ValueError(f"{path}: row {row}: {len(cells)} cells under {len(names)} columns")
     try:
@@ -138,7 +137,7 @@ def _numbers(
 
 
 def _refuse(path: Path, row: int, names: list[str], cells: list[str], allowed: int) -> None:
-    """Raise for the first cell that is no positive finite number."""
+    """Raise `ValueError` for the first cell that is not a positive finite number."""
     for i, (name, cell) in enumerate(zip(names, cells, strict=True)):
         try:
             is_good = isfinite(float(cell)) and float(cell) > 0
@@ -151,28 +150,28 @@ def _refuse(path: Path, row: int, names: list[str], cells: list[str], allowed: i
 HEAD_DIM = 128
 """Width of a head in every attention table."""
 LATENT_DIM, LATENT_ROPE_DIM = 512, 64
-"""Widths of DeepSeek-V3's compressed keys and values, the only ones measured."""
+"""Widths of DeepSeek-V3's compressed keys and values, the only measured ones."""
 
 LINEAR_CHUNK = 64
-"""Tokens that gated delta kernels put together (flash-linear-attention)."""
+"""Tokens of a chunk in gated delta kernels (flash-linear-attention)."""
 
 Axes: TypeAlias = Mapping[str, Floats]
-"""Values of an operator's axes by name; they broadcast against each other."""
+"""Values of an operator's axes by name. The arrays broadcast against each other."""
 
 
 class Work(NamedTuple):
-    """What one call of an operator has to do on one GPU."""
+    """The work of one call of an operator on one GPU."""
 
     flops: Floats
     memory: Floats
-    """Bytes through the GPU's memory."""
+    """Bytes read from and written to the GPU's memory."""
     wire: Floats
     """Bytes that the GPU sends over NVLink."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """A datasheet's promises: FLOP/s of one dtype, bytes/s of memory and of NVLink, and bytes of a value."""
+    """Peak rates of a datasheet: FLOP/s of one dtype, bytes/s of memory and NVLink; and the bytes of a value."""
 
     flops: float
     memory: float
@@ -182,20 +181,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel or collective, as its tables describe it."""
+    """One kernel or collective: its work, and how its table is interpolated."""
 
     count: Callable[[Axes, float], Work]
     """Work of a shape; the second argument is the bytes of a value."""
     coordinates: Callable[[Axes], tuple[Floats, ...]] = lambda axes: tuple(axes.values())
-    """Axes along which seconds are smooth, from those by which the rows are named."""
+    """Coordinates along which seconds are smooth, computed from the axes of the rows."""
     fills_holes: bool = True
-    """Whether a shape that was not measured is estimated from its neighbours along every axis."""
+    """Whether missing cells are estimated from their neighbours along every axis."""
     is_collective: bool = False
     reads_caches: bool = False
-    """Whether the last coordinate counts caches, each of as many tokens as the column says."""
+    """Whether the last coordinate is a number of KV caches, each with as many tokens as the column says."""
 
     def roofline(self, peak: Peak) -> Callable[[Axes], Floats]:
-        """Return seconds at the peak: the longest of arithmetic, memory traffic and wire."""
+        """Return a function for the seconds at the peak: the longest of arithmetic, memory traffic and wire."""
 
         def seconds(axes: Axes) -> Floats:
             work = self.count(axes, peak.width)
@@ -209,58 +208,65 @@ NOTHING = np.zeros(1)
 
 
 def _gemm(axes: Axes, width: float) -> Work:
-    """(m, k) times (k, n); the result is written in 16 bits."""
+    """Return the work of (m, k) times (k, n) with a 16-bit result."""
     m, n, k = axes["m"], axes["n"], axes["k"]
     return Work(2 * m * n * k, width * (m + n) * k + 2 * m * n, NOTHING)
 
 
 def _quantise(axes: Axes, width: float) -> Work:
-    """(m, k) activations of 16 bits become fp8 with a scale for each row."""
+    """Return the work of quantising (m, k) 16-bit activations to fp8 with one scale for each row."""
     return Work(NOTHING, (2 + width) * axes["m"] * axes["k"], NOTHING)
 
 
 def _decode_attention(axes: Axes, width: float) -> Work:
-    """Every new token reads the keys and values of its whole context."""
+    """Return the work of decode attention: every new token reads the keys and values of its whole context."""
     read = axes["batch"] * axes["context"] * HEAD_DIM
     return Work(4 * read * axes["heads"], 2 * width * read * axes["kv_heads"], NOTHING)
 
 
 def _caches(axes: Axes) -> tuple[Floats, ...]:
-    """Query heads that share a cache, and independent caches: by these a kernel divides its work."""
+    """Return the query heads that share a cache, and the independent caches: a kernel divides its work by these."""
     return axes["heads"] / axes["kv_heads"], axes["batch"] * axes["kv_heads"]
 
 
 def _prefill_attention(axes: Axes, width: float) -> Work:
-    """Causal: the i-th token attends to i tokens."""
+    """Return the work of causal prefill attention: the i-th token attends to i tokens."""
     tokens = axes["batch"] * axes["context"] * HEAD_DIM
     flops = 4 * tokens * axes["heads"] * (axes["context"] + 1) / 2
     return Work(flops, 2 * width * tokens * (axes["heads"] + axes["kv_heads"]), NOTHING)
 
 
 def _latent_decode_attention(axes: Axes, width: float) -> Work:
-    """Latent attention with absorbed projections: all heads read one compressed cache."""
+    """Return the work of latent attention with absorbed projections: all heads read one compressed cache."""
     read = axes["batch"] * axes["context"]
     flops = 2 * read * axes["heads"] * (2 * LATENT_DIM + LATENT_ROPE_DIM)
     return Work(flops, width * read * (LATENT_DIM + LATENT_ROPE_DIM), NOTHING)
 
 
 def _linear_decode(axes: Axes, width: float) -> Work:
-    """One token of each rollout: its key reads the state of every value head, changes it, and its query reads it."""
+    """Return the work for one token of each rollout.
+
+    The token's key reads and changes the state of every value head. Then its query reads the state.
+    """
     states = axes["batch"] * axes["heads"] * HEAD_DIM**2
     return Work(6 * states, 2 * STATE_BYTES * states, NOTHING)
 
 
 def _linear_prefill(axes: Axes, width: float) -> Work:
-    """Chunks of tokens: products within each, of the keys with keys and with queries, and with the state before it."""
+    """Return the work for chunks of tokens.
+
+    In each chunk, keys are multiplied with keys and queries, and all of them with the state before it.
+    """
     tokens = axes["tokens"] * axes["heads"] * HEAD_DIM
     flops = tokens * (6 * HEAD_DIM + 8 * LINEAR_CHUNK)
     return Work(flops, 8 * width * tokens, NOTHING)
 
 
 def _moe(axes: Axes, width: float) -> Work:
-    """Gated MLPs of the experts on one GPU, tokens dealt out evenly: an expert that has any is read once.
+    """Return the work of the experts' gated MLPs on one GPU, with tokens distributed evenly.
 
-    `tokens` are those of all GPUs that share the layer.
+    Each expert with at least one token is read once. `tokens` counts the tokens of all GPUs that share
+    the layer.
     """
     split = axes["tensor_parallel"] * axes["expert_parallel"]
     one_expert = 3 * axes["hidden"] * axes["intermediate"] / split
@@ -270,10 +276,10 @@ def _moe(axes: Axes, width: float) -> Work:
 
 
 def weights_read(operator: str, axes: Axes) -> Floats:
-    """Return how many values of weights a product reads: all of a matrix, or those of the experts that tokens go to.
+    """Return the number of weights that a product reads: a whole matrix, or the experts that have tokens.
 
     Raises:
-        KeyError: the operator reads none.
+        KeyError: the operator reads no weights.
     """
     return {"gemm": _weights_of_gemm, "moe": _weights_of_experts}[operator](axes)
 
@@ -289,7 +295,7 @@ def _weights_of_experts(axes: Axes) -> Floats:
 
 
 def _ring(factor: float) -> Callable[[Axes, float], Work]:
-    """A ring collective: each of g GPUs sends `factor` (g-1)/g of the whole message."""
+    """Return the work of a ring collective: each of g GPUs sends `factor` x (g - 1) / g of the message."""
 
     def count(axes: Axes, width: float) -> Work:
         gpus = axes["gpus"]
@@ -317,25 +323,26 @@ OPERATORS = {
 
 
 FALL = 0.8
-"""Share of an earlier cell's seconds below which more work is called faster: less is noise or another kernel."""
+"""A cell is a fall if it takes less than this share of a smaller shape's seconds. Smaller differences are noise, or
+another kernel was chosen."""
 MOST_FALLS = 0.25
-"""Share of such cells that a table may have; H100's all-to-all has 20 %, everything else under 8 %."""
+"""Maximum share of falls in a table. H100's all-to-all has 20 %, all other tables have under 8 %."""
 MOST_TOO_FAST = 0.01
-"""Share of cells that may beat the datasheet: small shapes stay in the cache between two calls."""
+"""Maximum share of cells that beat the datasheet. Small shapes do, because they stay in the L2 cache between calls."""
 UNCERTAIN = ("moe",)
-"""Operators whose traffic depends on what the router chose, which the table does not say."""
+"""Operators whose traffic depends on the router's choices, which a table does not state."""
 
 
 class Violation(NamedTuple):
-    """One thing that a table says against physics."""
+    """A physically impossible or implausible part of a table."""
 
     is_wrong: bool
-    """Whether the table is refused; else it is only noted."""
+    """Whether the table is rejected for it; if not, it is only a note."""
     text: str
 
 
 def check_table(table: Table, peak: Peak) -> list[Violation]:
-    """Find cells that beat the datasheet, and work that gets faster as it grows."""
+    """Return violations: cells that beat the datasheet, and seconds that fall as the work grows."""
     return [*_too_fast(table, peak), *_falls(table)]
 
 

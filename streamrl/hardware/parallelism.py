@@ -1,9 +1,8 @@
-"""How a model is split over GPUs (pipeline stages, tensor ranks, experts, context), and a host's cores over roles.
+"""Split a model over GPUs (pipeline stages, tensor ranks, experts, context), and the cores of a host over roles.
 
-What each GPU of a replica has of a model: the layers of its pipeline stage, and of these its tensor ranks' share.
-
-Attention ranks (`rollout.data_parallel`) have all of it but the experts, which all of them share out. The first stage has
-the embedding, the last one the output head.
+A GPU of a replica has its tensor rank's share of the layers in its pipeline stage. The first stage also
+has the embedding, and the last one the output head. Attention ranks (`rollout.data_parallel`) each have
+all attention weights, and the experts are sharded over all of them.
 """
 
 from __future__ import annotations
@@ -17,21 +16,24 @@ from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 
 def threads_per_role(cores: int, num_roles: int) -> int:
-    """Return the threads of each of so many roles: cores are dealt evenly, and none has less than one."""
+    """Return the CPU threads of each role: an equal share of the cores, and at least one."""
     return max(1, cores // max(1, num_roles))
 
 
 def stage_layers(num_layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage, the first first.
+    """Return the number of layers of each stage, in order.
 
-    Layers that do not divide go to the stages in the middle: the first has the embedding beside its own, the last
-    the output head (as Megatron's account_for_embedding_in_pipeline_split and …_loss_… do).
+    If the layers do not divide evenly, the stages in the middle get one more, because the first stage
+    also has the embedding and the last one the output head. Megatron's
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split do the same.
 
     Raises:
         ValueError: there are more stages than layers, embedding and head.
     """
     if stages > num_layers + 2:
-        raise ValueError(f"{stages} pipeline stages for {num_layers} layers")
+        raise ValueError(
+            f"{stages} pipeline stages are more than {num_layers} layers, embedding and head; use fewer"
+        )
     each, rest = divmod(num_layers, stages)
     layers = [each] * stages
     middle = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
@@ -53,19 +55,20 @@ def end_stage_layers(num_layers: int, stages: int) -> tuple[int, int] | None:
 
 
 class ReplicaShard(NamedTuple):
-    """A GPU of one pipeline stage of a replica."""
+    """The part of a model on one GPU of a replica's pipeline stage."""
 
     parameters: float
     num_layers: int
     linear_parameters: float
-    """Those of linear layers, which may be kept in a narrow format."""
+    """Parameters of linear layers, which may be in a narrow format."""
 
 
 def replica_shards(model: ModelShape, rollout: RolloutConfig) -> list[ReplicaShard]:
-    """Return what a GPU of each pipeline stage has, the first stage first.
+    """Return the part of the model on a GPU of each pipeline stage, in order.
 
     Raises:
-        RunError: the model has fewer layers than there are stages, or no experts to share out.
+        RunError: the model has fewer layers than stages, or `rollout.data_parallel` needs experts and
+            it has none.
     """
     _check_split(model, rollout)
     shard = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
@@ -82,17 +85,23 @@ def replica_shards(model: ModelShape, rollout: RolloutConfig) -> list[ReplicaSha
 def split_over_stages(
     model: ModelShape, shard: float, stages: int, tensor_parallel: int = 1
 ) -> list[float]:
-    """Deal the parameters of all layers, embedding and head on a tensor rank out to pipeline stages.
+    """Return the parameters of each pipeline stage.
 
-    A tied table is on the first and on the last one, where they are two.
+    With two or more stages, a tied embedding table is on both the first and the last one.
+
+    Args:
+        model: the model.
+        shard: parameters of one tensor rank: all layers, embedding and head.
+        stages: number of pipeline stages.
+        tensor_parallel: number of tensor ranks.
     """
     table = model.num_embedding_parameters / tensor_parallel
     tables = table * (1 if model.has_tied_embeddings else 2)
     each = (shard - tables) / model.num_layers
-    found = [each * count for count in stage_layers(model.num_layers, stages)]
-    if len(found) == 1:
-        return [found[0] + tables]
-    return [found[0] + table, *found[1:-1], found[-1] + table]
+    layers = [each * count for count in stage_layers(model.num_layers, stages)]
+    if len(layers) == 1:
+        return [layers[0] + tables]
+    return [layers[0] + table, *layers[1:-1], layers[-1] + table]
 
 
 def _check_split(model: ModelShape, rollout: RolloutConfig) -> None:
@@ -109,14 +118,14 @@ def _check_split(model: ModelShape, rollout: RolloutConfig) -> None:
             "rollout.data_parallel",
             rollout.data_parallel,
             OneOf([1]),
-            f"rollout.data_parallel must be 1: {model.name} has no experts to share out, "
+            f"rollout.data_parallel must be 1, because {model.name} has no experts to shard, "
             f"got {rollout.data_parallel}",
             ("rollout.expert_parallel",),
         )
 
 
 def check_split(model: ModelShape, trainer: TrainerConfig, key: str = "trainer") -> None:
-    """Raise `RunError` where the model cannot be split as a trainer, whose section is `key`, says."""
+    """Raise `RunError` if the model cannot be split as the trainer section `key` says."""
     if trainer.pipeline_parallel > model.num_layers:
         raise RunError(
             f"{key}.pipeline_parallel",
@@ -142,8 +151,8 @@ def check_split(model: ModelShape, trainer: TrainerConfig, key: str = "trainer")
             f"{key}.context_parallel",
             trainer.context_parallel,
             OneOf(divisors(heads)),
-            f"{key}.context_parallel must divide the {heads} heads of a tensor rank of {model.name}, which "
-            f"context_exchange 'all-to-all' deals out, got {trainer.context_parallel}",
+            f"{key}.context_parallel must divide the {heads} heads of a tensor rank of {model.name}, because "
+            f"context_exchange 'all-to-all' splits the heads, got {trainer.context_parallel}",
             (f"{key}.context_exchange", f"{key}.tensor_parallel"),
         )
 
@@ -155,7 +164,7 @@ def _check_experts(model: ModelShape, trainer: TrainerConfig, key: str) -> None:
     }
     for name, degree in degrees.items():
         if degree > 1 and model.experts is None:
-            text = f"{key}.{name} must be 1: {model.name} has no experts, got {degree}"
+            text = f"{key}.{name} must be 1, because {model.name} has no experts, got {degree}"
             raise RunError(f"{key}.{name}", degree, OneOf([1]), text)
     if not slices_experts(model, trainer):
         name, width = f"{key}.expert_tensor_parallel", expert_width(model)
@@ -167,16 +176,16 @@ def _check_experts(model: ModelShape, trainer: TrainerConfig, key: str) -> None:
 
 
 def slices_experts(model: ModelShape, trainer: TrainerConfig) -> bool:
-    """Whether ranks that share each expert get whole channels of it."""
+    """Return whether the ranks that share an expert get whole channels of it."""
     return expert_width(model) % (trainer.expert_tensor_parallel or 1) == 0
 
 
 def expert_width(model: ModelShape) -> int:
-    """Return the channels of one expert; none where there are no experts."""
+    """Return the channels of one expert; 0 without experts."""
     return 0 if model.experts is None else model.experts.intermediate_size
 
 
 def splits_context(model: ModelShape, trainer: TrainerConfig) -> bool:
-    """Whether context ranks can share a pass: as all do that exchange keys and values, of heads whole ones."""
+    """Return whether context ranks can share a pass. Only all-to-all needs a whole number of heads on each rank."""
     heads = model.num_heads // trainer.tensor_parallel
     return trainer.context_exchange != "all-to-all" or heads % trainer.context_parallel == 0

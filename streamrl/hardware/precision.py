@@ -1,8 +1,8 @@
-"""Number formats of weights, KV caches and products: bytes of a value with its scales, and what each side of a run uses.
+"""Compute the bytes of values in each number format, and the formats that replicas and trainers of a run use.
 
-Number formats narrower than 16 bits: bits of a value, and the scales that go with it.
+Formats narrower than 16 bits have scales:
 
-| format | bits | a scale of              | what says so                                                         |
+| format | bits | bytes and block of a scale | source                                                            |
 |--------|------|-------------------------|----------------------------------------------------------------------|
 | fp8    | 8    | 4 bytes, 128 x 128      | DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), Qwen3's checkpoints   |
 | mxfp8  | 8    | 1 byte, 32 values       | OCP Microscaling Formats 1.0                                         |
@@ -10,13 +10,13 @@ Number formats narrower than 16 bits: bits of a value, and the scales that go wi
 | int4   | 4    | 2.5 bytes, 128 values   | AWQ (arXiv 2306.00978): a scale of 16 bits, a zero point of 4        |
 | nvfp4  | 4    | 1 byte, 16 values       | NVIDIA, "Introducing NVFP4" (2025): e4m3 scales                      |
 
-Quantised are the linear layers of attention, MLPs and experts; embeddings, head, norms and routers stay wide, as those
-checkpoints have them.
+Only the linear layers of attention, MLPs and experts are quantised. Embeddings, head, norms and routers
+stay wide, as in the checkpoints of these sources.
 
-What a run's replicas and trainers keep and compute in, apart: `rollout.dtype`, `rollout.kv_dtype`, `trainer.dtype`.
-
-All are those of `model.dtype` where a run file does not say. A replica multiplies what it keeps (w8a8: inputs are
-quantised too), or widens its weights before each product (weight-only); a GPU needs units for the former.
+Replicas and trainers have their own formats: `rollout.dtype`, `rollout.kv_dtype`, `trainer.dtype`. The
+default of each is `model.dtype`. A replica either multiplies in the format of its weights (as w8a8, which
+quantises inputs too), or widens weights before each product (weight-only). The first needs hardware
+support of the GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 ROW = 0
-"""Stands for values that share a scale in a whole row of a matrix."""
+"""As `Format.group`: one scale for a whole row of a matrix."""
 
 
 class Format(NamedTuple):
-    """How a value is kept."""
+    """A narrow number format."""
 
     bits: int
     group: int
@@ -50,17 +50,17 @@ FORMATS = {
     "nvfp4": Format(4, 16, 1.0),
 }
 WEIGHT_ONLY = ("int4",)
-"""Formats that no GPU multiplies: they are widened before each product."""
+"""Formats that no GPU multiplies. They are always widened before each product."""
 KNOWN = {*BYTES, *FORMATS}
 
 
 def is_narrow(dtype: str) -> bool:
-    """Whether values of a format have scales beside them."""
+    """Return whether a format is narrower than 16 bits and so has scales."""
     return dtype in FORMATS
 
 
 def width_of(dtype: str, row: float = 4096.0) -> float:
-    """Return the bytes of one value, its share of a scale among them; `row` values are in a row of its matrix."""
+    """Return the bytes of one value with its share of a scale; its matrix has `row` values in a row."""
     if dtype not in FORMATS:
         return float(BYTES[dtype])
     form = FORMATS[dtype]
@@ -70,36 +70,37 @@ def width_of(dtype: str, row: float = 4096.0) -> float:
 def shard_weight_bytes(
     model: ModelShape, dtype: str, wide: str, tensor_parallel: int = 1, expert_parallel: int = 1
 ) -> float:
-    """Return the bytes of weights on a GPU of a replica whose linear layers are kept in `dtype`, all else in `wide`."""
+    """Return the bytes of weights on one GPU of a replica, with linear layers in `dtype` and the rest in `wide`."""
     whole = model.shard_parameters(tensor_parallel, expert_parallel)
     linear = model.linear_parameters(tensor_parallel, expert_parallel)
     return kept_bytes(whole, linear, dtype, wide, model.hidden_size)
 
 
 def kept_bytes(whole: float, linear: float, dtype: str, wide: str, row: float) -> float:
-    """Return the bytes of `whole` parameters, those of linear layers among them in `dtype`, all else in `wide`."""
+    """Return the bytes of `whole` parameters, of which `linear` are in `dtype` and the rest in `wide`."""
     if dtype not in FORMATS:
         return whole * BYTES[dtype]
     return whole * BYTES[wide] + linear * (width_of(dtype, row) - BYTES[wide])
 
 
 class Precision(NamedTuple):
-    """Formats of a replica."""
+    """The number formats of a replica."""
 
     weights: str
-    """Of linear layers."""
+    """Format of linear layers."""
     wide: str
-    """Of all other weights, of activations, and of products where weights are widened."""
+    """Format of all other weights, of activations, and of products with widened weights."""
     cache: str
+    """Format of the KV cache."""
     is_weight_only: bool
 
     @property
     def compute(self) -> str:
-        """What products of linear layers are computed in."""
+        """The format in which products of linear layers are computed."""
         return self.wide if self.is_weight_only else self.weights
 
     def __str__(self) -> str:
-        """Say it in a few words: "fp8", "int4 weights, products in bfloat16", "bfloat16, KV cache in fp8"."""
+        """Return a short text: "fp8", "int4 weights, products in bfloat16", "bfloat16, KV cache in fp8"."""
         text = self.weights
         if self.is_weight_only:
             text += f" weights, products in {self.wide}"
@@ -109,7 +110,7 @@ class Precision(NamedTuple):
 def precision_of(
     weights: str | None, cache: str | None, wide: str, *, weight_only: bool = False
 ) -> Precision:
-    """Return formats, those that are None being the wide one."""
+    """Return the formats of a replica; None stands for the wide format."""
     kept = weights or wide
     if not is_narrow(kept):
         wide = kept
@@ -125,25 +126,25 @@ def rollout_precision(rollout: RolloutConfig, model: ModelConfig) -> Precision:
 
 
 def training_dtype(trainer: TrainerConfig, model: ModelConfig) -> str:
-    """Return what the trainer multiplies in."""
+    """Return the format in which the trainer multiplies."""
     return trainer.dtype or model.dtype
 
 
 def trained_dtype(trainer: TrainerConfig, model: ModelConfig) -> str:
-    """Return what the trainer keeps weights and activations in: the wide format where it multiplies in a narrow one."""
+    """Return the format of the trainer's weights and activations: never a narrow one."""
     own = training_dtype(trainer, model)
     return model.dtype if own in FORMATS else own
 
 
 def quantised_bytes(model: ModelShape, own: Precision, trained: str) -> float:
-    """Bytes of memory traffic in which the weights of one push are brought to a narrow format; 0 where they stay wide.
+    """Return the bytes of memory traffic for quantising the weights of one push; 0 if replicas keep them wide.
 
-    They are read twice, for their scales and for their values, and written once.
+    The weights are read twice, for their scales and for their values, and written once.
 
     Args:
         model: the model that is pushed.
         own: formats of the replicas.
-        trained: format in which the trainer keeps its weights.
+        trained: format of the trainer's weights.
     """
     if not is_narrow(own.weights):
         return 0.0
@@ -151,7 +152,7 @@ def quantised_bytes(model: ModelShape, own: Precision, trained: str) -> float:
     return model.linear_parameters() * (read + width_of(own.weights, model.hidden_size))
 
 
-# What a GPU cannot do -----------------------------------------------------------------------------
+# Checks -------------------------------------------------------------------------------------------
 
 
 def check_units(
@@ -161,17 +162,17 @@ def check_units(
     section: str = "--",
     remedy: str = "--weight-only",
 ) -> None:
-    """Raise `RunError` where a GPU cannot multiply weights as a replica keeps them."""
+    """Raise `RunError` if a GPU cannot multiply in the format of a replica's weights."""
     if is_narrow(own.compute) and own.compute not in flops:
         text = (
             f"{section}dtype {own.weights!r}: {gpu} does not compute in {own.weights}; "
-            f"{remedy} keeps weights so and multiplies in {own.wide}"
+            f"{remedy} keeps weights in {own.weights} and multiplies in {own.wide}"
         )
         raise RunError("rollout.weight_only", False, OneOf([True]), text, ("rollout.dtype",))
 
 
 def check_computed_in(own: str, gpu: Gpu, section: str) -> None:
-    """Raise `RunError` where a GPU does not compute in the format of the trainer with a section."""
+    """Raise `RunError` if a GPU cannot compute in the format of the trainer in `section`."""
     if is_narrow(own) and own not in gpu.flops:
         text = (
             f"{section}.dtype {own!r}: {gpu.name} does not compute in {own}; "

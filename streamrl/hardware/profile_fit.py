@@ -1,12 +1,13 @@
-"""Lines through a measured profile: seconds of any batch, context and length from those that were measured.
+"""Fit curves through a measured profile: the seconds of any batch, context and length.
 
-    decode step of b rollouts with S tokens     a(b) + c(b) * S
-    the same where one has m, more than others  a(b) + c(b) * (p * b * m + (1 - p) * S)
-    pass that computes r prefixes, t tokens     the decode step beside it + u r + v t + w p
-    training pass over n rollouts, t tokens     k + u n + v t + w p
+    decode step of b rollouts with S tokens          a(b) + c(b) * S
+    the same, padded to the longest with m tokens    a(b) + c(b) * (q * b * m + (1 - q) * S)
+    pass that computes r prefixes with t tokens      the decode step in the same pass + u r + v t + w p
+    training pass over n rollouts with t tokens      k + u n + v t + w p
 
-p counts pairs of a token and one that it attends to. Fits are least squares of relative errors, no term
-below 0. Between measured batches a and c are linear in b; beyond them the last slope goes on.
+p is the number of pairs of a token and a token that it attends to, and q the padded share
+(`fit_padded_share`). Fits minimise the squares of relative errors, with no negative term. Between
+measured batches, a and c are linear in b. Beyond the last one they continue with the last slope.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFit:
-    """`base[b] + per_context_token[b] * S` seconds for b rollouts with S tokens in all."""
+    """The seconds `base[b] + per_context_token[b] * S` of a decode step with b rollouts and S tokens in all."""
 
     base: list[float]
     per_context_token: list[float]
     most_running: int
-    """Largest measured batch; what is above is extrapolated."""
+    """Largest measured batch; larger ones are extrapolated."""
     longest_context: float
-    """Most measured tokens of a rollout."""
+    """Largest measured number of tokens of a rollout."""
 
     def step_time(self, num_running: int, context_tokens: float) -> float:
         """Return the seconds of one decode step."""
@@ -43,7 +44,7 @@ class DecodeFit:
 
 @dataclass(frozen=True)
 class PassFit:
-    """Seconds of a pass: so much for itself, a rollout, a token, and a pair of tokens."""
+    """The seconds of a pass: a constant, and seconds for each rollout, token and pair of tokens."""
 
     alone: float
     per_rollout: float
@@ -55,7 +56,7 @@ class PassFit:
         return self.alone + self.beside(num_rollouts, num_tokens, num_pairs)
 
     def at(self, factor: float) -> PassFit:
-        """Return the fit of passes that are so many times as fast."""
+        """Return the fit of passes that are `factor` times as fast."""
         return PassFit(
             self.alone / factor,
             self.per_rollout / factor,
@@ -64,7 +65,7 @@ class PassFit:
         )
 
     def beside(self, num_rollouts: float, num_tokens: float, num_pairs: float) -> float:
-        """Return the seconds that it adds to a pass that is made anyway."""
+        """Return the seconds that the work adds to a pass that runs anyway: without the constant."""
         return (
             self.per_rollout * num_rollouts
             + self.per_token * num_tokens
@@ -73,7 +74,7 @@ class PassFit:
 
 
 def fit_decode(rows: Sequence[DecodeRow], max_running: int) -> DecodeFit:
-    """Fit a line in the context at every measured batch, and return it for all batches up to `max_running`."""
+    """Return a line in the context for each batch up to `max_running`, from fits at every measured batch."""
     measured = sorted({row.running for row in rows})
     lines = [_decode_line([row for row in rows if row.running == b]) for b in measured]
     batches = np.arange(1, max_running + 1)
@@ -89,9 +90,9 @@ def fit_decode(rows: Sequence[DecodeRow], max_running: int) -> DecodeFit:
 
 
 def fit_padded_share(rows: Sequence[MixedRow], decode: DecodeFit) -> float:
-    """Fit the share of a token's cost that a rollout causes for every token of the longest one, not its own.
+    """Return the cost of a padding token relative to a real one, from 0 (free) to 1 (the same cost).
 
-    Kernels compute what is padded, but need not fetch it: between 0, nothing is padded, and 1, all costs the same.
+    Kernels compute on padding tokens, but need not read them from memory.
     """
     padding = [row.running * (row.longest - row.context) for row in rows]
     slopes = [decode.per_context_token[row.running] for row in rows]
@@ -104,7 +105,7 @@ def fit_padded_share(rows: Sequence[MixedRow], decode: DecodeFit) -> float:
 
 
 def fit_prefill(prefill: Sequence[PrefillRow], join: Sequence[JoinRow]) -> PassFit:
-    """Fit what prefixes take: `alone` counts only where nothing decodes in the same pass."""
+    """Return the fit of passes that compute prefixes. Its constant counts only if nothing decodes in the same pass."""
     rows: list[PrefillRow | JoinRow] = [*prefill, *join]
     terms = [
         (float(isinstance(row, PrefillRow)), row.rollouts, *_sizes(row.rollouts, row.tokens))
@@ -116,14 +117,14 @@ def fit_prefill(prefill: Sequence[PrefillRow], join: Sequence[JoinRow]) -> PassF
 
 
 def fit_passes(rows: Sequence[PassRow]) -> PassFit:
-    """Fit the seconds of the trainer's passes."""
+    """Return the fit of the trainer's passes."""
     terms = [(1.0, row.rollouts, *_sizes(row.rollouts, row.tokens)) for row in rows]
     seconds = np.array([row.seconds[MEDIAN] for row in rows])
     return PassFit(*fit_positive(np.array(terms), seconds, 1 / seconds))
 
 
 def fit_line(places: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = first + second * place, both at least 0."""
+    """Return the factors of seconds = first + second * place, both at least 0."""
     terms = np.stack([np.ones(len(places)), np.array(places, dtype=float)], axis=1)
     values = np.array(seconds, dtype=float)
     first, second = fit_positive(terms, values, 1 / values)
@@ -131,10 +132,10 @@ def fit_line(places: Sequence[float], seconds: Sequence[float]) -> tuple[float, 
 
 
 def fit_positive(terms: Floats, values: Floats, weights: Floats) -> list[float]:
-    """Return the factors, none below 0, that bring weighted `terms` closest to `values`.
+    """Return the non-negative factors for which the weighted sum of `terms` is closest to `values`.
 
-    Terms whose factor would be negative leave the fit one by one, the most negative share first: with the
-    four terms of a pass this finds what an active-set method finds, in as many lines.
+    While a factor is negative, the term with the most negative share is removed and the fit repeated. For
+    the four terms of a pass, the result is that of an active-set method.
     """
     kept = list(range(terms.shape[1]))
     while kept:
@@ -142,8 +143,8 @@ def fit_positive(terms: Floats, values: Floats, weights: Floats) -> list[float]:
         norms = np.maximum(np.linalg.norm(scaled, axis=0), np.finfo(float).tiny)
         factors = np.linalg.lstsq(scaled / norms, values * weights, rcond=None)[0]
         if factors.min() >= 0:
-            found = dict(zip(kept, (factors / norms).tolist(), strict=True))
-            return [found.get(term, 0.0) for term in range(terms.shape[1])]
+            fitted = dict(zip(kept, (factors / norms).tolist(), strict=True))
+            return [fitted.get(term, 0.0) for term in range(terms.shape[1])]
         kept.pop(int(np.argmin(factors)))
     return [0.0] * terms.shape[1]
 
@@ -154,7 +155,7 @@ def _decode_line(rows: Sequence[DecodeRow]) -> tuple[float, float]:
 
 
 def _interpolate(batches: NDArray[np.int_], known: list[int], values: list[float]) -> list[float]:
-    """Linear between the known batches; beyond the last one its slope goes on, never below 0."""
+    """Return values at all batches: linear between known batches, beyond them with the last slope, never below 0."""
     inside = np.interp(batches, known, values)
     if len(known) > 1:
         slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
@@ -164,5 +165,5 @@ def _interpolate(batches: NDArray[np.int_], known: list[int], values: list[float
 
 
 def _sizes(num_rollouts: int, length: float) -> tuple[float, float]:
-    """Tokens, and pairs of a token and one up to it."""
+    """Return the number of tokens, and of pairs of a token and a token before it."""
     return num_rollouts * length, num_rollouts * length * length / 2

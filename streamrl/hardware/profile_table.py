@@ -1,4 +1,4 @@
-"""A table of a profile, as every part of the files under `profiles/` is one."""
+"""Define the base class of all tables in the files under `profiles/`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 
 class ProfileTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of a profile; unknown keys are refused."""
+    """A table of a profile. Unknown keys are errors."""
 
 
 def check_positive(figures: msgspec.Struct, zero_allowed: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` naming the first number among the fields that is not positive and finite."""
+    """Raise `ValueError` for the first number among the fields that is not positive and finite."""
     for key in figures.__struct_fields__:
         value = getattr(figures, key)
         if isinstance(value, bool) or not isinstance(value, int | float):

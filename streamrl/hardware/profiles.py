@@ -1,4 +1,4 @@
-"""Read `profiles/`: what a GPU can do and what a model asks for, each figure with its source."""
+"""Read `profiles/`: GPUs, models and inference engines by name, each figure with its source."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 FORMATS_COMPUTED = (*BYTES, "mxfp8", "int8", "nvfp4")
-"""What products may be computed in; `streamrl.hardware.precision` says how the narrow ones are kept."""
+"""Formats in which products may be computed. `streamrl.hardware.precision` has the bytes of the narrow ones."""
 PROFILES = Path(__file__).parents[1] / "profiles"
 
 _Profile = TypeVar("_Profile")
 
 
 class Roofline(ProfileTable, frozen=True, kw_only=True):
-    """Assumed efficiencies, shares of the datasheet's peak; used where nothing is measured."""
+    """Assumed efficiencies as shares of the datasheet's peak, for operators without measurements."""
 
     compute_efficiency: float
     training_efficiency: float
     bandwidth_efficiency: float
     step_overhead: Duration
-    """Seconds that a decode step takes beside its memory traffic and arithmetic."""
+    """Seconds of a decode step on top of its memory traffic and arithmetic."""
     block_efficiency: float = 0.66
-    """Of peak FLOP/s and of bandwidth in grouped fp8 products by blocks of 128 rows. H800 (DeepGEMM, alibaba/InferSim
-    f2293da, prefill): 8.64 us for each further block of 11.3 GFLOP, 19.6 for one whose 44 MB of weights are read."""
+    """Share of peak FLOP/s and of bandwidth in grouped fp8 products by blocks of 128 rows. Source: H800 (DeepGEMM,
+    alibaba/InferSim f2293da, prefill). A further block of 11.3 GFLOP takes 8.64 us, and one whose 44 MB of weights are
+    read takes 19.6 us."""
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -54,7 +55,7 @@ class Roofline(ProfileTable, frozen=True, kw_only=True):
 
 
 class Power(ProfileTable, frozen=True, kw_only=True):
-    """Watts of one GPU as they were measured, of what else a node holds none; absent where nobody published any."""
+    """Measured watts of one GPU, without the rest of its node; None if no measurement is published."""
 
     source: str
     generating: float | None = None
@@ -65,7 +66,7 @@ class Power(ProfileTable, frozen=True, kw_only=True):
         check_positive(self)
 
     def watts(self, work: Literal["generating", "training", "idle"]) -> float | None:
-        """Return the watts of what it does; None where they are not known."""
+        """Return the watts of a kind of work; None if they are unknown."""
         match work:
             case "generating":
                 return self.generating
@@ -86,9 +87,9 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     memory: Size
     """Bytes that the driver reports."""
     reserve: Size = Size(0)
-    """Bytes of it that no tensor gets: the driver's own, and the context of a process."""
+    """Bytes of it that tensors cannot use: the driver's own, and the context of a process."""
     host_memory: Size | None = None
-    """A GPU's share of its node's own memory; None where none is known to bind."""
+    """The GPU's share of its node's host memory; None if no limit is known."""
     memory_bandwidth: Bandwidth
     nvlink: Bandwidth
     network: Bandwidth
@@ -97,16 +98,16 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     """Dollars per GPU-hour."""
     price_source: str
     flops: dict[str, float]
-    """Dense peak FLOP/s by dtype; a dtype is absent where the hardware has no units for it."""
+    """Dense peak FLOP/s by dtype. Dtypes that the hardware cannot compute in are missing."""
     roofline: Roofline
     power: Power | None = None
     tables: dict[str, str] = msgspec.field(default_factory=dict)
-    """Which measured table stands for each operator, as "GPU/BACKEND"; the roofline where none does. A key
+    """By operator: the measured table to use, as "GPU/BACKEND". Operators without a table use the roofline. A key
     "OPERATOR.DTYPE" is for one dtype alone."""
 
     @property
     def usable_memory(self) -> float:
-        """Bytes that tensors can take."""
+        """Bytes that tensors can use."""
         return self.memory - self.reserve
 
     def __post_init__(self) -> None:
@@ -118,19 +119,23 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
         for dtype, peak in self.flops.items():
             if dtype not in FORMATS_COMPUTED:
                 raise ValueError(
-                    f"flops.{dtype} is no dtype; there is {', '.join(FORMATS_COMPUTED)}"
+                    f"flops.{dtype} is not a known dtype; known: {', '.join(FORMATS_COMPUTED)}"
                 )
             if not (math.isfinite(peak) and peak > 0):
                 raise ValueError(f"flops.{dtype} must be positive and finite, got {peak}")
 
 
 def load_gpu(name: str) -> Gpu:
-    """Read a GPU by its file name in profiles/gpus; `ValueError` with the closest names where none is."""
+    """Return a GPU by its file name in profiles/gpus.
+
+    Raises:
+        ValueError: there is no such file. The text has the closest names.
+    """
     return _read_gpu(find_profile("gpus", name, ".toml"))
 
 
 def gpu_of(pool: PoolConfig) -> Gpu:
-    """Read a pool's GPU, with its share of what the pool says of its nodes' network."""
+    """Return the GPU of a pool, with its share of `node_bandwidth` if the pool states it."""
     gpu = load_gpu(pool.gpu)
     if pool.node_bandwidth is None:
         return gpu
@@ -139,15 +144,15 @@ def gpu_of(pool: PoolConfig) -> Gpu:
 
 
 def price_of(pool: PoolConfig) -> float:
-    """Return the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
+    """Return the dollars per GPU-hour of a pool: its own price, or else the price of its GPU."""
     return load_gpu(pool.gpu).price if pool.price is None else pool.price
 
 
 def load_model(model: ModelConfig) -> ModelShape:
-    """Read a model from profiles/models, or from the config.json of a Hugging Face directory."""
+    """Return a model from profiles/models, or from the config.json of a Hugging Face directory."""
     if model.path is not None:
         return read_config_json(Path(model.path) / "config.json")
-    assert model.name is not None, "check_run wants one of name and path"
+    assert model.name is not None, "check_run requires model.name or model.path"
     return _read_model(find_profile("models", model.name, ".toml"))
 
 
@@ -162,7 +167,7 @@ def _read_model(path: Path) -> ModelShape:
 
 
 def check_profiles(run: Run) -> None:
-    """Raise `RunError`, with the closest names, where a run names a GPU, model or lengths that have no profile."""
+    """Raise `RunError`, with the closest names, if a run names a GPU, model or lengths without a profile."""
     for name, pool in run.cluster.pools.items():
         _check_name(pool_key(name, "gpu"), "gpus", pool.gpu, ".toml")
     check_engine(run.costs.engine)
@@ -175,7 +180,7 @@ def check_profiles(run: Run) -> None:
 
 
 def _check_draft(speculative: SpeculativeConfig | None, model: ModelConfig) -> None:
-    """Refuse to draft with a model that is unknown, or with layers that the model does not come with."""
+    """Raise `RunError` for an unknown draft model, or for draft layers that the model does not have."""
     key = "rollout.speculative.model"
     if speculative is None:
         return
@@ -183,9 +188,9 @@ def _check_draft(speculative: SpeculativeConfig | None, model: ModelConfig) -> N
         _check_name(key, "models", speculative.model, ".toml")
     elif not (shape := load_model(model)).num_draft_layers:
         text = (
-            f"{key} is missing: {shape.name} comes with no layer for multi-token prediction (num_draft_layers = 0 in "
-            f"{Path(shape.source).name if model.path else f'profiles/models/{model.name}.toml'}), so a smaller model "
-            "has to draft"
+            f"{key} is missing: {shape.name} has no layers for multi-token prediction (num_draft_layers = 0 in "
+            f"{Path(shape.source).name if model.path else f'profiles/models/{model.name}.toml'}); name a smaller model "
+            "that drafts"
         )
         raise RunError(key, None, None, text, ("rollout.speculative",))
 
@@ -196,7 +201,7 @@ def known_engines() -> list[str]:
 
 
 def check_engine(name: str) -> None:
-    """Raise `RunError`, with all names, where `costs.engine` is no engine of profiles/engines."""
+    """Raise `RunError`, with all names, if `costs.engine` is not in profiles/engines."""
     known = known_engines()
     if name not in known:
         text = f"costs.engine: no engine {shown(name)} in profiles/engines; there is {', '.join(known)}"
@@ -210,7 +215,11 @@ def _check_name(key: str, folder: str, name: str, ending: str) -> None:
 
 
 def find_profile(folder: str, name: str, ending: str) -> Path:
-    """Return the file of a profile by name; `ValueError` with the closest names where there is none."""
+    """Return the file of a profile by name.
+
+    Raises:
+        ValueError: there is no such profile. The text has the closest names.
+    """
     return _find_profile(PROFILES, folder, name, ending)
 
 
@@ -227,7 +236,7 @@ def _no_profile(folder: str, name: str, ending: str) -> str:
 
 
 def _close_names(folder: str, name: str, ending: str) -> list[str]:
-    """Return the names that are like a name, or all."""
+    """Return the names that are similar to a name, or all names if none is."""
     names, wanted = _names(PROFILES / folder, ending), name.lower()
     like = [known for known in names if wanted in known]
     return like or difflib.get_close_matches(wanted, names, n=3) or names
@@ -235,17 +244,21 @@ def _close_names(folder: str, name: str, ending: str) -> list[str]:
 
 @functools.cache
 def _names(folder: Path, ending: str) -> list[str]:
-    """Return the names of all profiles of a kind."""
+    """Return the names of all profiles in a folder."""
     return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
 
 
 def read_profile(path: Path, kind: type[_Profile]) -> _Profile:
-    """Read a TOML profile of any kind; `ValueError` by file and key where it is not one."""
+    """Return the content of a TOML profile.
+
+    Raises:
+        ValueError: the file is not a profile of this kind. The text has the file and the key.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         return msgspec.convert(table, kind, dec_hook=read_quantity)
     except (
         ValueError,
         RecursionError,
-    ) as error:  # of TOML, of a value's type, or of the value itself
+    ) as error:  # invalid TOML, wrong type, or wrong value
         raise ValueError(f"{path}: {error}") from None

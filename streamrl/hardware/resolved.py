@@ -1,6 +1,6 @@
 """Resolve a run file once: the model, GPUs, number formats and sizes that the functions of each role need.
 
-`resolve` reads nothing by itself. Each part is resolved when it is first asked for, and then kept.
+`resolve` itself reads no file. Each part is resolved at its first use and then cached.
 
 | part                | one for each                     | from the run file as |
 |---------------------|----------------------------------|----------------------|
@@ -8,7 +8,7 @@
 | `replicas`          | kind of replica                  | `Run.of_kind`        |
 | `seen_by_followers` | secondary trainer, the whole run | `Run.as_seen_by`     |
 | `trainers`          | trainer                          | `Run.as_seen_by`     |
-| `reward`            | run, where it has a reward model | it is                |
+| `reward`            | run, if it has a reward model    | `Run.verifier`       |
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ class ReplicaHardware:
     longest_sequence: int
     """Tokens of the longest prompt with the longest output."""
     prompt_tokens: int
-    """Tokens of a prompt; 0 where only a recorded run tells them."""
+    """Tokens of a prompt; 0 if lengths come from a recorded run."""
     rollouts_per_prompt: int
-    """Rollouts that share the cache of one prompt."""
+    """Rollouts that share the KV cache of one prompt."""
     adapter_rank: int | None
-    """Rank of the adapters that it serves beside its weights; None where it serves none."""
+    """Rank of the LoRA adapters that it serves unmerged; None if it serves none."""
     adapter_dtype: str
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU of its pool, with its share of the network of a node."""
+        """The GPU of its pool, with its share of the node's network bandwidth."""
         return gpu_of(self.pool)
 
     @cached_property
     def longest_model(self) -> ModelShape:
-        """The model as the longest rollouts see it."""
+        """The model for the longest rollouts: without a sliding window that they never fill."""
         return self.model.seen_by(self.longest_sequence)
 
 
@@ -94,17 +94,17 @@ class TrainerHardware:
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU of its pool, with its share of the network of a node."""
+        """The GPU of its pool, with its share of the node's network bandwidth."""
         return gpu_of(self.pool)
 
     @cached_property
     def longest_model(self) -> ModelShape:
-        """The model as the longest rollouts see it."""
+        """The model for the longest rollouts: without a sliding window that they never fill."""
         return self.model.seen_by(self.longest_sequence)
 
     @property
     def num_trained_models(self) -> int:
-        """Models that it updates: the actor, and the critic where there is one."""
+        """Number of models that it updates: the actor, and the critic if there is one."""
         return 1 + self.algorithm.has_critic
 
     @property
@@ -116,24 +116,24 @@ class TrainerHardware:
 
     @property
     def trained_models(self) -> float:
-        """Parameters that it updates over those of one model; a critic learns all of its own."""
+        """Updated parameters, as a multiple of one model's parameters; a critic trains all of its parameters."""
         return self.trained_share + self.algorithm.has_critic
 
     @property
     def num_models(self) -> int:
-        """Models that it holds. With adapters, the weights beside them are the reference."""
+        """Number of models in memory. With adapters, the base weights serve as the reference."""
         has_reference = self.algorithm.has_reference and self.adapter_rank is None
         return self.num_trained_models + has_reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardHardware:
-    """The reward model of a run, and the pool that computes it."""
+    """The reward model of a run, and its pool."""
 
     config: VerifierConfig
     pool: PoolConfig | None
     shape: ModelShape | None
-    """None where the model is on the hub, so its shape is not known."""
+    """None if the model is on the hub, because its shape is then unknown."""
     dtype: str
     longest_sequence: int
     """Tokens of the longest prompt with the longest output."""
@@ -145,7 +145,7 @@ class RewardHardware:
 
     @property
     def name(self) -> str | None:
-        """The model as the run file names it."""
+        """The model name in the run file."""
         reward = self.config.reward_model
         return None if reward is None else reward.model
 
@@ -158,12 +158,12 @@ class ResolvedRun:
 
     @cached_property
     def model(self) -> ModelShape:
-        """The model that is trained, as its profile has it."""
+        """The trained model from its profile."""
         return load_model(self.run.model)
 
     @cached_property
     def kinds(self) -> tuple[ResolvedRun, ...]:
-        """The run with each kind of replica alone; itself where it has one kind."""
+        """The run with each kind of replica alone; the run itself if it has one kind."""
         if not self.run.rollout.others:
             return (self,)
         return tuple(resolve(self.run.of_kind(n)) for n in range(self.run.rollout.num_kinds))
@@ -176,7 +176,7 @@ class ResolvedRun:
 
     @cached_property
     def replica(self) -> ReplicaHardware:
-        """The kind of replica that the run file names first."""
+        """The first kind of replica in the run file."""
         run, lengths = self.run, self.run.workload.lengths
         is_stated = lengths is not None and lengths.kind != "trace"
         return ReplicaHardware(
@@ -230,10 +230,10 @@ class ResolvedRun:
 
     @cached_property
     def reward(self) -> RewardHardware | None:
-        """The reward model; None where the run has none.
+        """The reward model; None if the run has none.
 
         Raises:
-            RunError: its directory has no config.json that is known.
+            RunError: its directory has no config.json of a known type.
         """
         verifier = self.run.verifier
         if verifier.reward_model is None:
@@ -248,7 +248,7 @@ class ResolvedRun:
 
 
 def resolve(run: Run) -> ResolvedRun:
-    """Return the model and hardware of a run, each part read when it is first asked for."""
+    """Return the model and hardware of a run. Each part is read at its first use."""
     return ResolvedRun(run)
 
 
@@ -259,8 +259,8 @@ def longest_sequence(rollout: RolloutConfig, workload: WorkloadConfig) -> int:
 
 def reward_model_key(verifier: VerifierConfig) -> str:
     """Return the key of a run's reward model."""
-    places = (at for at, each in enumerate(verifier.reward) if each.has_model)
-    return f"verifier.reward.{next(places)}.model"
+    indices = (index for index, each in enumerate(verifier.reward) if each.has_model)
+    return f"verifier.reward.{next(indices)}.model"
 
 
 def _reward_shape(verifier: VerifierConfig) -> ModelShape | None:
@@ -276,7 +276,7 @@ def _reward_shape(verifier: VerifierConfig) -> ModelShape | None:
 
 
 def check_precision(resolved: ResolvedRun) -> None:
-    """Raise `RunError` where a GPU has no units for what it should multiply."""
+    """Raise `RunError` if a GPU cannot compute in the number format of its role."""
     for replica in resolved.replicas:
         gpu, remedy = replica.gpu, "rollout.weight_only = true"
         check_units(replica.precision, gpu.name, gpu.flops, "rollout.", remedy)

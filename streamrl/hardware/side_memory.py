@@ -1,4 +1,4 @@
-"""Compute what takes the memory of one GPU of each side."""
+"""Compute the memory of one GPU of each side, by what uses it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from streamrl.runfile.gpu_pools import kind_name, trainer_names
 
 
 class SideMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes the memory of one GPU."""
+    """The memory of one GPU of a side, by what uses it."""
 
     side: str
     gpu: str
     num_gpus: int
     capacity: float
-    """Bytes of the GPU."""
+    """Bytes of the GPU that tensors can use."""
     usable: float
-    """Bytes of it that the run file lets this side take."""
+    """Bytes of it that the run file allows this side to use."""
     parts: dict[str, float]
-    """Bytes by what takes them; what stays unused is not among them."""
+    """Bytes by what uses them, without unused bytes."""
 
     @property
     def need(self) -> float:
@@ -40,9 +40,9 @@ class SideMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_of(resolved: ResolvedRun) -> list[SideMemory]:
-    """Return the memory of every side that holds a model whose shape is known.
+    """Return the memory of every side with a model of known shape.
 
-    Also where it does not fit: then with the cache of one longest rollout.
+    If a replica does not fit, its KV cache counts as that of one longest rollout.
 
     Raises:
         ValueError: a profile is missing, or the model cannot be split as the run file says.
@@ -62,7 +62,7 @@ def memory_of(resolved: ResolvedRun) -> list[SideMemory]:
 
 
 def replica_side(replica: ReplicaHardware) -> SideMemory:
-    """Return the memory of a GPU that generates: weights, and the cache that fills what is left."""
+    """Return the memory of a GPU of a replica: weights, workspace, and a KV cache that fills the rest."""
     gpu, fullest = replica.gpu, fullest_stage(replica)
     usable = gpu.usable_memory * replica.config.memory_utilization
     workspace = replica_workspace(replica)
@@ -84,7 +84,7 @@ def replica_side(replica: ReplicaHardware) -> SideMemory:
 
 
 def trainer_side(trainer: TrainerHardware) -> SideMemory:
-    """Return the memory of the fullest GPU that trains."""
+    """Return the memory of the fullest GPU of a trainer."""
     gpu = trainer.gpu
     return SideMemory(
         side="trainer",
@@ -97,7 +97,7 @@ def trainer_side(trainer: TrainerHardware) -> SideMemory:
 
 
 def reward_side(reward: RewardHardware) -> SideMemory | None:
-    """Return the memory of a GPU that computes rewards; None where the model or its pool is not known."""
+    """Return the memory of a GPU with the reward model; None if the model's shape or its pool is unknown."""
     parts = reward_model_bytes(reward)
     if not parts or reward.pool is None:
         return None

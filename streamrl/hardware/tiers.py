@@ -1,4 +1,4 @@
-"""How well a figure is known: measured, composed of measured operators, or a datasheet's roofline."""
+"""Define the tiers of a figure: measured, composed of measured operators, or a datasheet's roofline."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import msgspec
 
 Tier = Literal["measured", "composed", "roofline"]
-"""measured: this model on this hardware was timed; composed: put together from measured operators;
-roofline: a datasheet's peak and an assumed efficiency, unmeasured."""
+"""measured: this model was timed on this hardware. composed: computed from measured operators. roofline:
+computed from a datasheet's peak and an assumed efficiency."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """Tiers, the most reliable first."""
@@ -34,12 +34,12 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         error: float | None = None,
         p90: float | None = None,
     ) -> Provenance:
-        """All seconds are of one tier."""
+        """Return the provenance of seconds that are all of one tier."""
         return cls(shares={tier: 1.0}, sources=tuple(sources), error=error, p90=p90)
 
     @classmethod
     def joined(cls, parts: Sequence[Provenance]) -> Provenance:
-        """Return where seconds come from that are as much of one part as of another; their error is the largest."""
+        """Return the provenance of seconds that come from all parts equally. The error is that of the worst part."""
         shares: dict[Tier, float] = {}
         for part in parts:
             for tier, share in part.shares.items():
@@ -55,7 +55,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def adjusted(self, source: str) -> Provenance:
-        """Return what it is after a factor of the run file: what was measured is then composed."""
+        """Return the provenance of seconds after a factor of the run file: "measured" becomes "composed"."""
         shares: dict[Tier, float] = {}
         for tier, share in self.shares.items():
             known: Tier = "composed" if tier == "measured" else tier
@@ -64,5 +64,5 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tier(self) -> Tier:
-        """The tier of most of the seconds; of two alike the less known one."""
+        """The tier of most of the seconds; of two equal shares the less reliable tier."""
         return max(self.shares, key=lambda tier: (self.shares[tier], TIERS.index(tier)))
