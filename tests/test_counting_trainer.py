@@ -100,7 +100,7 @@ def test_threads_are_dealt_to_those_who_compute(counted: Path) -> None:
 
 
 def test_who_only_counts_leads_nobody_and_has_one_place() -> None:
-    with pytest.raises(RunError, match=r"trainer\.counts_only is no key of a run file"):
+    with pytest.raises(RunError, match=r"trainer\.counts_only is not a key of a run file"):
         small_run({"trainer.counts_only": True})
     with pytest.raises(RunError, match=r"trainer\.1\.counts_only must be false for 2 GPUs"):
         small_run({**ASIDE, "followers": [{**COUNTER, "data_parallel": 2}]})

@@ -120,7 +120,7 @@ def test_what_cannot_be_mended_is_told_with_all_that_is_wrong_beside_it() -> Non
     assert reading.run is None
     texts = [finding.text for finding in reading.findings]
     assert [text for text in texts if text.startswith("cluster is missing")]
-    assert [text for text in texts if text.startswith("sync.modus is no key")]
+    assert [text for text in texts if text.startswith("sync.modus is not a key")]
     assert table["rollout"] == {"replicas": "2"}, "the table that was read stays as it is"
 
 

@@ -155,7 +155,7 @@ def test_simulated_rewards_differ_in_as_many_groups_as_the_run_file_says() -> No
 
 
 def test_an_algorithm_that_learns_from_equal_rewards_leaves_none_out() -> None:
-    with pytest.raises(RunError, match=r"dynamic_sampling leaves out .* reinforce\+\+ learns from"):
+    with pytest.raises(RunError, match=r"dynamic_sampling drops .* reinforce\+\+ learns from"):
         small_run({"algorithm.name": "reinforce++", "algorithm.dynamic_sampling": True})
 
 

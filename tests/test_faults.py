@@ -98,11 +98,14 @@ def events(trace: Trace, kind: type[Event]) -> list[Any]:
         (fault("link-drops", step=6), r"at most 5 .* \(the last version is not pushed\), got 6"),
         (fault("replica-dies", time=3), r"faults\.0\.time: 3 needs a unit"),
         (fault("replica-dies", count=0), r"faults\.0\.count must be in \[1, 1000\], got 0"),
-        (fault("replica-dies", step=1, seed=3), r"faults\.0\.seed=3 .* needs faults\.0\.count"),
-        (fault("disk-full", step=1, duration="3 s"), r"duration=3\.0 is of link-slows and verif"),
+        (fault("replica-dies", step=1, seed=3), r"faults\.0\.seed=3 .* set faults\.0\.count"),
+        (
+            fault("disk-full", step=1, duration="3 s"),
+            r"duration=3\.0 applies only to link-slows and verif",
+        ),
         ({"kind": "link-slows", "step": 1, "factor": 2.0}, r"faults\.0\.duration is missing"),
         (fault("link-slows", step=1) | {"factor": 1.0}, r"faults\.0\.factor must be in \(1, 1"),
-        ({**fault("disk-full", step=1), "at": 3}, r"faults\.0\.at is no key of a run file"),
+        ({**fault("disk-full", step=1), "at": 3}, r"faults\.0\.at is not a key of a run file"),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_by_key_and_value(
@@ -304,9 +307,7 @@ def test_what_a_lost_reward_model_was_scoring_fails_and_is_scored_again(
 
 def test_what_strikes_a_reward_model_needs_one() -> None:
     plan = fault("reward-model-dies", step=1)
-    with pytest.raises(
-        ValueError, match=r"faults\.0\.kind 'reward-model-dies' strikes a reward mo"
-    ):
+    with pytest.raises(ValueError, match=r"faults\.0\.kind 'reward-model-dies' needs a reward mo"):
         small_run({"algorithm.steps": STEPS, "faults": [plan]})
 
 

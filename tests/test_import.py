@@ -60,7 +60,7 @@ def test_lists_are_samples_of_a_prompt_or_turns_of_a_rollout(tmp_path: Path) -> 
         [5, 6, 7],
     ]
     turns = [{"group": 1, "out_lens": [3, 4], "prompt_len": 9}, {"group": 1, "out_lens": [5]}]
-    with pytest.raises(ValueError, match="row 2: prompt_len must be a whole number"):
+    with pytest.raises(ValueError, match="row 2: prompt_len is missing; it must be a whole number"):
         read_rollouts(str(write_lines(tmp_path / "b.jsonl", turns)))
     turns[1]["prompt_len"] = 9
     found = read_rollouts(str(write_lines(tmp_path / "b.jsonl", turns)))
@@ -145,22 +145,22 @@ Files = Callable[[Path], tuple[str, ...]]
             ("--field", "length=no"),
             "--field must be NAME=COLUMN with a name of output_tokens",
         ),
-        (ROWS, ("--format", "verl"), "has no seconds of a step as verl writes them"),
+        (ROWS, ("--format", "verl"), "has no seconds of a step under verl's names"),
         ([{"step": 1, "data": {"timing_s/step": 2.0}}], (), "has no lengths of rollouts"),
         (
             [{"step": 1, "data": {"timing_s/step": 2.0}}],
             (),
-            "which a workload needs: response_length/mean is missing",
+            "and a workload needs them: response_length/mean is missing",
         ),
         (
             [{"prompt": "1+1=", "response": "2"}],
             (),
-            "no column has the tokens of a rollout; the columns are prompt, response: name one with --field",
+            "no column has the tokens of a rollout; the columns are prompt, response. Name one with --field",
         ),
         (
             [{"prompt": "1+1=", "response_length": None}, {"prompt": "2", "response_length": 3}],
             (),
-            "row 1: response_length must be a whole number of tokens, but is missing",
+            "row 1: response_length is missing; it must be a whole number of tokens",
         ),
     ],
 )

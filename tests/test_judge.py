@@ -143,7 +143,7 @@ def test_no_more_questions_are_under_way_than_the_run_file_says() -> None:
         ({"endpoint": None}, r"verifier\.reward\.0\.endpoint is missing: scorer judge needs it"),
         ({"endpoint": "localhost"}, r"endpoint must be the URL of a server.* got 'localhost'"),
         ({"at_once": 0}, r"verifier\.reward\.0\.at_once must be"),
-        ({"scorer": "exact"}, "endpoint is known by judge alone"),
+        ({"scorer": "exact"}, "endpoint applies only to scorer judge"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_is_refused_by_key(

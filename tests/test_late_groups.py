@@ -249,13 +249,13 @@ def test_dropping_what_is_left_over_wastes_tokens_that_keeping_it_does_not() -> 
     ("changes", "told"),
     [
         ({"policies.sync_every": 0}, "policies.sync_every must be at least 1, got 0"),
-        ({"policies.max_staleness": 0.4}, "max_staleness=0.4 of .* is less than one group"),
+        ({"policies.max_staleness": 0.4}, "max_staleness=0.4 x .* is less than one group"),
         ({"policies.over_staleness": "drop"}, "'drop' needs policies.consumption 'greedy'"),
         ({"policies.oversampling": 1.5}, "oversampling=1.5 needs policies.consumption 'greedy'"),
         ({"policies.oversampling": 0.5}, "policies.oversampling must be in"),
         (
             {"policies.oversampling": 1.2, "policies.consumption": "greedy"},
-            "oversampling=1.2 of algorithm.prompts_per_step=2 adds no group",
+            "oversampling=1.2 adds no group to algorithm.prompts_per_step=2",
         ),
         (
             {

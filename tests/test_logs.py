@@ -65,7 +65,7 @@ def test_what_verl_calls_gen_is_waiting_in_its_asynchronous_modes(
 def test_a_mode_that_left_no_mark_is_read_as_who_knows_says(tmp_path: Path) -> None:
     (tmp_path / "verl.log").write_text(VERL_LINE)
     silent = read_measured_file(tmp_path / "verl.log")
-    assert silent.is_asynchronous is None and "takes turns" in silent.notes[0]
+    assert silent.is_asynchronous is None and "taking turns" in silent.notes[0]
     told = read_measured_file(tmp_path / "verl.log", is_asynchronous=True)
     assert told.steps[0].wait == 541.19 and told.steps[0].generation is None
 
@@ -109,15 +109,19 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
         (
             "no.csv",
             "step,step_time\n1,fast\n",
-            "row 1: step_time must be a number from 0, got 'fast'",
+            "row 1: step_time must be a number of at least 0, got 'fast'",
         ),
-        ("no.csv", "step,step_time\n1,-2\n", "row 1: step_time must be a number from 0, got '-2'"),
-        ("no.csv", "a,b\n1,2\n", "its format is unknown; the formats are csv, nemo-rl"),
+        (
+            "no.csv",
+            "step,step_time\n1,-2\n",
+            "row 1: step_time must be a number of at least 0, got '-2'",
+        ),
+        ("no.csv", "a,b\n1,2\n", "its format is unknown; choose one of csv, nemo-rl"),
         ("no.log", "nothing of a step\n", "its format is unknown"),
         (
             "no.log",
             "step:1 - reward:0.5 - response_length/mean:80\n",
-            "has no seconds of a step as verl writes them: it needs one of timing_s/step",
+            "has no seconds of a step under verl's names; it needs one of timing_s/step",
         ),
         ("no.log", "step:1 - timing_s/step:-3\n", "step 1: step_time must not be -3 s"),
         (
@@ -148,7 +152,7 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
         (
             "no.jsonl",
             '{"step": 1, "data": {"timing_s/step": 2}}\n{"step": 2, "da\n{"step": 3}\n',
-            "no.jsonl:2: no JSON: ",
+            "no.jsonl:2: not JSON: ",
         ),
         (
             "no.csv",
@@ -158,12 +162,12 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
         (
             "no.csv",
             "step,step_time\n4,2\n5,3\n4,2\n",
-            "no.csv: step 4 is told twice: in row 1, then in row 3",
+            "no.csv: step 4 appears twice: in row 1, then in row 3",
         ),
         (
             "no.log",
             "step:4 - timing_s/step:2\nstep:4 - timing_s/step:3\n",
-            "no.log:2: step 4 is told twice: timing_s/step is 2 s, then 3 s",
+            "no.log:2: step 4 is logged twice: timing_s/step is 2 s, then 3 s",
         ),
     ],
 )
@@ -192,7 +196,7 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_said(
     (tmp_path / name).write_text(whole + part)
     found = read_measured_file(tmp_path / name)
     assert found.steps[0].step_time == 2.0
-    assert f"{name}: its last line is cut off, and was left out" in found.notes
+    assert f"{name}: the last line is cut off and was skipped" in found.notes
 
 
 def test_what_two_handlers_wrote_alike_is_one_step(tmp_path: Path) -> None:
@@ -203,7 +207,7 @@ def test_what_two_handlers_wrote_alike_is_one_step(tmp_path: Path) -> None:
 def test_a_dict_that_is_no_literal_is_named_by_its_line_and_nothing_is_run(tmp_path: Path) -> None:
     text = "Global step 1: {'timing/generation': __import__('os').mkdir('here')}"
     for named in ("openrlhf", None):
-        with pytest.raises(ValueError, match=r"log:1: not a literal: .*is no literal"):
+        with pytest.raises(ValueError, match=r"log:1: not a literal: .*is not a literal"):
             read(tmp_path, "o.log", text, named)
     assert not Path("here").exists()
 

@@ -166,7 +166,9 @@ def test_a_wrong_list_of_drafts_is_refused_by_key_and_value(
 
 
 def test_drafts_are_not_chosen_among_before_somebody_says_how_many_are_accepted() -> None:
-    with pytest.raises(ValueError, match=r"plan\.speculative=\[0, 1\] needs rollout\.speculative"):
+    with pytest.raises(
+        ValueError, match=r"plan\.speculative=\[0, 1\] needs the section rollout\.speculative"
+    ):
         few({}, **NARROW, speculative=[0, 1])
     run = drafting()
     assert replace(run.rollout, speculative=None).drafts is None

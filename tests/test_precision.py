@@ -328,7 +328,7 @@ def test_any_gpu_keeps_weights_alone_in_any_format(dtype: str) -> None:
     [
         (
             {"rollout.weight_only": True},
-            r"rollout\.weight_only is for weights of fp8, .* got .*None",
+            r"rollout\.weight_only applies only to weights in fp8, .* got .*None",
         ),
         ({**FP8, "sync.mode": "delta"}, r"sync\.mode 'delta' .*rollout\.dtype .*got 'fp8'"),
         ({"rollout.dtype": "fp4"}, r"rollout\.dtype must be one of .*nvfp4.*, got 'fp4'"),

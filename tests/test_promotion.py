@@ -278,7 +278,7 @@ def test_a_resume_goes_on_with_whoever_made_the_checkpoint(
         ({"policies.promote": "third"}, "policies.promote must be 'second', got 'third'"),
         (
             {"followers": [], "policies.promote": "second"},
-            "policies.promote must be left out where no trainer follows, got 'second'",
+            "policies.promote must be absent without secondary trainers, got 'second'",
         ),
         (
             {"followers": [{**SECOND, "counts_only": True, "tensor_parallel": 1}]},

@@ -127,11 +127,17 @@ def test_history_without_enough_samples_is_refused(tmp_path: Path) -> None:
             r"row 2, output_tokens must be a number, got 'many'",
         ),
         ("score,output_tokens\nnan,2\n", r"row 1, score must be a number, got 'nan'"),
-        ("score,output_tokens\n1,1e300\n", r"row 1, output_tokens: 1e\+300 is no number from 0"),
-        ("score,output_tokens\n1,2\n3,-1\n", r"row 2, output_tokens: -1 is no number from 0"),
+        (
+            "score,output_tokens\n1,1e300\n",
+            r"row 1, output_tokens must be a number from 0 to 1e\+15, got 1e\+300",
+        ),
+        (
+            "score,output_tokens\n1,2\n3,-1\n",
+            r"row 2, output_tokens must be a number from 0 to 1e\+15, got -1",
+        ),
         ("score,output_tokens\n", r"has no rows"),
         ("score,output_tokens\n,2\n", r"no prompt has both a score and a length"),
-        ("score,output_tokens,model\n1,2,a\n1,2,b\n", r"2 models, such as 'a': name one"),
+        ("score,output_tokens,model\n1,2,a\n1,2,b\n", r"2 models, such as 'a'; name one"),
     ],
 )
 def test_a_file_that_says_nothing_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -149,7 +155,9 @@ def test_files_that_cannot_be_read_or_contradict_each_other_are_refused(tmp_path
     with pytest.raises(ValueError, match=r"torn.csv.gz: "):
         read_table(torn)
     twice = read_table(write(tmp_path / "l.csv", "prompt_id,output_tokens\na,1\n"))
-    with pytest.raises(ValueError, match="another file has lengths of prompt 'a' too"):
+    with pytest.raises(
+        ValueError, match="has lengths of prompt 'a', but another file has them too"
+    ):
         lengths_by_prompt([twice, twice])
     with pytest.raises(ValueError, match=r"no rows of model 'c'"):
         read_table(write(tmp_path / "m.csv", "model,score\na,1\nb,2\n"), "c")

@@ -53,17 +53,17 @@ def traced(run: Run) -> Trace:
 @pytest.mark.parametrize(
     ("other", "changes", "key", "says"),
     [
-        ({"pool": "nowhere"}, {}, "rollout.others.0.pool", "'nowhere' is none of the pools"),
+        ({"pool": "nowhere"}, {}, "rollout.others.0.pool", "'nowhere' is not one of the pools"),
         ({"replicas": 0}, {}, "rollout.others.0.replicas", "at least 1, got 0"),
         ({"share": 0.0}, {}, "rollout.others.0.share", "above 0, got 0.0"),
-        ({"latency": [[4, 0.1], [1, 0.1]]}, {}, "rollout.others.0.latency", "in rising order"),
+        ({"latency": [[4, 0.1], [1, 0.1]]}, {}, "rollout.others.0.latency", "in ascending order"),
         ({"latency": [[1, 0.0]]}, {}, "rollout.others.0.latency", "at batch 1 must be above 0"),
         ({"tensor_parallel": 3}, {}, "rollout.others.0.tensor_parallel", "must divide the 8 GPUs"),
         ({"expert_parallel": 4}, {}, "rollout.others.0.expert_parallel", "1 or tensor_parallel 2"),
         ({"replicas": 3}, {}, "rollout.others.0.replicas", "pool 'near' has 8 GPUs"),
-        ({"max_tokens": 9}, {}, "rollout.others.0.max_tokens", "is no key of a run file"),
+        ({"max_tokens": 9}, {}, "rollout.others.0.max_tokens", "is not a key of a run file"),
         ({}, {"cluster.links": []}, "cluster.links", "no link between 'far' and 'near'"),
-        ({}, {"policies.resize": "adjust"}, "policies.resize", "knows one kind of replica"),
+        ({}, {"policies.resize": "adjust"}, "policies.resize", "supports one kind of replica"),
         ({}, {"policies.migration": "consolidate"}, "policies.migration", "one kind of replica"),
     ],
 )

@@ -56,7 +56,7 @@ def rewarded(**changes: Any) -> Run:
         ({"verifier__pool": None, "verifier__gpus_per_worker": 0}, r"verifier\.pool is missing"),
         (
             {"verifier__reward": [MODEL, {**MODEL, "name": "b"}]},
-            r"verifier\.reward\.1\.scorer .* has one",
+            r"verifier\.reward\.1\.scorer .* has room for one",
         ),
         (
             {"verifier__reward": [{"scorer": "reward-model"}]},
@@ -64,7 +64,7 @@ def rewarded(**changes: Any) -> Run:
         ),
         (
             {"verifier__reward": [{"scorer": "exact", "step_end": ";"}]},
-            r"verifier\.reward\.0\.step_end must be .* got ';' of exact",
+            r"verifier\.reward\.0\.step_end must be .* got ';' with scorer exact",
         ),
         (
             {"verifier__reward": [{**MODEL, "step_end": ""}]},

@@ -252,11 +252,11 @@ def run_of(rewards: list[dict[str, Any]], **changes: Any) -> Run:
         ({"scorer": "regex"}, r"reward\.0\.pattern is missing"),
         (
             {"scorer": "regex", "pattern": "(a"},
-            r"reward\.0\.pattern is no regular expression: .*'\(a'",
+            r"reward\.0\.pattern is not a regular expression: .*'\(a'",
         ),
         (
             {"scorer": "exact", "pattern": "a"},
-            r"reward\.0\.pattern is known by regex and format alone",
+            r"reward\.0\.pattern applies only to scorer regex and format",
         ),
         ({"scorer": "length-penalty", "beyond": 4}, r"reward\.0\.until is missing"),
         (

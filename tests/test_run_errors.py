@@ -132,7 +132,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one_of_its_section(section: 
         error = error_of(table_with(key, 1))
         assert (error.key, error.value, error.problem) == (key, 1, "unknown key")
         assert isinstance(error.allowed, OneOf) and join_key(section, name) in error.allowed
-        assert f"{key} is no key of a run file; did you mean " in str(error)
+        assert f"{key} is not a key of a run file; did you mean " in str(error)
 
 
 @pytest.mark.parametrize("section", ["", *SECTIONS])
@@ -317,7 +317,7 @@ def test_a_key_is_split_into_what_it_was_joined_from(names: list[str]) -> None:
 
 @pytest.mark.parametrize("key", ["", ".", "a.", ".a", "a..b", 'a"b', '"a', 'a."b'])
 def test_what_is_no_key_is_not_split(key: str) -> None:
-    with pytest.raises(ValueError, match="is no dotted key"):
+    with pytest.raises(ValueError, match="is not a dotted key"):
         split_key(key)
 
 

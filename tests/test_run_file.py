@@ -32,9 +32,9 @@ def error_of(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"rollout.replica": 3}, ["rollout.replica is no key", "did you mean replicas?"]),
-        ({"cluster.pools.far.nodez": 1}, ["cluster.pools.far.nodez is no key", "nodes?"]),
-        ({"polices": {}}, ["polices is no key", "policies?"]),
+        ({"rollout.replica": 3}, ["rollout.replica is not a key", "did you mean replicas?"]),
+        ({"cluster.pools.far.nodez": 1}, ["cluster.pools.far.nodez is not a key", "nodes?"]),
+        ({"polices": {}}, ["polices is not a key", "policies?"]),
         ({"rollout.replicas": "many"}, ["rollout.replicas", "a whole number", "'many'"]),
         ({"algorithm.steps": 1.5}, ["algorithm.steps", "a whole number", "1.5"]),
         ({"cluster.pools.far.nodes": "two"}, ["cluster.pools.far.nodes", "'two'"]),
@@ -157,11 +157,11 @@ def test_set_reaches_the_entry_of_a_list_that_it_names(tmp_path: Path) -> None:
         ("=3", "'=3' must read key=value"),
         ("rollout.=3", "'rollout.=3' must read key=value"),
         ("rollout.replicas=eight", "'eight'"),
-        ("rollout.replicas.x=3", "rollout.replicas: 32 is no table"),
+        ("rollout.replicas.x=3", "rollout.replicas: 32 is not a table"),
         ("cluster.links.3.latency=1 s", "no entry '3' in a list of 1"),
         ("cluster.links.first.latency=1 s", "no entry 'first'"),
         ("cluster.links.0=3", "cluster.links.0 must be a table, got 3"),
-        ("nothing.at.all=1", "nothing is no key"),
+        ("nothing.at.all=1", "nothing is not a key"),
     ],
 )
 def test_a_bad_set_is_refused_with_one_line(override: str, part: str) -> None:

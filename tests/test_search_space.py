@@ -219,7 +219,7 @@ def test_an_empty_space_says_which_constraint_emptied_it(
         ({"micro_batch": [0]}, "plan.micro_batch must be at least 1, got 0"),
         ({"budget_per_step": 0.0}, "plan.budget_per_step must be above 0"),
         ({"seeds": 0}, "plan.seeds must be at least 1"),
-        ({"budgets": 3.0}, "plan.budgets is no key of a run file"),
+        ({"budgets": 3.0}, "plan.budgets is not a key of a run file"),
     ],
 )
 def test_a_section_that_cannot_be_is_refused_by_key_and_value(

@@ -344,7 +344,7 @@ def test_what_a_followers_algorithm_does_not_know_is_refused_where_it_says_so_it
 @pytest.mark.parametrize(
     ("trainers", "line"),
     [
-        ([], "trainer is an empty list, got []: it must hold a trainer"),
+        ([], "trainer is empty, got []; it must have at least one trainer"),
         (["a"], "trainer.0 must be a table, got 'a'"),
         ([{"pool": "near"}, 7], "trainer.1 must be a table, got 7"),
     ],

@@ -48,8 +48,8 @@ def test_the_line_goes_through_the_least_lag_and_fits_the_others(tmp_path: Path)
     ("runs", "words"),
     [
         ([run_of(0, 0.0, 20, "none")], "no runs with algorithm.correction 'token-tis': none"),
-        ([*RUNS, run_of(8, 4.0, None)], "1 of 5 runs with token-tis never came to a reward of 0.8"),
-        ([run_of(0, 0.0, 20), run_of(2, 0.0, 22)], "lag by as much"),
+        ([*RUNS, run_of(8, 4.0, None)], "1 of 5 runs with token-tis never reached a reward of 0.8"),
+        ([run_of(0, 0.0, 20), run_of(2, 0.0, 22)], "have equal lags"),
         ([{"lag": 1}], "not a study of staleness"),
     ],
 )

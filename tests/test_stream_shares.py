@@ -247,7 +247,10 @@ def test_families_of_a_simulation_are_a_column_beside_its_prompts(tmp_path: Path
     assert b"family" not in b"".join(line for line in nobody.encode().splitlines()[1:])
     for families, said in (
         (["odd", "strange"], r"trainer\.1\.families must name one of even, odd, got 'strange'"),
-        (["odd"], r"trainer\.1\.families names 'odd', but the data of this run says of no prompt"),
+        (
+            ["odd"],
+            r"trainer\.1\.families names 'odd', but the prompts of this run have no families; add",
+        ),
     ):
         with pytest.raises(RunError, match=said):
             more = {"workload.lengths": lengths} if "strange" in families else {}
@@ -331,8 +334,8 @@ def test_who_joins_may_take_a_share_by_family_though_nobody_did_before(tmp_path:
             "trainer.1.max_reward must be at least trainer.1.min_reward=0.5, got 0.25",
         ),
         ({"min_reward": float("nan")}, "trainer.1.min_reward must be in"),
-        ({"families": ["a", "a"]}, "trainer.1.families must be named once each, got ['a', 'a']"),
-        ({"families": [""]}, "trainer.1.families must have a name each, got ['']"),
+        ({"families": ["a", "a"]}, "trainer.1.families must name each family once, got ['a', 'a']"),
+        ({"families": [""]}, "trainer.1.families must not have an empty name, got ['']"),
     ],
 )
 def test_a_share_that_cannot_be_is_refused_in_a_line(share: dict[str, Any], said: str) -> None:
@@ -362,7 +365,7 @@ def test_a_share_that_is_staler_than_any_group_can_be_is_refused_in_both_worlds(
     ("pairs", "said"),
     [
         ([[0.0, 0.5], [1.0, 0.4]], "must have shares that add up to 1, got 0.9"),
-        ([[0.0, 0.0], [1.0, 1.0]], r"must hold pairs of a mean reward and a share in \(0, 1\]"),
+        ([[0.0, 0.0], [1.0, 1.0]], r"must have pairs of a mean reward and a share in \(0, 1\]"),
     ],
 )
 def test_rewards_whose_shares_do_not_add_up_are_refused(pairs: Any, said: str) -> None:

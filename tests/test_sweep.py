@@ -90,7 +90,7 @@ def test_a_sweep_that_cannot_be_read_is_quoted_with_what_is_wrong(text: str, wor
 def test_labels_fit_the_points() -> None:
     with pytest.raises(ValueError, match="1 labels for 2 points"):
         parse_axis("a=1,2", labels=["one"])
-    with pytest.raises(ValueError, match="two points have one label"):
+    with pytest.raises(ValueError, match="two points have the same label"):
         parse_axis("a=1,2", labels=["one", "one"])
 
 
@@ -174,10 +174,10 @@ def test_an_error_of_the_run_file_itself_blames_no_combination() -> None:
 @pytest.mark.parametrize(
     ("overrides", "swept", "words"),
     [
-        (["rollout.replicas=4"], ["rollout.replicas=8,16"], "rollout.replicas: --set sets it too"),
-        ([], ["sync.mode=full", "sync.mode=lora"], "sync.mode: another --sweep sets it too"),
-        ([], ["seed=1,2"], "seeds are no axis"),
-        ([], ["rollout.replicsa=1,2"], "rollout.replicsa=1: rollout.replicsa is no key"),
+        (["rollout.replicas=4"], ["rollout.replicas=8,16"], "rollout.replicas: --set also sets it"),
+        ([], ["sync.mode=full", "sync.mode=lora"], "sync.mode: another --sweep also sets it"),
+        ([], ["seed=1,2"], "seeds are not an axis"),
+        ([], ["rollout.replicsa=1,2"], "rollout.replicsa=1: rollout.replicsa is not a key"),
         ([], ["cluster.links.0.bandwidth=80"], "bandwidth=80: .*'80 Gbps'"),
     ],
 )

@@ -378,7 +378,10 @@ def test_every_transport_and_backend_loads_with_its_source() -> None:
     [
         ({"sync.mode": "sparse"}, "sync.mode must be one of full, lora, delta, got 'sparse'"),
         ({"sync.backend": "nixl"}, "sync.backend must be one of broadcast-tree, .* got 'nixl'"),
-        ({"sync.bucket": "1 GB"}, "sync.bucket is no key of a run file; did you mean bucket_size"),
+        (
+            {"sync.bucket": "1 GB"},
+            "sync.bucket is not a key of a run file; did you mean bucket_size",
+        ),
         ({"sync.bucket_size": 5}, "sync.bucket_size: 5 needs a unit"),
         ({"sync.bucket_size": "0 GB"}, "sync.bucket_size must be above 0, got 0"),
         ({"sync.lora_rank": 0}, "sync.lora_rank must be at least 1, got 0"),

@@ -159,7 +159,7 @@ def test_past_outputs_may_be_another_models(few_trees: None) -> None:
     alone = [KnownPrompt(p.id, p.family, None, p.lengths[1:2]) for p in known]
     found = {e.ranker: e.recall["maths"]["0.2"] for e in rank_all(alone, [1], past)}
     assert found["1 past"] > 0.5
-    with pytest.raises(ValueError, match=r"2 past samples need 2 of each prompt.*with 1"):
+    with pytest.raises(ValueError, match=r"2 past samples need 2 outputs of each prompt.*with 1"):
         list(rank_all(alone, [2], past))
 
 

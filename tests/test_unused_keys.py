@@ -44,7 +44,7 @@ def refusal(*trainers: dict[str, Any], **algorithm: Any) -> str:
         ({"clip": 0.2}, "clip", "correction 'token-tis' (the default)"),
         ({"clip_high": 0.28, "correction": "token-tis"}, "clip_high", "correction 'token-tis'"),
         ({"clip": 0.1, "correction": "m2po"}, "clip", "correction 'm2po'"),
-        ({"clip": 0.1, "name": "raft"}, "clip", "name 'raft', which takes no correction"),
+        ({"clip": 0.1, "name": "raft"}, "clip", "name 'raft', which has no correction"),
         ({"correction_cap": 3.0, "correction": "none"}, "correction_cap", "correction 'none'"),
         ({"second_moment": 0.04}, "second_moment", "correction 'token-tis' (the default)"),
         ({"beta": 0.1}, "beta", "name 'grpo'"),
@@ -57,7 +57,7 @@ def refusal(*trainers: dict[str, Any], **algorithm: Any) -> str:
 def test_a_key_that_says_nothing_to_what_is_chosen_is_refused(
     algorithm: dict[str, Any], key: str, chosen: str
 ) -> None:
-    line = f"algorithm.{key} does nothing with {chosen}, got {algorithm[key]!r}"
+    line = f"algorithm.{key} has no effect with {chosen}, got {algorithm[key]!r}"
     assert refusal(**algorithm).startswith(line)
     follower = {"correction": "token-tis", **algorithm}
     if follower.get("name") in ("raft", "dpo"):
@@ -105,7 +105,7 @@ def test_what_an_older_run_recorded_in_vain_is_left_out_of_it() -> None:
     algorithm = msgspec.structs.replace(run.algorithm, clip_high=0.28, beta=0.2)
     recorded = msgspec.structs.replace(run, algorithm=algorithm)
     assert change_run(recorded, ()) == run
-    with pytest.raises(RunError, match=r"algorithm\.clip_high does nothing"):
+    with pytest.raises(RunError, match=r"algorithm\.clip_high has no effect"):
         change_run(recorded, ["algorithm.clip_high=0.3"])
 
 
@@ -114,7 +114,7 @@ def test_execute_refuses_it_before_anything_is_written(tmp_path: Path) -> None:
     sets = [word for change in changes for word in ("--set", change)]
     done = streamrl("execute", "examples/quickstart.toml", *sets)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("streamrl: algorithm.clip_high does nothing with correction")
+    assert done.stderr.startswith("streamrl: algorithm.clip_high has no effect with correction")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

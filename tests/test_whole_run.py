@@ -270,7 +270,7 @@ def test_the_first_thing_said_is_the_total_and_every_command_says_the_same(tmp_p
                 "cluster.pools.far.owned": True,
                 "cluster.pools.far.spot_failures_per_gpu_day": 1.0,
             },
-            "cluster.pools.far.spot_failures_per_gpu_day=1 takes away rented GPUs",
+            "cluster.pools.far.spot_failures_per_gpu_day=1 applies to rented GPUs",
         ),
         (
             {

@@ -93,7 +93,7 @@ def _value(node: ast.expr) -> object:
             return _value(argument)
         case _:
             pass
-    raise ValueError(f"{ast.unparse(node)[:40]} is no literal")
+    raise ValueError(f"{ast.unparse(node)[:40]} is not a literal")
 
 
 def _key(node: ast.expr) -> str:
@@ -128,7 +128,7 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
             raise ValueError(f"pattern {self.pattern!r}: {error}") from None
         needed = {"item": {"key", "value"}, "step": {"step"}}.get(self.reads, {"values"})
         if missing := needed - groups:
-            raise ValueError(f"pattern {self.pattern!r} lacks the group {', '.join(missing)}")
+            raise ValueError(f"pattern {self.pattern!r} needs the named group {', '.join(missing)}")
 
 
 class LogFormat(ProfileTable, frozen=True, kw_only=True):
@@ -260,9 +260,7 @@ class LogRecords:
                 text = f"step {step}: {column} must not be {value:g}{unit} ({key})"
                 self.damage.append(f"{where}: {text}")
             if own.get(key, value) != value:
-                text = (
-                    f"step {step} is told twice: {key} is {own[key]:g}{unit}, then {value:g}{unit}"
-                )
+                text = f"step {step} is logged twice: {key} is {own[key]:g}{unit}, then {value:g}{unit}"
                 self.damage.append(f"{where}: {text}")
         own.update(figures)
 
@@ -279,7 +277,7 @@ def _is_filled(value: object) -> bool:
 
 
 def _cut_off(path: Path) -> str:
-    return f"{path.name}: its last line is cut off, and was left out"
+    return f"{path.name}: the last line is cut off and was skipped"
 
 
 def read_records(path: Path, log: LogFormat) -> LogRecords:
@@ -343,7 +341,7 @@ def _json_lines(found: LogRecords, text: str) -> list[PlacedRow] | None:
                 return None
             if number != lines[-1][0]:
                 why = getattr(error, "msg", "nested too deeply")
-                raise ValueError(f"{found.path}:{number}: no JSON: {why}") from None
+                raise ValueError(f"{found.path}:{number}: not JSON: {why}") from None
             found.notes.append(_cut_off(found.path))
             break
         if isinstance(row, dict):
@@ -459,12 +457,12 @@ def _find_format(path: Path) -> LogFormat:
     if not most:
         formats = ", ".join([CSV, *known_formats()])
         raise ValueError(
-            f"{path}: its format is unknown; the formats are {formats} (--format), and a CSV needs columns of "
+            f"{path}: its format is unknown; choose one of {formats} with --format. The columns of a CSV are "
             f"{', '.join(COLUMNS)}"
         )
     if len(best) > 1:
         raise ValueError(
-            f"{path}: the format could be {' or '.join(best)}: choose one with --format"
+            f"{path}: the format could be {' or '.join(best)}; choose one with --format"
         )
     return load_format(best[0])
 
@@ -496,7 +494,7 @@ def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredS
     notes = found.notes
     if known is None and log.asynchronous:
         notes.append(
-            f"{path.name}: nothing in it is of an asynchronous mode alone, so it is read as of one that takes turns"
+            f"{path.name}: no key is specific to asynchronous training, so generation and training are read as taking turns"
         )
     source = f"{path.name} ({log.told})"
     return _checked(path, log.name, steps, source, known, tuple(notes), log)
@@ -521,16 +519,16 @@ def _checked(
         wanted = ""
         if log is not None:
             keys = log.keys(is_asynchronous=bool(is_asynchronous))
-            wanted = ": it needs one of " + ", ".join(
+            wanted = "; it needs one of " + ", ".join(
                 _first(keys[column]) for column in SECONDS if column in keys
             )
-        raise ValueError(f"{path}: has no seconds of a step as {framework} writes them{wanted}")
+        raise ValueError(f"{path}: has no seconds of a step under {framework}'s names{wanted}")
     for step in kept:
         for column in SECONDS:
             value = getattr(step, column)
             if value is not None and not 0 <= value < 1e7:
                 raise ValueError(
-                    f"{path}: step {step.step}: {column} must be a time from 0 s, got {value:g} s"
+                    f"{path}: step {step.step}: {column} must be at least 0 s, got {value:g} s"
                 )
     return MeasuredSteps(
         source=source,

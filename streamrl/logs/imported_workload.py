@@ -59,16 +59,16 @@ def replay_rollouts(found: RecordedRollouts, source: str) -> Fragment:
     }
     notes = [
         f"{len(lengths)} rollouts of {source}, a mean of {fmean(lengths):.5g} output tokens, at most {max(lengths)}.",
-        f"rollout.max_tokens has to be at least {max(lengths)}, so that none is cut off.",
+        f"rollout.max_tokens must be at least {max(lengths)}, so that no output is cut off.",
     ]
     if found.has_prompts:
         least, most = min(sizes), max(sizes)
         notes.append(
             f"Prompts have {least if least == most else f'{least} to {most}'} rollouts each: algorithm.group_size = {size} "
-            "replays them; a larger one repeats some."
+            "replays them. A larger group_size repeats some."
         )
     else:
-        notes.append("Nothing tells prompts apart, so lengths are drawn independently.")
+        notes.append("The file does not identify prompts, so lengths are drawn independently.")
     return Fragment(_written(notes, {**workload, "lengths": table}), facts)
 
 
@@ -98,7 +98,7 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
     outputs = measured.values("output_tokens")
     if not outputs:
         raise ValueError(
-            f"{measured.source}: has no lengths of rollouts, which a workload needs: {_missing(measured)} is "
+            f"{measured.source} has no lengths of rollouts, and a workload needs them: {_missing(measured)} is "
             "missing"
         )
     mean, longest = fmean(outputs), max(measured.values("longest_output"), default=None)
@@ -109,13 +109,13 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
     if prompt is not None:
         table["prompt_tokens"] = max(1, round(prompt))
     notes = [
-        f"{measured.source} has means of lengths alone: {mean:.5g} output tokens over {len(outputs)} steps, from {outputs[0]:.5g} "
+        f"{measured.source} has only means of lengths: {mean:.5g} output tokens over {len(outputs)} steps, from {outputs[0]:.5g} "
         f"in the first to {outputs[-1]:.5g} in the last.",
         f"Their shape is assumed: that of profiles/lengths/{shape}.csv, scaled. Recorded rollouts replay themselves.",
     ]
     if longest is not None:
         notes.append(
-            f"The longest was {longest:.0f}: rollout.max_tokens of the run has to be the framework's cap."
+            f"The longest output was {longest:.0f} tokens. Set rollout.max_tokens to the framework's limit."
         )
     facts: dict[str, float | int | str] = {
         "steps": len(measured.steps),
@@ -137,9 +137,7 @@ def _missing(measured: MeasuredSteps) -> str:
 
 def _written(notes: list[str], workload: dict[str, object]) -> str:
     head = "".join(f"# {note}\n" for note in notes)
-    head += (
-        "# A part of a run file: paths in it are relative to the run file that it is put into.\n"
-    )
+    head += "# A part of a run file. Paths are relative to the run file that you copy it into.\n"
     return f"{head}\n{tomli_w.dumps({'workload': workload})}"
 
 

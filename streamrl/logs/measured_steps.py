@@ -129,7 +129,7 @@ def parse_steps(name: str, rows: Iterable[Mapping[str, str | None]]) -> list[Mea
                 f"{name}: unknown column {column!r}; the columns are {', '.join(COLUMNS)}"
             )
     if not set(header) & set(SECONDS):
-        raise ValueError(f"{name}: has no column of seconds; add one of {', '.join(SECONDS)}")
+        raise ValueError(f"{name} has no column of seconds; add one of {', '.join(SECONDS)}")
     steps = [_parse(name, number, row) for number, row in enumerate(rows, start=1)]
     _refuse_twice(name, steps)
     return steps
@@ -140,7 +140,7 @@ def _refuse_twice(name: str, steps: Iterable[MeasuredStep]) -> None:
     rows: dict[int, int] = {}
     for row, step in enumerate(steps, start=1):
         if step.step in rows:
-            text = f"step {step.step} is told twice: in row {rows[step.step]}, then in row {row}"
+            text = f"step {step.step} appears twice: in row {rows[step.step]}, then in row {row}"
             raise ValueError(f"{name}: {text}")
         rows[step.step] = row
 
@@ -169,7 +169,7 @@ def _parse(name: str, number: int, row: Mapping[str, str | None]) -> MeasuredSte
             value = -1.0
         if not (isfinite(value) and value >= 0):
             raise ValueError(
-                f"{name}: row {number}: {column} must be a number from 0, got {cell!r}"
+                f"{name}: row {number}: {column} must be a number of at least 0, got {cell!r}"
             )
         found[column] = value
     step = int(found.pop("step", number))

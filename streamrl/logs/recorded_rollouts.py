@@ -84,7 +84,7 @@ def read_rollouts(
     else:
         rows = read_rows(SourceConfig(prompts=path, split=split), "import")
     if not rows:
-        raise ValueError(f"{path}: has no rows")
+        raise ValueError(f"{path} has no rows")
     return _gather(path, rows, dict(fields or {}))
 
 
@@ -147,8 +147,8 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
         output = next((name for name in known.output_tokens if name in rows[0]), None)
     if output is None and turns is None:
         raise ValueError(
-            f"{path}: no column has the tokens of a rollout; the columns are {', '.join(rows[0])}: name one with "
-            f"--field output_tokens=COLUMN, or call it {', '.join(known.output_tokens[:4])} or the like"
+            f"{path}: no column has the tokens of a rollout; the columns are {', '.join(rows[0])}. Name one with "
+            f"--field output_tokens=COLUMN, or rename it to {' or '.join(known.output_tokens[:4])}"
         )
     groups: dict[str, list[int]] = {}
     of_prompts: dict[str, int] = {}
@@ -191,7 +191,7 @@ def _lengths(where: str, row: Row, output: str | None, turns: str | None) -> lis
 
 def _count(where: str, column: str, value: object) -> int:
     if value is None or value == "":
-        raise ValueError(f"{where}: {column} must be a whole number of tokens, but is missing")
+        raise ValueError(f"{where}: {column} is missing; it must be a whole number of tokens")
     number = read_number(value)
     if number is None or not 0 <= number < 1e9 or number != int(number):
         raise ValueError(f"{where}: {column} must be a whole number of tokens, got {value!r}")

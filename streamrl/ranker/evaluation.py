@@ -199,9 +199,9 @@ def _knows(prompts: Sequence[KnownPrompt], num: int, past: dict[str, list[int]] 
 def _too_few(prompts: Sequence[KnownPrompt], num: int, past: dict[str, list[int]] | None) -> str:
     fewest = min(prompts, key=lambda p: len(p.lengths if past is None else past.get(p.id, ())))
     has = len(fewest.lengths if past is None else past.get(fewest.id, ()))
-    needs = f"need {num}" if past is not None else f"and one to rank need {num + 1}"
+    needed = num if past is not None else num + 1  # one more to rank
     return (
-        f"{num} past samples {needs} of each prompt, but in every family one has too few, "
+        f"{num} past samples need {needed} outputs of each prompt, but every family has a prompt with fewer, "
         f"such as {fewest.id!r} with {has}"
     )
 

@@ -62,8 +62,8 @@ class ScoreFile(NamedTuple):
         """Return the length of a row's output, or None if the field is empty."""
         value = self.number(index, TOKENS)
         if value is not None and not 0 <= value <= MOST_TOKENS:
-            text = f"{value:g} is no number from 0 to {MOST_TOKENS:.0e}"
-            raise ValueError(f"{self.path}: row {index + 1}, {TOKENS}: {text}")
+            text = f"must be a number from 0 to {MOST_TOKENS:.0e}, got {value:g}"
+            raise ValueError(f"{self.path}: row {index + 1}, {TOKENS} {text}")
         return None if value is None else int(value)
 
     def family(self, index: int) -> str:
@@ -90,7 +90,7 @@ def read_table(path: Path, model: str | None = None) -> ScoreFile:
             )
     elif len(names) > 1:
         raise ValueError(
-            f"{path} has rows of {len(names)} models, such as {names[0]!r}: name one with --model"
+            f"{path} has rows of {len(names)} models, such as {names[0]!r}; name one with --model"
         )
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -124,7 +124,9 @@ def lengths_by_prompt(tables: Iterable[ScoreFile]) -> dict[str, list[int]]:
                 own.setdefault(row[PROMPT], []).append(tokens)
         for prompt in own:
             if prompt in found:
-                raise ValueError(f"{table.path}: another file has lengths of prompt {prompt!r} too")
+                raise ValueError(
+                    f"{table.path} has lengths of prompt {prompt!r}, but another file has them too; remove one of the two"
+                )
         found |= own
     return found
 
@@ -196,7 +198,9 @@ def _of_run(directory: Path) -> Iterator[KnownPrompt]:
     except OSError as error:
         raise ValueError(f"{directory}: not the directory of an executed run: {error}") from None
     if not run.workload.sources:
-        raise ValueError(f"{directory}: was simulated: it has no prompts to read")
+        raise ValueError(
+            f"{directory} is a simulated run, which has no prompts; name an executed run"
+        )
     sources = zip(run.workload.sources, read_sources(run.workload), strict=True)
     prompts = [
         (family_of(record, source), text_of(record["prompt"]))

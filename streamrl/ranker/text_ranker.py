@@ -330,10 +330,10 @@ def _read_arrays(
 ) -> TextRanker:
     header = json.loads(arrays["header"].tobytes())
     if header["format"] != FORMAT:
-        raise ValueError(f"of format {header['format']!r}, not {FORMAT}")
+        raise ValueError(f"its format is {header['format']!r}, not {FORMAT}")
     words = tuple(map(str, header["words"]))
     if not len(words) == len(arrays["idf"]) == len(arrays["of_words"]):
-        raise ValueError("words and weights differ in number")
+        raise ValueError("it has different numbers of words and weights")
     trees = Trees(*(arrays[name] for name in TREES)) if "topics" in arrays else None  # type: ignore[arg-type]  # whole numbers among them
     regression = Regression(
         float(header["intercept"]),

@@ -70,10 +70,7 @@ def check_plan(
         _check_list(name, getattr(plan, name), pools)
     if plan.speculative is not None and speculative is None:
         key, named = "plan.speculative", plan.speculative
-        text = (
-            f"{key}={named} needs rollout.speculative: set there which model drafts and how many of its tokens "
-            "are accepted"
-        )
+        text = f"{key}={named} needs the section rollout.speculative; set the draft model and its acceptance there"
         raise RunError(key, named, None, text, ("rollout.speculative.acceptance",))
 
 
@@ -82,12 +79,12 @@ def _check_list(
 ) -> None:
     key = f"plan.{name}"
     if entries is not None and not entries:
-        text = f"{key} is empty, got []: leave it out, or name what is open"
+        text = f"{key} is empty, got []; remove it, or list the values to search"
         raise RunError(key, entries, list, text)
     bounds = Bounds(LEAST_IN_PLAN.get(name, 1), MOST_IN_PLAN.get(name, inf))
     for entry in entries or []:
         if name.endswith("_pools") and entry not in pools:
-            text = f"{key} names {entry!r}, which is none of the pools {sorted(pools)}"
+            text = f"{key} names {entry!r}, which is not one of the pools {sorted(pools)}"
             raise RunError(key, entries, OneOf(sorted(pools)), text)
         if isinstance(entry, int) and not bounds.hold(entry):
             raise RunError(key, entries, bounds, f"{key} must be {bounds}, got {entry}")
@@ -102,7 +99,7 @@ def check_prompt_sources(workload: WorkloadConfig, verifier: VerifierConfig) -> 
     for name in KEYS_OF_ONE_SOURCE if workload.source else ():
         if value := getattr(workload, name):
             key = f"workload.{name}"
-            text = f"{key} cannot be combined with [[workload.source]]: set it in each source, got {shown(value)}"
+            text = f"{key} cannot be combined with [[workload.source]]; set it in each source, got {shown(value)}"
             raise RunError(key, value, text=text, others=("workload.source",))
     for place, source in enumerate(workload.sources):
         key = workload.key(place)
@@ -114,7 +111,12 @@ def check_prompt_sources(workload: WorkloadConfig, verifier: VerifierConfig) -> 
         twice = next(name for name in names if names.count(name) > 1)
         place = [source.name for source in workload.source].index(twice)
         key = f"workload.source.{place}.name"
-        raise RunError(key, twice, None, f"{key} must be of one source, got {shown(twice)} twice")
+        raise RunError(
+            key,
+            twice,
+            None,
+            f"{key} must differ from that of every other source, got {shown(twice)} twice",
+        )
     _check_reward_sources(workload, verifier, names)
 
 
@@ -168,10 +170,10 @@ def _check_scorer(key: str, reward: RewardConfig) -> None:
         if scorer in scorers and value is None:
             text = f"{here} is missing: scorer {scorer} needs it"
             if key == "verifier.scorer":
-                text = f"{key} {scorer!r} needs a {name}, which a [[verifier.reward]] has"
+                text = f"{key} {scorer!r} needs a {name}; use a [[verifier.reward]] with scorer and {name} instead"
             raise RunError(here, None, text=text, others=(key,), problem="missing key")
         if scorer not in scorers and value is not None:
-            text = f"{here} is known by {' and '.join(scorers)} alone, got {shown(value)} of scorer {shown(scorer)}"
+            text = f"{here} applies only to scorer {' and '.join(scorers)}, got {shown(value)} with scorer {shown(scorer)}"
             raise RunError(here, value, text=text, others=(key,))
 
 
@@ -179,16 +181,16 @@ def _check_reward_model(verifier: VerifierConfig) -> None:
     """Refuse a reward model without GPUs, a second one, and keys of one where there is none."""
     models = [at for at, each in enumerate(verifier.rewards) if each.has_model]
     if models and verifier.pool is None:
-        text = f"verifier.pool is missing: {verifier.key(models[0])} {REWARD_MODEL!r} computes in a pool"
+        text = f"verifier.pool is missing: {verifier.key(models[0])} {REWARD_MODEL!r} needs a pool with GPUs"
         raise RunError("verifier.pool", None, str, text, (verifier.key(models[0]),))
     if len(models) > 1:
         key = verifier.key(models[1])
-        text = f"{key} {REWARD_MODEL!r} is a second reward model beside {verifier.key(models[0])}: verifier.pool has one, remove the other"
+        text = f"{key} {REWARD_MODEL!r} is a second reward model after {verifier.key(models[0])}; remove one of them, because verifier.pool has room for one"
         raise RunError(key, REWARD_MODEL, text=text, others=(verifier.key(models[0]),))
     for at, reward in enumerate(verifier.rewards):
         if reward.step_end is not None and (not reward.has_model or not reward.step_end):
             key = f"verifier.reward.{at}.step_end"
-            text = f"{key} must be the end of a step, of {REWARD_MODEL} alone, got {shown(reward.step_end)} of {reward.scorer}"
+            text = f"{key} must be a text and applies only to {REWARD_MODEL}, got {shown(reward.step_end)} with scorer {reward.scorer}"
             raise RunError(key, reward.step_end, str, text, (verifier.key(at),))
 
 
@@ -215,16 +217,16 @@ def _check_numbers(key: str, reward: RewardConfig, max_tokens: int) -> None:
         raise RunError(f"{key}.weight", reward.weight, float, text)
     low, high = reward.bounds
     if not (isfinite(low) and isfinite(high) and low < high):
-        text = (
-            f"{key}.bounds must be two finite numbers in rising order, got {shown(reward.bounds)}"
-        )
+        text = f"{key}.bounds must be two finite numbers in ascending order, got {shown(reward.bounds)}"
         raise RunError(f"{key}.bounds", reward.bounds, list, text)
     _check_judge(key, reward)
     if reward.pattern is not None:
         try:
             re.compile(reward.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            text = f"{key}.pattern is no regular expression: {error}, got {shown(reward.pattern)}"
+            text = (
+                f"{key}.pattern is not a regular expression: {error}, got {shown(reward.pattern)}"
+            )
             raise RunError(f"{key}.pattern", reward.pattern, str, text) from None
     if reward.beyond is None or reward.until is None:
         return
@@ -266,7 +268,7 @@ def _check_trainer_families(key: str, follower: SecondaryTrainerConfig) -> None:
     for place, family in enumerate(follower.families):
         if not family or family in follower.families[:place]:
             here = join_key(key, "families")
-            what = "have a name each" if not family else "be named once each"
+            what = "not have an empty name" if not family else "name each family once"
             text = f"{here} must {what}, got {shown(list(follower.families))}"
             raise RunError(here, list(follower.families), None, text)
 
@@ -274,9 +276,7 @@ def _check_trainer_families(key: str, follower: SecondaryTrainerConfig) -> None:
 def _check_counting(key: str, follower: SecondaryTrainerConfig) -> None:
     if follower.counts_only and follower.num_gpus > 1:
         here = join_key(key, "counts_only")
-        text = (
-            f"{here} must be false for {follower.num_gpus} GPUs: who only counts has one, got True"
-        )
+        text = f"{here} must be false for {follower.num_gpus} GPUs, got True; a trainer that only counts has one GPU"
         raise RunError(here, True, OneOf([False]), text, (join_key(key, "data_parallel"),))
 
 
@@ -284,7 +284,7 @@ def _check_group_rewards(pairs: tuple[tuple[float, float], ...]) -> None:
     key = "workload.group_rewards"
     for reward, share in pairs:
         if not (Bounds(-1e9, 1e9).hold(reward) and Bounds(0, 1, excludes_least=True).hold(share)):
-            text = f"{key} must hold pairs of a mean reward and a share in (0, 1], got {[reward, share]}"
+            text = f"{key} must have pairs of a mean reward and a share in (0, 1], got {[reward, share]}"
             raise RunError(key, pairs, None, text)
     total = fsum(share for _, share in pairs)
     if pairs and abs(total - 1) > SHARE_ROUNDING:
@@ -314,7 +314,7 @@ def check_faults(
 
 def _check_victim(fault: FaultConfig, key: str, reward_model: RewardConfig | None) -> None:
     if fault.kind in OF_REWARD_MODEL and reward_model is None:
-        text = f"{key} {fault.kind!r} strikes a reward model, and no [[verifier.reward]] is one"
+        text = f"{key} {fault.kind!r} needs a reward model, but no [[verifier.reward]] is one"
         raise RunError(key, fault.kind, None, text, ("verifier.reward",))
 
 
@@ -332,7 +332,7 @@ def _check_moment(fault: FaultConfig, key: str, steps: int) -> None:
         )
         raise RunError(f"{key}.step", fault.step, Bounds(1, last), text, ("algorithm.steps",))
     if fault.seed is not None and fault.count is None:
-        text = f"{key}.seed={fault.seed} is of random moments: it needs {key}.count"
+        text = f"{key}.seed={fault.seed} applies only to random moments; set {key}.count"
         raise RunError(f"{key}.seed", fault.seed, None, text, (f"{key}.count",))
 
 
@@ -341,9 +341,9 @@ def _check_said(fault: FaultConfig, key: str, name: str) -> None:
     if (value is not None) != is_needed:
         kinds = [kind for kind, names in FAULT_KEYS.items() if name in names]
         text = (
-            f"{key}.{name} is missing: kind is {fault.kind!r}"
+            f"{key}.{name} is missing: kind {fault.kind!r} needs it"
             if is_needed
-            else f"{key}.{name}={value} is of {' and '.join(kinds)}, but kind is {fault.kind!r}"
+            else f"{key}.{name}={value} applies only to {' and '.join(kinds)}, but kind is {fault.kind!r}"
         )
         raise RunError(f"{key}.{name}", value, OneOf(kinds), text, (f"{key}.kind",))
 
@@ -380,7 +380,7 @@ def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
             f"{key}.dynamic_sampling",
             algorithm.dynamic_sampling,
             OneOf([False]),
-            f"{key}.dynamic_sampling leaves out groups of one reward, which {algorithm.name} learns from",
+            f"{key}.dynamic_sampling drops groups with equal rewards, but {algorithm.name} learns from them",
             (f"{key}.name",),
         )
     if algorithm.kl_in == "reward" and not algorithm.has_rewards_of_tokens:
@@ -388,8 +388,8 @@ def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
             f"{key}.kl_in",
             algorithm.kl_in,
             OneOf(["loss"]),
-            f"{key}.kl_in 'reward' takes the KL term off the reward of each token, and {algorithm.name} has but one "
-            "reward for a rollout: reinforce++ and ppo can",
+            f"{key}.kl_in 'reward' subtracts the KL term from the reward of each token, but {algorithm.name} has one "
+            "reward per rollout; use reinforce++ or ppo, or kl_in 'loss'",
             (f"{key}.name",),
         )
     if algorithm.imitates and algorithm.correction is not None:
@@ -397,8 +397,8 @@ def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
             f"{key}.correction",
             algorithm.correction,
             OneOf([None]),
-            f"{key}.correction must be absent for {algorithm.name}, which learns from chosen rollouts whoever made "
-            f"them, got {algorithm.correction!r}",
+            f"{key}.correction must be absent for {algorithm.name}, which imitates chosen rollouts of any "
+            f"policy, got {algorithm.correction!r}",
             (f"{key}.name",),
         )
     if algorithm.trains_whole_groups and algorithm.group_size < 2:
@@ -465,12 +465,12 @@ def _check_ranker(lengths: LengthsConfig | None) -> None:
     if lengths is None:
         return
     if lengths.ranker == "scores" and lengths.ranker_scores is None:
-        text = "workload.lengths.ranker_scores is missing: ranker is 'scores'"
+        text = "workload.lengths.ranker_scores is missing: ranker 'scores' needs it"
         others = ("workload.lengths.ranker",)
         raise RunError("workload.lengths.ranker_scores", None, str, text, others)
     for ranker, kind, what in (
-        ("history", "groups", "which knows the samples of a prompt"),
-        ("recorded", "trace", "which holds what was expected"),
+        ("history", "groups", "which has several samples of each prompt"),
+        ("recorded", "trace", "which has the recorded expectations"),
     ):
         if lengths.ranker == ranker and lengths.kind != kind:
             raise RunError(
@@ -485,9 +485,7 @@ def _check_ranker(lengths: LengthsConfig | None) -> None:
 def _check_speculative(speculative: SpeculativeConfig | None) -> None:
     if speculative is not None and speculative.acceptance is None:
         key = "rollout.speculative.acceptance"
-        text = (
-            f"{key} is missing: measure which share of drafted tokens your model accepts and set it"
-        )
+        text = f"{key} is missing; measure the share of drafted tokens that your model accepts, and set it"
         raise RunError(key, None, SHARE, text)
 
 
@@ -506,7 +504,7 @@ def _check_sync(sync: SyncConfig, dtype: str, rollout_dtype: WeightDtype | None)
             "sync.mode",
             sync.mode,
             OneOf(["full", "lora"]),
-            f"sync.mode 'delta' sends what changes in 16 bits, so rollout.dtype must be no narrower, got "
+            f"sync.mode 'delta' sends changes in 16 bits, so rollout.dtype must have at least 16 bits, got "
             f"{rollout_dtype!r}",
             ("rollout.dtype",),
         )
@@ -527,7 +525,7 @@ def _check_precision(rollout: RolloutConfig) -> None:
             "rollout.weight_only",
             rollout.weight_only,
             OneOf([False]),
-            f"rollout.weight_only is for weights of {', '.join(NARROW)}, got rollout.dtype {rollout.dtype!r}",
+            f"rollout.weight_only applies only to weights in {', '.join(NARROW)}, got rollout.dtype {rollout.dtype!r}",
             ("rollout.dtype",),
         )
 
@@ -545,7 +543,7 @@ def _check_latency(key: str, points: tuple[tuple[int, float], ...] | None) -> No
         return
     batches = [batch for batch, _ in points]
     if not batches or batches != sorted(set(batches)) or batches[0] < 1:
-        text = f"{key} must hold batches in rising order from 1, got {batches}"
+        text = f"{key} must have batches in ascending order from 1, got {batches}"
         raise RunError(key, points, list, text)
     for batch, seconds in points:
         if not POSITIVE.hold(seconds):
@@ -558,7 +556,7 @@ def _check_paths(paths: Mapping[str, str]) -> None:
         names = os.fsencode(path).split(b"/")
         is_long = len(os.fsencode(path)) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
         if is_long or "\0" in path:
-            raise RunError(key, path, None, f"{key} is no path that can be: {shown(path)}")
+            raise RunError(key, path, None, f"{key} is not a valid path, got {shown(path)}")
 
 
 def _check_device(device: str) -> None:

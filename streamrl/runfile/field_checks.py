@@ -77,7 +77,7 @@ def find_errors(table: object) -> Iterator[RunError]:
         yield from _value_errors(table, Run, "")
         return
     if not table[TRAINER]:
-        text = "trainer is an empty list, got []: it must hold a trainer"
+        text = "trainer is empty, got []; it must have at least one trainer"
         yield RunError(TRAINER, [], Bounds(1), text)
         return
     for trainer, entry in enumerate(table[TRAINER]):
@@ -201,7 +201,7 @@ def _unknown(section: str, name: str, value: object, names: list[str]) -> RunErr
     elif not near and elsewhere:
         meant = _places()[elsewhere[0]]
     hint = f"; did you mean {meant[0].removeprefix(f'{section}.')}?" if meant else ""
-    text = f"{key} is no key of a run file{hint}"
+    text = f"{key} is not a key of a run file{hint}"
     return RunError(key, value, OneOf(meant), text, problem="unknown key")
 
 
@@ -290,21 +290,21 @@ def _unused_error(unused: _Unused) -> RunError:
     readers: tuple[str, ...] = readers_of(unused.name)
     instead, others, with_what = OneOf(()), tuple[str, ...](), f"name {chosen.name!r}"
     if unused.name in READ_BY_CORRECTION and correction is None:
-        with_what += ", which takes no correction"
+        with_what += ", which has no correction"
     elif unused.name in READ_BY_CORRECTION and correction is not None:
         readers = READ_BY_CORRECTION[unused.name]
         with_what = f"correction {correction!r}" + ("" if chosen.correction else " (the default)")
         if readers == CLIPPING and correction in CLIPPED_TOO:
             instead, others = OneOf([CLIPPED_TOO[correction]]), (f"{unused.place}.correction",)
     hint = _unused_hint(readers, instead)
-    text = f"{key} does nothing with {with_what}, got {shown(unused.section[unused.name])}{hint}"
+    text = f"{key} has no effect with {with_what}, got {shown(unused.section[unused.name])}{hint}"
     value = unused.section[unused.name]
     return RunError(key, value, instead, text, others, problem="unused key")
 
 
 def _unused_hint(readers: tuple[str, ...], instead: OneOf) -> str:
-    also = f"; {instead} weighs the same and clips, as TRL and verl do" if instead else ""
-    return f": it is read with {', '.join(readers)}{also}" if readers else ""
+    also = f"; {instead} has the same weights and clips, as TRL and verl do" if instead else ""
+    return f"; it applies only to {', '.join(readers)}{also}" if readers else ""
 
 
 POSITIVE = Bounds(0, excludes_least=True)

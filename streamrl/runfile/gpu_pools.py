@@ -165,12 +165,14 @@ def _check_names(claims: Iterable[Claim], cluster: ClusterConfig) -> None:
     for claim in claims:
         key, name = join_key(claim.key, "pool"), claim.pool
         if name not in pools:
-            raise RunError(key, name, pools, f"{key} {name!r} is none of the pools {list(pools)}")
+            raise RunError(
+                key, name, pools, f"{key} {name!r} is not one of the pools {list(pools)}"
+            )
     for index, link in enumerate(cluster.links):
         for name in link.between:
             if name not in pools:
                 key = f"cluster.links.{index}.between"
-                text = f"{key} names {name!r}, which is none of the pools {list(pools)}"
+                text = f"{key} names {name!r}, which is not one of the pools {list(pools)}"
                 raise RunError(key, link.between, pools, text)
 
 
@@ -185,7 +187,7 @@ def _check_links(links: list[LinkConfig]) -> None:
             raise RunError(key, link.between, None, text)
         if first != index:
             names = " and ".join(map(repr, link.between))
-            text = f"{key} names {names}, which cluster.links.{first} joins already"
+            text = f"{key} names {names}, which cluster.links.{first} already joins"
             raise RunError(key, link.between, None, text, (f"cluster.links.{first}.between",))
 
 
@@ -203,7 +205,7 @@ def _check_owned(pools: dict[str, PoolConfig]) -> None:
     for name, pool in pools.items():
         if pool.owned and pool.spot_failures_per_gpu_day:
             key, rate = pool_key(name, "spot_failures_per_gpu_day"), pool.spot_failures_per_gpu_day
-            text = f"{key}={rate:g} takes away rented GPUs, but the pool is owned: failures.per_gpu_day is for both"
+            text = f"{key}={rate:g} applies to rented GPUs, but the pool is owned; set failures.per_gpu_day, which applies to both"
             raise RunError(key, rate, Bounds(0, 0), text, (pool_key(name, "owned"),))
 
 
@@ -267,7 +269,7 @@ def _check_kinds(policies: PoliciesConfig, others: tuple[ReplicasConfig, ...]) -
         ("policies.concurrency", policies.concurrency, "kv-pressure"),
     ):
         if value == only:
-            text = f"{key} {value!r} knows one kind of replica, and rollout.others names {len(others)} more"
+            text = f"{key} {value!r} supports one kind of replica, but rollout.others has {len(others)} more"
             raise RunError(key, value, None, text, ("rollout.others",))
 
 
@@ -330,7 +332,9 @@ def _check_follower_names(followers: tuple[SecondaryTrainerConfig, ...], num_kin
         name = follower.name
         if not name or name != name.strip() or not name.isprintable() or name in taken:
             key = f"{trainer_key(number)}.name"
-            text = f"{key} must be a name on one line that no other side has, got {name!r}"
+            text = (
+                f"{key} must be one line and differ from the name of every other side, got {name!r}"
+            )
             raise RunError(key, follower.name, str, text)
         taken.add(follower.name)
 
@@ -342,7 +346,7 @@ def _check_verifier(verifier: VerifierConfig) -> None:
             verifier.gpus_per_worker,
             Bounds(1) if verifier.pool is not None else OneOf([0]),
             f"verifier.gpus_per_worker={verifier.gpus_per_worker} and verifier.pool={verifier.pool!r} "
-            "do not go together: a pool's workers have GPUs, others have none",
+            "contradict each other: workers have GPUs exactly if they have a pool",
             ("verifier.pool",),
         )
 
@@ -433,8 +437,8 @@ def _check_resize(
             "policies.max_replicas",
             most,
             Bounds(least, room),
-            f"policies.max_replicas must be between rollout.replicas={least} and {room}, for which pool "
-            f"{rollout.pool!r} has GPUs, got {most}",
+            f"policies.max_replicas must be between rollout.replicas={least} and {room}, the most that pool "
+            f"{rollout.pool!r} has GPUs for, got {most}",
             ("rollout.replicas",),
         )
     unit = policies.resize_unit or replicas_per_node(rollout, pools)
@@ -443,7 +447,7 @@ def _check_resize(
             "policies.resize",
             policies.resize,
             OneOf(["keep"]),
-            f"policies.resize 'adjust' adds {unit} replicas at once, but there may be {most} in pool "
+            f"policies.resize 'adjust' adds {unit} replicas at once, but at most {most} are possible in pool "
             f"{rollout.pool!r} and rollout.replicas is {least}",
             ("rollout.replicas", "policies.resize_unit", "policies.shrink_after"),
         )

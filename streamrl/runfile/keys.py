@@ -34,7 +34,7 @@ def split_key(key: str) -> list[str]:
     """
     parts = _PART.findall(key)
     if not parts or ".".join(parts) != key:
-        raise ValueError(f"{key!r} is no dotted key")
+        raise ValueError(f"{key!r} is not a dotted key")
     return [json.loads(part) if part.startswith('"') else part for part in parts]
 
 
@@ -126,7 +126,7 @@ def _enter(place: Any, part: str, path: str) -> Any:
     else:
         inner = place.setdefault(part, {})
     if not isinstance(inner, dict | list):
-        text = f"--set {path}: {shown(inner)} is no table"
+        text = f"--set {path}: {shown(inner)} is not a table"
         raise RunError(path, inner, dict, text)
     return inner
 

@@ -24,7 +24,7 @@ def _check_tail_batching(
             "policies.tail_batching",
             policies.tail_batching,
             OneOf(["none"]),
-            "policies.tail_batching 'defer' needs a ranker that tells long prompts from short ones, "
+            "policies.tail_batching 'defer' needs a ranker that orders prompts by length, "
             "got workload.lengths.ranker 'none'",
             ("workload.lengths.ranker",),
         )
@@ -35,7 +35,7 @@ def _check_tail_batching(
             steps,
             OneOf(n for n in (whole, whole + every) if n),
             f"algorithm.steps must be a multiple of policies.tail_every={every} where "
-            f"policies.tail_batching is 'defer', or the longest prompts of the last steps are left out, "
+            f"policies.tail_batching is 'defer', so that the last steps include the longest prompts, "
             f"got {steps}",
             ("policies.tail_every", "policies.tail_batching"),
         )
@@ -61,7 +61,7 @@ def _check_learning(policies: PoliciesConfig, group_size: int) -> None:
             "policies.weight_sync",
             policies.weight_sync,
             None,
-            "policies.weight_sync 'between-batches' deals whole batches at once, which leaves nothing to learn: "
+            "policies.weight_sync 'between-batches' sends whole batches at once, so no rollout waits for lengths of its group; "
             "choose another, or policies.learns_from_siblings = false",
             others,
         )
@@ -89,7 +89,7 @@ def _check_overrun(policies: PoliciesConfig) -> None:
             "policies.migration",
             policies.migration,
             OneOf(["none", "consolidate"]),
-            "policies.migration 'overrun' moves rollouts to the tail's replicas of policies.dispatch 'skewness-aware', "
+            "policies.migration 'overrun' needs the replicas for long rollouts of policies.dispatch 'skewness-aware', "
             f"got policies.dispatch {policies.dispatch or DEFAULT_DISPATCH!r}",
             ("policies.dispatch",),
         )
@@ -102,7 +102,7 @@ def _check_fraction(bound: float | int | None, prompts: int) -> None:
             "policies.max_staleness",
             bound,
             Bounds(0),
-            f"policies.max_staleness={bound} of algorithm.prompts_per_step={prompts} is less than one group",
+            f"policies.max_staleness={bound} x algorithm.prompts_per_step={prompts} is less than one group",
             ("algorithm.prompts_per_step",),
         )
 
@@ -114,8 +114,8 @@ def _check_over_staleness(policies: PoliciesConfig) -> None:
             "policies.over_staleness",
             policies.over_staleness,
             OneOf(["wait"]),
-            "policies.over_staleness 'drop' needs policies.consumption 'greedy': strict-fifo waits for what it drew, "
-            "so that nothing passes the bound",
+            "policies.over_staleness 'drop' needs policies.consumption 'greedy': strict-fifo waits for the drawn groups, "
+            "so none exceeds the bound",
             ("policies.consumption",),
         )
 
@@ -128,16 +128,16 @@ def _check_oversampling(policies: PoliciesConfig, prompts_per_step: int) -> None
     text = ""
     waits = policies.waits_for_whole_batches
     if policies.consumption != "greedy":
-        text = "needs policies.consumption 'greedy', which takes the groups that are done first"
+        text = "needs policies.consumption 'greedy', which trains on the groups that finish first"
     elif policies.system == "one-step-async" if waits is None else waits:
         text = "needs policies.waits_for_whole_batches = false: surplus groups are drawn together with their step"
     elif not num_extra(policies.oversampling, prompts_per_step):
-        text = f"of algorithm.prompts_per_step={prompts_per_step} adds no group"
+        text = f"adds no group to algorithm.prompts_per_step={prompts_per_step}"
     elif policies.tail_batching != "none":
-        text = "draws more prompts than policies.tail_batching 'defer' has put in a step"
+        text = "cannot be combined with policies.tail_batching 'defer', which fixes the prompts of a step"
     if text:
-        told = f"{key}={policies.oversampling} {text}"
-        raise RunError(key, policies.oversampling, OneOf([1.0]), told, ("policies.consumption",))
+        text = f"{key}={policies.oversampling} {text}"
+        raise RunError(key, policies.oversampling, OneOf([1.0]), text, ("policies.consumption",))
 
 
 def _check_concurrency(policies: PoliciesConfig) -> None:
@@ -157,7 +157,7 @@ def _check_concurrency(policies: PoliciesConfig) -> None:
             "policies.weight_sync",
             policies.weight_sync,
             None,
-            f"policies.weight_sync 'between-batches' deals whole batches at once, which leaves no place to count: "
+            f"policies.weight_sync 'between-batches' sends whole batches at once, so running rollouts cannot be limited; "
             f"choose another, or policies.concurrency = 'fixed', got {policies.concurrency!r}",
             others,
         )
@@ -178,7 +178,7 @@ def _check_promotion(
         return
     names = [follower.name for follower in followers]
     if policies.promote not in names:
-        known = OneOf(names) if names else "left out where no trainer follows"
+        known = OneOf(names) if names else "absent without secondary trainers"
         text = f"{key} must be {known}, got {shown(policies.promote)}"
         raise RunError(key, policies.promote, OneOf([*names, None]), text)
     follower = followers[names.index(policies.promote)]

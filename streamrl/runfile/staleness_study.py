@@ -87,8 +87,8 @@ def read_staleness_model(path: str, correction: str) -> StalenessModel:
     if any(run.steps is None for run in runs):
         missing = sum(run.steps is None for run in runs)
         raise ValueError(
-            f"{key}: {missing} of {len(runs)} runs with {correction} never came to a reward of {study.target_reward:g}: a "
-            "line needs a target that all reach"
+            f"{key}: {missing} of {len(runs)} runs with {correction} never reached a reward of {study.target_reward:g}; "
+            "choose a target_reward that all runs reach"
         )
     return _fit(study, Path(path).name, correction, runs)
 
@@ -105,7 +105,7 @@ def _fit(
     others = [run for run in runs if run.lag - base_lag >= LEAST_APART]
     if not others or not base:
         raise ValueError(
-            f"plan.staleness_study {name!r}: its runs with {correction} lag by as much: nothing says what staleness costs"
+            f"plan.staleness_study {name!r}: its runs with {correction} have equal lags, so the cost of staleness is unknown; add a run with another lag"
         )
     pairs = [(run.lag - base_lag, (run.steps or 0) / base - 1) for run in others]
     squares = fsum(x * x for x, _ in pairs)

@@ -140,7 +140,7 @@ def parse_axis(
     counts = {key: len(values) for key, values in columns.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
-            "--sweep: keys that change side by side need equally many values, got "
+            "--sweep: keys of one axis need equal numbers of values, got "
             + " and ".join(f"{count} of {key}" for key, count in counts.items())
         )
     points = tuple(zip(*columns.values(), strict=True))
@@ -226,7 +226,7 @@ def _check_points(axis: Axis) -> None:
         )
     if len(set(labels)) < len(labels):
         raise ValueError(
-            f"{' and '.join(axis.keys)}: two points have one label, got {list(labels)}"
+            f"{' and '.join(axis.keys)}: two points have the same label, got {list(labels)}"
         )
 
 
@@ -236,9 +236,9 @@ def _check_keys(axes: Sequence[Axis], overrides: Sequence[str]) -> None:
     for axis in axes:
         for key in axis.keys:
             if key == "seed":
-                raise ValueError("--sweep seed: seeds are no axis, say --seeds NUMBER")
+                raise ValueError("--sweep seed: seeds are not an axis; use --seeds NUMBER")
             if key in taken:
-                raise ValueError(f"--sweep {key}: {taken[key]} sets it too")
+                raise ValueError(f"--sweep {key}: {taken[key]} also sets it")
             taken[key] = "another --sweep"
 
 

@@ -32,8 +32,8 @@ def check_families(followers: Sequence[SecondaryTrainerConfig], known: Collectio
 
 def _no_such(key: str, family: str, known: Collection[str]) -> RunError:
     if not known:
-        where = "the data of this run says of no prompt which it is of: a task or family in each record of the prompts, to be "
-        where += "simulated a column family beside prompt_id in workload.lengths.source"
+        where = "the prompts of this run have no families; add a task or family to each record of the prompts, "
+        where += "and for a simulation a column family next to prompt_id in workload.lengths.source"
         return RunError(key, family, None, f"{key} names {shown(family)}, but {where}")
     allowed = OneOf(sorted(known))
     return RunError(key, family, allowed, f"{key} must name {allowed}, got {shown(family)}")

@@ -82,7 +82,7 @@ class RecordedGroups:
             dropped.update(command.group for command in commands if isinstance(command, Drop))
         self._finished = [g for _, g in sorted(drawn.items()) if g.rollouts and _is_in(g, tokens)]
         if not self._finished:
-            raise ValueError(f"{path} records no finished group")
+            raise ValueError(f"{path} has no finished group")
         finished = {group.group for group in self._finished}
         self._groups = [
             group
@@ -121,7 +121,7 @@ class RecordedGroups:
         size = len(self._finished[0].rollouts)
         if size != group_size:
             raise ValueError(
-                f"algorithm.group_size is {group_size}, but {self._path} records groups of {size}"
+                f"algorithm.group_size is {group_size}, but {self._path} has groups of {size}"
             )
         return [self._pick(place) for place in range(first, first + num_groups)]
 
@@ -424,7 +424,7 @@ class Groups:
             if len(others) < len(drawn) + num_samples:
                 raise ValueError(
                     f"workload.lengths: a group of {len(drawn)} with {num_samples} past samples "
-                    f"(ranker_history) needs that many samples of each prompt, but one has {len(others)}"
+                    f"(ranker_history) needs {len(drawn) + num_samples} samples of each prompt, but one has {len(others)}"
                 )
             for length in drawn.tolist():
                 others.remove(length)
