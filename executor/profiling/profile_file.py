@@ -138,7 +138,7 @@ def turnover_times(profile: MeasuredProfile, streams: Sequence[RefillStream]) ->
         known = 0.0
         for one in stream.passes:
             tokens, pairs = sum(one.prefixes), sum(n * n / 2 for n in one.prefixes)
-            known += prefill.beside(len(one.prefixes), tokens, pairs)
+            known += prefill.added_time(len(one.prefixes), tokens, pairs)
             if one.running:
                 context = padded * one.running * one.longest + (1 - padded) * one.context
                 known += decode.step_time(one.running, context)

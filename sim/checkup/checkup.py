@@ -29,20 +29,21 @@ OTHER_FORMATS: tuple[Changes, ...] = (
     {"weight_only": True},
     {"dtype": None, "weight_only": False},
 )
-"""Keys of `[rollout]`. Narrow weights that are widened before each product keep their memory."""
+"""Keys of `[rollout]` that are tried. The first saves memory as before, because weights stay narrow and are widened
+before each product."""
 
 
 def find_slow_format(run: Run) -> Iterator[Finding]:
-    """Find that a decode step takes longer with a replica's narrow weights than with weights in `model.dtype`.
+    """Yield a finding if a decode step takes longer with narrow weights than with weights in `model.dtype`.
 
     Raises:
-        ValueError: the model fits its replica in only one of both formats.
+        ValueError: the model fits its replica in only one of the two formats.
     """
     dtype, lengths = run.rollout.dtype, mean_lengths(run)
     if dtype not in NARROW or lengths is None:
         return
     batch = replica_batch(resolve(run))
-    assert batch is not None, "there are lengths"
+    assert batch is not None, "it is None only without lengths"
     running = max(1, int(min(batch)))
     wide = replace(run, rollout=replace(run.rollout, dtype=None, weight_only=False))
     narrow_time, wide_time = (
@@ -58,27 +59,28 @@ def find_slow_format(run: Run) -> Iterator[Finding]:
 
 
 def _other_formats(rollout: RolloutConfig) -> Iterator[Changes]:
-    for way in OTHER_FORMATS:
-        yield {f"rollout.{key}": new for key, new in way.items() if getattr(rollout, key) != new}
+    for keys in OTHER_FORMATS:
+        yield {f"rollout.{key}": new for key, new in keys.items() if getattr(rollout, key) != new}
 
 
 FORMAT_FIXES = {
     "slow-format": Fix(
         lambda run: _other_formats(run.rollout),
-        "keep rollout.dtype for the memory that it saves alone",
+        "keep rollout.dtype only if you need the memory that it saves",
     ),
 }
 
 
 MOST_EXPOSED = 0.1
-"""Share of a step that weight sync may take where generation waits for it."""
+"""Maximum share of a step for weight sync while generation waits. Above it there is a warning."""
 TOKEN_BYTES = 8
-"""Of a rollout's token on its way to the trainer: an id and a log-probability of 32 bits each."""
+"""Bytes of a token that is sent to the trainer: an id and a log-probability of 32 bits each."""
 MOST_DOUBLINGS = 10
+"""Maximum number of times that the link's bandwidth is doubled in the search for a fix."""
 
 
 def find_link_use(run: Run, metrics: Metrics | None) -> Iterator[Finding]:
-    """Report how much of the link weights and rollouts use, and find a weight sync that takes too long.
+    """Yield the use of the link by weights and rollouts, and a warning if weight sync takes too long.
 
     Raises:
         ValueError: a side does not fit its memory.
@@ -103,16 +105,18 @@ def find_link_use(run: Run, metrics: Metrics | None) -> Iterator[Finding]:
         text += ", for which generation waits"
         yield Finding(level="warning", topic="link", name="sync-exposed", text=text)
     elif not exposed and sync.push_time > metrics.step_time:
-        text += ": replicas fall behind, as the next version is there before this one has arrived"
+        text += (
+            ": replicas fall behind, because the next version is ready before this one has arrived"
+        )
         yield Finding(level="warning", topic="link", name="link-saturated", text=text)
     else:
-        text += ", for which generation waits" if exposed else ", beside generation"
+        text += ", for which generation waits" if exposed else ", while generation continues"
         yield Finding(level="ok", topic="link", name="link", text=text)
     yield Finding(level="ok", topic="link", name="rollouts", text=rollouts)
 
 
 def is_exposed(policies: PoliciesConfig) -> bool:
-    """Return whether generation waits for the weight sync: at a barrier, or without a step ahead."""
+    """Return whether generation waits for the weight sync: at a barrier, or because it runs no step ahead."""
     system = choose_system(policies)
     return system.halts_for_sync or system.max_staleness == 0
 
@@ -128,7 +132,7 @@ def _route_text(link: LinkConfig | None, generate: str, train: str, *, shares_gp
 def _rollouts(mean: MeanLengths | None, rollouts_per_step: int, link: LinkConfig | None) -> str:
     """Describe how much of the link the rollouts of a step use. No role waits for this transfer."""
     if mean is None:
-        return "rollouts: as many bytes as outputs have tokens, 8 a token"
+        return f"rollouts: {TOKEN_BYTES} bytes for each output token (output lengths are unknown)"
     tokens = mean.total * rollouts_per_step
     text = (
         f"rollouts: {format_count(tokens)} tokens a step are {format_count(tokens * TOKEN_BYTES)}B"
@@ -142,7 +146,7 @@ def _rollouts(mean: MeanLengths | None, rollouts_per_step: int, link: LinkConfig
 def _less_waiting(
     mode: SyncMode, policies: PoliciesConfig, links: list[LinkConfig], pools: tuple[str, str]
 ) -> Iterator[Changes]:
-    """Yield changes that send fewer bytes, then those that generate during the sync, then wider links."""
+    """Yield changes to try: first fewer bytes, then generation during the sync, then more bandwidth."""
     if mode == "full":
         yield {"sync.mode": "delta"}
         yield {"sync.mode": "delta", "sync.backend": "broadcast-tree"}
@@ -166,21 +170,21 @@ def _link_fix(otherwise: str) -> Fix:
 
 
 LINK_FIXES = {
-    "sync-exposed": _link_fix("send less (sync.mode), or generate a step ahead meanwhile"),
-    "link-saturated": _link_fix("send less (sync.mode), or rent a wider link"),
+    "sync-exposed": _link_fix("send fewer bytes (sync.mode), or generate a step ahead"),
+    "link-saturated": _link_fix("send fewer bytes (sync.mode), or rent a link with more bandwidth"),
 }
 
 
 class Checkup(NamedTuple):
-    """What a rehearsal of a run showed."""
+    """The findings of a rehearsal."""
 
     findings: list[Finding]
     metrics: Metrics | None
-    """Of the rehearsal; None where it made no step, or was not the run's own."""
+    """Figures of the rehearsal; None if it finished no step."""
 
 
 def examine(run: Run) -> list[Finding]:
-    """Return what a rehearsal shows, with fixes that were rehearsed too."""
+    """Return the findings of a rehearsal. Each fix was confirmed by another rehearsal."""
     findings, metrics = check_up(run)
     fixes = {**progress.fixes(metrics), **LINK_FIXES, **FORMAT_FIXES}
     return [
@@ -192,14 +196,14 @@ def examine(run: Run) -> list[Finding]:
 
 
 def check_up(run: Run) -> Checkup:
-    """Rehearse a run and return what that shows, without fixes."""
+    """Return the findings of a rehearsal, without fixes."""
     rehearsal = rehearse(run)
     metrics = _measure(rehearsal)
-    found = list(progress.find(run, rehearsal, metrics))
-    if not any(map(is_error, found)):
-        found += _if_it_fits(find_link_use(run, None if rehearsal.is_stand_in else metrics))
-        found += _if_it_fits(find_slow_format(run))
-    return Checkup(found, metrics)
+    findings = list(progress.find(run, rehearsal, metrics))
+    if not any(map(is_error, findings)):
+        findings += _if_it_fits(find_link_use(run, None if rehearsal.is_stand_in else metrics))
+        findings += _if_it_fits(find_slow_format(run))
+    return Checkup(findings, metrics)
 
 
 def _examine_all(run: Run) -> Iterator[Finding]:
@@ -211,7 +215,7 @@ def _if_it_fits(findings: Iterator[Finding]) -> list[Finding]:
     try:
         return list(findings)
     except ValueError:
-        return []  # what does not fit is a finding of memory
+        return []  # the doctor's memory check reports it
 
 
 def _measure(rehearsal: Rehearsal) -> Metrics | None:

@@ -1,4 +1,4 @@
-"""Find in a rehearsal that a run does not reach its last step, and propose changes that another rehearsal confirms."""
+"""Find in a rehearsal whether a run finishes, and why not, with fixes to try."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ POLICIES = (
     *("over_staleness", "oversampling", "left_over", "sync_every"),
     "concurrency",
 )
-"""Policies that are tried at their system's own, one by one, where a run is stuck."""
-MUCH_UNDERFILLED = 0.5  # share of decode seconds from which it is worth a word
+"""Policies that are set to the value of their system, one at a time, if a run makes no progress."""
+MUCH_UNDERFILLED = 0.5
+"""Share of decode seconds above which a finding reports underfilled batches."""
 MOST_RECOMPUTING = 0.05
-"""Share of replicas' seconds that may go into computing rollouts again that were put off, before it is called a loss."""
+"""Maximum share of replicas' seconds for recomputing preempted rollouts. Above it there is a warning."""
 LESS = (1.0, 0.8, 0.6, 0.4)
-"""Shares of what a replica's memory holds that are tried where it preempts."""
+"""Shares of the rollouts that fit a replica's memory, which are tried as `rollout.max_running` if it preempts."""
 MOST_TRIALS = 6
-"""Values tried of a number, each four times, or a quarter of, the one before."""
+"""Number of values that are tried for a key. Each is four times the one before, or a quarter of it."""
 
 
 def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Finding]:
-    """Find that a run is refused, makes no progress or stops early, or will need more restarts than it may have."""
+    """Yield findings on whether the run finishes: rejected, stuck, stopped early, or too few restarts."""
     if rehearsal.refusal and _should_be_simulated(run):
-        text = f"simulate refuses it: {rehearsal.refusal}"
+        text = f"streamrl simulate rejects this run: {rehearsal.refusal}"
         yield Finding(level="error", topic="run file", name="refused", text=text)
     what = f"a rehearsal of {rehearsal.steps} steps"
     if rehearsal.is_stand_in:
         what += " with a small model and tiny outputs"
     if rehearsal.problem:
         name = "stops-early" if rehearsal.stopped else "no-progress"
-        yield _finding("error", name, f"{what} does not come to its end: {rehearsal.problem}")
+        yield _finding("error", name, f"{what} does not finish: {rehearsal.problem}")
         return
     reached = "" if metrics is None else f"; {_staleness(metrics)}"
     if metrics is not None and not rehearsal.is_stand_in:
         reached += _underfilled(metrics)
-    yield _finding("ok", "progress", f"{what} comes to its end{reached}")
+    yield _finding("ok", "progress", f"{what} finishes{reached}")
     if metrics is not None and not rehearsal.is_stand_in:
         yield from _find_preempted(
             rehearsal, run.rollout.max_running, run.algorithm.rollouts_per_step
@@ -68,7 +69,7 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
 
 
 def _underfilled(metrics: Metrics) -> str:
-    """Report that replicas decode mostly batches that are far from full."""
+    """Return a text if replicas mostly decode batches that are far from full; else ""."""
     lost, decode = metrics.busy.get(UNDERFILLED, 0.0), metrics.busy["decode"]
     if lost < MUCH_UNDERFILLED * (lost + decode):
         return ""
@@ -76,7 +77,7 @@ def _underfilled(metrics: Metrics) -> str:
 
 
 def _should_be_simulated(run: Run) -> bool:
-    """Return whether no other finding, on memory, lengths or files, explains why a simulation is refused."""
+    """Return whether no other finding, on memory, lengths or files, explains why a simulation is rejected."""
     lengths = run.workload.lengths
     files = (run.costs.profile, lengths and lengths.ranker_scores)
     has_files = all(Path(file).is_file() for file in files if file)
@@ -86,11 +87,11 @@ def _should_be_simulated(run: Run) -> bool:
 def _find_preempted(
     rehearsal: Rehearsal, max_running: int, rollouts_per_step: int
 ) -> Iterator[Finding]:
-    """Find that replicas start far more rollouts than their memory holds."""
+    """Yield a warning if replicas run more rollouts than fit their memory."""
     if rehearsal.recomputing > MOST_RECOMPUTING:
         times = rehearsal.num_preempted / (rehearsal.version * rollouts_per_step)
         text = (
-            f"replicas run out of KV memory: a rollout is put off {times:.1f} times on average, and computing it again takes "
+            f"replicas run out of KV memory: a rollout is preempted {times:.1f} times on average, and its recomputation takes "
             f"{rehearsal.recomputing:.0%} of their time (rollout.max_running={max_running})"
         )
         yield Finding(level="warning", topic="memory", name="preempted", text=text)
@@ -113,7 +114,7 @@ def _highest_rate(
     trainer: TrainerConfig,
     pools: dict[str, PoolConfig],
 ) -> float:
-    """Return the failures in 24 hours of a GPU of the side whose GPUs fail most often."""
+    """Return the failures per GPU and day of the side with the highest rate."""
     of_kinds = (replica_gpu_failures_per_day(failures, pools[kind.pool]) for kind in kinds)
     return max(trainer_gpu_failures_per_day(failures, pools[trainer.pool]), *of_kinds)
 
@@ -121,12 +122,12 @@ def _highest_rate(
 def _find_stale(policies: PoliciesConfig, metrics: Metrics) -> Iterator[Finding]:
     system, reached = choose_system(policies), max(metrics.staleness, default=0)
     if reached > system.staleness_bound and system.keeps_bound:
-        text = f"rollouts were {reached} versions stale, and {system.staleness_bound} are allowed (policies.max_staleness)"
+        text = f"rollouts were {reached} versions stale, but at most {system.staleness_bound} are allowed (policies.max_staleness)"
         yield _finding("error", "bound-broken", text)
 
 
 def _staleness(metrics: Metrics) -> str:
-    """Say what is exact of any number of steps: how stale rollouts became at most."""
+    """Return the maximum staleness as text. It does not depend on the number of steps."""
     return f"rollouts are at most {max(metrics.staleness, default=0)} versions stale in it"
 
 
@@ -135,7 +136,7 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 
 
 def _unstuck(policies: PoliciesConfig, failures_per_gpu_day: float) -> Iterator[Changes]:
-    """Yield each replaced policy at its system's own, then fewer failures."""
+    """Yield changes to try: each changed policy set to the value of its system, and then lower failure rates."""
     own = SYSTEMS[policies.system]
     for key in POLICIES:
         usual = getattr(own, key, getattr(PoliciesConfig(), key))
@@ -147,7 +148,7 @@ def _unstuck(policies: PoliciesConfig, failures_per_gpu_day: float) -> Iterator[
 
 
 def _less_crowded(batch: ReplicaBatch | None) -> Iterator[Changes]:
-    assert batch is not None, "it was simulated"
+    assert batch is not None, "a simulated run has lengths"
     yield {"policies.concurrency": "kv-pressure"}
     for share in LESS:
         yield {"rollout.max_running": max(1, int(share * batch.held))}
@@ -159,26 +160,26 @@ def _more_restarts(now: int) -> Iterator[Changes]:
 
 
 def fixes(metrics: Metrics | None) -> dict[str, Fix]:
-    """Return what may mend each kind of finding."""
+    """Return the fix to try for each kind of finding."""
     step_time = 0.0 if metrics is None else metrics.step_time
     return {
         "preempted": Fix(
             lambda run: _less_crowded(replica_batch(resolve(run))),
-            "let policies.concurrency follow it, or lower rollout.max_running",
+            "set policies.concurrency to 'kv-pressure', or lower rollout.max_running",
         ),
         "no-progress": Fix(
             lambda run: _unstuck(run.policies, run.failures.per_gpu_day),
-            "go back to the policies of a system as it is",
+            "remove single policies and keep policies.system alone",
         ),
         "stops-early": Fix(
             lambda run: _more_restarts(run.policies.max_restarts),
-            "see why replicas are lost: more restarts do not help",
+            "find out why replicas are lost; more restarts do not help",
         ),
         "restarts": Fix(
             lambda run: iter([{"policies.max_restarts": expected_losses(run, step_time).most}]),
             "raise policies.max_restarts",
         ),
-        "refused": Fix(lambda run: iter(()), "change the key that it names"),
+        "refused": Fix(lambda run: iter(()), "change the key in the message"),
         "bound-broken": Fix(
             lambda run: iter(()), "this is a defect of the policies: please report it"
         ),

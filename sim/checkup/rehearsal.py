@@ -1,4 +1,4 @@
-"""Simulate a few steps of a run with its own policies, with a limit on events, to see whether it reaches its end."""
+"""Simulate a few steps of a run with its own policies and a limit on events, to check whether it finishes."""
 
 from __future__ import annotations
 
@@ -24,43 +24,44 @@ from streamrl.workload.replica_batch import rollouts_under_way
 from streamrl.workload.workload import SimulatedWorkload
 
 LEAST_STEPS = 3
-"""Steps that show a whole turn: the first is generated ahead of nothing, the second beside training."""
+"""Minimum steps of a rehearsal. The first step is generated before any training, and only later steps overlap with it."""
 MOST_AHEAD = 4
-"""Steps ahead of training past which more of them show nothing new."""
+"""Maximum steps ahead of training that a rehearsal covers. More of them show nothing new."""
 MANY_ROLLOUTS = 20_000
-"""Rollouts past which a rehearsal has two steps, to stay in the order of a second."""
+"""Above this number of rollouts, a rehearsal has two steps, so that it takes about a second."""
 MOST_ROLLOUTS = 100_000
-"""Rollouts a step past which its stand-in is rehearsed, with fewer prompts."""
+"""Above this number of rollouts per step, a stand-in with fewer prompts is rehearsed."""
 EVENTS_PER_ROLLOUT = 10
-"""Events after which a run counts as one that turns in circles: an undisturbed rollout takes three, and one
-more for each push that aborts it."""
+"""Maximum events per rollout. With more, a run counts as stuck in a loop. An undisturbed rollout takes three events, and
+one more for each push that aborts it."""
 FEWEST_EVENTS = 5_000
+"""Events that are always allowed, in addition to those of the rollouts."""
 SPLITS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
-"""What no side of a stand-in has."""
+"""Degrees that are 1 on every side of a stand-in."""
 STAND_IN_MODEL = "qwen2.5-0.5b"
 STAND_IN_GPU = "h200"
 
 
 class Rehearsal(NamedTuple):
-    """How a rehearsal went."""
+    """The result of a rehearsal."""
 
     trace: Trace
     steps: int
-    """Steps that there should be."""
+    """Number of steps to simulate."""
     version: int
-    """Steps that there were."""
+    """Number of finished steps."""
     problem: str
-    """What kept it from its end; empty where nothing did."""
+    """Why it did not finish; empty if it did."""
     stopped: bool
-    """Whether a policy ended it before its last step."""
+    """Whether a policy stopped it before its last step."""
     is_stand_in: bool
-    """Whether model, GPUs and lengths were small ones, as the run's own cannot be simulated."""
+    """Whether a stand-in with small model, GPUs and lengths was simulated, because the run itself cannot be."""
     num_preempted: int = 0
-    """Times that a replica had no room left for what it ran, and put a rollout off."""
+    """Number of times that a replica ran out of KV memory and preempted a rollout."""
     recomputing: float = 0.0
-    """Share of the replicas' seconds in which they compute again what rollouts had made before."""
+    """Share of the replicas' seconds for recomputing preempted rollouts."""
     refusal: str = ""
-    """What a simulation of the run itself says; empty where it has nothing to say."""
+    """The error of a simulation of the run itself; empty without an error."""
 
 
 ALL_GROUPS: dict[str, Any] = {
@@ -69,7 +70,8 @@ ALL_GROUPS: dict[str, Any] = {
     "max_reward": None,
     "min_staleness": None,
 }
-"""What a follower of a stand-in heeds of prompts and rewards, of which there are none, and what may be what is refused."""
+"""Settings with which a secondary trainer of a stand-in takes all groups. A stand-in has no real prompts and rewards, and
+the original settings may be invalid."""
 
 
 class CountingWorld(SimWorld):
@@ -87,13 +89,13 @@ class CountingWorld(SimWorld):
         """Count an event and pass it to the engine.
 
         Raises:
-            RuntimeError: there were too many.
+            RuntimeError: there were too many events.
         """
         self._num_events += 1
         if self._num_events > self._most_events:
             raise RuntimeError(
                 f"after {self._most_events:,} events and {self.now:,.0f} simulated seconds it is at step "
-                f"{self.engine.version}: the same is done again and again"
+                f"{self.engine.version}: the same work is repeated again and again"
             )
         super().emit(event)
 
@@ -111,17 +113,17 @@ def rehearse(run: Run) -> Rehearsal:
 
 
 def make_world(run: Run) -> CountingWorld:
-    """Make the world that a run is rehearsed in.
+    """Return the simulated world for a rehearsal.
 
     Raises:
-        ValueError: the run has no lengths, does not fit its memory, or uses a back end without a model.
+        ValueError: the run has no lengths, does not fit its memory, or uses a back end that has no cost model.
     """
     costs = Costs.load(run)
     return CountingWorld(fill_policies(run, costs), costs, SimulatedWorkload(run))
 
 
 def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
-    """Run a world until its end, or until a problem stops it."""
+    """Run a world until its end, or until a problem stops it, and return the result."""
     state, problem = world.engine.state, ""
     try:
         world.run()
@@ -167,7 +169,7 @@ def shortened(run: Run) -> Run:
 
 
 def stand_in(run: Run) -> Run:
-    """Return a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
+    """Return a run with the same policies and numbers of replicas, but a small model, short outputs and large GPUs."""
     apart = dict.fromkeys((*SPLITS, "context_parallel", "zero"), 1)
     trainer = replace(
         run.trainer, pool="rollout" if run.policies.shares_gpus else "trainer", **apart
@@ -218,13 +220,13 @@ def stand_in(run: Run) -> Run:
 
 
 def _without_gpus(verifier: VerifierConfig) -> VerifierConfig:
-    """Return a verifier without a reward model, which needs GPUs that the stand-in has not."""
+    """Return a verifier without reward models, because the stand-in has no GPUs for them."""
     rewards = tuple(each for each in verifier.reward if not each.has_model)
     return replace(verifier, pool=None, gpus_per_worker=0, reward=rewards)
 
 
 def _few_prompts(algorithm: AlgorithmConfig, data_parallel: int) -> int:
-    """Return the prompts of a step for a quick rehearsal, with at least one rollout for each rank."""
+    """Return a small number of prompts for a step, with at least one rollout for each rank."""
     size = algorithm.group_size
     least = -(-data_parallel // size)
     return min(algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))

@@ -63,7 +63,7 @@ class Corrections:
         """Source text of the weight-sync correction; None if there is none."""
         if self.calibration is None or self.calibration.sync is None:
             return None
-        return self.calibration.tell("sync", self.generates_on, self.path)
+        return self.calibration.describe("sync", self.generates_on, self.path)
 
     @property
     def overhead_time(self) -> float | None:
@@ -77,14 +77,14 @@ class Corrections:
         """Source texts of the corrections by operation; uncorrected operations are left out."""
         if self.calibration is None:
             return {}
-        tell, path = self.calibration.tell, self.path
-        told = {
-            "prefill": tell("generation", self.generates_on, path),
-            "decode": tell("generation", self.generates_on, path),
-            "score": tell("score", self.trains_on, path),
-            "train": tell("train", self.trains_on, path),
+        describe, path = self.calibration.describe, self.path
+        texts = {
+            "prefill": describe("generation", self.generates_on, path),
+            "decode": describe("generation", self.generates_on, path),
+            "score": describe("score", self.trains_on, path),
+            "train": describe("train", self.trains_on, path),
         }
-        return {operation: text for operation, text in told.items() if text}
+        return {operation: text for operation, text in texts.items() if text}
 
     def _factor(self, stage: StageName, gpu: str) -> float:
         return 1.0 if self.calibration is None else self.calibration.factor(stage, gpu)

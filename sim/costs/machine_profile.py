@@ -51,7 +51,7 @@ class MeasuredPrefill:
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int
     ) -> float:
         """Return the seconds in addition to `num_running` decoding rollouts; without those, of the whole pass."""
-        added = self.fit.beside(num_rollouts, num_tokens, context_pairs)
+        added = self.fit.added_time(num_rollouts, num_tokens, context_pairs)
         added += self.turnover * num_rollouts
         return added if num_running else added + self.fit.alone
 
@@ -106,7 +106,7 @@ class MeasuredTraining:
         share = self.informative_share
         any_taught = 1 - (1 - self.trained_group_share) ** ceil(len(lengths) / self.group_size)
         alone = max(share * len(each), any_taught if share else 0.0)
-        return alone * one.alone + share * sum(one.beside(*size) for size in each)
+        return alone * one.alone + share * sum(one.added_time(*size) for size in each)
 
 
 def passes(

@@ -84,7 +84,7 @@ def calibrate(
     if output is not None:
         claim_file(output)
     found = _fit(run, measured, log_format, held_out)
-    if found.calibration.says_nothing:
+    if found.calibration.is_empty:
         raise ValueError(f"{measured}: nothing can be fitted to it; {'; '.join(found.notes)}")
     text = write_calibration(found.calibration)
     if output is not None:

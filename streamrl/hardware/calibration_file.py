@@ -92,7 +92,7 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
     """Errors of whole steps."""
 
     @property
-    def says_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the calibration has neither a factor nor an overhead."""
         return self.overhead is None and all(self.stage(name) is None for name in STAGES)
 
@@ -103,21 +103,23 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
 
     def factor(self, name: StageName, gpu: str) -> float:
         """Return the factor of a stage on a GPU; 1 if it has none."""
-        found = self.stage(name)
-        return 1.0 if found is None or found.gpu != gpu else found.factor
+        own = self.stage(name)
+        return 1.0 if own is None or own.gpu != gpu else own.factor
 
-    def tell(self, name: StageName, gpu: str, path: str) -> str:
+    def describe(self, name: StageName, gpu: str, path: str) -> str:
         """Return how a stage's seconds were changed, as the text of a source; "" without a factor.
 
         The text is part of traces, so a change of its wording changes recorded files.
         """
-        found = self.stage(name)
-        if found is None:
+        own = self.stage(name)
+        if own is None:
             return ""
-        if found.gpu != gpu:
-            return f"{path}: {name} was calibrated on {found.gpu}, so {gpu} is as the profiles say"
-        within = "" if found.interval is None else " ({:.3g} to {:.3g})".format(*found.interval)
-        return f"{path}: {name} at {found.factor:.3g}{within} of the profiles' speed, from {self.source}"
+        if own.gpu != gpu:
+            return f"{path}: {name} was calibrated on {own.gpu}, so {gpu} is as the profiles say"
+        within = "" if own.interval is None else " ({:.3g} to {:.3g})".format(*own.interval)
+        return (
+            f"{path}: {name} at {own.factor:.3g}{within} of the profiles' speed, from {self.source}"
+        )
 
 
 def load_calibration(costs: CostsConfig, model: ModelConfig) -> Calibration | None:
@@ -126,9 +128,13 @@ def load_calibration(costs: CostsConfig, model: ModelConfig) -> Calibration | No
     Raises:
         RunError: as `named_calibration`, or the calibration was fitted with another `costs.profile`.
     """
-    found = named_calibration(costs.calibration, model)
-    if found is None or found.profile is None or found.profile == profile_digest(costs.profile):
-        return found
+    calibration = named_calibration(costs.calibration, model)
+    if (
+        calibration is None
+        or calibration.profile is None
+        or calibration.profile == profile_digest(costs.profile)
+    ):
+        return calibration
     path, profile = costs.calibration, costs.profile or "no profile"
     text = (
         f"{SECTION}: {path} was fitted with another costs.profile, but the run has {profile}; "
@@ -148,13 +154,13 @@ def named_calibration(named: str | None, model: ModelConfig) -> Calibration | No
     path = Path(named)
     try:
         stat = path.stat()
-        found = _read(path, stat.st_mtime_ns, stat.st_size)
+        calibration = _read(path, stat.st_mtime_ns, stat.st_size)
     except OSError as error:
         raise RunError(SECTION, named, None, f"{SECTION}: {path}: {error.strerror}") from None
     except ValueError as error:
         raise RunError(SECTION, named, None, f"{SECTION}: {error}") from None
-    _check_model(found.model, model, path)
-    return found
+    _check_model(calibration.model, model, path)
+    return calibration
 
 
 def profile_digest(profile: str | None) -> str:

@@ -62,13 +62,13 @@ def extrapolate_contexts(
 def _along(columns: Floats, seconds: Floats, contexts: Floats) -> Floats:
     """Return the seconds of a row at any context: linear between columns, and along the last line beyond them."""
     is_known = ~np.isnan(seconds)
-    places, values = columns[is_known], seconds[is_known]
-    if len(places) == 1:
-        slope = values[0] / places[0]
+    positions, values = columns[is_known], seconds[is_known]
+    if len(positions) == 1:
+        slope = values[0] / positions[0]
     else:
-        slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
-    beyond = slope * np.maximum(0.0, contexts - places[-1])
-    interpolated: Floats = np.interp(contexts, places, values) + beyond
+        slope = (values[-1] - values[-2]) / (positions[-1] - positions[-2])
+    beyond = slope * np.maximum(0.0, contexts - positions[-1])
+    interpolated: Floats = np.interp(contexts, positions, values) + beyond
     return interpolated
 
 
@@ -192,8 +192,8 @@ def _medians(ratios: Floats) -> Floats:
     """
     ordered = np.sort(ratios, axis=0)  # NaN last
     num_measured = (~np.isnan(ratios)).sum(axis=0)
-    places = np.arange(ratios.shape[1])
-    low, high = ordered[(num_measured - 1) // 2, places], ordered[num_measured // 2, places]
+    positions = np.arange(ratios.shape[1])
+    low, high = ordered[(num_measured - 1) // 2, positions], ordered[num_measured // 2, positions]
     medians: Floats = (low + high) / 2
     return medians
 
@@ -237,9 +237,9 @@ def _fill(points: Floats, ratios: Floats, columns: Floats) -> Floats:
     return np.where(is_hole & (count > 0), mean, ratios)
 
 
-def _fill_line(places: Floats, values: Floats) -> Floats:
+def _fill_line(positions: Floats, values: Floats) -> Floats:
     """Return values with gaps between measured values interpolated; gaps at the ends remain NaN."""
     is_known = ~np.isnan(values)
     if not is_known.any():
         return values
-    return np.interp(places, places[is_known], values[is_known], left=np.nan, right=np.nan)
+    return np.interp(positions, positions[is_known], values[is_known], left=np.nan, right=np.nan)

@@ -53,7 +53,7 @@ class PassFit:
 
     def time(self, num_rollouts: float, num_tokens: float, num_pairs: float) -> float:
         """Return the seconds of a pass."""
-        return self.alone + self.beside(num_rollouts, num_tokens, num_pairs)
+        return self.alone + self.added_time(num_rollouts, num_tokens, num_pairs)
 
     def at(self, factor: float) -> PassFit:
         """Return the fit of passes that are `factor` times as fast."""
@@ -64,7 +64,7 @@ class PassFit:
             self.per_pair / factor,
         )
 
-    def beside(self, num_rollouts: float, num_tokens: float, num_pairs: float) -> float:
+    def added_time(self, num_rollouts: float, num_tokens: float, num_pairs: float) -> float:
         """Return the seconds that the work adds to a pass that runs anyway: without the constant."""
         return (
             self.per_rollout * num_rollouts
@@ -123,9 +123,9 @@ def fit_passes(rows: Sequence[PassRow]) -> PassFit:
     return PassFit(*fit_positive(np.array(terms), seconds, 1 / seconds))
 
 
-def fit_line(places: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the factors of seconds = first + second * place, both at least 0."""
-    terms = np.stack([np.ones(len(places)), np.array(places, dtype=float)], axis=1)
+def fit_line(inputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the factors of seconds = first + second * input, both at least 0."""
+    terms = np.stack([np.ones(len(inputs)), np.array(inputs, dtype=float)], axis=1)
     values = np.array(seconds, dtype=float)
     first, second = fit_positive(terms, values, 1 / values)
     return first, second

@@ -6,14 +6,12 @@ Files to read first:
 
 - `metrics.py`: `measure` returns the `Metrics` of a trace. `RunReader` combines the readers below.
 - `timeline.py`: the time span of each activity of each replica and trainer.
-- `attribution.py`: GPU-seconds by activity and by cause of idle time. Its docstring has the table of causes.
-- `state_counts.py`: counts of waiting, running and finished rollouts, from which the causes follow.
+- `attribution.py`: GPU-seconds by activity and by cause of idle time, from the counts of `state_counts.py`.
 - `decode_efficiency.py`: decode seconds that full batches would not need.
 - `steady_state.py`: the steps that count, and the confidence interval of their mean time.
 - `rollout_flow.py` and `selection.py`: what each step trained on, and what was dropped.
 - `ledger.py`, `restarts.py`, `served_versions.py`: check that no rollout was lost or used twice.
-- `whole_run.py`, `charges.py`, `uncertainty.py`: totals, dollars and model errors.
-- `run_comparison.py`: differences between two runs of the same work.
+- `whole_run.py`, `charges.py`, `uncertainty.py`: totals, dollars and model errors. `run_comparison.py`: two runs.
 - `run_directory.py`: the other files of a run directory.
 
 Rules:

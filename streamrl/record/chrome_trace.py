@@ -207,9 +207,9 @@ class ChromeReader:
         yield from self._rollouts.finish()
         yield from self._go_on(self._timeline.finish(), is_last=True)
 
-    def count_underfilled(self, found: Underfilled) -> Iterator[TraceEvent]:
+    def count_underfilled(self, underfilled: Underfilled) -> Iterator[TraceEvent]:
         """Yield the counter of underfilled GPUs from the underfilled seconds of a whole run."""
-        self._enter_lost(found)
+        self._enter_lost(underfilled)
         yield from self._underfilled.until(inf, inf)
 
     def _go_on(self, timeline: Timeline, *, is_last: bool = False) -> Iterator[TraceEvent]:
@@ -262,8 +262,8 @@ class ChromeReader:
         begun = min(map(self._decoding.began_at, self._named), default=inf)
         yield from self._underfilled.until(inf if is_last else min(until, begun), inf)
 
-    def _enter_lost(self, found: Underfilled) -> None:
-        for replica, lost in found.replicas.items():
+    def _enter_lost(self, underfilled: Underfilled) -> None:
+        for replica, lost in underfilled.replicas.items():
             degree = self._full.rollouts[self._kinds.get(replica, 0)].gpus_per_replica
             for start, end, share in zip(*map(np.ndarray.tolist, lost), strict=True):
                 self._underfilled.add(start, share * degree)

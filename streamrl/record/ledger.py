@@ -148,7 +148,7 @@ class SavedAccounts:
         """Return the number of kept accounts."""
         return len(self._accounts.keys() | self._resumed.keys())
 
-    def ask(self, version: int, account: SavedAccount) -> None:
+    def request(self, version: int, account: SavedAccount) -> None:
         """Keep the account at the moment when a checkpoint is requested."""
         self._accounts.pop(version, None)
         self._accounts[version] = account
@@ -470,7 +470,7 @@ class LedgerReader:
             if group < command.groups_done or group in ahead:
                 account.report_fault(f"a checkpoint counts group {group} as done, but it is open")
         kept = SavedAccount(command.groups_done, ahead, account.num_trained, account.dropped.copy())
-        self._saved[command.trainer].ask(command.version, kept)
+        self._saved[command.trainer].request(command.version, kept)
 
     def _see_end(self, _: Stop | Interrupted) -> None:
         self._has_ended = True

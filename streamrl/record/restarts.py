@@ -45,10 +45,10 @@ def first_difference(name: str, one: object, other: object) -> tuple[str, str, s
         return name, repr(one), repr(other)
     assert isinstance(one, tuple) and isinstance(other, tuple), "of each table of a list"
     first, key = KEYS_OF_EACH[name]
-    places = enumerate(zip_longest(one, other), start=first)
-    place, pair = next((place, pair) for place, pair in places if pair[0] != pair[1])
+    numbered = enumerate(zip_longest(one, other), start=first)
+    number, pair = next((number, pair) for number, pair in numbered if pair[0] != pair[1])
     ours, theirs = ("none" if value is None else repr(value) for value in pair)
-    return key.format(place), ours, theirs
+    return key.format(number), ours, theirs
 
 
 def earlier_trace_path(directory: Path, leg: int) -> Path:

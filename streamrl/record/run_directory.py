@@ -145,7 +145,7 @@ def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
         paths: paths in the run file by key, as `paths_of` returns them.
         directory: the run directory.
     """
-    for path, kept in _places(paths, directory).values():
+    for path, kept in _input_paths(paths, directory).values():
         for source, target in _files(path, kept):
             if source.is_file() and not (target.exists() and source.samefile(target)):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,14 +154,14 @@ def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
 
 def with_kept_inputs(run: Run, directory: Path) -> Run:
     """Return the run with paths to the copies in its directory. Files without a copy keep their path."""
-    places = _places(paths_of(run), directory)
-    return with_paths(run, {key: str(kept) for key, (_, kept) in places.items() if kept.exists()})
+    inputs = _input_paths(paths_of(run), directory)
+    return with_paths(run, {key: str(kept) for key, (_, kept) in inputs.items() if kept.exists()})
 
 
 def kept_names(paths: Mapping[str, str], directory: Path) -> dict[str, str]:
     """Return by key the name of each copied file with a digest of its bytes, which does not depend on the directory."""
     names = {}
-    for key, (_, kept) in _places(paths, directory).items():
+    for key, (_, kept) in _input_paths(paths, directory).items():
         file = kept / CONFIG if kept.is_dir() else kept
         if file.is_file():
             digest = hashlib.blake2b(file.read_bytes(), digest_size=DIGEST_BYTES).hexdigest()
@@ -169,7 +169,7 @@ def kept_names(paths: Mapping[str, str], directory: Path) -> dict[str, str]:
     return names
 
 
-def _places(paths: Mapping[str, str], directory: Path) -> dict[str, tuple[Path, Path]]:
+def _input_paths(paths: Mapping[str, str], directory: Path) -> dict[str, tuple[Path, Path]]:
     """Return by key the original path of an input and the path of its copy."""
     named = {key: Path(path) for key, path in paths.items() if key in KEPT}
     return {

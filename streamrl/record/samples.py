@@ -70,7 +70,7 @@ def spread_over(rewards: Sequence[float], count: int) -> list[int]:
     last, count = len(ranked) - 1, min(count, len(ranked))
     if count < 2:
         return ranked[:count]
-    return [ranked[round(place * last / (count - 1))] for place in range(count)]
+    return [ranked[round(rank * last / (count - 1))] for rank in range(count)]
 
 
 def shortened(text: str, most: int) -> str:

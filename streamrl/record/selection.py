@@ -49,13 +49,13 @@ class StepSums:
         self.num, self.tokens, self.rewards = array("q"), array("q"), array("d")
         self._columns = self.num, self.tokens, self.rewards
 
-    def add(self, place: int, num: int, tokens: int, reward: float) -> None:
-        """Add to the sums of a step; `place` is its index from 0."""
-        for column in self._columns if place >= len(self.num) else ():
-            column.extend([0] * (1 + place - len(column)))
-        self.num[place] += num
-        self.tokens[place] += tokens
-        self.rewards[place] += reward
+    def add(self, index: int, num: int, tokens: int, reward: float) -> None:
+        """Add to the sums of a step; `index` is its index from 0."""
+        for column in self._columns if index >= len(self.num) else ():
+            column.extend([0] * (1 + index - len(column)))
+        self.num[index] += num
+        self.tokens[index] += tokens
+        self.rewards[index] += reward
 
     def cut(self, length: int) -> tuple[int, int, float]:
         """Roll back all steps after the first `length`; return their sums."""
@@ -98,26 +98,26 @@ class Selection:
             tokens: sum of their output tokens.
             reward: sum of their rewards.
         """
-        self._generated.add(self._place(drawn_for), num, tokens, reward)
-        self._trained.add(self._place(version), num, tokens, reward)
+        self._generated.add(self._index_of(drawn_for), num, tokens, reward)
+        self._trained.add(self._index_of(version), num, tokens, reward)
 
     def leave_out(self, drawn_for: int, reason: str, tokens: int, reward: float | None) -> None:
         """Record a rollout that was dropped. Without a reward, its final length is unknown."""
         if reward is None:
             self._unfinished[reason] = self._unfinished.get(reason, 0) + 1
             return
-        place = self._place(drawn_for)
-        self._generated.add(place, 1, tokens, reward)
-        self._left_out.setdefault(reason, StepSums()).add(place, 1, tokens, reward)
+        index = self._index_of(drawn_for)
+        self._generated.add(index, 1, tokens, reward)
+        self._left_out.setdefault(reason, StepSums()).add(index, 1, tokens, reward)
 
     def take_back(self, version: int, reason: str) -> None:
         """Record that steps after `version` were rolled back, and that their rollouts are dropped."""
-        place = max(0, version - self._first_version)
-        gone = self._trained.cut(place)
+        index = max(0, version - self._first_version)
+        gone = self._trained.cut(index)
         if gone[0]:
-            self._left_out.setdefault(reason, StepSums()).add(place, *gone)
+            self._left_out.setdefault(reason, StepSums()).add(index, *gone)
 
-    def _place(self, step: int) -> int:
+    def _index_of(self, step: int) -> int:
         return max(0, step - self._first_version - 1)
 
     def metrics(self) -> SelectionMetrics:

@@ -257,8 +257,8 @@ def end_of_transient(values: Sequence[float] | Floats) -> tuple[int, bool]:
     sums, squares = rest[::-1].cumsum()[::-1], (rest**2)[::-1].cumsum()[::-1]
     half = num // 2
     errors = (np.maximum(0.0, squares - sums**2 / left) / left**2)[: half + 1]
-    place = int((errors <= errors.min() + (NEGLIGIBLE * values[-1]) ** 2).argmax())
-    return place * MSER_SIZE, place < half
+    index = int((errors <= errors.min() + (NEGLIGIBLE * values[-1]) ** 2).argmax())
+    return index * MSER_SIZE, index < half
 
 
 def _cycle_means(values: Sequence[float] | Floats, cycle: int) -> Floats:
@@ -272,9 +272,9 @@ def _without_trend(values: Floats) -> Floats:
     """Return values minus their linear trend."""
     if len(values) < LEAST_BATCHES:
         return values
-    places = np.arange(len(values)) - (len(values) - 1) / 2
-    slope = float(places @ values) / float(places @ places)
-    rest: Floats = values - slope * places
+    positions = np.arange(len(values)) - (len(values) - 1) / 2
+    slope = float(positions @ values) / float(positions @ positions)
+    rest: Floats = values - slope * positions
     return rest
 
 
