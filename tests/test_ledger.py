@@ -387,7 +387,7 @@ def test_the_books_of_the_newest_checkpoints_are_kept_and_no_more() -> None:
     assert KEPT_ACCOUNTS > KEPT_CHECKPOINTS
     saved = SavedAccounts()
     for version in range(1, 1001):
-        saved.ask(version, a_book(version))
+        saved.request(version, a_book(version))
         saved.complete(version)
         assert len(saved) <= KEPT_ACCOUNTS + 1
         if version == 3:
@@ -401,7 +401,7 @@ def test_checkpoints_that_nobody_said_to_be_complete_push_none_out() -> None:
     saved = SavedAccounts()
     saved.complete(3)  # which nobody asked for
     for version in range(1, 21):
-        saved.ask(version, a_book(version))
+        saved.request(version, a_book(version))
         if version in (1, 2, 20):
             saved.complete(version)
     assert all(saved.resume(version) for version in range(1, 21))
