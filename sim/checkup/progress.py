@@ -91,8 +91,9 @@ def _find_preempted(
     if rehearsal.recomputing > MOST_RECOMPUTING:
         times = rehearsal.num_preempted / (rehearsal.version * rollouts_per_step)
         text = (
-            f"replicas run out of KV memory: a rollout is preempted {times:.1f} times on average, and its recomputation takes "
-            f"{rehearsal.recomputing:.0%} of their time (rollout.max_running={max_running})"
+            f"replicas run out of KV memory: a rollout is preempted {times:.1f} times on average, and its "
+            f"recomputation takes {rehearsal.recomputing:.0%} of their time "
+            f"(rollout.max_running={max_running})"
         )
         yield Finding(level="warning", topic="memory", name="preempted", text=text)
 
@@ -122,7 +123,10 @@ def _highest_rate(
 def _find_stale(policies: PoliciesConfig, metrics: Metrics) -> Iterator[Finding]:
     system, reached = choose_system(policies), max(metrics.staleness, default=0)
     if reached > system.staleness_bound and system.keeps_bound:
-        text = f"rollouts were {reached} versions stale, but at most {system.staleness_bound} are allowed (policies.max_staleness)"
+        text = (
+            f"rollouts were {reached} versions stale, but at most {system.staleness_bound} are allowed "
+            "(policies.max_staleness)"
+        )
         yield _finding("error", "bound-broken", text)
 
 

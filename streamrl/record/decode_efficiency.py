@@ -42,7 +42,7 @@ from streamrl.runfile.roles_config import RolloutConfig
 
 
 def measured_yield(run: Run) -> list[DecodeYield]:
-    """Return the decode curve of each kind of replica from the profile `costs.profile`, or none if it does not fit the run.
+    """Return the decode curve of each kind of replica from `costs.profile`; none if it does not fit the run.
 
     Executed replicas have memory for the longest output of `max_running` rollouts, so memory does not
     limit the batch.

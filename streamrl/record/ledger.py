@@ -94,7 +94,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     legs: int = 1
     """Number of starts and resumes of the run."""
     first_leg: int = 1
-    """The restart at which the ledger begins; above 1 if earlier records are missing."""
+    """The first start in the ledger, counted from 1; above 1 if earlier traces are missing."""
     taken_back: int = 0
     """Rollouts whose end a resume took back."""
     faults: list[str] = []
@@ -261,7 +261,7 @@ class TrainerAccount:
         return rollouts
 
     def fall_back_to(self, version: int, saved: SavedAccount | None) -> None:
-        """Return to the account at a checkpoint, with nothing under way; `saved` is None for an empty one."""
+        """Return to the account at a checkpoint, without open groups; None stands for an empty account."""
         self.version, self.open = version, {}
         self.num_trained = 0 if saved is None else saved.trained
         self.dropped = Counter() if saved is None else saved.dropped.copy()

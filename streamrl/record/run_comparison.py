@@ -169,7 +169,10 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ratio_half_width(one: Speed, other: Speed) -> float | None:
-    """Return half the 95 % interval of the logarithm of the ratio of two step times; None if too few steps count in both."""
+    """Return half the 95 % interval of the logarithm of the ratio of two step times.
+
+    Return None if too few steps count in both runs.
+    """
     first = max(one.counted_steps[0], other.counted_steps[0])
     last = min(one.counted_steps[1], other.counted_steps[1])
     if last <= first:
