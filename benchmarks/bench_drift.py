@@ -211,8 +211,8 @@ def speed() -> Iterator[tuple[str, float, str]]:
         1e6 * _best(lambda: posterior.learn(groups)) / (1024 * SIZE),
         "us",
     )
-    asked = range(1024)
-    ask = 1e6 * _best(lambda: [posterior.expect(8.0, prompt) for prompt in asked]) / 1024
+    prompts = range(1024)
+    ask = 1e6 * _best(lambda: [posterior.expect(8.0, prompt) for prompt in prompts]) / 1024
     yield "a question to the posterior", ask, "us"
     watch = RankerMonitor(RATE, 0)
     window = groups[:GROUPS]

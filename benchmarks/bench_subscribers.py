@@ -131,7 +131,9 @@ def time_generation(data: Path, scratch: Path, pairs: int, *, is_quick: bool) ->
     """Report the slowdown of generation by secondary trainers, counting ones and real ones."""
     for number in COUNTS:
         found = [slowed(counters(number), data, scratch, n)[0] for n in range(pairs)]
-        report_ratios(f"tokens a second with {number} who only count, over those alone", found)
+        report_ratios(
+            f"tokens per second with {number} counting trainers, over those without", found
+        )
     (scratch / "first").mkdir()
     (scratch / "first" / "model").symlink_to((data / "model").resolve())
     path = profile(scratch, "first", scratch / "profile.toml", is_quick=is_quick)
@@ -141,7 +143,7 @@ def time_generation(data: Path, scratch: Path, pairs: int, *, is_quick: bool) ->
         real.append(ratio)
         alone, followed = (throughput(predicted(*each, path)) for each in traces)
         simulated.append(followed / alone)
-    what = f"tokens a second with {' and '.join(REAL)} on the same cores, over those alone"
+    what = f"tokens per second with {' and '.join(REAL)} on the same cores, over those without"
     report_ratios(f"{what}, executed", real)
     report_ratios(f"{what}, simulated", simulated)
 
@@ -206,7 +208,7 @@ def time_engine() -> None:
         rollouts = sum(isinstance(event, Generated) for _, event, _ in trace.entries)
         found = [replay_time(trace) / rollouts * 1000 for _ in range(ROUNDS)]
         steps = [trainer.num_steps for trainer in measure(trace).trainers]
-        name = f"engine CPU time a rollout, {number} followers"
+        name = f"engine CPU time per rollout, {number} secondary trainers"
         report(name, median(found), "ms", least=min(found), rollouts=rollouts, steps=steps)
 
 
@@ -323,14 +325,14 @@ def solved(model: Path, tokenizer: Path, records: list[dict[str, Any]]) -> list[
     torch.manual_seed(0)
     words = AutoTokenizer.from_pretrained(tokenizer)
     network = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    asked = [record for record in records for _ in range(SAMPLES)]
-    rows = sample(network, words, [record["prompt"] for record in asked], MOST_TOKENS)
+    repeated = [record for record in records for _ in range(SAMPLES)]
+    rows = sample(network, words, [record["prompt"] for record in repeated], MOST_TOKENS)
     scorer = make_scorer(RewardConfig(scorer="reasoning-gym"))
     grade = scorer.load()
     texts = [words.decode(row, skip_special_tokens=True) for row in rows]
     rewards = [
         grade(record)(scorer.read(text, len(row)))
-        for record, text, row in zip(asked, texts, rows, strict=True)
+        for record, text, row in zip(repeated, texts, rows, strict=True)
     ]
     return [mean(rewards[n : n + SAMPLES]) for n in range(0, len(rewards), SAMPLES)]
 

@@ -151,6 +151,6 @@ def make_second(first: Path, directory: Path, prompts: list[str]) -> None:
     model, tokenizer = Qwen2ForCausalLM(config), AutoTokenizer.from_pretrained(first)
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
-    asked = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
-    outputs = sample(model.eval(), tokenizer, asked, LONG)
+    repeated = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
+    outputs = sample(model.eval(), tokenizer, repeated, LONG)
     write_lengths(directory / "lengths.csv", outputs, NUM_SAMPLES)

@@ -189,9 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=200e6, help="bits a second")
     parser.add_argument("--delay", type=float, default=0.02, help="seconds one way")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    asked = parser.parse_args(arguments)
-    command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
-    with wan_link(asked.rate, asked.delay):
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    with wan_link(options.rate, options.delay):
         sys.exit(subprocess.run([*inside(NEAR), *command], check=False).returncode)
 
 

@@ -207,7 +207,7 @@ def test_published_decoding_of_96_h100_is_met_within_15_per_cent() -> None:
         ({"data_parallel": 16}, r"rollout\.expert_parallel must be data_parallel x .* = 16"),
         (
             {"data_parallel": 16, "expert_parallel": 16, "pipeline_parallel": 2},
-            r"rollout\.pipeline_parallel must be 1 where rollout\.data_parallel is 16",
+            r"rollout\.pipeline_parallel must be 1 if rollout\.data_parallel is 16",
         ),
     ],
 )

@@ -267,7 +267,7 @@ def test_dropping_what_is_left_over_wastes_tokens_that_keeping_it_does_not() -> 
         ),
         (
             {"policies.sync_every": 2, "policies.system": "colocated"},
-            "policies.sync_every must be 1 where policies.system is 'colocated', got 2",
+            "policies.sync_every must be 1 if policies.system is 'colocated', got 2",
         ),
     ],
 )

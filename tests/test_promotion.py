@@ -290,7 +290,7 @@ def test_a_resume_goes_on_with_whoever_made_the_checkpoint(
         ),
         (
             {"framework.optimizer_steps": 2},
-            "policies.promote cannot be 'second', where a batch has several optimizer steps",
+            "policies.promote cannot be 'second', because a batch has several optimizer steps",
         ),
     ],
 )

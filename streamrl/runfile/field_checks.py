@@ -264,8 +264,8 @@ def _find_unused(table: Table) -> Iterator[_Unused]:
     trainers = table[TRAINER][1:] if is_list(table) else []
     followers: list[Table] = [trainer.get("algorithm", {}) for trainer in trainers]
     for name in leader:
-        heirs = [{**leader, **own} for own in followers if name not in own]
-        if not any(_algorithm_reads(_chosen(each), name) for each in (leader, *heirs)):
+        inheriting = [{**leader, **own} for own in followers if name not in own]
+        if not any(_algorithm_reads(_chosen(each), name) for each in (leader, *inheriting)):
             yield _Unused(leader, "algorithm", name, _chosen(leader))
     for number, own in enumerate(followers, start=1):
         chosen, place = _chosen({**leader, **own}), f"{trainer_key(number)}.algorithm"

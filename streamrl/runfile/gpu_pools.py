@@ -241,7 +241,7 @@ def _check_attention_ranks(key: str, rollout: RolloutConfig) -> None:
             f"{key}.expert_parallel",
             experts,
             OneOf([ranks]),
-            f"{key}.expert_parallel must be data_parallel x tensor_parallel = {ranks} where attention is "
+            f"{key}.expert_parallel must be data_parallel x tensor_parallel = {ranks} if attention is "
             f"data-parallel, got {experts}",
             (f"{key}.data_parallel", f"{key}.tensor_parallel"),
         )
@@ -250,7 +250,7 @@ def _check_attention_ranks(key: str, rollout: RolloutConfig) -> None:
             f"{key}.pipeline_parallel",
             rollout.pipeline_parallel,
             OneOf([1]),
-            f"{key}.pipeline_parallel must be 1 where {key}.data_parallel is {rollout.data_parallel}, "
+            f"{key}.pipeline_parallel must be 1 if {key}.data_parallel is {rollout.data_parallel}, "
             f"got {rollout.pipeline_parallel}",
             (f"{key}.data_parallel",),
         )
@@ -296,7 +296,7 @@ def _check_trainer(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfi
             f"{key}.virtual_stages",
             trainer.virtual_stages,
             OneOf([1]),
-            f"{key}.virtual_stages must be 1 where {key}.pipeline_parallel is 1, "
+            f"{key}.virtual_stages must be 1 if {key}.pipeline_parallel is 1, "
             f"got {trainer.virtual_stages}",
             (f"{key}.pipeline_parallel",),
         )
@@ -391,7 +391,7 @@ def _check_shared(
         ("sync.backend", sync.backend, SyncConfig().backend),
     ):
         if value is not None and value != only:
-            text = f"{key} must be {only!r} where policies.system is 'colocated', got {value!r}"
+            text = f"{key} must be {only!r} if policies.system is 'colocated', got {value!r}"
             raise RunError(key, value, OneOf([only]), text, ("policies.system",))
 
 

@@ -34,7 +34,7 @@ def _check_tail_batching(
             "algorithm.steps",
             steps,
             OneOf(n for n in (whole, whole + every) if n),
-            f"algorithm.steps must be a multiple of policies.tail_every={every} where "
+            f"algorithm.steps must be a multiple of policies.tail_every={every} if "
             f"policies.tail_batching is 'defer', so that the last steps include the longest prompts, "
             f"got {steps}",
             ("policies.tail_every", "policies.tail_batching"),
@@ -52,9 +52,7 @@ def _check_learning(policies: PoliciesConfig, group_size: int) -> None:
         ("policies.group_placement", policies.group_placement, "split"),
     ):
         if value != only:
-            text = (
-                f"{key} must be {only!r} where policies.learns_from_siblings is true, got {value!r}"
-            )
+            text = f"{key} must be {only!r} if policies.learns_from_siblings is true, got {value!r}"
             raise RunError(key, value, OneOf([only]), text, others)
     if policies.weight_sync == "between-batches":
         raise RunError(
@@ -150,7 +148,7 @@ def _check_concurrency(policies: PoliciesConfig) -> None:
         ("policies.group_placement", policies.group_placement, "split"),
     ):
         if value != only:
-            text = f"{key} must be {only!r} where policies.concurrency is {policies.concurrency!r}, got {value!r}"
+            text = f"{key} must be {only!r} if policies.concurrency is {policies.concurrency!r}, got {value!r}"
             raise RunError(key, value, OneOf([only]), text, others)
     if policies.weight_sync == "between-batches":
         raise RunError(
@@ -189,7 +187,7 @@ def _check_promotion(
             f"which is not in the primary trainer's pool {trainer_pool!r}",
         ),
         (policies.shares_gpus, "because the primary trainer shares its GPUs with replicas"),
-        (optimizer_steps > 1, "where a batch has several optimizer steps"),
+        (optimizer_steps > 1, "because a batch has several optimizer steps"),
     ):
         if is_wrong:
             text = f"{key} cannot be {policies.promote!r}, {why}"
