@@ -445,8 +445,9 @@ def _trainer_bytes(trainer: TrainerHardware) -> float:
 def sizes(pool: PoolConfig, unit: int | None) -> list[int]:
     """Return the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single node.
 
-    In a large pool they differ by about a sixteenth, unless `unit` is given.
+    In a large pool they differ by about a sixteenth, unless the pool or the plan has a `unit`.
     """
+    unit = pool.unit or unit
     step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
     counts = range(1, pool.num_gpus // step + 1)
     return [step * count for count in counts if unit or not count % _coarseness(count)]

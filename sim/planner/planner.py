@@ -147,10 +147,10 @@ def _plan(
 
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
-    """Return the pools of which plans rent only whole nodes; none if `[plan]` has the GPUs of a side."""
+    """Return the pools of which plans rent only whole nodes, unasked; none if `[plan]` has the GPUs of a side."""
     if plan.unit is not None or plan.rollout_gpus is not None or plan.trainer_gpus is not None:
         return []
-    return [name for name, pool in pools.items() if pool.nodes > 1]
+    return [name for name, pool in pools.items() if pool.nodes > 1 and pool.unit is None]
 
 
 def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:

@@ -26,6 +26,10 @@ class Commands(LazyGroup):
     """All commands, in the order of their use."""
 
     table: ClassVar[CommandTable] = {
+        "init": (
+            "streamrl.cli.init:init",
+            "Write a run file from a few answers, with a layout that fits.",
+        ),
         "simulate": (
             "streamrl.cli.simulate:simulate",
             "Predict time, cost and GPU idle time of a run.",

@@ -11,10 +11,28 @@ import typer
 from rich.console import Console
 
 from streamrl.cli.progress import make_progress
+from streamrl.cli.question import (
+    AlgorithmOption,
+    Budget,
+    Deadline,
+    Gpus,
+    Group,
+    Link,
+    MaxTokens,
+    MeanTokens,
+    Model,
+    Prompts,
+    PromptTokens,
+    Steps,
+    check_alone,
+    print_first_answer,
+    question_of,
+    run_of,
+    stated_of,
+)
 from streamrl.cli.shared import (
     AsJson,
     Overrides,
-    RunFile,
     claim_directory,
     print_json,
     stdout_console,
@@ -31,7 +49,21 @@ from streamrl.sim.planner.planner import make_plan
 
 
 def plan(
-    run_file: RunFile,
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file; or give --model and --gpus.")
+    ] = None,
+    model: Model = None,
+    gpus: Gpus = None,
+    algorithm: AlgorithmOption = None,
+    prompts: Prompts = None,
+    group: Group = None,
+    mean_tokens: MeanTokens = None,
+    max_tokens: MaxTokens = None,
+    prompt_tokens: PromptTokens = None,
+    steps: Steps = None,
+    link: Link = None,
+    deadline: Deadline = None,
+    budget: Budget = None,
     overrides: Overrides = None,
     output: Annotated[
         Path,
@@ -56,14 +88,26 @@ def plan(
     search, what to minimize, and the limits (`budget`, `deadline`). plan.toml holds the chosen plan, for `simulate`
     and `execute`. A line says so if `execute` does not support it.
 
+    Without a run file, --model and --gpus are enough. A first answer then comes within seconds.
+
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
+    Example: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
     """
-    run = load_run(run_file, overrides or ())
+    stated = stated_of(
+        **{"model": model, "gpus": gpus, "algorithm": algorithm, "prompts": prompts, "group": group},
+        **{"mean_tokens": mean_tokens, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens},
+        **{"steps": steps, "link": link, "deadline": deadline, "budget": budget},
+    )
+    check_alone(run_file, stated)
+    question = None if run_file is not None else question_of(stated)
+    run = load_run(run_file, overrides or ()) if run_file else run_of(question, overrides or ())
     other = None if export is None else export_name(export, "--export")
     for name in (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",))):
         if (output / name).exists() and not force:
             raise ValueError(f"{output / name} exists already; use --force to replace it")
     claim_directory(output)
+    if question is not None and not as_json:
+        print_first_answer(run, question, stated)
     with _progress() as watch:
         planned = make_plan(run, watch)
     if as_json:
@@ -73,9 +117,11 @@ def plan(
     output.mkdir(parents=True, exist_ok=True)
     write_plan(planned.plan, output)
     keep_inputs(paths_of(planned.run), output)
-    notes = [f"Chosen by `streamrl plan {run_file.name}`:", *head_lines(planned.plan)]
+    source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
+    notes = [f"Chosen by `streamrl plan {source}`:", *head_lines(planned.plan)]
     settings = planned.plan.allocation.settings
-    write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)
+    base = run_file.parent if run_file else Path()
+    write_run(planned.run, output / PLAN_TOML, notes, settings, base)
     if not as_json:
         from streamrl.executor.backend_limits import refusal_of
 

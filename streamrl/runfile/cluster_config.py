@@ -28,6 +28,8 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     """Name of a GPU in profiles/gpus; "cpu" counts worker processes of this machine as GPUs."""
     nodes: int = 1
     gpus_per_node: int = 8
+    unit: int | None = None
+    """GPUs by which a rental of this pool changes; `plan.unit` where absent."""
     price: float | None = None
     """Dollars per GPU-hour; the GPU's own figure where absent."""
     owned: bool = False

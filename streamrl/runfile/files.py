@@ -27,6 +27,7 @@ from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
+from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
@@ -153,11 +154,12 @@ def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     for change in overrides:
         override(table, change)
-    return table
+    return in_full(table)
 
 
 def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
     """Make a run from a table as TOML gives it; relative paths start at `base`."""
+    table = in_full(table)
     run = convert_run(table, base)
     check_run(run)
     for error in find_unused(table):

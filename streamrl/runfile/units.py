@@ -13,6 +13,12 @@ _TIMES = {
     **{"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0},
     **{"h": SECONDS_PER_HOUR, "d": SECONDS_PER_DAY},
 }
+_TIMES_IN_WORDS = {
+    **{"sec": 1.0, "second": 1.0, "seconds": 1.0, "mins": 60.0, "minute": 60.0, "minutes": 60.0},
+    **dict.fromkeys(("hr", "hrs", "hour", "hours"), SECONDS_PER_HOUR),
+    **dict.fromkeys(("day", "days"), SECONDS_PER_DAY),
+}
+_BITS = re.compile(r"(?P<prefix>[kKmMgGtTpP]?)(?:bps|b/s|bit/s|bits/s)")
 _NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
 
 
@@ -23,8 +29,8 @@ class Bandwidth(float):
     def parse(cls, text: object) -> Bandwidth:
         """Read a bandwidth; a bare number is refused."""
         value, unit = _split(text, "a bandwidth such as '80 Gbps' or '400 GB/s'")
-        if unit.endswith("bps") and unit[:-3] in _PREFIXES:
-            return cls(_finite(value * _PREFIXES[unit[:-3]] / BITS_PER_BYTE, text))
+        if bits := _BITS.fullmatch(unit):
+            return cls(_finite(value * _PREFIXES[bits["prefix"].upper()] / BITS_PER_BYTE, text))
         if unit.endswith("B/s"):
             return cls(_finite(value * _scale(unit[:-3], text), text))
         raise ValueError(f"{text!r} is no bandwidth: write '80 Gbps' or '400 GB/s'")
@@ -49,9 +55,10 @@ class Duration(float):
     def parse(cls, text: object) -> Duration:
         """Read a duration; a bare number is refused."""
         value, unit = _split(text, "a duration such as '20 ms'")
-        if unit not in _TIMES:
+        seconds = _TIMES.get(unit) or _TIMES_IN_WORDS.get(unit.lower())
+        if seconds is None:
             raise ValueError(f"{text!r} is no duration: units are {', '.join(_TIMES)}")
-        return cls(_finite(value * _TIMES[unit], text))
+        return cls(_finite(value * seconds, text))
 
 
 QUANTITIES: tuple[type[Bandwidth | Duration | Size], ...] = (Bandwidth, Duration, Size)

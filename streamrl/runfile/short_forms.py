@@ -1,0 +1,107 @@
+"""Accept names and numbers as people write them: "H100-SXM", "Qwen/Qwen3-8B", "32k".
+
+A run file may hold them anywhere. They are replaced before its keys are checked.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from streamrl.runfile.config import Run
+from streamrl.runfile.section import Section
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE)
+_SCALES = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1024**2}
+_GPU_MAKER = re.compile(r"^(nvidia|tesla|geforce)[\s\-_]+")
+_GPU_FORM = re.compile(r"[\s\-_]+(sxm\d?|hbm\d?e?|hgx|\d+\s*gb)$")
+"""What a GPU's full name adds for the usual form: NVIDIA-H100-80GB-HBM3, H100-SXM5."""
+
+
+def gpu_name(text: str) -> str:
+    """Return a GPU's name as profiles/gpus has it: "h100" for "H100-SXM5" or "NVIDIA H100 80GB HBM3".
+
+    Other forms of a GPU (PCIe, NVL) are other hardware, so that they stay in the name.
+    """
+    name = _GPU_MAKER.sub("", text.strip().lower())
+    while (shorter := _GPU_FORM.sub("", name)) != name:
+        name = shorter
+    return re.sub(r"[\s_]+", "-", name)
+
+
+def model_name(text: str) -> str:
+    """Return a model's name as profiles/models has it: "qwen3-8b" for "Qwen/Qwen3-8B"."""
+    return text.strip().rsplit("/", 1)[-1].lower()
+
+
+def count_of(text: str) -> int:
+    """Return a whole number that may be short: 32,000 for "32k", 32,768 for "32Ki".
+
+    Raises:
+        ValueError: it is no number, or no whole one.
+    """
+    match = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    if match is None:
+        raise ValueError(f"{text!r} is no whole number: write 32000, '32k' or '32Ki'")
+    number = float(match[1]) * _SCALES[(match[2] or "").lower()]
+    if number != int(number):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(number)
+
+
+def in_full(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a run file's table with short numbers and names written out; what is no table stays as it is."""
+    written: dict[str, Any] = _numbers_in_full(table, Run)
+    _rename(written, "model", "name", model_name)
+    for pool in _table(_table(written, "cluster"), "pools").values():
+        if isinstance(pool, dict) and isinstance(gpu := pool.get("gpu"), str):
+            pool["gpu"] = gpu_name(gpu)
+    return written
+
+
+def _rename(table: dict[str, Any], section: str, key: str, name: Any) -> None:
+    found = _table(table, section)
+    if isinstance(value := found.get(key), str):
+        found[key] = name(value)
+
+
+def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
+    found = table.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _numbers_in_full(value: Any, kind: Any) -> Any:
+    """Return a value of a run file with every short number in it written out, where its key wants a number."""
+    kinds = get_args(kind)
+    if kind is int or int in kinds and not isinstance(value, list | dict):
+        return _number(value)
+    if isinstance(value, dict):
+        return {key: _numbers_in_full(each, _kind_of(kind, key)) for key, each in value.items()}
+    if isinstance(value, list):
+        entries = [each for each in (kind, *kinds) if get_origin(each) in (list, tuple)]
+        inner = get_args(entries[0])[0] if entries else Any
+        return [_numbers_in_full(each, inner) for each in value]
+    return value
+
+
+def _number(value: Any) -> Any:
+    try:
+        return count_of(value) if isinstance(value, str) else value
+    except ValueError:  # the check of its key says what is wrong
+        return value
+
+
+def _kind_of(kind: Any, key: str) -> Any:
+    """Return the type of a key in a section or a table by name; `Any` for what is neither."""
+    for each in (kind, *get_args(kind)):
+        if isinstance(each, type) and issubclass(each, Section):
+            return _types_of(each).get(key, Any)
+        if get_origin(each) is dict:
+            return get_args(each)[1]
+    return Any
+
+
+@cache
+def _types_of(section: type[Section]) -> dict[str, Any]:
+    return get_type_hints(section)
