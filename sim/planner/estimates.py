@@ -28,6 +28,7 @@ from streamrl.engine.presets import System
 from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import egress_dollars
 from streamrl.runfile.cluster_config import ClusterConfig
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import StreamingName
 from streamrl.sim.batch_generation import StepBatch
 from streamrl.sim.costs.colocation import sync_costs
@@ -290,9 +291,17 @@ class Estimates:
         """Return the seconds that a steady step of each plan does not go below."""
         return self._put_together(is_bound=True).step
 
-    def values(self, steps: Floats, lags: Floats | None = None) -> Floats:
-        """Return the objective of every plan whose steps take so many seconds, its rollouts so many versions behind, or none."""
-        plan, prices, egress = self.space.run.plan, self.space.prices, self.egress(steps)
+    def values(
+        self, steps: Floats, lags: Floats | None = None, plan: PlanConfig | None = None
+    ) -> Floats:
+        """Return the objective of every plan.
+
+        Args:
+            steps: seconds of a step of each plan.
+            lags: mean staleness of each plan; none where absent.
+            plan: whose objective; the run file's where absent.
+        """
+        plan, prices, egress = plan or self.space.run.plan, self.space.prices, self.egress(steps)
         lags = np.zeros(len(steps)) if lags is None else lags
         return values_of(plan, steps, prices, self.tokens, lags, egress)
 

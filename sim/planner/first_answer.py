@@ -70,7 +70,11 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
     search.settle(pool, [])
     while True:
         named = _name(search)
-        new = [i for i in dict.fromkeys(named.values()) if i not in search.speeds and i not in search.unfinished]
+        new = [
+            i
+            for i in dict.fromkeys(named.values())
+            if i not in search.speeds and i not in search.unfinished
+        ]
         if not new or search.is_late:
             break
         search.simulate(pool, new, lambda: None)

@@ -101,6 +101,12 @@ class Replicas(NamedTuple):
         return (self._replace(beside=None), *others)
 
     @property
+    def layout(self) -> Replicas:
+        """What it is, however many rollouts each replica decodes at once."""
+        beside = None if self.beside is None else self.beside.layout
+        return self._replace(max_running=0, beside=beside)
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of all replicas."""
         return sum(kind.replicas * kind.gpus_per_replica for kind in self.kinds)
@@ -172,6 +178,11 @@ class Degrees(NamedTuple):
     def split(self) -> Degrees:
         """How it splits models and batches, whatever it does to fit its memory."""
         return self._replace(recompute="full", logits=None, offload=False)
+
+    @property
+    def layout(self) -> Degrees:
+        """How it splits models, whatever it does to fit its memory and however large its micro batches are."""
+        return self.split._replace(micro_batch=1)
 
     def change(self, trainer: TrainerConfig) -> TrainerConfig:
         """Return the section of a trainer with these degrees. A single pipeline stage has one slice."""

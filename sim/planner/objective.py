@@ -28,14 +28,16 @@ def value_of(plan: PlanConfig, speed: Speed) -> float:
     """Return the objective of a simulated plan.
 
     For the Pareto set it is the product of seconds and dollars. All values are scaled to the progress of a step
-    without staleness (`plan.staleness_cost`).
+    without staleness (`plan.staleness_cost`). Dollars include those of waiting (`plan.value_of_hour`).
     """
     steps = steps_for_one(plan, speed.mean_staleness)
+    waiting = plan.value_of_hour / SECONDS_PER_HOUR * speed.step_time
     match plan.objective:
         case "cost-per-million-tokens":
-            return speed.cost_per_million_tokens * steps
+            paid = 1 + waiting / speed.cost_per_step if waiting else 1.0
+            return speed.cost_per_million_tokens * paid * steps
         case "cost-per-step":
-            return speed.cost_per_step * steps
+            return (speed.cost_per_step + waiting) * steps
         case "step-time":
             return speed.step_time * steps
         case "pareto":
@@ -64,11 +66,12 @@ def values_of(
     """
     steps: Floats = steps_for_one(plan, np.asarray(lags))
     seconds, dollars = seconds * steps, (seconds * prices + egress) * steps
+    waiting = plan.value_of_hour / SECONDS_PER_HOUR * seconds
     match plan.objective:
         case "cost-per-million-tokens":
-            return dollars / tokens_per_step * 1e6
+            return (dollars + waiting) / tokens_per_step * 1e6
         case "cost-per-step":
-            return dollars
+            return dollars + waiting
         case "step-time":
             return seconds
         case "pareto":

@@ -19,7 +19,7 @@ from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.objective import front, value_of
 from streamrl.sim.planner.plan import SHORT, Choice, ComparedPlan, PlannedSide, RunnerUp, plan_text
 from streamrl.sim.planner.race import Race
-from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 
 
@@ -45,8 +45,6 @@ def drafts_text(drafts: SpeculativeConfig | None, counts: Sequence[int] | None) 
 
 
 DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
-NOTABLY = 1.1
-"""Times as fast as the chosen plan from which on it is said of one that is as good."""
 SCALED = ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens")
 """Figures of a finalist that stand as the chosen plan's times what both differ by over the steps that they share."""
 RUNNERS_UP = 8
@@ -56,8 +54,9 @@ RUNNERS_UP = 8
 class PlanDescription:
     """Puts what was simulated into the words of a plan file."""
 
-    def __init__(self, search: Search, race: Race, chosen: int) -> None:
+    def __init__(self, search: Search, race: Race, chosen: int, cheapest: int) -> None:
         self._search, self._race, self._index = search, race, chosen
+        self._cheapest = cheapest
         self.chosen = self._choice(chosen, race.steady[chosen])
 
     def open_gap(self) -> float | None:
@@ -69,17 +68,36 @@ class PlanDescription:
 
     def why(self) -> str:
         """Say why this plan is chosen and no other that costs about as much."""
+        if self._search.space.run.plan.takes_faster:
+            return self._why_faster()
         race, chosen = self._race, self._index
         best = min(race.finals, key=race.value)
         alike = [index for index in race.finals if race.is_alike(index, best)]
         if best == chosen or chosen not in alike:
             return "the best of all that were simulated"
-        times = race.finals[chosen][0].step_time / race.finals[best][0].step_time
-        faster = f", which is {times:.2g} times as fast" if times > NOTABLY else ""
         return (
-            f"the simplest of {len(alike)} plans that are about as good: "
-            f"{race.behind(chosen, best):.1%} behind the best, {self._text(best)}{faster}"
+            f"the {self._better_in_second(best)} of {len(alike)} plans that are about as good: "
+            f"{race.behind(chosen, best):.1%} behind the best, {self._text(best)}"
         )
+
+    def _why_faster(self) -> str:
+        """Say how much dearer and faster the chosen plan is than the cheapest."""
+        tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
+        if cheapest == self._index:
+            return f"the cheapest; no plan that costs at most {tolerance:.0%} more is faster"
+        dearer = self._race.behind(self._index, cheapest)
+        times = 1 / self._ratio("step_time", self._index, cheapest)
+        cost = (
+            f"{dearer:.1%} dearer than the cheapest" if dearer > 0 else "as cheap as the cheapest"
+        )
+        return f"{cost}, {times:.2g} times as fast: {self._text(cheapest)}"
+
+    def _better_in_second(self, best: int) -> str:
+        """Say by what the chosen plan was preferred to one that is about as good."""
+        key = "cost_per_step" if self._search.goal.objective == "step-time" else "step_time"
+        if self._ratio(key, self._index, best) > 1 - ALIKE:
+            return "simplest"
+        return "cheapest" if key == "cost_per_step" else "fastest"
 
     def beside(self) -> list[ComparedPlan]:
         """Return what a choice is always seen beside: the best synchronous, the best colocated and the fastest plan."""
@@ -109,6 +127,7 @@ class PlanDescription:
         """Return the best of each kind by what all have: finalists as such, the others by the few steps of the search."""
         ranking, speeds = self._ranking(), self._search.speeds
         kinds: dict[str, Callable[[int], bool]] = {
+            **({"cheapest": lambda index: index == self._cheapest} if self._is_faster else {}),
             "best synchronous": lambda index: not self._search.space.system(index).staleness_bound,
             "best colocated": lambda index: self._mode(index) == "colocated",
         }
@@ -144,13 +163,20 @@ class PlanDescription:
 
     def _times(self, index: int, key: str) -> float:
         """Return a figure of a plan over that of the chosen one, on the same prompts, in the median of the seeds."""
-        if index == self._index:
-            return 1.0
+        return 1.0 if index == self._index else self._ratio(key, index, self._index)
+
+    def _ratio(self, key: str, index: int, other: int) -> float:
+        """Return a figure of a plan over that of another, on the same prompts, in the median of the seeds."""
         ours, theirs = (
             median(getattr(speed, key) for speed in speeds)
-            for speeds in self._race.pair(index, self._index)
+            for speeds in self._race.pair(index, other)
         )
         return float(ours / theirs)
+
+    @property
+    def _is_faster(self) -> bool:
+        """Whether the chosen plan is not the cheapest, but faster for little more."""
+        return self._search.space.run.plan.takes_faster and self._cheapest != self._index
 
     def _mode(self, index: int) -> str:
         return self._search.space.candidate(index).mode.system

@@ -89,20 +89,24 @@ def _plan(
     run = scope.run
     search.run(pool, progress.on("simulating"))
     race = Race(search)
+    if run.plan.takes_faster:
+        _look_for_faster(search, race, pool, progress)
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
+    search.goal = run.plan
+    cheapest = race.cheapest_beside(chosen)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_with_fuller_memory(search, chosen, pool, progress.on("with less room"))
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
     on_parts = progress.on("parts of a node")
-    parts = find_on_partial_nodes(search, chosen, pool, on_parts) if whole_nodes else None
+    parts = find_on_partial_nodes(search, cheapest, pool, on_parts) if whole_nodes else None
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = race.planned(chosen)
     losses = expected_losses(planned, metrics.step_time)
     planned = replace(planned, policies=with_restarts(planned.policies, losses))
     check_run(planned)
     value, bounds = search.value_of(metrics), search.bounds()
-    found = PlanDescription(search, race, chosen)
+    found = PlanDescription(search, race, chosen, cheapest)
     plan = Plan(
         whole_run=metrics.whole_run,
         allocation=found.chosen,
@@ -169,6 +173,20 @@ def with_restarts(policies: PoliciesConfig, losses: Losses) -> PoliciesConfig:
     return changed
 
 
+def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Progress) -> None:
+    """Find the cheapest plan, then look for the fastest that costs little more; the search keeps that as its goal."""
+    cheapest = race.settle(
+        pool, race.run(pool, progress.on("finalists")), progress.on("the cheapest")
+    )
+    if search.is_late:
+        return
+    plan, spend = search.space.run.plan, search.spend_of(race.steady[cheapest][0])
+    most = (1 + plan.tolerance) * spend.whole
+    budget = most if plan.budget is None else min(most, plan.budget)
+    search.goal = replace(plan, objective="step-time", budget=budget)
+    search.run(pool, progress.on("faster plans"))
+
+
 def _choose(
     search: Search, race: Race, pool: Executor, progress: _Progress
 ) -> tuple[int, list[Verdict]]:
@@ -177,13 +195,20 @@ def _choose(
         chosen = race.run(pool, progress.on("finalists"))
         if search.is_late:
             return chosen, []
-        verdicts = judge(search, chosen, pool, progress.on("what if"))
+        verdicts = _judge(search, chosen, pool, progress)
         others = (search.space.find(each.other) for each in verdicts if each.other is not None)
         new = [i for i in dict.fromkeys(others) if i is not None and i not in search.speeds]
         search.simulate(pool, new, progress.on("what if"))
-        if not any(search.value(i) < search.value(chosen) for i in new if i in search.speeds):
+        ranking = search.ranking()
+        if not any(search.value(i) < search.value(chosen) for i in new if i in ranking):
             break
     return chosen, verdicts
+
+
+def _judge(search: Search, chosen: int, pool: Executor, progress: _Progress) -> list[Verdict]:
+    """Plan again in other worlds, by the objective of the run file."""
+    with search.judged_by(search.space.run.plan):
+        return judge(search, chosen, pool, progress.on("what if"))
 
 
 def _settle(
@@ -197,14 +222,21 @@ def _settle(
     """Simulate the chosen plan until its step is known, and as well what is seen beside it; choose that where it is better."""
     chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
     for _ in range(MOST_RETURNS):
-        wanted = [i for i in PlanDescription(search, race, chosen).wanted() if not race.as_known(i)]
+        wanted = _wanted(search, race, chosen)
         if not wanted or not race.stand_beside(pool, chosen, wanted, progress.on("beside it")):
             break
         if (better := race.better_beside(chosen)) is None:
             continue
         chosen = race.settle(pool, better, progress.on("the chosen plan"))
-        verdicts = [] if search.is_late else judge(search, chosen, pool, progress.on("what if"))
+        verdicts = [] if search.is_late else _judge(search, chosen, pool, progress)
     return chosen, verdicts
+
+
+def _wanted(search: Search, race: Race, chosen: int) -> list[int]:
+    """Return the plans to compare with the chosen one that are not as well known."""
+    with search.judged_by(search.space.run.plan):
+        wanted = PlanDescription(search, race, chosen, chosen).wanted()
+    return [index for index in wanted if not race.as_known(index)]
 
 
 class _Progress:

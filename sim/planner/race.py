@@ -59,13 +59,13 @@ class Race:
     # Rounds ---------------------------------------------------------------------------------------
 
     def run(self, pool: Executor, watch: Callable[[], None]) -> int:
-        """Return the plan to choose: of those that cost about as much as the best the simplest."""
+        """Return the plan to choose: of those that are about as good as the best the faster one, or the cheaper one."""
         search, most = self.search, self.search.space.run.plan.finalists
         ranking = search.ranking()
         limit = CONTENDS * search.value(ranking[0])
         contenders = [index for index in ranking[:most] if search.value(index) <= limit]
-        simpler = sorted(ranking, key=lambda index: int(search.complexity[index]))
-        near = [i for i in simpler if search.value(i) <= (1 + 2 * ALIKE) * search.value(ranking[0])]
+        order = sorted(ranking, key=lambda index: search.second_value_of(search.speeds[index]))
+        near = [i for i in order if search.value(i) <= (1 + 2 * ALIKE) * search.value(ranking[0])]
         self._compare(pool, dict.fromkeys([*contenders, *near[:1]]), watch)
         for index in self._that_may_finish():
             if self.finals:
@@ -128,7 +128,13 @@ class Race:
         kept = [i for i in self.finals if all(map(self.search.is_affordable, self.finals[i]))]
         ranking = sorted(kept or self.finals, key=self.value)
         alike = [i for i in ranking if self.is_alike(i, ranking[0])]
-        return min(alike, key=self._preference)
+        least = min(map(self._second_value, alike))
+        ties = [i for i in alike if self._second_value(i) <= (1 + ALIKE) * least]
+        return min(ties, key=self._preference)
+
+    def _second_value(self, index: int) -> float:
+        """Return what plans of the same objective are told apart by: seconds, or dollars where seconds are the objective."""
+        return median(map(self.search.second_value_of, self.finals[index]))
 
     def _preference(self, index: int) -> tuple[int, float, float]:
         """Order plans that are about as good: the simplest first, the better one, and of equal ones the cheapest."""
@@ -186,6 +192,15 @@ class Race:
         kept = [index for index, speed in speeds.items() if self.search.is_affordable(speed)]
         best = min(kept, key=lambda index: values[index], default=chosen)
         return best if values[best] < (1 - ALIKE) * values[chosen] else None
+
+    def cheapest_beside(self, chosen: int) -> int:
+        """Return the cheapest of the chosen plan and of those that are known as well, by the goal of the search."""
+        kept = [
+            i
+            for i in (*self.beside, *self.steady)
+            if self.search.is_affordable(self.as_known(i)[0])
+        ]
+        return min([chosen, *kept], key=lambda index: self.search.value_of(self.as_known(index)[0]))
 
     def _in_time(self, index: int) -> Run:
         """Return the run with no more steps than there is time for, by what those of the search took."""

@@ -12,6 +12,7 @@ from streamrl.engine.presets import System
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import steps_for_one, whole_time
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.sim.planner.estimates import Estimates, StageSeconds
@@ -132,9 +133,12 @@ class Scores:
         default_factory=lambda: defaultdict(lambda: deque(maxlen=REMEMBERED))
     )
     """Simulated steps over their estimates, the last ones of each system."""
+    goal: PlanConfig = field(init=False)
+    """What plans are judged by now: the section `[plan]`, or a later goal of the search."""
 
     def __post_init__(self) -> None:
         """Tell apart what the plans of the space are."""
+        self.goal = self.space.run.plan
         self._take(self.space)
 
     def _take(self, space: Space) -> None:
@@ -149,7 +153,14 @@ class Scores:
 
     def value_of(self, speed: Speed) -> float:
         """Return the objective of a simulation."""
-        return value_of(self.space.run.plan, speed)
+        return value_of(self.goal, speed)
+
+    def second_value_of(self, speed: Speed) -> float:
+        """Return what plans of the same objective are told apart by: seconds, or dollars where seconds are the objective."""
+        steps = steps_for_one(self.goal, speed.mean_staleness)
+        if self.goal.objective == "step-time":
+            return speed.cost_per_step * steps
+        return speed.step_time * steps
 
     def spend_of(self, speed: Speed) -> Spend[float]:
         """Return the dollars and seconds of a simulation."""
@@ -157,16 +168,16 @@ class Scores:
 
     def bounds(self) -> Floats:
         """Return the objective that no steady step of each plan goes below."""
-        return self.estimates.values(self.estimates.bound())
+        return self.estimates.values(self.estimates.bound(), plan=self.goal)
 
     def scores(self) -> Floats:
         """Estimate the least objective that every plan may have; what breaks a budget comes after all others."""
         stages = self.estimates.estimate()
         steps = self._least_steps(stages)
-        if self.space.run.plan.objective == "pareto":
+        if self.goal.objective == "pareto":
             values = distance_to_front(steps, self._dollars(steps))
         else:
-            values = self.estimates.values(steps, self._lags)
+            values = self.estimates.values(steps, self._lags, self.goal)
         values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
         over = self._over_limits(steps)
         return np.where(over > 1, values.max() * over, values)
@@ -181,14 +192,13 @@ class Scores:
 
     def _over_limits(self, steps: Floats) -> Floats:
         """Return the largest ratio of a figure to its limit of every plan, given its step time; up to 1 it keeps all limits."""
-        run = self.space.run
-        if not limits_of(run.plan):
+        if not limits_of(self.goal):
             return np.zeros(len(self.space))
         dollars = self._dollars(steps)
-        num_steps = run.algorithm.steps * steps_for_one(run.plan, self._lags)
+        num_steps = self.space.run.algorithm.steps * steps_for_one(self.goal, self._lags)
         per_day = dollars / steps * SECONDS_PER_DAY
         spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
-        found: Floats = np.asarray(excess(run.plan, spend))
+        found: Floats = np.asarray(excess(self.goal, spend))
         return found
 
     def _least_over(self) -> Floats:
@@ -206,5 +216,5 @@ class Scores:
         return min(1.0, *seen)
 
     def is_affordable(self, speed: Speed) -> bool:
-        """Whether a simulated plan keeps to the budgets and the deadline of `[plan]`."""
-        return keeps_limits(self.space.run.plan, self.spend_of(speed))
+        """Whether a simulated plan keeps the limits of the goal."""
+        return keeps_limits(self.goal, self.spend_of(speed))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 from streamrl.hardware.resolved import resolve
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.planner.estimates import Estimates
-from streamrl.sim.planner.layouts import Replicas, can_mix, mixed_fleets
+from streamrl.sim.planner.layouts import Degrees, Replicas, can_mix, mixed_fleets
 from streamrl.sim.planner.objective import unmet
 from streamrl.sim.planner.scores import Scores, best_of, within
 from streamrl.sim.planner.space import Candidate, Space
@@ -88,8 +90,21 @@ class Search(Scores):
     """Whether no plan that was not simulated may be better by more than `MARGIN`."""
 
     @classmethod
-    def open(cls, run: Run, deadline: float = float("inf"), *, tight: bool = False) -> Search:
-        """Find all plans and estimate them; `tight` ones are those whose trainers leave too little room otherwise.
+    def open(
+        cls,
+        run: Run,
+        deadline: float = float("inf"),
+        *,
+        tight: bool = False,
+        kept: Degrees | None = None,
+    ) -> Search:
+        """Find all plans and estimate them.
+
+        Args:
+            run: the run file.
+            deadline: instant after which nothing is simulated.
+            tight: only plans whose trainers leave too little room otherwise.
+            kept: a trainer whose layout stays even where others on the same GPUs are faster.
 
         Raises:
             ValueError: no plan is left, or costs are missing.
@@ -97,7 +112,7 @@ class Search(Scores):
         base = shortened(run, run.seed)
         batches = counted_batches(base)
         falling = [FallingLengths(DealtBatch.of(batch.trained).lengths) for batch in batches]
-        space = Space.open(run, falling, tight=tight)
+        space = Space.open(run, falling, tight=tight, kept=kept)
         return cls(space=space, estimates=Estimates(space, batches), base=base, deadline=deadline)
 
     @property
@@ -111,6 +126,15 @@ class Search(Scores):
         return self.deadline - FINAL_SHARE * self.space.run.plan.time_limit
 
     # Values ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def judged_by(self, goal: PlanConfig) -> Iterator[None]:
+        """Judge plans by another goal for a while."""
+        own, self.goal = self.goal, goal
+        try:
+            yield
+        finally:
+            self.goal = own
 
     def value(self, index: int) -> float:
         """Return the objective of a simulated plan over the few steps of the search."""
@@ -156,7 +180,7 @@ class Search(Scores):
     def nothing_left(self, speeds: Iterable[Speed]) -> Exception:
         """Return the error that no plan keeps the limits, or that none finishes if there are no speeds."""
         if spends := [self.spend_of(speed) for speed in speeds]:
-            return unmet(self.space.run.plan, spends)
+            return unmet(self.goal, spends)
         some = next(iter(self.unfinished.values()))
         return RuntimeError(f"no plan that was simulated comes to its end: {some.reason}")
 
@@ -214,7 +238,7 @@ class Search(Scores):
         least = {i: float(bounds[classes == classes[i]].min()) for i in wanted}
         while wanted:
             ranking = self.ranking()
-            is_judged = ranking and self.space.run.plan.objective != "pareto"
+            is_judged = ranking and self.goal.objective != "pareto"
             best = self.value(ranking[0]) if is_judged else np.inf
             self.simulate(pool, [i for i in wanted[:ROUND] if least[i] <= best], watch)
             wanted = [] if self.is_late else wanted[ROUND:]
@@ -287,25 +311,37 @@ class Search(Scores):
         return run_all(pool, work, trials, until=self.deadline).items()
 
     def _pick(self, order: list[int], scores: Floats) -> list[int]:
-        """Choose the best plans by estimate that may be better than the best so far, or equal and simpler.
+        """Choose the best plans by estimate that may be better than the best so far, or equal and faster.
 
         Among plans that differ only in the trainer's parallelism and the sync mode, only the best
         by estimate is taken, because closed forms compare these as well as a simulation. Plans of a
         Pareto set are taken in order from one end to the other.
         """
-        ranking, plan = self.ranking(), self.space.run.plan
-        if plan.objective == "pareto":
+        ranking = self.ranking()
+        if self.goal.objective == "pareto":
             return self._spread([i for i in self.unlike(order, scores) if scores[i] <= 1 + MARGIN])
         if not ranking:
             over = self._over_limits(self._least_steps(self.estimates.estimate()))
             kept = [i for i in order if over[i] <= 1]
             return list(self.unlike(kept, scores))[:ROUND]
         best = ranking[0]
-        worth = scores.copy()
-        worth[self.complexity < self.complexity[best]] *= (1 - MARGIN) / (1 + ALIKE)
+        worth = self._worth(scores, best)
         limit = (1 - MARGIN) * self.value(best)
         wanted = sorted((i for i in order if worth[i] < limit), key=lambda i: worth[i])
         return list(self.unlike(wanted, scores))[:ROUND]
+
+    def _worth(self, scores: Floats, best: int) -> Floats:
+        """Return scores in which a plan that is faster than the best, or cheaper where time counts, may cost a little more.
+
+        Where a later goal looks for faster plans anyway, scores stay.
+        """
+        if self.goal.takes_faster or self.goal.objective == "pareto":
+            return scores
+        steps = self.estimates.estimate().step
+        other = self._dollars(steps) if self.goal.objective == "step-time" else steps
+        worth = scores.copy()
+        worth[other < (1 - ALIKE) * other[best]] *= (1 - MARGIN) / (1 + ALIKE)
+        return worth
 
     def in_order(self) -> list[int]:
         """Return the plans that are best by estimate, the best first."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.plan_config import PlanConfig
@@ -30,6 +31,8 @@ SHARE = 0.2
 IS_AHEAD = 0.98
 """Share of the chosen plan's objective below which another's counts as better: estimates err by as much, and plans
 that cost about the same are told apart by how simple they are."""
+NOT_SLOWER = 1.02
+"""Seconds of a step over the chosen plan's up to which another is as fast."""
 TOUCHES = 1e-6
 """Share by which a change must shift two plans against each other for it to be why one is better."""
 CONTENDS = (1 + SHARE) / (1 - SHARE)
@@ -143,9 +146,12 @@ def judge(
     speeds = run_all(pool, short_speed_of, trials, watch, search.deadline)
     before = search.value(chosen)
     simulated: dict[tuple[int, Candidate | None], float] = {
-        key: value_of(run.plan, speed) / before
-        for key, speed in speeds.items()
+        (place, who): value_of(run.plan, speed) / before
+        for (place, who), speed in speeds.items()
         if not isinstance(speed, Unfinished)
+        and not (
+            run.plan.takes_faster and _is_slower(speed, speeds.get((place, looks[place].chosen)))
+        )
     }
     return [
         _verdict(
@@ -156,6 +162,13 @@ def judge(
         )
         for place, look in enumerate(looks)
     ]
+
+
+def _is_slower(speed: Speed, chosen: Speed | Unfinished | None) -> bool:
+    """Whether a plan takes clearly longer than the chosen one after a shift."""
+    if chosen is None or isinstance(chosen, Unfinished):
+        return False
+    return speed.step_time > NOT_SLOWER * chosen.step_time
 
 
 def _verdict(
@@ -184,8 +197,9 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     run = search.space.run
     if (shift.run.workload, shift.run.costs) != (run.workload, run.costs):
         return _look_at_stages(shift, search, chosen, pool)
-    before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run.cluster))
-    best, candidate = int(np.argmin(after)), search.space.candidate
+    shifted = search.estimates.shifted(shift.run.cluster)
+    before, after = _values(search.estimates), _values(shifted)
+    best, candidate = _best(run.plan, shifted, chosen), search.space.candidate
     gains = after[best] / before[best] < (1 - TOUCHES) * after[chosen] / before[chosen]
     has_other = gains and is_ahead(after[best], after[chosen])
     ratio = float(after[chosen] / before[chosen])
@@ -194,9 +208,11 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
 
 def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     """Estimate plans with other stage times, the replicas of the best simulated; what fits may be another set."""
+    run = search.space.run
     try:
-        narrowed = replace(shift.run, plan=_narrowed(shift.run.plan, search))
-        after = Search.open(narrowed, search.deadline)
+        narrowed = replace(shift.run, plan=_narrowed(shift.run.plan, search, chosen))
+        kept = search.space.candidate(chosen).trainer
+        after = Search.open(narrowed, search.deadline, kept=kept)
     except ValueError:  # nothing like the best plans fits any more, as the verdict then says
         return _Look(shift, 1.0, None, None)
     after.estimates.take_paces(search.estimates)
@@ -204,7 +220,7 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
     place = after.space.find(search.space.candidate(chosen))
     after.settle(pool, [] if place is None else [place])
     values, candidate = _values(after.estimates), after.space.candidate
-    best = int(np.argmin(values))
+    best = _best(run.plan, after.estimates, place)
     if place is None:
         return _Look(shift, 1.0, None, candidate(best))
     has_other = is_ahead(values[best], values[place])
@@ -212,10 +228,19 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
     return _Look(shift, ratio, candidate(place), candidate(best) if has_other else None)
 
 
-def _narrowed(plan: PlanConfig, search: Search) -> PlanConfig:
-    """Limit the section `[plan]` to the pools, sizes and systems of the plans near the best."""
+def _best(plan: PlanConfig, estimates: Estimates, chosen: int | None) -> int:
+    """Return the plan of the best objective, among those as fast as the chosen one where that was chosen for its speed."""
+    values = _values(estimates)
+    if plan.takes_faster and chosen is not None:
+        steps = estimates.estimate().step
+        values = np.where(steps <= NOT_SLOWER * steps[chosen], values, np.inf)
+    return int(np.argmin(values))
+
+
+def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
+    """Limit the section `[plan]` to the pools, sizes and systems of the chosen plan and those near the best."""
     space, values = search.space, _values(search.estimates)
-    near = np.nonzero(values <= CONTENDS * values.min())[0]
+    near = np.append(np.nonzero(values <= CONTENDS * values.min())[0], chosen)
     trainers = [space.trainers[i] for i in np.unique(space.of_trainer[near])]
     fleets = [space.replicas[i] for i in np.unique(space.of_replicas[near])]
     replicas = [kind for fleet in fleets for kind in fleet.kinds]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -248,23 +249,36 @@ class Space:
         return self.systems[int(self.of_mode[index])]
 
     def find(self, candidate: Candidate) -> int | None:
-        """Return the index of a plan with the same split, or None. Recomputation and offloading may differ."""
+        """Return the index of a plan with the same layout, or None.
+
+        What depends on memory and lengths may differ: recomputation, offloading, micro batches, `max_running`.
+        """
         replicas, trainer, mode = candidate
-        if replicas not in self.replicas or mode not in self.modes:
+        if mode not in self.modes:
             return None
-        is_it = (self.of_replicas == self.replicas.index(replicas)) & (
-            self.of_mode == self.modes.index(mode)
-        )
-        for place in self._alike(trainer):
-            found = is_it & (self.of_trainer == place)
+        in_mode = self.of_mode == self.modes.index(mode)
+        for fleet, place in product(self._alike_replicas(replicas), self._alike(trainer)):
+            found = in_mode & (self.of_replicas == fleet) & (self.of_trainer == place)
             if found.any():
                 return int(np.argmax(found))
         return None
 
+    def _alike_replicas(self, replicas: Replicas) -> list[int]:
+        """Return the places of replicas with the same layout, those of the nearest `max_running` first."""
+        alike = [p for p, each in enumerate(self.replicas) if each.layout == replicas.layout]
+        return sorted(
+            alike, key=lambda place: abs(self.replicas[place].max_running - replicas.max_running)
+        )
+
     def _alike(self, trainer: Degrees) -> list[int]:
-        """Return the places of trainers with the same split, those with the same offloading first."""
-        alike = [place for place, each in enumerate(self.trainers) if each.split == trainer.split]
-        return sorted(alike, key=lambda place: self.trainers[place].offload != trainer.offload)
+        """Return the places of trainers with the same layout: first those of the same split, of them the same offloading."""
+        alike = [p for p, each in enumerate(self.trainers) if each.layout == trainer.layout]
+
+        def differences(place: int) -> tuple[bool, bool]:
+            each = self.trainers[place]
+            return each.split != trainer.split, each.offload != trainer.offload
+
+        return sorted(alike, key=differences)
 
     def priced(self, cluster: ClusterConfig) -> Space:
         """Return the same plans with the prices and links of another offer."""
@@ -275,7 +289,12 @@ class Space:
 
     @classmethod
     def open(
-        cls, run: Run, batches: Sequence[FallingLengths] = (), *, tight: bool = False
+        cls,
+        run: Run,
+        batches: Sequence[FallingLengths] = (),
+        *,
+        tight: bool = False,
+        kept: Degrees | None = None,
     ) -> Space:
         """Find the plans that a run's offer and its section `[plan]` allow.
 
@@ -283,6 +302,7 @@ class Space:
             run: the run file.
             batches: batches to train on. If given, trainers much slower than others on the same GPUs are left out.
             tight: use only the trainers that plans leave out because too little GPU memory remains.
+            kept: a trainer whose layout stays even where others on the same GPUs are faster.
 
         Raises:
             ValueError: there are none. The error has the constraints that rule plans out.
@@ -302,7 +322,7 @@ class Space:
         if batches:
             own = (each.change(run.trainer) for each in trainers)
             times = [times_of_trainer(run, trainer, batches[:1]) for trainer in own]
-            trainers = _near_best(trainers, times, cut)
+            trainers = _near_best(trainers, times, kept, cut)
             mean_tokens = _mean_tokens(batches)
             held = [
                 kv_capacity(each.place(replica, pools[each.pool])) / mean_tokens
@@ -457,9 +477,15 @@ def _fitting(
 
 
 def _near_best(
-    trainers: list[Degrees], all_times: Sequence[TrainTimes], cut: Counter[str]
+    trainers: list[Degrees],
+    all_times: Sequence[TrainTimes],
+    always: Degrees | None,
+    cut: Counter[str],
 ) -> list[Degrees]:
-    """Leave out the trainers that are slower than others on the same GPUs, both with whole batches and streaming."""
+    """Leave out the trainers that are slower than others on the same GPUs, both with whole batches and streaming.
+
+    Those with the layout of `always` stay.
+    """
     by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
     for trainer, times in zip(trainers, all_times, strict=True):
         by_gpus[trainer.pool, trainer.num_gpus].append((trainer, times))
@@ -470,7 +496,8 @@ def _near_best(
             near = [one for seconds, one in order if seconds <= NEAR_BEST * order[0][0]]
             kept |= dict.fromkeys(near[:MOST_ALIKE])
     cut[SLOW] += len(trainers) - len(kept)
-    return [trainer for trainer in trainers if trainer in kept]
+    layout = None if always is None else always.layout
+    return [trainer for trainer in trainers if trainer in kept or trainer.layout == layout]
 
 
 def _mean_tokens(batches: Sequence[FallingLengths]) -> float:

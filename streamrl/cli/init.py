@@ -84,7 +84,13 @@ def init(
         raise ValueError(f"{run_file} exists already; use --force to replace it")
     claim_file(run_file)
     stated = stated_of(
-        **{"model": model, "gpus": gpus, "algorithm": algorithm, "prompts": prompts, "group": group},
+        **{
+            "model": model,
+            "gpus": gpus,
+            "algorithm": algorithm,
+            "prompts": prompts,
+            "group": group,
+        },
         **{"mean_tokens": mean_tokens, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens},
         **{"steps": steps, "link": link, "deadline": deadline, "budget": budget},
     )
@@ -97,7 +103,9 @@ def init(
     laid_out = replace(chosen.candidate.apply(run), cluster=run.cluster)
     write_run(laid_out, run_file, [f"By estimates the {chosen.what}: {chosen.choice}."])
     run_file.write_text(_commented(run_file.read_text(encoding="utf-8")), encoding="utf-8")
-    typer.echo(f"written to {run_file}; next: streamrl plan {run_file}, or streamrl simulate {run_file}")
+    typer.echo(
+        f"written to {run_file}; next: streamrl plan {run_file}, or streamrl simulate {run_file}"
+    )
 
 
 def _ask_for_rest(stated: dict[str, Any]) -> None:

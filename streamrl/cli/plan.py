@@ -50,7 +50,8 @@ from streamrl.sim.planner.planner import make_plan
 
 def plan(
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file; or give --model and --gpus.")
+        Path | None,
+        typer.Argument(metavar="[RUN.toml]", help="The run file; or give --model and --gpus."),
     ] = None,
     model: Model = None,
     gpus: Gpus = None,
@@ -94,7 +95,13 @@ def plan(
     Example: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
     """
     stated = stated_of(
-        **{"model": model, "gpus": gpus, "algorithm": algorithm, "prompts": prompts, "group": group},
+        **{
+            "model": model,
+            "gpus": gpus,
+            "algorithm": algorithm,
+            "prompts": prompts,
+            "group": group,
+        },
         **{"mean_tokens": mean_tokens, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens},
         **{"steps": steps, "link": link, "deadline": deadline, "budget": budget},
     )

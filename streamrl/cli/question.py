@@ -60,12 +60,16 @@ AlgorithmOption = Annotated[
 Prompts = _number("--prompts", "Prompts of a step; 64 where absent.")
 Group = _number("--group", "Rollouts of each prompt; 16 where absent.")
 MeanTokens = _number("--mean-tokens", "Mean output tokens, such as 6k; 4k where absent.")
-MaxTokens = _number("--max-tokens", "Output tokens at which a rollout is cut off; 16k where absent.")
+MaxTokens = _number(
+    "--max-tokens", "Output tokens at which a rollout is cut off; 16k where absent."
+)
 PromptTokens = _number("--prompt-tokens", "Tokens of a prompt; 400 where absent.")
 Steps = _number("--steps", "Steps of the training; 200 where absent.")
 Link = Annotated[
     str | None,
-    typer.Option("--link", metavar="RATE", help="Bandwidth between pools; '100 Gbps' where absent."),
+    typer.Option(
+        "--link", metavar="RATE", help="Bandwidth between pools; '100 Gbps' where absent."
+    ),
 ]
 Deadline = Annotated[
     str | None, typer.Option("--deadline", metavar="TIME", help="Latest end, such as '3 days'.")
@@ -112,7 +116,9 @@ def check_alone(run_file: Path | None, stated: Iterable[str]) -> None:
     """Refuse options that stand for a run file beside one."""
     if run_file is not None and stated:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in stated)
-        raise ValueError(f"{options}: a run file says this; change it there, or use --set KEY=VALUE")
+        raise ValueError(
+            f"{options}: a run file says this; change it there, or use --set KEY=VALUE"
+        )
 
 
 def print_first_answer(run: Run, question: Question, stated: Iterable[str]) -> FirstAnswer:

@@ -434,6 +434,8 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "finalists": Bounds(1),
         "seeds": Bounds(1),
         "staleness_cost": Bounds(0),
+        "tolerance": Bounds(0),
+        "value_of_hour": Bounds(0),
     },
     ExecuteConfig: {
         "patience": POSITIVE,

@@ -54,7 +54,7 @@ def _read_part(part: str) -> dict[str, Any]:
 
 
 def _nodes_of(part: str, count: int, nodes: str | None) -> tuple[int, int]:
-    if count == 0 or nodes is not None and int(nodes) == 0:
+    if count == 0 or (nodes is not None and int(nodes) == 0):
         raise ValueError(f"--gpus: {part!r} has no GPU")
     if nodes is not None:
         return int(nodes), count
@@ -70,4 +70,6 @@ def _nodes_of(part: str, count: int, nodes: str | None) -> tuple[int, int]:
 def _free_name(gpu: str, taken: dict[str, Any]) -> str:
     if gpu not in taken:
         return gpu
-    return next(name for number in range(2, len(taken) + 3) if (name := f"{gpu}-{number}") not in taken)
+    return next(
+        name for number in range(2, len(taken) + 3) if (name := f"{gpu}-{number}") not in taken
+    )

@@ -17,6 +17,10 @@ from streamrl.runfile.units import Duration
 ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]
 
 
+COSTS: tuple[ObjectiveName, ...] = ("cost-per-million-tokens", "cost-per-step")
+"""Objectives in dollars."""
+
+
 class PlanConfig(Section, frozen=True, kw_only=True):
     """The search space and objective of `streamrl plan`."""
 
@@ -24,6 +28,15 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """What to minimise, on average over the steady state: dollars per million trained tokens,
     dollars per step, or seconds per step. pareto: report all plans that no other beats in both
     seconds and dollars of a step, and choose the smallest product.
+    """
+    tolerance: float = 0.1
+    """Share by which the chosen plan may cost more than the cheapest where it is faster: the fastest
+    of those plans is chosen. 0 chooses the cheapest. Unused with a deadline, with `value_of_hour`,
+    and where `objective` is not a cost.
+    """
+    value_of_hour: float = 0.0
+    """Dollars that an hour of waiting for the run is worth to you. They are added to the cost of
+    each plan when plans are compared.
     """
     budget_per_hour: float | None = None
     """Maximum dollars per hour of all GPUs of a plan."""
@@ -111,3 +124,9 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """
     seeds: int = 1
     """Seeds of a finalist's simulations, from the run's own on; the objective is their median."""
+
+    @property
+    def takes_faster(self) -> bool:
+        """Whether a plan that is faster is chosen for a little more than the cheapest costs."""
+        decides_otherwise = self.deadline is not None or self.value_of_hour > 0
+        return self.objective in COSTS and self.tolerance > 0 and not decides_otherwise

@@ -74,7 +74,7 @@ def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
 def _numbers_in_full(value: Any, kind: Any) -> Any:
     """Return a value of a run file with every short number in it written out, where its key wants a number."""
     kinds = get_args(kind)
-    if kind is int or int in kinds and not isinstance(value, list | dict):
+    if kind is int or (int in kinds and not isinstance(value, list | dict)):
         return _number(value)
     if isinstance(value, dict):
         return {key: _numbers_in_full(each, _kind_of(kind, key)) for key, each in value.items()}
