@@ -13,18 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.record.steady_state import Speed
-from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.config import Run
-from streamrl.sim.planner.objective import spend_of
+from streamrl.sim.planner.objective import decide
 from streamrl.sim.planner.plan_description import describe
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
 
 Floats = NDArray[np.float64]
-TOLERANCE = 0.1
-"""Share by which the recommended plan may cost more than the cheapest."""
-CHEAPEST, FASTER, FASTEST = "cheapest", "fastest within 10 % of it", "fastest"
 
 
 class EstimatedPlan(NamedTuple):
@@ -48,6 +43,7 @@ class FirstAnswer(NamedTuple):
     """The plans that a decision is between, before the search."""
 
     plans: list[EstimatedPlan]
+    """The cheapest, the fastest that costs little more, and the fastest."""
     num_plans: int
     """Plans that fit, all of which were estimated."""
     seconds: float
@@ -56,7 +52,7 @@ class FirstAnswer(NamedTuple):
     @property
     def recommended(self) -> EstimatedPlan:
         """The fastest plan that costs little more than the cheapest."""
-        return next(plan for plan in self.plans if plan.what == FASTER)
+        return self.plans[1]
 
 
 def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
@@ -69,63 +65,59 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
     search = Search.open(run, began + most_seconds)
     search.settle(pool, [])
     while True:
-        named = _name(search)
-        new = [
-            i
-            for i in dict.fromkeys(named.values())
-            if i not in search.speeds and i not in search.unfinished
-        ]
+        figures = _figures(search)
+        named = _name(search, figures)
+        new = [i for i in dict.fromkeys(named.values()) if i not in search.speeds]
         if not new or search.is_late:
             break
         search.simulate(pool, new, lambda: None)
-    plans = [_estimated(search, what, index) for what, index in named.items()]
+    plans = [_estimated(search, what, index, figures) for what, index in named.items()]
     return FirstAnswer(plans, len(search.space), time.perf_counter() - began)
 
 
-def _name(search: Search) -> dict[str, int]:
-    """Return the plan of each kind, by what was simulated of it, else by estimate."""
-    seconds, dollars = _figures(search)
-    usable = np.ones(len(seconds), dtype=bool)
-    usable[list(search.unfinished)] = False
-    cheapest = int(np.where(usable, dollars, np.inf).argmin())
-    little_more = usable & (dollars <= (1 + TOLERANCE) * dollars[cheapest])
+class _Figures(NamedTuple):
+    """Seconds and dollars of a step of every plan: simulated where they are, else estimated."""
+
+    seconds: Floats
+    dollars: Floats
+
+
+def _figures(search: Search) -> _Figures:
+    seconds = search.estimates.estimate().step.copy()
+    dollars = seconds * search.space.prices + search.estimates.egress(seconds)
+    for index, speed in search.speeds.items():
+        seconds[index], dollars[index] = speed.step_time, speed.cost_per_step
+    return _Figures(seconds, dollars)
+
+
+def _name(search: Search, figures: _Figures) -> dict[str, int]:
+    """Return the plan of each kind, among those that keep the limits, where any does, and that finish."""
+    is_out = search.over_limits() > 1
+    is_out &= not is_out.all()
+    is_out[list(search.unfinished)] = True
+    seconds, dollars = (np.where(is_out, np.inf, each) for each in figures)
+    tolerance = search.space.run.plan.tolerance
+    cheapest, faster, fastest = decide(seconds, dollars, tolerance)
     return {
-        CHEAPEST: cheapest,
-        FASTER: int(np.where(little_more, seconds, np.inf).argmin()),
-        FASTEST: int(np.where(usable, seconds, np.inf).argmin()),
+        "cheapest": cheapest,
+        f"fastest within {tolerance:.0%} of it": faster,
+        "fastest": fastest,
     }
 
 
-def _figures(search: Search) -> tuple[Floats, Floats]:
-    """Return seconds and dollars of a step of every plan, as if no rollout was stale."""
-    space, estimates = search.space, search.estimates
-    seconds = estimates.estimate().step.copy()
-    dollars = seconds * space.prices + estimates.egress(seconds)
-    steps = steps_for_one(space.run.plan, np.zeros(len(seconds)))
-    for index, speed in search.speeds.items():
-        seconds[index], dollars[index] = speed.step_time, speed.cost_per_step
-    return seconds * steps, dollars * steps
-
-
-def _estimated(search: Search, what: str, index: int) -> EstimatedPlan:
-    run, candidate = search.space.run, search.space.candidate(index)
-    seconds, dollars = _figures(search)
-    speed = search.speeds.get(index)
-    whole_seconds, whole_dollars = _whole(run, speed, float(seconds[index]), float(dollars[index]))
+def _estimated(search: Search, what: str, index: int, figures: _Figures) -> EstimatedPlan:
+    speed, candidate = search.speeds.get(index), search.space.candidate(index)
+    steps = search.space.run.algorithm.steps
+    whole = steps * float(figures.seconds[index]), steps * float(figures.dollars[index])
+    if speed is not None:
+        spend = search.spend_of(speed)
+        whole = spend.seconds, spend.whole
     return EstimatedPlan(
         what=what,
-        choice=describe(run.cluster.pools, candidate),
-        seconds=whole_seconds,
-        dollars=whole_dollars,
-        step_time=float(seconds[index]),
+        choice=describe(search.space.run.cluster.pools, candidate),
+        seconds=whole[0],
+        dollars=whole[1],
+        step_time=float(figures.seconds[index]),
         simulated_steps=0 if speed is None else len(speed.step_times),
         candidate=candidate,
     )
-
-
-def _whole(run: Run, speed: Speed | None, seconds: float, dollars: float) -> tuple[float, float]:
-    """Return seconds and dollars of all steps."""
-    if speed is None:
-        return run.algorithm.steps * seconds, run.algorithm.steps * dollars
-    spend = spend_of(run, speed)
-    return spend.seconds, spend.whole

@@ -80,6 +80,13 @@ def values_of(
             assert_never(plan.objective)
 
 
+def decide(seconds: Floats, dollars: Floats, tolerance: float) -> tuple[int, int, int]:
+    """Return the places of the cheapest plan, of the fastest that costs at most `tolerance` more, and of the fastest."""
+    cheapest = int(dollars.argmin())
+    little_more = dollars <= (1 + tolerance) * dollars[cheapest]
+    return cheapest, int(np.where(little_more, seconds, np.inf).argmin()), int(seconds.argmin())
+
+
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Return the places of the points that no other is below in both coordinates, by rising first coordinate."""
     order = sorted(range(len(points)), key=lambda place: points[place])

@@ -54,9 +54,12 @@ RUNNERS_UP = 8
 class PlanDescription:
     """Puts what was simulated into the words of a plan file."""
 
-    def __init__(self, search: Search, race: Race, chosen: int, cheapest: int) -> None:
+    def __init__(
+        self, search: Search, race: Race, chosen: int, cheapest: int | None = None
+    ) -> None:
+        """Take the places of the chosen plan and of the cheapest one, which is the chosen one where absent."""
         self._search, self._race, self._index = search, race, chosen
-        self._cheapest = cheapest
+        self._cheapest = chosen if cheapest is None else cheapest
         self.chosen = self._choice(chosen, race.steady[chosen])
 
     def open_gap(self) -> float | None:

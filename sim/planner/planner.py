@@ -235,7 +235,7 @@ def _settle(
 def _wanted(search: Search, race: Race, chosen: int) -> list[int]:
     """Return the plans to compare with the chosen one that are not as well known."""
     with search.judged_by(search.space.run.plan):
-        wanted = PlanDescription(search, race, chosen, chosen).wanted()
+        wanted = PlanDescription(search, race, chosen).wanted()
     return [index for index in wanted if not race.as_known(index)]
 
 

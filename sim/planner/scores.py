@@ -201,6 +201,10 @@ class Scores:
         found: Floats = np.asarray(excess(self.goal, spend))
         return found
 
+    def over_limits(self) -> Floats:
+        """Return the largest ratio of an estimated figure to its limit of every plan; up to 1 it keeps all limits."""
+        return self._over_limits(self.estimates.estimate().step)
+
     def _least_over(self) -> Floats:
         """Return, by mode, the share of its estimate that a simulated step may take."""
         return np.array([self._least_of(mode.system, i) for i, mode in enumerate(self.space.modes)])

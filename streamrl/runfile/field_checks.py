@@ -366,6 +366,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "host_memory": POSITIVE,
         "node_bandwidth": POSITIVE,
         "nvlink_domain": Bounds(1),
+        "unit": Bounds(1),
         "price": MONEY,
         "spot_failures_per_gpu_day": Bounds(0),
     },

@@ -48,14 +48,14 @@ def _read_part(part: str) -> dict[str, Any]:
         pool["gpus_per_node"] = per_node
     if (price := match["price"] or match["late_price"]) is not None:
         pool["price"] = float(price)
-    if match["unit"] is not None:
-        pool["unit"] = int(match["unit"])
+    if (unit := match["unit"]) is not None:
+        pool["unit"] = int(unit)
+    if 0 in (nodes, per_node, pool.get("unit")):
+        raise ValueError(f"--gpus: {part!r} has no GPU")
     return pool
 
 
 def _nodes_of(part: str, count: int, nodes: str | None) -> tuple[int, int]:
-    if count == 0 or (nodes is not None and int(nodes) == 0):
-        raise ValueError(f"--gpus: {part!r} has no GPU")
     if nodes is not None:
         return int(nodes), count
     if count < NODE:

@@ -1,0 +1,110 @@
+"""A plan without a run file: the first answer, the files that it writes, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamrl.runfile.files import load_run, make_run
+from streamrl.sim.planner.first_answer import first_answer
+from streamrl.sim.planner.objective import decide
+from streamrl.sim.planner.question import Question, run_table_of
+from streamrl.workload.workload import SimulatedWorkload
+from tests.command_line import streamrl
+from tests.test_plan import Here
+
+SMALL = Question(
+    **{"model": "Qwen/Qwen3-0.6B", "gpus": "4xH100@2,2xH20@1", "prompts": 8, "group": 4, "steps": 3},
+    mean_tokens=300,
+    max_tokens=900,
+)
+FLAGS = [
+    *("--model", "Qwen/Qwen3-0.6B", "--gpus", "4xH100@2", "--prompts", "8", "--group", "4"),
+    *("--mean-tokens", "0.3k", "--max-tokens", "900", "--steps", "3"),
+]
+
+
+def test_the_lengths_of_a_question_have_its_mean_under_its_cap() -> None:
+    run = make_run(run_table_of(SMALL))
+    lengths = [n for draw in SimulatedWorkload(run).draw(0, 400) for n in draw.lengths]
+    capped = np.minimum(lengths, run.rollout.max_tokens)
+    assert max(capped) == 900
+    assert float(np.mean(capped)) == pytest.approx(300, rel=0.1)
+
+
+def test_a_first_answer_names_three_plans_and_simulates_them() -> None:
+    run = make_run(run_table_of(SMALL))
+    answer = first_answer(run, Here(), 600.0)
+    cheapest, faster, fastest = answer.plans
+    assert cheapest.dollars <= faster.dollars <= 1.1 * cheapest.dollars
+    assert fastest.seconds <= faster.seconds <= cheapest.seconds
+    assert all(plan.simulated_steps for plan in answer.plans)
+    assert answer.recommended == faster
+
+
+def test_nothing_is_simulated_where_there_is_no_time() -> None:
+    answer = first_answer(make_run(run_table_of(SMALL)), Here(), 0.0)
+    assert not any(plan.simulated_steps for plan in answer.plans)
+    assert all(plan.dollars > 0 for plan in answer.plans)
+
+
+def test_the_fastest_plan_that_costs_little_more_is_told_from_cheapest_and_fastest() -> None:
+    seconds, dollars = np.array([9.0, 5.0, 3.0, 1.0]), np.array([10.0, 10.9, 11.2, 30.0])
+    assert decide(seconds, dollars, 0.1) == (0, 1, 3)
+    assert decide(seconds, dollars, 0.0) == (0, 0, 3)
+    assert decide(seconds, dollars, 9.0) == (0, 3, 3)
+
+
+def test_a_plan_needs_no_run_file(tmp_path: Path) -> None:
+    done = streamrl("plan", *FLAGS, "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("first answer, ")
+    for told in ("cheapest: ", "fastest within 10% of it: ", "streamrl-codemath-20k", "assumed: grpo"):
+        assert told in done.stdout
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["whole_run"]["steps"] == 3
+    planned = load_run(tmp_path / "plan.toml")
+    assert (planned.model.name, planned.rollout.max_tokens) == ("qwen3-0.6b", 900)
+
+
+def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    done = streamrl("init", path, *FLAGS[:2], "--gpus", "16xH100@2,8xH20@1", *FLAGS[4:])
+    assert done.returncode == 0, done.stderr
+    run = load_run(path)
+    assert {name: pool.num_gpus for name, pool in run.cluster.pools.items()} == {"h100": 16, "h20": 8}
+    text = path.read_text()
+    assert "# What you may rent" in text and "# Training." in text
+    again = streamrl("init", path, *FLAGS)
+    assert again.returncode == 2 and "exists already" in again.stderr
+    assert path.read_text() == text
+    done = streamrl("simulate", path, "--json")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--gpus", "8xH100"], "--model is missing"),
+        (["--model", "qwen3-8b"], "--gpus is missing"),
+        (["--model", "qwen3-8b", "--gpus", "12xH100"], "does not fill nodes"),
+        (["--model", "qwen3-8b", "--gpus", "8xB900"], "no profile 'b900'"),
+        (["--model", "qwen9", "--gpus", "8xH100"], "no profile 'qwen9'"),
+        ([*FLAGS, "--mean-tokens", "20k"], "--mean-tokens must be from 1"),
+        ([*FLAGS, "--deadline", "3"], "--deadline: '3' needs a unit"),
+        ([*FLAGS, "--link", "fast"], "--link: 'fast' needs a unit"),
+        ([*FLAGS, "--steps", "many"], "Invalid value for --steps"),
+        ([*FLAGS, "--algorithm", "sft"], "algorithm.name must be one of"),
+        (["examples/plan-7b.toml", "--steps", "3"], "--steps: a run file says this"),
+    ],
+)
+def test_a_question_that_cannot_be_read_is_refused_before_anything_is_written(
+    tmp_path: Path, options: list[str], reason: str
+) -> None:
+    done = streamrl("plan", *options, "--output", tmp_path / "out")
+    assert done.returncode == 2
+    assert reason in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()

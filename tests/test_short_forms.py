@@ -1,0 +1,115 @@
+"""Names and numbers as people write them, and offers in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamrl.runfile.offer import read_offer
+from streamrl.runfile.short_forms import count_of, gpu_name, in_full, model_name
+from streamrl.runfile.units import Bandwidth, Duration
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H100", "h100"),
+        ("h100-sxm", "h100"),
+        ("H100-SXM5-80GB", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H20-3e", "h20-3e"),
+        ("H100-PCIe", "h100-pcie"),  # other hardware
+        ("H100 NVL", "h100-nvl"),
+    ],
+)
+def test_a_gpu_has_one_name_however_it_is_written(text: str, name: str) -> None:
+    assert gpu_name(text) == name
+
+
+def test_a_model_has_the_name_of_its_profile() -> None:
+    assert model_name("Qwen/Qwen3-8B") == model_name("qwen3-8b") == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("32k", 32_000), ("32K", 32_000), ("32Ki", 32_768), ("1.5k", 1_500), ("2m", 2_000_000)],
+)
+def test_a_number_may_be_short(text: str, count: int) -> None:
+    assert count_of(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "32q", "-3k", "1.0001k"])
+def test_what_is_no_whole_number_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no whole number"):
+        count_of(text)
+
+
+def test_a_run_file_may_hold_short_forms_where_it_wants_a_number_or_a_name() -> None:
+    table: dict[str, Any] = {
+        "model": {"name": "Qwen/Qwen3-8B"},
+        "rollout": {"max_tokens": "32k", "pool": "8k"},
+        "cluster": {"pools": {"A": {"gpu": "H100-SXM"}}},
+        "plan": {"max_running": ["1k", 2], "zero": "one"},
+        "trainer": 3,
+    }
+    assert in_full(table) == {
+        "model": {"name": "qwen3-8b"},
+        "rollout": {"max_tokens": 32_000, "pool": "8k"},
+        "cluster": {"pools": {"A": {"gpu": "h100"}}},
+        "plan": {"max_running": [1000, 2], "zero": "one"},
+        "trainer": 3,
+    }
+    assert table["rollout"]["max_tokens"] == "32k"
+
+
+def test_quantities_have_the_units_that_people_write() -> None:
+    assert Duration.parse("3 days") == Duration.parse("3d") == Duration.parse("72 hours")
+    rates = ("80 Gbps", "80Gbit/s", "80 Gb/s", "80 gbps")
+    assert {Bandwidth.parse(rate) for rate in rates} == {1e10}
+    assert Bandwidth.parse("80 GB/s") == 8e10
+
+
+@pytest.mark.parametrize(
+    ("text", "pools"),
+    [
+        (
+            "16xH100@2.20,8xH20@1.10",
+            {
+                "h100": {"gpu": "h100", "nodes": 2, "price": 2.2},
+                "h20": {"gpu": "h20", "nodes": 1, "price": 1.1},
+            },
+        ),
+        ("4 x a100", {"a100": {"gpu": "a100", "nodes": 1, "gpus_per_node": 4}}),
+        ("3x4xH100", {"h100": {"gpu": "h100", "nodes": 3, "gpus_per_node": 4}}),
+        ("16xH100/1@2", {"h100": {"gpu": "h100", "nodes": 2, "price": 2.0, "unit": 1}}),
+        ("16xH100@$2/8", {"h100": {"gpu": "h100", "nodes": 2, "price": 2.0, "unit": 8}}),
+        (
+            "8xH100@2,8xH100@1",
+            {
+                "h100": {"gpu": "h100", "nodes": 1, "price": 2.0},
+                "h100-2": {"gpu": "h100", "nodes": 1, "price": 1.0},
+            },
+        ),
+    ],
+)
+def test_an_offer_is_a_line(text: str, pools: dict[str, dict[str, Any]]) -> None:
+    assert read_offer(text) == pools
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is no offer"),
+        ("H100", "is no offer"),
+        ("8xH100@", "is no offer"),
+        ("8xH100,", "is no offer"),
+        ("0xH100", "has no GPU"),
+        ("0x8xH100", "has no GPU"),
+        ("8xH100/0", "has no GPU"),
+        ("12xH100", "does not fill nodes of 8"),
+    ],
+)
+def test_an_offer_that_cannot_be_read_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_offer(text)
