@@ -17,7 +17,13 @@ from tests.command_line import streamrl
 from tests.test_plan import Here
 
 SMALL = Question(
-    **{"model": "Qwen/Qwen3-0.6B", "gpus": "4xH100@2,2xH20@1", "prompts": 8, "group": 4, "steps": 3},
+    **{
+        "model": "Qwen/Qwen3-0.6B",
+        "gpus": "4xH100@2,2xH20@1",
+        "prompts": 8,
+        "group": 4,
+        "steps": 3,
+    },
     mean_tokens=300,
     max_tokens=900,
 )
@@ -62,7 +68,12 @@ def test_a_plan_needs_no_run_file(tmp_path: Path) -> None:
     done = streamrl("plan", *FLAGS, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("first answer, ")
-    for told in ("cheapest: ", "fastest within 10% of it: ", "streamrl-codemath-20k", "assumed: grpo"):
+    for told in (
+        "cheapest: ",
+        "fastest within 10% of it: ",
+        "streamrl-codemath-20k",
+        "assumed: grpo",
+    ):
         assert told in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["whole_run"]["steps"] == 3
@@ -75,7 +86,10 @@ def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Pat
     done = streamrl("init", path, *FLAGS[:2], "--gpus", "16xH100@2,8xH20@1", *FLAGS[4:])
     assert done.returncode == 0, done.stderr
     run = load_run(path)
-    assert {name: pool.num_gpus for name, pool in run.cluster.pools.items()} == {"h100": 16, "h20": 8}
+    assert {name: pool.num_gpus for name, pool in run.cluster.pools.items()} == {
+        "h100": 16,
+        "h20": 8,
+    }
     text = path.read_text()
     assert "# What you may rent" in text and "# Training." in text
     again = streamrl("init", path, *FLAGS)

@@ -145,12 +145,14 @@ def judge(
     ]
     speeds = run_all(pool, short_speed_of, trials, watch, search.deadline)
     before = search.value(chosen)
-    simulated: dict[tuple[int, Candidate | None], float] = {
+    finished: dict[tuple[int, Candidate | None], Speed] = {
+        key: speed for key, speed in speeds.items() if not isinstance(speed, Unfinished)
+    }
+    simulated = {
         (place, who): value_of(run.plan, speed) / before
-        for (place, who), speed in speeds.items()
-        if not isinstance(speed, Unfinished)
-        and not (
-            run.plan.takes_faster and _is_slower(speed, speeds.get((place, looks[place].chosen)))
+        for (place, who), speed in finished.items()
+        if not (
+            run.plan.takes_faster and _is_slower(speed, finished.get((place, looks[place].chosen)))
         )
     }
     return [
@@ -164,11 +166,9 @@ def judge(
     ]
 
 
-def _is_slower(speed: Speed, chosen: Speed | Unfinished | None) -> bool:
+def _is_slower(speed: Speed, chosen: Speed | None) -> bool:
     """Whether a plan takes clearly longer than the chosen one after a shift."""
-    if chosen is None or isinstance(chosen, Unfinished):
-        return False
-    return speed.step_time > NOT_SLOWER * chosen.step_time
+    return chosen is not None and speed.step_time > NOT_SLOWER * chosen.step_time
 
 
 def _verdict(

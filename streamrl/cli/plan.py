@@ -106,8 +106,11 @@ def plan(
         **{"steps": steps, "link": link, "deadline": deadline, "budget": budget},
     )
     check_alone(run_file, stated)
-    question = None if run_file is not None else question_of(stated)
-    run = load_run(run_file, overrides or ()) if run_file else run_of(question, overrides or ())
+    question = None if run_file else question_of(stated)
+    if question is not None:
+        run = run_of(question, overrides or ())
+    else:
+        run = load_run(run_file or "", overrides or ())
     other = None if export is None else export_name(export, "--export")
     for name in (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",))):
         if (output / name).exists() and not force:
