@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.sim.planner.bottleneck import find_binding, find_gains
+from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.plan_description import PlanDescription, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
@@ -109,3 +110,37 @@ def test_what_raising_the_bound_on_staleness_saves_is_told_before_the_longest_ro
         bound = "policies.max_staleness 1, of 64 rollouts at once"
         assert system != "stream-async" or binding.resource.startswith(bound), binding
     assert longest["stream-async"] <= longest["stream-sync"]
+
+
+def test_a_plan_that_is_faster_for_little_more_is_chosen_over_the_cheapest() -> None:
+    run = few(SMALL, tolerance=0.3)
+    plan, cheapest = planned(run).plan, planned(few(SMALL, tolerance=0.0)).plan
+    assert plan.whole_run is not None and cheapest.whole_run is not None
+    assert plan.whole_run.dollars <= 1.3 * cheapest.whole_run.dollars
+    assert plan.allocation.step_time < 0.98 * cheapest.allocation.step_time
+    named = {each.what: each.runner for each in plan.beside}
+    assert named["cheapest"] is not None
+    assert named["cheapest"].choice.step_time > plan.allocation.step_time
+    assert named["cheapest"].behind < 0
+    assert "dearer than the cheapest" in plan.why and "times as fast" in plan.why
+    assert "cheapest" not in {each.what for each in cheapest.beside}
+
+
+def test_a_deadline_or_the_value_of_an_hour_decides_instead_of_the_tolerance() -> None:
+    assert few(SMALL).plan.takes_faster
+    for otherwise in ({"deadline": "9 d"}, {"value_of_hour": 9.0}, {"tolerance": 0.0}):
+        assert not few(SMALL, **otherwise).plan.takes_faster
+    assert not few(SMALL, objective="step-time").plan.takes_faster
+
+
+def test_the_value_of_an_hour_is_added_to_the_cost_of_waiting() -> None:
+    search = Search.open(few(SMALL, value_of_hour=3600.0, objective="cost-per-step"))
+    chosen, *_ = search.run(Here(), lambda: None)
+    speed = search.speeds[chosen]
+    assert search.value(chosen) == pytest.approx(speed.cost_per_step + speed.step_time)
+    per_million = value_of(replace(search.goal, objective="cost-per-million-tokens"), speed)
+    share = 1 + speed.step_time / speed.cost_per_step
+    assert per_million == pytest.approx(share * speed.cost_per_million_tokens)
+    cheap = Search.open(few(SMALL, objective="cost-per-step"))
+    cheapest, *_ = cheap.run(Here(), lambda: None)
+    assert speed.step_time < cheap.speeds[cheapest].step_time

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.sim.batch_generation import generate_batch, step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
@@ -153,9 +154,29 @@ def test_of_plans_that_are_alike_the_simplest_is_chosen(monkeypatch: pytest.Monk
     simplest = race.run(Here(), lambda: None)
     least = min(search.complexity[index] for index in race.finals)
     assert search.complexity[simplest] == least < 99
-    monkeypatch.setattr("streamrl.sim.planner.race.ALIKE", -1e9)
+    monkeypatch.setattr("streamrl.sim.planner.race.ALIKE", 0.0)
     monkeypatch.setattr(Race, "is_alike", lambda self, index, best: index == best)
     assert race.run(Here(), lambda: None) == by_cost
+
+
+@pytest.mark.parametrize(
+    ("objective", "key"),
+    [("cost-per-step", "step_time"), ("step-time", "cost_per_step")],
+)
+def test_of_plans_that_are_alike_simplicity_comes_after_what_is_not_the_objective(
+    objective: ObjectiveName, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Search.open(few(SMALL, objective=objective))
+    search.run(Here(), lambda: None)
+    race = Race(search)
+    race._compare(Here(), search.ranking()[:4], lambda: None)
+    figures = {index: getattr(speeds[0], key) for index, speeds in race.finals.items()}
+    best = min(figures, key=lambda index: figures[index])
+    assert len(figures) > 2 and min(v for i, v in figures.items() if i != best) > figures[best]
+    search.complexity[best] = 99
+    monkeypatch.setattr("streamrl.sim.planner.race.ALIKE", 0.0)
+    monkeypatch.setattr(Race, "is_alike", lambda *_: True)
+    assert race._choose() == best
 
 
 def test_what_there_is_to_set_up_is_counted() -> None:
