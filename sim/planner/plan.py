@@ -119,7 +119,7 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that a choice is always seen beside."""
 
     what: str
-    """best synchronous, best colocated or fastest."""
+    """cheapest, best synchronous, best colocated or fastest."""
     runner: RunnerUp | None
     """That plan, which may be the chosen one; None where the offer or `[plan]` has none, or no time was left for it."""
     not_simulated: str = ""
@@ -196,7 +196,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     """Why this plan and no other that costs about as much."""
     beside: list[ComparedPlan] = []
-    """The best synchronous, the best colocated and the fastest plan."""
+    """The cheapest plan where another is chosen, the best synchronous, the best colocated and the fastest plan."""
     parts: PartialNodePlan | None = None
     """A better plan on parts of a node; None where there is none that is notably better, no time was left to look, or `whole_nodes` is
     empty."""

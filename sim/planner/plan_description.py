@@ -87,13 +87,13 @@ class PlanDescription:
         """Say how much dearer and faster the chosen plan is than the cheapest."""
         tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
         if cheapest == self._index:
-            return f"the cheapest; no plan that costs at most {tolerance:.0%} more is faster"
+            return f"the cheapest: no plan that costs at most {tolerance:.0%} more is faster"
         dearer = self._race.behind(self._index, cheapest)
         times = 1 / self._ratio("step_time", self._index, cheapest)
-        cost = (
-            f"{dearer:.1%} dearer than the cheapest" if dearer > 0 else "as cheap as the cheapest"
+        return (
+            f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dearer:.1%} dearer, "
+            f"{times:.2g} times as fast as {self._text(cheapest)}"
         )
-        return f"{cost}, {times:.2g} times as fast: {self._text(cheapest)}"
 
     def _better_in_second(self, best: int) -> str:
         """Say by what the chosen plan was preferred to one that is about as good."""
@@ -103,7 +103,7 @@ class PlanDescription:
         return "cheapest" if key == "cost_per_step" else "fastest"
 
     def beside(self) -> list[ComparedPlan]:
-        """Return what a choice is always seen beside: the best synchronous, the best colocated and the fastest plan."""
+        """Return the plans for comparison: the cheapest where another is chosen, and the best of each kind."""
         kinds, known = self._kinds(), self._race.as_known
         if kinds["fastest"] is not None and known(kinds["fastest"]):
             those = [index for index in self._ranking() if known(index)]

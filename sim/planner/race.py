@@ -1,4 +1,4 @@
-"""The last rounds of planning: finalists on the same prompts for longer, the simplest of the best, its steady state."""
+"""The last rounds of planning: finalists on the same prompts for longer, the best of them, its steady state."""
 
 from __future__ import annotations
 

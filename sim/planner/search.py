@@ -2,7 +2,8 @@
 
     space ─► bounds and estimates of all plans ─► the best of each system and pools, then whatever may be better than
     the best so far, round by round; each simulation corrects the estimates of plans like it ─► finalists for longer
-    ─► of those that cost about the same the simplest ─► that one until its step time is known
+    ─► the cheapest until its cost is known ─► the same again for the fastest plan that costs little more
+    (`plan.tolerance`) ─► that one until its step time is known
 
 Estimates only say what is worth a simulation. The objective is that of `streamrl simulate` on the plan's file.
 """

@@ -63,8 +63,8 @@ def head_lines(plan: Plan) -> Iterator[str]:
         )
     if plan.parts is not None:
         yield (
-            f"  on parts of a node {plan.parts.gain:.0%} better: {plan.parts.choice}; --set plan.unit=1 looks at all of "
-            "those"
+            f"  on parts of a node {plan.parts.gain:.0%} better than the cheapest: {plan.parts.choice}; "
+            "--set plan.unit=1 looks at all of those"
         )
     elif plan.whole_nodes:
         yield (
