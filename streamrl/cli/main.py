@@ -62,6 +62,10 @@ class Commands(LazyGroup):
             "streamrl.cli.compare:compare",
             "Compare an executed run with its simulation.",
         ),
+        "diff": (
+            "streamrl.cli.diff:diff",
+            "Show what differs between two plans or run files: keys, dollars, hours and idle time.",
+        ),
         "calibrate": (
             "streamrl.cli.calibrate:calibrate",
             "Fit predicted times to the measured steps of your own runs.",

@@ -33,7 +33,7 @@ def simulate_against(
         _load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True)
     )
     names = (name_a, name_b)
-    comparison = AgainstFile(names=names, against=_compare(a, b))
+    comparison = AgainstFile(names=names, against=compare(a, b))
     if output is not None:
         write_comparison(comparison, output)
     if as_json:
@@ -58,7 +58,8 @@ def _overrides_of(letter: str, overrides: Sequence[str]) -> list[str]:
     return [each.removeprefix(f"{letter}:") for each in overrides if not each.startswith(others)]
 
 
-def _compare(a: Run, b: Run) -> Against:
+def compare(a: Run, b: Run) -> Against:
+    """Simulate two runs of the same work until their difference is known, with progress."""
     with make_progress() as progress:
         task = progress.add_task("step", total=None, facts="")
 

@@ -1,0 +1,59 @@
+"""`streamrl diff`: what differs between two plans or run files, and what that does to dollars, hours and idle time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from streamrl.cli.shared import AsJson, print_json, stdout_console
+from streamrl.cli.simulate_against import compare
+from streamrl.record.run_comparison import Against
+from streamrl.report.diff_report import changed_keys, diff_markdown, diff_report
+from streamrl.runfile.config import Run
+from streamrl.runfile.files import load_run
+from streamrl.sim.planner.plan import PLAN_TOML
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run file, or the directory of a plan.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what differs between two plans or run files: keys, dollars, hours and idle time.
+
+    Both are simulated on the same prompts, and only if they train the same model on the same work.
+
+    Example: streamrl diff plans/7b plans/7b-cheaper --markdown
+    """
+    one, other = _load(a), _load(b)
+    changes = changed_keys(one, other)
+    against, why_not = _figures(one, other) if changes else (None, "")
+    if as_json:
+        print_json(
+            {
+                "changes": [each._asdict() for each in changes],
+                "figures": against,
+                "no_figures": why_not,
+            }
+        )
+    elif as_markdown:
+        typer.echo(diff_markdown(changes, against, why_not))
+    else:
+        stdout_console().print(diff_report(changes, against, why_not))
+
+
+def _load(path: Path) -> Run:
+    return load_run(path / PLAN_TOML if path.is_dir() else path)
+
+
+def _figures(a: Run, b: Run) -> tuple[Against | None, str]:
+    """Return the comparison of two runs, or the reason why they are not compared."""
+    try:
+        return compare(a, b), ""
+    except ValueError as error:
+        return None, f"dollars and hours are not compared: {error}"

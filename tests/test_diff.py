@@ -1,0 +1,82 @@
+"""What differs between two run files or plans, on a terminal, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import streamrl
+
+RUN = """
+[model]
+name = "Qwen/Qwen3-0.6B"
+[cluster.pools.h100]
+gpu = "H100-SXM"
+price = 2
+[rollout]
+pool = "h100"
+replicas = 4
+max_tokens = "1k"
+[trainer]
+pool = "h100"
+data_parallel = 4
+[algorithm]
+steps = 8
+prompts_per_step = 16
+group_size = 4
+[workload.lengths]
+kind = "histogram"
+source = "streamrl-codemath-20k"
+scale = 0.05
+[policies]
+system = "stream-async"
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """Two run files that differ in the number of replicas; B is the plan of a directory."""
+    a, b = tmp_path / "a.toml", tmp_path / "b" / "plan.toml"
+    b.parent.mkdir()
+    a.write_text(RUN)
+    b.write_text(RUN.replace("replicas = 4", "replicas = 2"))
+    return a, b.parent
+
+
+def test_a_diff_names_the_changed_keys_and_what_they_cost(files: tuple[Path, Path]) -> None:
+    done = streamrl("diff", *files)
+    assert done.returncode == 0, done.stderr
+    assert "rollout.replicas  4  2" in done.stdout
+    for told in ("$ a step", "whole training, 8 steps", "$ a step for idle GPUs", "A costs"):
+        assert told in done.stdout
+    assert "trainer.data_parallel" not in done.stdout
+
+
+def test_a_diff_has_the_same_figures_as_markdown_and_json(files: tuple[Path, Path]) -> None:
+    told = json.loads(streamrl("diff", *files, "--json").stdout)
+    assert told["changes"] == [{"key": "rollout.replicas", "a": 4, "b": 2}]
+    assert told["figures"]["a"]["cost_per_step"] > told["figures"]["b"]["cost_per_step"]
+    lines = streamrl("diff", *files, "--markdown").stdout.splitlines()
+    assert "| `rollout.replicas` | 4 | 2 |" in lines
+    dollars = f"${told['figures']['a']['whole_run']['dollars']:.3g}"
+    assert any(line.startswith("| $ | ") and dollars in line for line in lines)
+    assert all(line.count("|") in (4, 5) for line in lines if line.startswith("|"))
+
+
+def test_runs_that_are_the_same_or_do_other_work_have_no_figures(files: tuple[Path, Path]) -> None:
+    a, b = files
+    assert streamrl("diff", a, a).stdout == "A and B are the same run.\n"
+    (b / "plan.toml").write_text(RUN.replace("group_size = 4", "group_size = 2"))
+    done = streamrl("diff", a, b)
+    assert done.returncode == 0
+    assert (
+        "dollars and hours are not compared: algorithm.group_size is 4 in A and 2 in B"
+        in done.stdout
+    )
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    done = streamrl("diff", tmp_path / "a.toml", tmp_path)
+    assert done.returncode == 2 and "no such run file" in done.stderr
