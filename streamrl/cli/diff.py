@@ -24,7 +24,7 @@ def diff(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what differs between two plans or run files: keys, dollars, hours and idle time.
+    """Show what differs between two plans or run files.
 
     Both are simulated on the same prompts, and only if they train the same model on the same work.
 

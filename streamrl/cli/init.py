@@ -73,7 +73,7 @@ def init(
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a run file from a few answers, with a layout that fits.
+    """Write a run file from a few answers.
 
     On a terminal, init asks for what is not given. The layout is the first answer's: the fastest plan by estimates
     that costs at most 10 % more than the cheapest. `streamrl plan` on the file then compares plans by simulation.

@@ -28,7 +28,7 @@ class Commands(LazyGroup):
     table: ClassVar[CommandTable] = {
         "init": (
             "streamrl.cli.init:init",
-            "Write a run file from a few answers, with a layout that fits.",
+            "Write a run file from a few answers.",
         ),
         "simulate": (
             "streamrl.cli.simulate:simulate",
@@ -64,7 +64,7 @@ class Commands(LazyGroup):
         ),
         "diff": (
             "streamrl.cli.diff:diff",
-            "Show what differs between two plans or run files: keys, dollars, hours and idle time.",
+            "Show what differs between two plans or run files.",
         ),
         "calibrate": (
             "streamrl.cli.calibrate:calibrate",
