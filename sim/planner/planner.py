@@ -93,7 +93,7 @@ def _plan(
         _look_for_faster(search, race, pool, progress)
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
-    search.goal = run.plan
+    search.aim_at(run.plan)
     cheapest = race.cheapest_beside(chosen)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_with_fuller_memory(search, chosen, pool, progress.on("with less room"))
@@ -183,7 +183,7 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
     plan, spend = search.space.run.plan, search.spend_of(race.steady[cheapest][0])
     most = (1 + plan.tolerance) * spend.whole
     budget = most if plan.budget is None else min(most, plan.budget)
-    search.goal = replace(plan, objective="step-time", budget=budget)
+    search.aim_at(replace(plan, objective="step-time", budget=budget))
     search.run(pool, progress.on("faster plans"))
 
 

@@ -128,6 +128,10 @@ class Search(Scores):
 
     # Values ---------------------------------------------------------------------------------------
 
+    def aim_at(self, goal: PlanConfig) -> None:
+        """Judge plans by another goal from now on."""
+        self.goal = goal
+
     @contextmanager
     def judged_by(self, goal: PlanConfig) -> Iterator[None]:
         """Judge plans by another goal for a while."""
