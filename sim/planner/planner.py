@@ -175,12 +175,10 @@ def with_restarts(policies: PoliciesConfig, losses: Losses) -> PoliciesConfig:
 
 def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Progress) -> None:
     """Find the cheapest plan, then look for the fastest that costs little more; the search keeps that as its goal."""
-    cheapest = race.settle(
-        pool, race.run(pool, progress.on("finalists")), progress.on("the cheapest")
-    )
+    race.cheapest = race.run(pool, progress.on("finalists"))
     if search.is_late:
         return
-    plan, spend = search.space.run.plan, search.spend_of(race.steady[cheapest][0])
+    plan, spend = search.space.run.plan, search.spend_of(search.speeds[race.cheapest])
     most = (1 + plan.tolerance) * spend.whole
     budget = most if plan.budget is None else min(most, plan.budget)
     search.aim_at(replace(plan, objective="step-time", budget=budget))
@@ -235,7 +233,7 @@ def _settle(
 def _wanted(search: Search, race: Race, chosen: int) -> list[int]:
     """Return the plans to compare with the chosen one that are not as well known."""
     with search.judged_by(search.space.run.plan):
-        wanted = PlanDescription(search, race, chosen).wanted()
+        wanted = PlanDescription(search, race, chosen, race.cheapest).wanted()
     return [index for index in wanted if not race.as_known(index)]
 
 

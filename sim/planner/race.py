@@ -53,6 +53,8 @@ class Race:
         """By candidate for the choice: the steady state, one per seed."""
         self.beside: dict[int, Speed] = {}
         """By plan for comparison: the same number of steps on the run's own seed."""
+        self.cheapest: int | None = None
+        """The plan from whose cost `plan.tolerance` counts, once the search goes on to faster plans."""
         self._limited: dict[int, Run] = {}
         """Run file of each of these simulations, with as many steps as time allowed."""
 
@@ -84,10 +86,10 @@ class Race:
         finalists = [index, *(other for other in ranking if other != index)]
         for each in chain(finalists, self._most_spare(SPARE), self._that_may_finish()):
             self._compare(pool, [each], watch)
-            if each in self.finals:
+            if each in self.finals and self.is_tolerable(each):
                 self._simulate_whole(pool, each, watch)
             steady = self.steady.get(each, ())
-            if steady and all(map(self.search.is_affordable, steady)):
+            if steady and all(map(self.search.keeps_limits, steady)):
                 return each
         raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
 
@@ -125,12 +127,26 @@ class Race:
     def _choose(self) -> int:
         if not self.finals:
             raise self.search.nothing_left(())
-        kept = [i for i in self.finals if all(map(self.search.is_affordable, self.finals[i]))]
+        kept = [i for i in self.finals if self._is_open(i)]
         ranking = sorted(kept or self.finals, key=self.value)
         alike = [i for i in ranking if self.is_alike(i, ranking[0])]
         least = min(map(self._second_value, alike))
         ties = [i for i in alike if self._second_value(i) <= (1 + ALIKE) * least]
         return min(ties, key=self._preference)
+
+    def _is_open(self, index: int) -> bool:
+        """Whether a finalist keeps the limits and costs at most `plan.tolerance` more than the cheapest plan."""
+        return all(map(self.search.keeps_limits, self.finals[index])) and self.is_tolerable(index)
+
+    def is_tolerable(self, index: int) -> bool:
+        """Whether a plan costs at most `plan.tolerance` more than the cheapest, both simulated for as long."""
+        if self.cheapest is None:
+            return True
+        ours, theirs = (
+            median(self.search.spend_of(speed).whole for speed in speeds)
+            for speeds in self.pair(index, self.cheapest)
+        )
+        return ours <= (1 + self.search.space.run.plan.tolerance) * theirs
 
     def _second_value(self, index: int) -> float:
         """Return what plans of the same objective are told apart by: seconds, or dollars where seconds are the objective."""
@@ -189,16 +205,18 @@ class Race:
         """
         speeds = {index: self.as_known(index)[0] for index in (*self.beside, *self.steady)}
         values = {index: self.search.value_of(speed) for index, speed in speeds.items()}
-        kept = [index for index, speed in speeds.items() if self.search.is_affordable(speed)]
+        kept = [
+            index
+            for index, speed in speeds.items()
+            if self.search.keeps_limits(speed) and self.is_tolerable(index)
+        ]
         best = min(kept, key=lambda index: values[index], default=chosen)
         return best if values[best] < (1 - ALIKE) * values[chosen] else None
 
     def cheapest_beside(self, chosen: int) -> int:
         """Return the cheapest of the chosen plan and of those that are known as well, by the goal of the search."""
         kept = [
-            i
-            for i in (*self.beside, *self.steady)
-            if self.search.is_affordable(self.as_known(i)[0])
+            i for i in (*self.beside, *self.steady) if self.search.keeps_limits(self.as_known(i)[0])
         ]
         return min([chosen, *kept], key=lambda index: self.search.value_of(self.as_known(index)[0]))
 

@@ -219,6 +219,10 @@ class Scores:
             return min(SURPRISE[kind], *seen, 1.0)
         return min(1.0, *seen)
 
+    def keeps_limits(self, speed: Speed) -> bool:
+        """Whether a simulated plan keeps the limits of `[plan]`, whatever the goal is now."""
+        return keeps_limits(self.space.run.plan, self.spend_of(speed))
+
     def is_affordable(self, speed: Speed) -> bool:
         """Whether a simulated plan keeps the limits of the goal."""
         return keeps_limits(self.goal, self.spend_of(speed))
