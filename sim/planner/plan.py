@@ -119,7 +119,7 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that a choice is always seen beside."""
 
     what: str
-    """cheapest, best synchronous, best colocated or fastest."""
+    """cheapest, best synchronous, best colocated, fastest, or faster for plans between the chosen and the fastest."""
     runner: RunnerUp | None
     """That plan, which may be the chosen one; None where the offer or `[plan]` has none, or no time was left for it."""
     not_simulated: str = ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import exp, hypot
 from statistics import median
 
@@ -47,6 +48,8 @@ def drafts_text(drafts: SpeculativeConfig | None, counts: Sequence[int] | None) 
 DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
 SCALED = ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens")
 """Figures of a finalist that stand as the chosen plan's times what both differ by over the steps that they share."""
+MUCH_FASTER, MOST_FASTER = 0.75, 2
+"""Seconds of a step over those of the last plan that was named, below which another is much faster; how many are named."""
 RUNNERS_UP = 8
 """Plans that are named beside the chosen one."""
 
@@ -108,12 +111,14 @@ class PlanDescription:
         if kinds["fastest"] is not None and known(kinds["fastest"]):
             those = [index for index in self._ranking() if known(index)]
             kinds["fastest"] = min(those, key=lambda index: known(index)[0].step_time)
-        return [self._beside(what, index) for what, index in kinds.items()]
+        named = [self._beside(what, index) for what, index in kinds.items()]
+        faster = (index for index in self._faster() if index not in kinds.values())
+        return [*named, *(self._beside("faster", index) for index in islice(faster, MOST_FASTER))]
 
     def _beside(self, what: str, index: int | None) -> ComparedPlan:
         if index is None:
             return ComparedPlan(what=what, runner=None)
-        if not self._race.as_known(index):
+        if not self._race.as_known(index) and index not in self._race.finals:
             return ComparedPlan(what=what, runner=None, not_simulated=self._text(index))
         return ComparedPlan(what=what, runner=self._runner(index))
 
@@ -136,6 +141,20 @@ class PlanDescription:
         }
         found = {what: next(filter(is_kind, ranking), None) for what, is_kind in kinds.items()}
         return {**found, "fastest": min(ranking, key=lambda index: speeds[index].step_time)}
+
+    def _faster(self) -> Iterator[int]:
+        """Yield a few plans that are much faster than the chosen one, each the cheapest of those as fast or faster.
+
+        They lie between the chosen and the fastest plan: what somebody in a hurry pays for.
+        """
+        known = [self._index, *self._known()]
+        points = {i: (self._times(i, "step_time"), self._times(i, "cost_per_step")) for i in known}
+        by_cost = sorted(known, key=lambda index: points[index][1])
+        last = 1.0
+        for index in by_cost:
+            if points[index][0] < MUCH_FASTER * last:
+                last = points[index][0]
+                yield index
 
     def _ranking(self) -> list[int]:
         return [self._index, *self._others()]

@@ -188,9 +188,13 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
 def _choose(
     search: Search, race: Race, pool: Executor, progress: _Progress
 ) -> tuple[int, list[Verdict]]:
-    """Choose, and go back to the race with what is better in a world that is a little other, where it is so in this one."""
+    """Choose and simulate a plan until its step is known.
+
+    Go back to the race with what is better in a world that is a little other, where it is so in this one.
+    """
     for _ in range(MOST_RETURNS):
-        chosen = race.run(pool, progress.on("finalists"))
+        best = race.run(pool, progress.on("finalists"))
+        chosen = race.settle(pool, best, progress.on("the chosen plan"))
         if search.is_late:
             return chosen, []
         verdicts = _judge(search, chosen, pool, progress)
@@ -217,8 +221,7 @@ def _settle(
     chosen: int,
     verdicts: list[Verdict],
 ) -> tuple[int, list[Verdict]]:
-    """Simulate the chosen plan until its step is known, and as well what is seen beside it; choose that where it is better."""
-    chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
+    """Simulate for as long what is compared with the chosen plan; choose that where it is better."""
     for _ in range(MOST_RETURNS):
         wanted = _wanted(search, race, chosen)
         if not wanted or not race.stand_beside(pool, chosen, wanted, progress.on("beside it")):

@@ -55,6 +55,8 @@ class Race:
         """By plan for comparison: the same number of steps on the run's own seed."""
         self.cheapest: int | None = None
         """The plan from whose cost `plan.tolerance` counts, once the search goes on to faster plans."""
+        self._later = 1.0
+        """By what factor steady states were dearer than few steps, over the cheapest plan's; at least 1."""
         self._limited: dict[int, Run] = {}
         """Run file of each of these simulations, with as many steps as time allowed."""
 
@@ -87,10 +89,12 @@ class Race:
         for each in chain(finalists, self._most_spare(SPARE), self._that_may_finish()):
             self._compare(pool, [each], watch)
             if each in self.finals and self.is_tolerable(each):
-                self._simulate_whole(pool, each, watch)
+                compared = () if self.cheapest is None else (self.cheapest,)
+                self._simulate_whole(pool, (each, *compared), watch)
             steady = self.steady.get(each, ())
-            if steady and all(map(self.search.keeps_limits, steady)):
+            if steady and all(map(self.search.keeps_limits, steady)) and self.is_tolerable(each):
                 return each
+            self._note_later(each)
         raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
 
     def _that_may_finish(self) -> Iterator[int]:
@@ -139,14 +143,32 @@ class Race:
         return all(map(self.search.keeps_limits, self.finals[index])) and self.is_tolerable(index)
 
     def is_tolerable(self, index: int) -> bool:
-        """Whether a plan costs at most `plan.tolerance` more than the cheapest, both simulated for as long."""
-        if self.cheapest is None:
+        """Whether a plan costs at most `plan.tolerance` more than the cheapest, both simulated for as long.
+
+        Where the steady state of another plan was dearer than its few steps, those of this one are taken to be so too.
+        """
+        if self.cheapest in (None, index):
             return True
+        is_steady = bool(self.as_known(index) and self.as_known(self.cheapest))
+        later = 1.0 if is_steady else self._later
+        return later * self._cost_ratio(index) <= 1 + self.search.space.run.plan.tolerance
+
+    def _cost_ratio(self, index: int, *, of_finals: bool = False) -> float:
+        """Return the dollars of a plan's whole run over those of the cheapest plan."""
+        assert self.cheapest is not None
+        pair = self.pair(index, self.cheapest)
+        if of_finals:
+            pair = self.finals[index], self.finals[self.cheapest]
         ours, theirs = (
-            median(self.search.spend_of(speed).whole for speed in speeds)
-            for speeds in self.pair(index, self.cheapest)
+            median(self.search.spend_of(speed).whole for speed in speeds) for speeds in pair
         )
-        return ours <= (1 + self.search.space.run.plan.tolerance) * theirs
+        return ours / theirs
+
+    def _note_later(self, index: int) -> None:
+        """Remember by what the steady state of a plan is dearer than its few steps, over the cheapest plan's."""
+        if {index, self.cheapest} <= self.finals.keys() & self.steady.keys():
+            few = self._cost_ratio(index, of_finals=True)
+            self._later = max(self._later, self._cost_ratio(index) / few)
 
     def _second_value(self, index: int) -> float:
         """Return what plans of the same objective are told apart by: seconds, or dollars where seconds are the objective."""
@@ -157,18 +179,27 @@ class Race:
         dollars = median(speed.cost_per_step for speed in self.finals[index])
         return int(self.search.complexity[index]), float(f"{self.value(index):.{EQUAL}g}"), dollars
 
-    def _simulate_whole(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
+    def _simulate_whole(
+        self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]
+    ) -> None:
+        """Simulate plans until their step times are known, on every seed, side by side."""
+        new = [index for index in dict.fromkeys(indices) if index not in self.steady]
+        trials = [(key, trial) for index in new for key, trial in self._whole_trials(index)]
+        found = run_all(pool, metrics_of, trials, watch)
+        for index in new:
+            of_seeds = [metrics for (which, _), metrics in found.items() if which == index]
+            finished = [metrics for metrics in of_seeds if not isinstance(metrics, Unfinished)]
+            if len(finished) == len(of_seeds):
+                self.steady[index] = finished
+            else:
+                self.search.give_up(index, next(m for m in of_seeds if isinstance(m, Unfinished)))
+                self.finals.pop(index, None)
+
+    def _whole_trials(self, index: int) -> Iterator[tuple[tuple[int, int], Trial]]:
         run, candidate = self._in_time(index), self.search.space.candidate(index)
         self._limited[index] = run
-        seeds = range(run.seed, run.seed + run.plan.seeds)
-        trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
-        found = run_all(pool, metrics_of, trials, watch).values()
-        finished = [metrics for metrics in found if not isinstance(metrics, Unfinished)]
-        if len(finished) == len(found):
-            self.steady[index] = finished
-        else:
-            self.search.give_up(index, next(m for m in found if isinstance(m, Unfinished)))
-            self.finals.pop(index, None)
+        for seed in range(run.seed, run.seed + run.plan.seeds):
+            yield (index, seed), Trial(whole(run, seed), candidate)
 
     def stand_beside(
         self, pool: Executor, chosen: int, indices: Iterable[int], watch: Callable[[], None]
