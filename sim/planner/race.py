@@ -30,6 +30,8 @@ from streamrl.sim.planner.trial import (
 
 FINAL_STEPS = 24
 """Most steps by which finalists are told apart: paired comparisons need no more."""
+LONGER_STEPS = 72
+"""Most steps by which a faster plan's cost is compared with the cheapest one's."""
 EQUAL = 4
 """Digits to which plans are equal: figures of paired steps are no better known."""
 CONTENDS = 1.08
@@ -55,8 +57,8 @@ class Race:
         """By plan for comparison: the same number of steps on the run's own seed."""
         self.cheapest: int | None = None
         """The plan from whose cost `plan.tolerance` counts, once the search goes on to faster plans."""
-        self._later = 1.0
-        """By what factor steady states were dearer than few steps, over the cheapest plan's; at least 1."""
+        self.longer: dict[int, Speed] = {}
+        """By finalist: more steps, by which its cost is compared with the cheapest plan's before it is simulated to the end."""
         self._limited: dict[int, Run] = {}
         """Run file of each of these simulations, with as many steps as time allowed."""
 
@@ -88,13 +90,12 @@ class Race:
         finalists = [index, *(other for other in ranking if other != index)]
         for each in chain(finalists, self._most_spare(SPARE), self._that_may_finish()):
             self._compare(pool, [each], watch)
-            if each in self.finals and self.is_tolerable(each):
+            if each in self.finals and self._stays_tolerable(pool, each, watch):
                 compared = () if self.cheapest is None else (self.cheapest,)
                 self._simulate_whole(pool, (each, *compared), watch)
             steady = self.steady.get(each, ())
             if steady and all(map(self.search.keeps_limits, steady)) and self.is_tolerable(each):
                 return each
-            self._note_later(each)
         raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
 
     def _that_may_finish(self) -> Iterator[int]:
@@ -143,32 +144,31 @@ class Race:
         return all(map(self.search.keeps_limits, self.finals[index])) and self.is_tolerable(index)
 
     def is_tolerable(self, index: int) -> bool:
-        """Whether a plan costs at most `plan.tolerance` more than the cheapest, both simulated for as long.
-
-        Where the steady state of another plan was dearer than its few steps, those of this one are taken to be so too.
-        """
-        if self.cheapest in (None, index):
+        """Whether a plan costs at most `plan.tolerance` more than the cheapest, both simulated for as long."""
+        if self.cheapest is None:
             return True
-        is_steady = bool(self.as_known(index) and self.as_known(self.cheapest))
-        later = 1.0 if is_steady else self._later
-        return later * self._cost_ratio(index) <= 1 + self.search.space.run.plan.tolerance
-
-    def _cost_ratio(self, index: int, *, of_finals: bool = False) -> float:
-        """Return the dollars of a plan's whole run over those of the cheapest plan."""
-        assert self.cheapest is not None
-        pair = self.pair(index, self.cheapest)
-        if of_finals:
-            pair = self.finals[index], self.finals[self.cheapest]
         ours, theirs = (
-            median(self.search.spend_of(speed).whole for speed in speeds) for speeds in pair
+            median(self.search.spend_of(speed).whole for speed in speeds)
+            for speeds in self.pair(index, self.cheapest)
         )
-        return ours / theirs
+        return ours <= (1 + self.search.space.run.plan.tolerance) * theirs
 
-    def _note_later(self, index: int) -> None:
-        """Remember by what the steady state of a plan is dearer than its few steps, over the cheapest plan's."""
-        if {index, self.cheapest} <= self.finals.keys() & self.steady.keys():
-            few = self._cost_ratio(index, of_finals=True)
-            self._later = max(self._later, self._cost_ratio(index) / few)
+    def _stays_tolerable(self, pool: Executor, index: int, watch: Callable[[], None]) -> bool:
+        """Whether a finalist is still tolerable over more steps: where steps overlap, later ones are longer."""
+        if not self.is_tolerable(index) or self.cheapest in (None, index):
+            return self.is_tolerable(index)
+        run = self.search.space.run
+        most = min(run.simulate.max_steps, LONGER_STEPS)
+        base = whole(replace(run, simulate=replace(run.simulate, max_steps=most)), run.seed)
+        new = [each for each in (index, self.cheapest) if each not in self.longer]
+        trials = [(each, Trial(base, self.search.space.candidate(each))) for each in new]
+        for each, speed in run_all(pool, short_speed_of, trials, watch).items():
+            if isinstance(speed, Unfinished):
+                self.search.give_up(each, speed)
+                self.finals.pop(each, None)
+                return False
+            self.longer[each] = speed
+        return self.is_tolerable(index)
 
     def _second_value(self, index: int) -> float:
         """Return what plans of the same objective are told apart by: seconds, or dollars where seconds are the objective."""
@@ -296,6 +296,8 @@ class Race:
         ours, theirs = self.as_known(index), self.as_known(other)
         if num := min(len(ours), len(theirs)):
             return ours[:num], theirs[:num]
+        if index in self.longer and other in self.longer:
+            return [self.longer[index]], [self.longer[other]]
         if index in self.finals and other in self.finals:
             return self.finals[index], self.finals[other]
         return [self.search.speeds[index]], [self.search.speeds[other]]
