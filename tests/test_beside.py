@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -12,6 +13,7 @@ from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.plan_description import PlanDescription, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.sensitivity import _narrowed, shifts
 from streamrl.sim.planner.trial import Trial, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
 
@@ -144,3 +146,34 @@ def test_the_value_of_an_hour_is_added_to_the_cost_of_waiting() -> None:
     cheap = Search.open(few(SMALL, objective="cost-per-step"))
     cheapest, *_ = cheap.run(Here(), lambda: None)
     assert speed.step_time < cheap.speeds[cheapest].step_time
+
+
+def test_a_plan_that_fits_still_fits_where_outputs_are_shorter() -> None:
+    """What depends on lengths, such as micro batches and `max_running`, may change; the plan's layout may not."""
+    search = Search.open(few(SMALL, micro_batch=[1, 2, 4, 8], trainer_tensor_parallel=[1, 2, 4, 8]))
+    run, space = search.space.run, search.space
+    (shorter,) = [shift.run for shift in shifts(run) if shift.what == "lengths -20%"]
+    for index in np.random.default_rng(0).choice(len(space), 12, replace=False).tolist():
+        candidate = space.candidate(index)
+        plan = _narrowed(shorter.plan, search, index)
+        after = Search.open(replace(shorter, plan=plan), kept=candidate.trainer)
+        place = after.space.find(candidate)
+        assert place is not None
+        found = after.space.candidate(place)
+        assert found.replicas.layout == candidate.replicas.layout
+        assert found.trainer.layout == candidate.trainer.layout
+
+
+def test_plans_between_the_chosen_and_the_fastest_are_named() -> None:
+    plan = planned(few(SMALL, tolerance=0.0)).plan
+    named = [each.runner for each in plan.beside if each.what == "faster"]
+    runners = [runner for runner in named if runner is not None]
+    for runner in runners:
+        assert runner.choice.step_time < 0.76 * plan.allocation.step_time
+    assert len(named) == len(runners) <= 2
+    others = {
+        str(each.runner.choice.settings)
+        for each in plan.beside
+        if each.what != "faster" and each.runner
+    }
+    assert not others & {str(runner.choice.settings) for runner in runners}

@@ -175,10 +175,10 @@ def with_restarts(policies: PoliciesConfig, losses: Losses) -> PoliciesConfig:
 
 def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Progress) -> None:
     """Find the cheapest plan, then look for the fastest that costs little more; the search keeps that as its goal."""
-    race.cheapest = race.run(pool, progress.on("finalists"))
+    cheapest = race.find_cheapest(pool, progress.on("finalists"))
     if search.is_late:
         return
-    plan, spend = search.space.run.plan, search.spend_of(search.speeds[race.cheapest])
+    plan, spend = search.space.run.plan, search.spend_of(search.speeds[cheapest])
     most = (1 + plan.tolerance) * spend.whole
     budget = most if plan.budget is None else min(most, plan.budget)
     search.aim_at(replace(plan, objective="step-time", budget=budget))

@@ -79,6 +79,11 @@ class Race:
             self._compare(pool, [index], watch)
         return self._choose()
 
+    def find_cheapest(self, pool: Executor, watch: Callable[[], None]) -> int:
+        """Return the plan to choose by cost; from now on `plan.tolerance` counts from it."""
+        self.cheapest = self.run(pool, watch)
+        return self.cheapest
+
     def settle(self, pool: Executor, index: int, watch: Callable[[], None]) -> int:
         """Simulate a plan until its step time is known, on every seed; the next one where it breaks its budget.
 
