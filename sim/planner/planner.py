@@ -48,8 +48,8 @@ class Planned(NamedTuple):
 def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> Planned:
     """Choose among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
-    `watch` is told how many simulations are done and what comes now: simulating, finalists, what if, the
-    chosen plan, beside it, what binds, with less room. Faults that the run file plans are left out, of the plan's file too.
+    `watch` is told how many simulations are done and what comes now: simulating, finalists, faster plans, the
+    chosen plan, what if, beside it, what binds, with less room. Faults that the run file plans are left out, of the plan's file too.
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
