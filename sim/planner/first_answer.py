@@ -63,8 +63,8 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
     """
     began = time.perf_counter()
     search = Search.open(run, began + most_seconds)
-    search.settle(pool, [])
     while True:
+        search.refine(pool, lambda *_: [*dict.fromkeys(_name(search, _figures(search)).values())])
         figures = _figures(search)
         named = _name(search, figures)
         new = [i for i in dict.fromkeys(named.values()) if i not in search.speeds]

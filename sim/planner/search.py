@@ -231,7 +231,7 @@ class Search(Scores):
 
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
         """Simulate the best plan of each system on pools without a simulated plan, unless all of those are known to be worse."""
-        wanted = self._refine(
+        wanted = self.refine(
             pool,
             lambda order, scores: self.best_of_each(scores),
             FIRST_LOOK,
@@ -262,9 +262,9 @@ class Search(Scores):
 
     def next_round(self, pool: Executor) -> list[int]:
         """Return the plans to simulate next, none where no other may be better by more than the margin."""
-        self._refine(pool, lambda order, scores: within(order, scores, NEAR), FIRST_LOOK)
-        self._refine(pool, lambda order, scores: within(order, scores, NEARER))
-        return self._refine(pool, self._pick)
+        self.refine(pool, lambda order, scores: within(order, scores, NEAR), FIRST_LOOK)
+        self.refine(pool, lambda order, scores: within(order, scores, NEARER))
+        return self.refine(pool, self._pick)
 
     def least_open(self) -> float:
         """Return the least objective that a plan may have whose like was not simulated."""
@@ -273,10 +273,10 @@ class Search(Scores):
 
     def settle(self, pool: Executor, indices: list[int]) -> None:
         """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
-        self._refine(pool, lambda order, scores: within(order, scores, NEARER), FIRST_LOOK)
-        self._refine(pool, lambda order, scores: indices)
+        self.refine(pool, lambda order, scores: within(order, scores, NEARER), FIRST_LOOK)
+        self.refine(pool, lambda order, scores: indices)
 
-    def _refine(
+    def refine(
         self,
         pool: Executor,
         pick: Callable[[list[int], Floats], list[int]],
