@@ -7,12 +7,14 @@ Files to read first:
 - `estimates.py` and `stage_times.py`: bounds and estimates of step times.
 - `search.py`: simulates the plans that may still be best.
 - `race.py`: simulates the finalists on the same prompts until their order is known.
-- `objective.py` and `scores.py`: compute what a plan is ranked by.
+- `objective.py` and `scores.py`: compute the objective that ranks plans.
 - `allocation.py`: divides GPUs between generation and training by StreamRL's Algorithm 1.
-- `sensitivity.py`: what would change the choice.
+- `sensitivity.py`: plans again for other lengths, prices, bandwidth and training speed.
+- `plan_description.py` and `plan.py`: describe the result and write it as plan.json.
 
 Rules:
 
-- Bounds must hold for every plan, because the search discards plans by them. Estimates only rank.
-- Two simulated plans are compared on the same prompts and lengths.
+- Bounds must hold for every plan, because the search discards plans by them. Estimates only rank plans.
+- Compare two simulated plans only on the same prompts and lengths, and over the same steps.
+- Budgets and the deadline limit simulated figures. Only the rent is checked before a simulation.
 """

@@ -1,14 +1,13 @@
 """Divide GPUs between generation and training: Algorithm 1 of StreamRL (arXiv 2504.15930) and its stage times.
 
-P_gen(x) and P_train(y) are the stage times on x and y GPUs with the best parallelism. Both are
-seconds of a single batch. Generation lasts from the first prompt to the last rollout: the run's
-policies distribute the batch to simulated replicas. Training covers every command for the batch,
-including the optimizer. If batches overlap, steps follow each other faster than a single batch is
-generated.
+P_gen(x) and P_train(y) are the stage times on x and y GPUs with the best parallelism. Both are the
+seconds of a single batch. Generation lasts from the first prompt to the last rollout. The run's
+policies distribute the batch to simulated replicas. Training includes every command for the batch
+and the optimizer. If batches overlap, a step is shorter than the generation of a single batch.
 
-    one pool of n GPUs      over all x + y <= n: the least max(P_gen(x), P_train(y))
-    two pools, m and n      the slower side keeps its pool; the other uses the number of GPUs whose stage time
-                            is nearest to that, and returns the rest
+    one pool of n GPUs      over all x + y <= n: the smallest max(P_gen(x), P_train(y))
+    two pools, m and n      the slower side keeps its whole pool; the other side uses the number of GPUs whose
+                            stage time is nearest to that, and returns the rest
 
 If steps do not overlap, one pool is divided for the shortest step. The step is generation plus
 training. With streaming, it is generation plus the training that remains when generation ends.
@@ -51,32 +50,36 @@ from streamrl.sim.planner.stage_times import FallingLengths, passes_time, times_
 from streamrl.workload.workload import SimulatedWorkload
 
 FEWEST_LONGEST = 8
-"""Rollouts of the longest kind that a replica must hold at once for its tensor parallelism to count as fitting:
-with fewer, the tail of a batch waits for memory. Qwen2.5 7B, 32B and 72B then fit 1, 2 and 4 H800."""
+"""Rollouts of maximum length that a replica must hold at once for its tensor parallelism to count
+as fitting. With fewer, the tail of a batch waits for memory. With this value Qwen2.5 7B, 32B and
+72B fit 1, 2 and 4 H800.
+"""
 
 NEAR = 1.3
-"""Ratio to the best closed form up to which a trainer's passes are computed one by one. Closed
-forms are within 10 % for data, tensor and short pipeline parallelism. They are further off for long
-pipelines, which are slow.
+"""Trainers whose closed form is within this ratio of the best one have their passes computed one by
+one. Closed forms are within 10 % for data, tensor and short pipeline parallelism. They are less
+accurate for long pipelines, which are slow.
 """
 TRAINED_BATCHES = 4
-"""Batches over which training time is averaged: it goes with their tokens, and is quickly computed."""
+"""Batches over which training time is averaged. A few are enough, because the time depends on their
+tokens.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """The best way to generate on `num_gpus`."""
+    """The fastest replicas on `num_gpus`."""
 
     num_gpus: int
     replicas: int
     tensor_parallel: int
     time: float
-    """Seconds to the last rollout of a batch."""
+    """Seconds from the first prompt to the last rollout of a batch."""
     finishes: tuple[Finish, ...] = field(repr=False, compare=False)
-    """When each rollout of the first batch was finished, the first first."""
+    """Time at which each rollout of the first batch finishes, in rising order."""
 
     def change(self, own: RolloutConfig) -> RolloutConfig:
-        """Return a section with these replicas, which keep expert parallelism if the section has it."""
+        """Return the section with these replicas. They keep expert parallelism if the section has it."""
         degree = self.tensor_parallel
         experts = degree * own.data_parallel if own.expert_parallel > 1 else 1
         changed: RolloutConfig = replace(
@@ -87,11 +90,11 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The best way to train on `num_gpus`."""
+    """The fastest trainer on `num_gpus`."""
 
     degrees: Degrees
     time: float
-    """Seconds of everything that the trainer does for a step."""
+    """Seconds of all work that the trainer does for a step."""
 
     @property
     def num_gpus(self) -> int:
@@ -109,17 +112,18 @@ class Stages:
     def __init__(
         self, run: Run, *, smallest_tensor_parallel: bool = False, num_batches: int = 1
     ) -> None:
-        """Take the run whose sides are to be sized; what it says of replicas and degrees does not matter.
+        """Prepare the stage times of a run. Its own replicas and degrees are ignored.
 
         Args:
             run: the run.
-            smallest_tensor_parallel: generate with the smallest degree that fits, as the paper's replicas
-                seem to, and not with the fastest.
-            num_batches: batches over which generation time is averaged: each is bound by a longest rollout
-                of its own.
+            smallest_tensor_parallel: generate with the smallest tensor parallelism that fits, not
+                with the fastest. The paper's replicas seem to do the same.
+            num_batches: batches over which generation time is averaged. Each batch has its own
+                longest rollout, which limits it.
 
         Raises:
-            ValueError: its costs were measured for one parallelism, or the trainer fits no GPUs of its pool.
+            ValueError: the costs were measured for one parallelism, or the trainer fits no GPUs of
+                its pool.
         """
         refuse_profile(run.costs)
         policies = replace(run.policies, resize="keep")
@@ -133,21 +137,21 @@ class Stages:
         self._costs: dict[int, tuple[Run, Costs]] = {}
 
     def generation(self, num_gpus: int) -> Generation | None:
-        """Return the fastest replicas on `num_gpus`; None where the model fits no replica there."""
+        """Return the fastest replicas on `num_gpus`, or None if no replica of the model fits there."""
         if num_gpus not in self._generations:
             found = [self._generate(choice) for choice in self._choices(num_gpus)]
             self._generations[num_gpus] = min(found, key=lambda g: g.time, default=None)
         return self._generations[num_gpus]
 
     def training(self, num_gpus: int) -> Training | None:
-        """Return the fastest trainer on `num_gpus`; None where none fits."""
+        """Return the fastest trainer on `num_gpus`, or None if no trainer fits."""
         if num_gpus not in self._trainings:
             found = map(self._train, self._near_fastest(list(self._fitting(num_gpus))))
             self._trainings[num_gpus] = min(found, key=lambda t: t.time, default=None)
         return self._trainings[num_gpus]
 
     def with_fastest_replicas(self) -> Stages:
-        """Return the same stages with replicas of any degree; what is known of training stays known."""
+        """Return the same stages with replicas of any tensor parallelism. Training times already computed are kept."""
         other = copy(self)
         other._smallest, other._generations = False, {}
         return other
@@ -161,7 +165,7 @@ class Stages:
         return list(islice(step_batches(self.run, SimulatedWorkload(self.run)), most))
 
     def _choices(self, num_gpus: int) -> list[Replicas]:
-        """Return the replicas to try."""
+        """Return the replicas to simulate."""
         run, replica = self.run, resolve(self.run).replica
         least = FEWEST_LONGEST if self._smallest else 1
         own = (run.rollout.pipeline_parallel, run.rollout.data_parallel)
@@ -189,7 +193,7 @@ class Stages:
         )
 
     def _replica(self, choice: Replicas) -> tuple[Run, Costs]:
-        """Return a run with replicas of a degree, and its costs; the trainer is any that fits."""
+        """Return a run with replicas of one tensor parallelism, and its costs. Any trainer that fits is used."""
         degree = choice.tensor_parallel
         if degree not in self._costs:
             one = choice._replace(replicas=1).change(self.run.rollout)
@@ -206,7 +210,8 @@ class Stages:
             for degrees in self._fitting(num_gpus):
                 return degrees.change(own)
         raise ValueError(
-            f"trainer: no parallelism fits the {pool.num_gpus} GPUs of pool {own.pool!r}"
+            f"trainer: no parallelism fits the {pool.num_gpus} GPUs of pool {own.pool!r}; "
+            "use a larger pool or a smaller model"
         )
 
     # Training -------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class Stages:
         yield from fitting_trainers(resolve(self.run).trainer, num_gpus, among, Counter())
 
     def _near_fastest(self, fitting: list[Degrees]) -> list[Degrees]:
-        """Return the trainers that closed forms put so near the fastest that only the passes themselves decide."""
+        """Return the trainers whose closed form is near the fastest. Only computing their passes can order these."""
         estimates = [self._estimate(degrees) for degrees in fitting]
         most = NEAR * min(estimates, default=0.0)
         return [each for each, time in zip(fitting, estimates, strict=True) if time <= most]
@@ -264,13 +269,15 @@ def refuse_profile(costs: CostsConfig) -> None:
     """Raise `ValueError` if costs were measured at one parallelism only."""
     if costs.profile is not None:
         raise ValueError(
-            f"costs.profile {costs.profile!r} was measured at one parallelism, and an allocation "
-            "compares many: leave it out"
+            f"costs.profile {costs.profile!r} was measured at one parallelism, but an allocation "
+            "compares many: remove costs.profile"
         )
 
 
 Objective = Literal["max", "overlap", "sum"]
-"""Seconds of a step: of the slower stage; of generation and what training takes longer; of both stages."""
+"""How a step time combines both stages: `max` is the slower stage, `sum` adds both. `overlap` is
+generation plus the training that remains when generation ends.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +287,7 @@ class Allocation:
     generation: Generation
     training: Training
     step_time: float
-    """Seconds of a step by the objective."""
+    """Seconds of a step, by the objective."""
 
     @property
     def num_gpus(self) -> int:
@@ -290,17 +297,17 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What was chosen, and everything that was compared."""
+    """The chosen allocation and all allocations it was compared with."""
 
     chosen: Allocation
     table: list[Allocation]
-    """Every pair that fits the pools, by GPUs that generate, then by GPUs that train."""
+    """Every pair that fits the pools, ordered by GPUs for generation, then by GPUs for training."""
 
 
 def allocate(run: Run, *, smallest_tensor_parallel: bool = False) -> Run:
     """Return the run with the allocation that Algorithm 1 chooses for its pools.
 
-    Pools shrink to the nodes that are used, except where replicas are added while the run goes on.
+    Pools shrink to the nodes that are used, unless the run adds replicas while it runs.
 
     Raises:
         ValueError: the model fits no division of the pools.
@@ -322,17 +329,21 @@ def search(
     """Compare every division of a run's pools and choose one by Algorithm 1.
 
     Args:
-        stages: stage times of the run. Its pools are the budgets; its system decides the objective where none is given.
-        objective: what a step takes; it decides within one pool.
-        unit: GPUs that sides differ by; a node where absent, one GPU where the pool is a single node.
+        stages: stage times of the run. The run's pools are the budgets.
+        objective: how a step time combines both stages; by default the run's system decides. It
+            chooses the division within one pool.
+        unit: GPUs by which two sizes of a side differ. The default is a node, or one GPU in a pool
+            with a single node.
 
     Raises:
-        ValueError: generation and training share their GPUs, or the model fits no division of the pools.
+        ValueError: generation and training share their GPUs, or the model fits no division of the
+            pools.
     """
     run = stages.run
     if run.policies.shares_gpus:
         raise ValueError(
-            "policies.system 'colocated' has nothing to divide: both sides use all GPUs"
+            "policies.system 'colocated' has nothing to divide: both sides use all GPUs; "
+            "choose another system"
         )
     objective = objective or objective_of(run.policies)
     pools = run.cluster.pools
@@ -377,10 +388,11 @@ def step_time(generation: Generation, training: Training, objective: Objective) 
 
 
 def _streamed_time(generation: Generation, training: Training) -> float:
-    """Seconds of a step whose trainer works on rollouts as they finish, for as long as their tokens take.
+    """Return the seconds of a step whose trainer works on rollouts as they finish.
 
-    A server that is never idle while work waits is done at the latest of: an arrival, and all work from
-    then on.
+    A trainer that is never idle while work waits ends at the maximum, over all rollouts, of: the
+    finish time plus the work that remains from then on. Training seconds are divided among rollouts
+    by tokens.
     """
     per_token = training.time / sum(finish.tokens for finish in generation.finishes)
     done_at = left = 0.0
@@ -391,7 +403,7 @@ def _streamed_time(generation: Generation, training: Training) -> float:
 
 
 def _balance(table: list[Allocation]) -> Allocation:
-    """Let the slower of two whole pools stay whole, and bring the other side nearest to it."""
+    """Keep the slower of two pools whole, and choose the size of the other whose stage time is nearest to it."""
     whole = max(table, key=lambda a: (a.generation.num_gpus, a.training.num_gpus))
     if whole.generation.time < whole.training.time:
         return min(
@@ -407,7 +419,7 @@ def _balance(table: list[Allocation]) -> Allocation:
 def without_surplus(
     cluster: ClusterConfig, rollout: RolloutConfig, trainer: TrainerConfig
 ) -> ClusterConfig:
-    """Return a cluster with as many nodes in the pools of both sides as they use."""
+    """Return the cluster with only the nodes that both sides use in their pools."""
     pools = dict(cluster.pools)
     for name in {rollout.pool: 0, trainer.pool: 0}:
         sides = [side for side in (rollout, trainer) if side.pool == name]

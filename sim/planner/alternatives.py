@@ -19,7 +19,7 @@ from streamrl.sim.planner.space import Candidate
 
 
 class BetterPlan(NamedTuple):
-    """A plan that is notably better."""
+    """A plan whose objective is more than `ALIKE` below the chosen plan's."""
 
     candidate: Candidate
     gain: float
@@ -29,9 +29,10 @@ class BetterPlan(NamedTuple):
 def find_with_fuller_memory(
     search: Search, chosen: int, pool: Executor, watch: Callable[[], None]
 ) -> OverMemoryLimit | None:
-    """Return the best plan of the chosen one's system and pools whose trainer leaves less room, where it is notably better.
+    """Return the best plan whose trainer uses more GPU memory than the search allows, or None.
 
-    None too where no time is left.
+    It has the chosen plan's system and pools. The result is None if no such plan is clearly better,
+    or if no time is left.
     """
     run = _alike(search, chosen)
     found = _find(search, run, chosen, pool, watch, tight=True)
@@ -49,9 +50,10 @@ def find_with_fuller_memory(
 def find_on_partial_nodes(
     search: Search, chosen: int, pool: Executor, watch: Callable[[], None]
 ) -> PartialNodePlan | None:
-    """Return the best plan of the chosen one's system and pools on GPUs of one node of each, where it is notably better.
+    """Return the best plan on the GPUs of one node of each pool, or None.
 
-    None too where no time is left.
+    It has the chosen plan's system and pools. The result is None if no such plan is clearly better,
+    or if no time is left.
     """
     run = _alike(search, chosen)
     nodes = {name: replace(each, nodes=1) for name, each in run.cluster.pools.items()}
@@ -67,7 +69,7 @@ def find_on_partial_nodes(
 
 
 def _alike(search: Search, chosen: int) -> Run:
-    """Return the run of a search with the system and pools of a plan alone."""
+    """Return the run of a search, limited to the system and pools of one plan."""
     run, (replicas, trainer, mode) = search.space.run, search.space.candidate(chosen)
     alike = replace(
         run.plan,
@@ -87,12 +89,12 @@ def _find(
     *,
     tight: bool,
 ) -> BetterPlan | None:
-    """Return the best plan of a run by estimate, simulated on the prompts of the search, where it is notably better."""
+    """Simulate the best plan of a run by estimate on the prompts of the search; return it if it is clearly better."""
     if search.is_late:
         return None
     try:
         other = Search.open(run, search.deadline, tight=tight)
-    except ValueError:  # none is open
+    except ValueError:  # no plan fits
         return None
     other.estimates.take_paces(search.estimates)
     other.settle(pool, [])
@@ -101,7 +103,7 @@ def _find(
     if scores[best] >= value:
         return None
     other.simulate(pool, [best], watch)
-    if best not in other.ranking():  # it breaks a budget, or does not finish
+    if best not in other.ranking():  # it exceeds a budget or does not finish
         return None
     gain = 1 - other.value(best) / value
     return BetterPlan(other.space.candidate(best), gain) if gain > ALIKE else None

@@ -23,15 +23,17 @@ from streamrl.workload.replica_batch import replica_batch, rollouts_under_way
 
 RelaxedLimit = Literal["generation", "training", "max_running", "max_staleness"]
 FASTER = 1.1
-"""Times as fast as it is a stage is made."""
+"""Factor by which a stage is made faster."""
 NEAR = 0.7
-"""Share of the longer stage's seconds from which on the shorter one may bind too, where both overlap."""
+"""If stages overlap, the shorter one may also be the bottleneck from this share of the longer
+stage's seconds.
+"""
 TIME_SHARE = 0.1
-"""Of `plan.time_limit` that may pass before no further relief is begun."""
+"""Share of `plan.time_limit` after which no further simulation with a relaxed limit starts."""
 
 
 class RelaxedRun(NamedTuple):
-    """One thing relieved."""
+    """A plan with one limit relaxed."""
 
     what: RelaxedLimit
     run: Run
@@ -41,10 +43,11 @@ class RelaxedRun(NamedTuple):
 def find_gains(
     race: Race, index: int, pool: Executor, watch: Callable[[], None] = lambda: None
 ) -> dict[RelaxedLimit, float]:
-    """Return the share of a step that each relief saves a finalist, over as many steps as finalists have.
+    """Return the share of a step that each relaxed limit saves, over as many steps as finalists have.
 
-    Only what may bind is relieved: stages of about the same length that overlap, then caps of generation where that
-    binds. What does not finish, or has not begun in time, is left out.
+    Only limits that may bind are relaxed. First come stages of similar length that overlap. If
+    generation binds, the caps of generation follow. Simulations that do not finish, or do not start
+    in time, are left out.
     """
     run = race.search.space.run
     until = time.perf_counter() + TIME_SHARE * run.plan.time_limit
@@ -70,7 +73,7 @@ def _trial(relief: RelaxedRun) -> Trial:
 
 
 def _of_stages(search: Search, index: int) -> Iterator[RelaxedRun]:
-    """Yield both stages of a plan made faster, where they overlap and either may bind."""
+    """Yield the plan with each stage made faster, if stages overlap and either may bind."""
     run, candidate = search.space.run, search.space.candidate(index)
     stages, costs = search.estimates.estimate(), run.costs
     shorter, longer = sorted((float(stages.generation[index]), float(stages.training[index])))
@@ -82,7 +85,7 @@ def _of_stages(search: Search, index: int) -> Iterator[RelaxedRun]:
 
 
 def _of_caps(search: Search, index: int) -> Iterator[RelaxedRun]:
-    """Yield a plan with each cap on how many rollouts are generated at once raised, where it is one."""
+    """Yield the plan with each cap on concurrent rollouts raised, if it has that cap."""
     run, candidate = search.space.run, search.space.candidate(index)
     if bound := search.space.system(index).staleness_bound:
         mode = candidate.mode._replace(max_staleness=bound + 1)
@@ -101,10 +104,10 @@ def _twice_running(replicas: Replicas) -> Replicas:
 
 
 ARITHMETIC = 0.75
-"""Share of the trainer's seconds above which its arithmetic binds, not what it waits for."""
+"""Share of the trainer's seconds above which FLOP/s bind it. Below, it waits for something else."""
 
 SAVES = 0.01
-"""Share of a step that the relief of what binds saves at least."""
+"""Smallest share of a step that relaxing a limit must save for the limit to bind."""
 
 
 def find_binding(
@@ -113,13 +116,14 @@ def find_binding(
     speed: Speed,
     gains: Mapping[RelaxedLimit, float] | None = None,
 ) -> Binding:
-    """Say what binds a simulated plan: the stage, and what in it, whose relief shortens a step.
+    """Return the stage and the resource that limit the step time of a simulated plan.
 
     Args:
-        estimates: of the stages of every plan.
+        estimates: stage times of every plan.
         index: the plan.
-        speed: what was simulated of it.
-        gains: what its reliefs save; where none was tried, the longest stage binds, by what limits its batches.
+        speed: the simulated speed of the plan.
+        gains: the share of a step that each relaxed limit saves. Without them, the longest stage
+            binds, and the limit on its batches is the resource.
     """
     gains = gains or {}
     stages = estimates.estimate()
@@ -150,7 +154,7 @@ def find_binding(
 
 
 def _told(gains: Mapping[RelaxedLimit, float]) -> str:
-    """Say what was tried of stages that are about as long."""
+    """Return the effect of faster stages as text, if both stages were made faster."""
     if "generation" not in gains or "training" not in gains:
         return ""
     return (
@@ -160,7 +164,10 @@ def _told(gains: Mapping[RelaxedLimit, float]) -> str:
 
 
 def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit, float]) -> str:
-    """Say why generation takes what it takes: its longest rollout, a cap whose relief saves seconds, or the work."""
+    """Return the resource that limits generation.
+
+    It is the longest rollout, a cap that saves time when raised, GPU memory or its bandwidth.
+    """
     run = estimates.space.candidate(index).apply(estimates.space.run)
     batch = replica_batch(resolve(run))
     assert batch is not None, "it was simulated"
@@ -185,7 +192,7 @@ def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit
 
 
 def _of_training(estimates: Estimates, index: int) -> str:
-    """Return whether the trainer computes all the time, or its ranks wait for bubbles, host memory and each other."""
+    """Return whether arithmetic limits the trainer, or waiting for bubbles, host memory and other ranks."""
     least, whole = estimates.training_parts(index)
     if least >= ARITHMETIC * whole:
         return "FLOP/s of the trainer's GPUs"

@@ -1,16 +1,20 @@
 """Compute bounds and estimates of the step time for every plan in a search space, as arrays.
 
-Bounds always hold; estimates rank plans. The stages of a plan are separable. Seconds of generation
-depend on its replicas and dispatch, those of training on its trainer, and those of weight sync on a
-class of pairs. Each is computed once and combined for all plans.
+Bounds always hold; estimates only rank plans. The stages of a plan are separable:
 
-| system                     | a step takes                                                     |
+- Generation depends on the replicas and the dispatch policy.
+- Training depends on the trainer.
+- Weight sync depends on a class of pairs of replicas and trainers.
+
+Each is computed once and combined for all plans.
+
+| system                     | step time                                                        |
 |----------------------------|------------------------------------------------------------------|
 | colocated, disaggregated   | generation + training + phase change or sync                     |
 | stream-sync                | until the trainer has processed the generated rollouts, + sync   |
 | one-step-async             | the longer of generation and training, + sync                    |
 | batches one after another  | the longer of generation and training                            |
-| steps that overlap         | the same; replicas begin a batch when they end the one before    |
+| steps that overlap         | the same; a replica starts a batch when it ends the one before   |
 """
 
 from __future__ import annotations
@@ -52,16 +56,19 @@ PlanIndices = NDArray[np.intp]
 
 
 class SyncTimes(NamedTuple):
-    """The weight sync of every plan; colocated ones change their phase instead."""
+    """Times and egress cost of the weight sync of every plan.
+
+    For colocated plans they are those of the phase change.
+    """
 
     push: Floats
     load: Floats
     egress: Floats
-    """Dollars of a push."""
+    """Dollars of a push for traffic between pools."""
 
 
 def sync_times(space: Space, first: int = 0) -> SyncTimes:
-    """Return seconds of push and of load, and dollars of what crosses links, of every plan from the first on."""
+    """Return push seconds, load seconds and egress dollars of every plan from index `first` on."""
     of_mode, of_trainer = space.of_mode[first:], space.of_trainer[first:]
     is_shared = np.array([mode.system == "colocated" for mode in space.modes])[of_mode]
     names = {name: i for i, name in enumerate(dict.fromkeys(m.sync_mode for m in space.modes))}
@@ -78,12 +85,16 @@ def sync_times(space: Space, first: int = 0) -> SyncTimes:
 
 
 def _sender(trainer: Degrees) -> Hashable:
-    """What of a trainer a push depends on: over how many ranks a copy is split; how many copies matters little."""
+    """Return the properties of a trainer that a push depends on.
+
+    These are the pool and the number of ranks over which one copy is sharded. The number of copies
+    has little effect.
+    """
     return trainer.pool, trainer.tensor_parallel * trainer.pipeline_parallel
 
 
 def _shares(trainer: Degrees) -> Hashable:
-    """What of a trainer a phase change depends on."""
+    """Return the properties of a trainer that a phase change depends on."""
     return trainer._replace(micro_batch=1)
 
 
@@ -104,19 +115,26 @@ def _sync(space: Space, index: int) -> tuple[float, float, float]:
 
 Indices = NDArray[np.signedinteger]
 CAREFUL = 0.97
-"""Share of what generation takes another number of the same replicas that bounds it: one batch differs from the next."""
+"""Factor on a simulated generation time before it bounds another number of the same replicas. One
+batch differs from the next.
+"""
 OVERLAP = 1.0
-"""Seconds of generation where steps overlap over those of replicas one share after the other, before a simulation tells."""
+"""Default ratio of generation seconds with overlapping steps to those of replicas that generate one
+share after the other. Simulations replace it.
+"""
 IN_FLIGHT = 1.1
-"""The same over the bound, where replicas load weights without a pause: nothing drains."""
+"""The same ratio to the bound if replicas load weights without a pause, so that they never drain.
+"""
 BINDS = 0.97
-"""Share of a step above which training, not generation, is what a simulated one waited for."""
+"""Share of a simulated step above which training, not generation, limited it."""
 Degree = Replicas
-"""What one replica is: those of a side with one; several kinds are like no other replicas."""
+"""Identifies one replica. Replicas of one kind are equal up to their number; a side with several
+kinds equals only itself.
+"""
 
 
 class Asked(NamedTuple):
-    """A generation time: whose, and how rollouts are dealt out."""
+    """Key of a generation time: the replicas, and how rollouts are distributed to them."""
 
     replicas: int
     dispatch: str | None
@@ -124,21 +142,21 @@ class Asked(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """The passes of a trainer, by how much a command has."""
+    """Key of a trainer's passes: the trainer, and the streaming mode, which decides the size of a command."""
 
     trainer: int
     streaming: StreamingName
 
 
 class Paced(NamedTuple):
-    """Replicas in a mode in which steps overlap."""
+    """Key of a pace: the replicas, and a mode in which steps overlap."""
 
     replicas: Replicas
     mode: Mode
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of the parts of every plan."""
+    """Seconds of each stage and of a step, for every plan."""
 
     generation: Floats
     training: Floats
@@ -147,10 +165,14 @@ class StageSeconds(NamedTuple):
 
 
 class Estimates:
-    """Seconds of a step of every plan of a space."""
+    """Estimates and bounds of the step time of every plan in a space."""
 
     def __init__(self, space: Space, batches: Sequence[StepBatch]) -> None:
-        """Compute what takes no simulation, for batches that are generated and trained.
+        """Compute everything that needs no simulation.
+
+        Args:
+            space: the plans.
+            batches: the batches that steps generate and train on.
 
         Raises:
             ValueError: costs of the run's model or GPUs are missing.
@@ -165,7 +187,7 @@ class Estimates:
         self._times: dict[Asked, GenerationTime] = {}
         self._paces: dict[Paced, float] = {}
         self._alike: dict[Degree, list[int]] = defaultdict(list)
-        """Places of replicas that differ only in how many there are."""
+        """Indices of replicas that differ only in their number."""
         self._least: list[LeastTimes] = []
         self._shards: dict[Degree, list[LeastTimes]] = {}
         self._bound_replicas()
@@ -173,7 +195,7 @@ class Estimates:
             times_of_trainer(run, trainer.change(run.trainer), trains) for trainer in space.trainers
         ]
         self._checked: set[Passes] = set()
-        """What was gone through one by one."""
+        """Trainers whose passes were computed one by one, each with its streaming mode."""
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
@@ -181,7 +203,7 @@ class Estimates:
         self._push, self._load, self._egress = sync_times(space)
 
     def widen(self, space: Space) -> None:
-        """Take a space that has further replicas, and plans with them after those that were there."""
+        """Replace the space by one with more replicas, whose new plans come after the existing ones."""
         first, self.space = len(self.space), space
         self._bound_replicas()
         more = sync_times(space, first)
@@ -192,7 +214,7 @@ class Estimates:
     # Generation -----------------------------------------------------------------------------------
 
     def _bound_replicas(self) -> None:
-        """Bound each way to generate that has no bound yet, on every batch."""
+        """Compute the bounds of all replicas that have none yet, on every batch."""
         space = self.space
         for place, each in enumerate(space.replicas[len(self._least) :], start=len(self._least)):
             self._alike[_degree(each)].append(place)
@@ -201,7 +223,7 @@ class Estimates:
             self._least.append(_together(kinds))
 
     def _shard(self, replicas: Replicas, candidate: Candidate) -> list[LeastTimes]:
-        """Bound one kind of replica on every batch; its curve depends on pool and degrees alone."""
+        """Return the bounds of one kind of replica on every batch. They depend only on pool and degrees."""
         shard = _degree(replicas)
         if shard not in self._shards:
             costs = Costs.load(candidate._replace(replicas=replicas).apply(self.space.run))
@@ -211,7 +233,7 @@ class Estimates:
         return self._shards[shard]
 
     def asked(self, indices: Iterable[int], num_batches: int) -> dict[Asked, int]:
-        """Return the generation times that some plans lack, in their order, each with a plan that takes it."""
+        """Return the missing generation times of some plans in their order, each with a plan that needs it."""
         space, wanted = self.space, dict[Asked, int]()
         for index in indices:
             asked = self._asked_for(int(space.of_replicas[index]), int(space.of_mode[index]))
@@ -227,17 +249,21 @@ class Estimates:
         return Asked(replicas, how.dispatch, how.order)
 
     def _found(self, mode: int) -> Iterator[tuple[int, GenerationTime]]:
-        """Yield replicas whose generation was simulated as a mode deals out, and what it took."""
+        """Yield the replicas whose generation was simulated with a mode's dispatch, and its time."""
         for asked, found in self._times.items():
             if asked == self._asked_for(asked.replicas, mode):
                 yield asked.replicas, found
 
     def learn(self, asked: Asked, found: GenerationTime) -> None:
-        """Take a generation time from a simulation of replicas."""
+        """Store a simulated generation time."""
         self._times[asked] = found
 
     def learn_step(self, index: int, step_time: float) -> None:
-        """Take from a simulated plan at which pace its replicas generate where steps overlap and training does not bind."""
+        """Update the pace of a simulated plan's replicas.
+
+        Only plans whose steps overlap have a pace. It is known only if training does not limit the
+        step.
+        """
         mode, replicas = int(self.space.of_mode[index]), int(self.space.of_replicas[index])
         _, training = self.training_parts(index)
         if self._overlaps[mode] and training < BINDS * step_time:
@@ -245,7 +271,7 @@ class Estimates:
             self._paces[paced] = step_time / float(self._unpaced(mode)[replicas])
 
     def unchecked(self, indices: Iterable[int]) -> dict[Passes, int]:
-        """Return the passes of some plans that none has gone through one by one, each with a plan that makes them."""
+        """Return the passes of some plans that were not computed one by one, each with a plan that has them."""
         space, wanted = self.space, dict[Passes, int]()
         for index in indices:
             passes = Passes(int(space.of_trainer[index]), space.system(index).streaming)
@@ -254,17 +280,17 @@ class Estimates:
         return wanted
 
     def learn_passes(self, passes: Passes, error: float) -> None:
-        """Take what passes one by one take over their closed form."""
+        """Correct a closed form by the ratio of passes computed one by one to it."""
         self._checked.add(passes)
         part = "stream" if passes.streaming == "stream" else "whole"
         self._trained[part][passes.trainer] *= error
 
     def take_paces(self, other: Estimates) -> None:
-        """Take over what was learned of replicas for another workload."""
+        """Copy the paces that were learned for another workload."""
         self._paces = dict(other._paces)
 
     def training_parts(self, index: int) -> tuple[float, float]:
-        """Return a plan's seconds of arithmetic in training, and of all that its trainer does."""
+        """Return a plan's seconds of arithmetic in training, and of all work of its trainer."""
         trainer = self.space.of_trainer[index]
         streams = self.space.system(index).streaming == "stream"
         part = self._trained["stream" if streams else "whole"]
@@ -284,11 +310,11 @@ class Estimates:
     # Steps ----------------------------------------------------------------------------------------
 
     def estimate(self) -> StageSeconds:
-        """Return the seconds of every plan, generation bounded from below where no simulation has been asked."""
+        """Return the seconds of every plan. Generation that was not simulated has its lower bound."""
         return self._put_together(is_bound=False)
 
     def bound(self) -> Floats:
-        """Return the seconds that a steady step of each plan does not go below."""
+        """Return a lower bound on the seconds of a steady step of each plan."""
         return self._put_together(is_bound=True).step
 
     def values(
@@ -298,20 +324,27 @@ class Estimates:
 
         Args:
             steps: seconds of a step of each plan.
-            lags: mean staleness of each plan; none where absent.
-            plan: whose objective; the run file's where absent.
+            lags: mean staleness of each plan in versions; zero by default.
+            plan: the section with the objective; by default that of the run file.
         """
         plan, prices, egress = plan or self.space.run.plan, self.space.prices, self.egress(steps)
         lags = np.zeros(len(steps)) if lags is None else lags
         return values_of(plan, steps, prices, self.tokens, lags, egress)
 
     def egress(self, steps: Floats) -> Floats:
-        """Return the dollars of what crosses links in a step of so many seconds: a push, or what of one there is time for."""
+        """Return the dollars of a step for traffic between pools.
+
+        It is the cost of one push. In a step shorter than a push, it is the share that fits.
+        """
         found: Floats = self._egress * np.minimum(1.0, steps / np.maximum(self._push, 1e-9))
         return found
 
     def least(self, index: int) -> LeastTimes:
-        """Return the bounds of a step's generation: its share of the longest rollout's, and its work on a plan's replicas."""
+        """Return the lower bounds of a plan's generation in a step.
+
+        One is the step's share of the longest rollout. The other is its work on the plan's
+        replicas.
+        """
         return self._least_of(int(self.space.of_replicas[index]), int(self.space.of_mode[index]))
 
     def _put_together(self, *, is_bound: bool) -> StageSeconds:
@@ -344,7 +377,7 @@ class Estimates:
         return StageSeconds(generation, training, push + load, step)
 
     def _generation(self, replicas: Indices, mode: int, *, is_bound: bool) -> Floats:
-        """Return the seconds of generation: simulated where they were, else their bound."""
+        """Return the seconds of generation: simulated if known, else a lower bound."""
         if is_bound:
             table = self._bounds_of(mode)
         elif self._overlaps[mode]:
@@ -355,7 +388,10 @@ class Estimates:
         return values
 
     def _unpaced(self, mode: int) -> Floats:
-        """Return what each replicas take for a batch in a mode, one share after the other where steps overlap."""
+        """Return the generation time of a batch for all replicas, in one mode.
+
+        If steps overlap, each replica starts its next share when it ends the one before.
+        """
         table, system = self._bounds_of(mode), self.space.systems[mode]
         if _never_drains(system):
             return table
@@ -368,9 +404,10 @@ class Estimates:
         return self._filled(table, seen)
 
     def _filled(self, bounds: Floats, seen: Mapping[Degree, list[tuple[int, float]]]) -> Floats:
-        """Put what was simulated in the place of bounds; of the same degree it bounds others too.
+        """Return bounds with the simulated times filled in. Simulations also raise bounds of the same degree.
 
-        Fewer replicas take longer for a batch, and more of them save no more than they are more.
+        Fewer replicas take longer for a batch. N times as many replicas are at most N times as
+        fast.
         """
         counts = np.array([each.num_replicas for each in self.space.replicas])
         table = bounds.copy()
@@ -392,20 +429,25 @@ class Estimates:
         return max(0.0 if self._leaves_stragglers(mode) else longest, work)
 
     def _least_of(self, replicas: int, mode: int) -> LeastTimes:
-        """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
+        """Return the lower bounds for replicas in a mode.
+
+        If steps overlap, several of them share the seconds of the longest rollout. Each step takes
+        at least the time of all its tokens.
+        """
         least, num_replicas = self._least[replicas], self.space.replicas[replicas].num_replicas
         num_batches = 1 + self.space.systems[mode].staleness_bound if self._overlaps[mode] else 1
         return LeastTimes(least.longest / num_batches, least.work / num_replicas)
 
     def _leaves_stragglers(self, mode: int) -> bool:
-        """Whether a step is made without the longest rollouts that were begun for it."""
+        """Whether a step may complete without its longest rollouts."""
         policies = self.space.run.policies
         return policies.oversampling > 1 and policies.system == self.space.modes[mode].system
 
     def _paces_of(self, mode: int) -> Floats:
-        """Return by how much each replicas miss what they take one share after the other, in a mode in which steps overlap.
+        """Return the pace of all replicas in a mode whose steps overlap.
 
-        What simulations of the same degree say counts where there is none of the same replicas.
+        The pace is the ratio of simulated to unpaced generation time. Replicas without a simulation
+        use the median of those with the same degree.
         """
         wanted = self.space.modes[mode]
         usual = IN_FLIGHT if _never_drains(self.space.systems[mode]) else OVERLAP
@@ -423,7 +465,7 @@ class Estimates:
     def _stream_ends(
         self, places: Indices, mode: int, generation: Floats, training: Floats, *, is_bound: bool
     ) -> Floats:
-        """Return when a trainer is done that works on rollouts as they are finished."""
+        """Return when a trainer ends that works on rollouts as they finish."""
         trainer, trained = self.space.of_trainer[places], self._trained
         optimizer = trained["optimizer"][trainer]
         ends: Floats = np.maximum(generation + optimizer, training)
@@ -442,18 +484,21 @@ def _degree(replicas: Replicas) -> Degree:
 
 
 def _overlaps(system: System) -> bool:
-    """Whether replicas begin a batch before the one before is generated."""
+    """Whether replicas start a batch before the previous one is generated."""
     is_ahead = system.staleness_bound > 0 and not system.waits_for_whole_batches
     return is_ahead and not system.halts_for_sync
 
 
 def _never_drains(system: System) -> bool:
-    """Whether replicas go on with what they run when they load weights, and batches flow into each other."""
+    """Whether replicas continue their rollouts when they load weights, so that batches merge."""
     return _overlaps(system) and system.weight_sync in ("load-in-flight", "abort-and-resume")
 
 
 def _together(kinds: Sequence[tuple[int, list[LeastTimes]]]) -> LeastTimes:
-    """Return the bounds of so many replicas of each kind, the least over all batches; work is of a mean replica."""
+    """Return the joint bounds of several kinds of replicas, with a number of each.
+
+    Bounds are the smallest over all batches. The work is that of an average replica.
+    """
     alone = [
         (number, LeastTimes(*(min(column) for column in zip(*batches, strict=True))))
         for number, batches in kinds

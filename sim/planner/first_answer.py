@@ -1,7 +1,7 @@
-"""Answer within seconds: the cheapest plan, the fastest, and the fastest that costs little more, by estimates.
+"""Find the cheapest plan, the fastest, and the fastest that costs little more, within seconds.
 
-Estimates are closed forms, corrected by a few simulated steps of the plans that are named. `make_plan` then compares
-plans by simulation.
+The figures are closed forms. A few simulated steps of the reported plans correct them. `make_plan`
+then compares plans by simulation.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class EstimatedPlan(NamedTuple):
 
     what: str
     choice: str
-    """Who generates and who trains, in a line."""
+    """One line with the GPUs that generate and train."""
     seconds: float
-    """Of the whole run."""
+    """Seconds of the whole run."""
     dollars: float
-    """Of the whole run."""
+    """Dollars of the whole run."""
     step_time: float
     """Seconds of a step."""
     simulated_steps: int
-    """Steps of it that were simulated; 0 where its figures are closed forms alone."""
+    """Steps that were simulated; 0 if all its figures are closed forms."""
     candidate: Candidate
 
 
 class FirstAnswer(NamedTuple):
-    """The plans that a decision is between, before the search."""
+    """The plans to decide between, before the search."""
 
     plans: list[EstimatedPlan]
-    """The cheapest, the fastest that costs little more, and the fastest."""
+    """The cheapest plan, the fastest that costs little more, and the fastest."""
     num_plans: int
-    """Plans that fit, all of which were estimated."""
+    """Plans that fit. All of them were estimated."""
     seconds: float
-    """That the answer took."""
+    """Seconds until this answer was ready."""
 
     @property
     def recommended(self) -> EstimatedPlan:
@@ -56,10 +56,10 @@ class FirstAnswer(NamedTuple):
 
 
 def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
-    """Estimate all plans of a run's offer; simulate a few steps of the plans to name while time is left.
+    """Estimate all plans of a run's offer, and simulate a few steps of the best ones while time is left.
 
     Raises:
-        ValueError: nothing fits.
+        ValueError: no plan fits.
     """
     began = time.perf_counter()
     search = Search.open(run, began + most_seconds)
@@ -76,7 +76,7 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
 
 
 class _Figures(NamedTuple):
-    """Seconds and dollars of a step of every plan: simulated where they are, else estimated."""
+    """Seconds and dollars of a step of every plan: simulated if known, else estimated."""
 
     seconds: Floats
     dollars: Floats
@@ -91,7 +91,7 @@ def _figures(search: Search) -> _Figures:
 
 
 def _name(search: Search, figures: _Figures) -> dict[str, int]:
-    """Return the plan of each kind, among those that keep the limits, where any does, and that finish."""
+    """Return the best plan of each kind. Plans that exceed a limit count only if all do; unfinished plans never."""
     is_out = search.over_limits() > 1
     is_out &= not is_out.all()
     is_out[list(search.unfinished)] = True

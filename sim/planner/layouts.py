@@ -1,9 +1,10 @@
-"""Layouts of both sides that fit the GPUs: replicas of one or two kinds, and parallelism of a trainer.
+"""List the layouts that fit the GPUs: replicas of one or two kinds, and the parallelism of a trainer.
 
-A layout that does not fit is left out, and its reason is counted.
+Layouts that do not fit are left out, and their reasons are counted.
 
-Replicas of the second kind use a second pool, or other degrees in the same pool. Their seconds are near those of the
-kinds that they combine. So they are built only from the best plans whose replicas are all alike.
+Replicas of the second kind use a second pool, or other degrees in the same pool. The step time of
+two kinds together is near that of each kind alone. So they are built only from the best plans with
+one kind of replica.
 """
 
 from __future__ import annotations
@@ -59,17 +60,20 @@ ZERO_STAGES = (
     "trainer: ZeRO 3 beside pipeline stages, which gather weights for each pass: "
     "plan.zero = [3] tries it"
 )
-"""DeepSpeed refuses both together and Megatron's optimizer has ZeRO 1; PyTorch's FSDP2 has it (torchtitan)."""
+"""DeepSpeed rejects ZeRO 3 with pipeline stages, and Megatron's optimizer has ZeRO 1. PyTorch's
+FSDP2 supports both together (torchtitan).
+"""
 ZERO_ALONE = "trainer: ZeRO 3 of one rank, which has nobody to split with: plan.zero = [3] tries it"
 OF_FRAMEWORK = "trainer: framework {} splits none so"
 
 
 MOST_STAGES = 16
-"""Pipeline stages of a replica that are tried unasked."""
+"""Most pipeline stages of a replica that are tried by default."""
 FINE = 16
-"""Sizes of a side between a number of nodes and twice that, in a pool that has so many."""
+"""Sizes of a side that are tried between a number of nodes and twice that number, in a large pool.
+"""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
-"""What a backward pass makes again, the fastest and largest first."""
+"""Recomputation in the backward pass, ordered from the fastest, which needs most memory."""
 
 Side = TypeVar("Side", ReplicaHardware, TrainerHardware)
 
@@ -80,7 +84,7 @@ def in_pool(side: Side, name: str, pools: Mapping[str, PoolConfig]) -> Side:
 
 
 class Replicas(NamedTuple):
-    """The generation side: replicas that are alike, and maybe others beside them."""
+    """The generation side: replicas of one kind, and perhaps of further kinds."""
 
     pool: str
     replicas: int
@@ -92,17 +96,19 @@ class Replicas(NamedTuple):
     pipeline_parallel: int = 1
     data_parallel: int = 1
     drafted: int | None = None
-    """Tokens that each drafts a step, 0: none; None: the run's own. All kinds draft alike."""
+    """Tokens that each replica drafts per step. 0 turns drafting off; None keeps the run's own
+    value. All kinds have the same value.
+    """
 
     @property
     def kinds(self) -> tuple[Replicas, ...]:
-        """Each kind of replica by itself."""
+        """Each kind of replica, without the others."""
         others = () if self.beside is None else self.beside.kinds
         return (self._replace(beside=None), *others)
 
     @property
     def layout(self) -> Replicas:
-        """What it is, however many rollouts each replica decodes at once."""
+        """The same replicas without their `max_running`, to compare layouts."""
         beside = None if self.beside is None else self.beside.layout
         return self._replace(max_running=0, beside=beside)
 
@@ -128,7 +134,7 @@ class Replicas(NamedTuple):
 
     @property
     def own(self) -> dict[str, Any]:
-        """What the section of the first kind says."""
+        """Keys and values of the first kind in the run file."""
         shared = ("beside", "drafted")
         return {key: value for key, value in self._asdict().items() if key not in shared}
 
@@ -139,11 +145,11 @@ class Replicas(NamedTuple):
         return replace(rollout, **self.own, others=others, speculative=speculative)
 
     def place(self, replica: ReplicaHardware, pool: PoolConfig) -> ReplicaHardware:
-        """Return one kind of replica with these degrees, in the pool that they name."""
+        """Return one kind of replica with these degrees, in the given pool."""
         return replace_fields(replica, config=self.change(replica.config), pool=pool)
 
     def fits(self, replica: ReplicaHardware, pools: Mapping[str, PoolConfig]) -> bool:
-        """Return whether one replica of each kind holds a rollout of the longest kind."""
+        """Return whether one replica of each kind holds a rollout of maximum length."""
         return all(holds_rollouts(kind.place(replica, pools[kind.pool])) for kind in self.kinds)
 
     def _drafting(self, own: SpeculativeConfig | None) -> SpeculativeConfig | None:
@@ -153,7 +159,7 @@ class Replicas(NamedTuple):
 
 
 class Degrees(NamedTuple):
-    """The training side."""
+    """The training side: the parallelism of the trainer, and how it fits its memory."""
 
     pool: str
     data_parallel: int
@@ -176,12 +182,12 @@ class Degrees(NamedTuple):
 
     @property
     def split(self) -> Degrees:
-        """How it splits models and batches, whatever it does to fit its memory."""
+        """The same trainer without the choices that save memory, to compare how models and batches are split."""
         return self._replace(recompute="full", logits=None, offload=False)
 
     @property
     def layout(self) -> Degrees:
-        """How it splits models, whatever it does to fit its memory and however large its micro batches are."""
+        """The same split with micro-batches of 1, to compare layouts."""
         return self.split._replace(micro_batch=1)
 
     def change(self, trainer: TrainerConfig) -> TrainerConfig:
@@ -190,13 +196,13 @@ class Degrees(NamedTuple):
         return replace(trainer, **self._asdict(), virtual_stages=slices)
 
     def place(self, trainer: TrainerHardware) -> TrainerHardware:
-        """Return a trainer, already in the pool of these degrees, that is split by them."""
+        """Return the trainer with these degrees. It must already be in their pool."""
         return replace_fields(trainer, config=self.change(trainer.config))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerRange:
-    """Degrees and portions to try; powers of two where a degree is left open."""
+    """Degrees and sizes to try. A degree of None stands for all powers of two that fit."""
 
     tensor_parallel: Sequence[int] | None = None
     pipeline_parallel: Sequence[int] | None = None
@@ -206,20 +212,23 @@ class TrainerRange:
     micro_batch: Sequence[int]
     zero: Sequence[int]
     recompute: Sequence[Recompute]
-    """The first that fits is taken: the less is made again, the faster a step."""
+    """Choices from the least recomputation to the most. The first that fits is used, because less
+    is faster.
+    """
     most_memory: float = 1.0
-    """Share of a GPU that may be taken."""
+    """Largest share of a GPU's memory that a trainer may use."""
     framework: FrameworkName | None = None
-    """The framework whose layouts alone are tried; None: all layouts."""
+    """Try only layouts of this framework; None tries all layouts."""
 
 
 def fitting_replicas(
     replica: ReplicaHardware, plan: PlanConfig, num_gpus: int, cut: Counter[str]
 ) -> Iterator[Replicas]:
-    """Yield the replicas that fit on `num_gpus` of a replica's pool, the smallest tensor parallelism first.
+    """Yield the replicas that fit on `num_gpus` of a pool, the smallest tensor parallelism first.
 
-    Replicas keep expert parallelism if the run has it. Several pipeline stages, or attention ranks, are tried only if
-    `[plan]` or the run names them. Pipeline stages are also tried if no other replica holds a rollout.
+    Replicas keep expert parallelism if the run has it. Several pipeline stages or attention ranks
+    are tried only if `[plan]` or the run names them. Pipeline stages are also tried if no other
+    replica holds a rollout.
     """
     domain, model = replica.pool.domain, replica.model
     degrees = plan.rollout_tensor_parallel
@@ -253,15 +262,15 @@ def fitting_replicas(
 
 
 def _drafting(drafts: Sequence[int | None], ways: Iterable[Replicas]) -> Iterator[Replicas]:
-    """Yield each layout of replicas with each number of drafted tokens that a plan may choose."""
+    """Yield each layout of replicas with each number of drafted tokens that the plan allows."""
     yield from (each._replace(drafted=tokens) for each in ways for tokens in drafts)
 
 
 def check_attention_ranks(plan: PlanConfig, model: ModelShape) -> None:
-    """Check that the attention ranks which a plan names divide the experts of the model.
+    """Check that the attention ranks named in a plan divide the experts of the model.
 
     Raises:
-        RunError: they divide no experts with any tensor degree of the plan.
+        RunError: no tensor parallelism of the plan makes them divide the experts.
     """
     key, experts = "plan.rollout_data_parallel", model.experts
     num_experts = 0 if experts is None else experts.num_experts
@@ -282,7 +291,7 @@ def check_attention_ranks(plan: PlanConfig, model: ModelShape) -> None:
 def _replicas_of(
     replica: ReplicaHardware, plan: PlanConfig, num_gpus: int, degree: int, cut: Counter[str]
 ) -> Iterator[Replicas]:
-    """Yield replicas of a tensor degree, with the stages and the attention ranks that a plan may have."""
+    """Yield replicas of one tensor parallelism, with each allowed number of pipeline stages or attention ranks."""
     rollout, mixture = replica.config, replica.model.experts
     pool, most = rollout.pool, rollout.max_running
     experts = degree if rollout.expert_parallel > 1 else 1
@@ -305,7 +314,7 @@ def _replicas_of(
 
 
 def _piped(rollout: RolloutConfig, num_gpus: int, degree: int) -> Iterator[Replicas]:
-    """Yield replicas with several pipeline stages of one tensor degree, those with fewest stages first."""
+    """Yield replicas of one tensor parallelism with several pipeline stages, the fewest stages first."""
     pool, experts = rollout.pool, degree if rollout.expert_parallel > 1 else 1
     for stages in powers_of_two(min(num_gpus // degree, MOST_STAGES))[1:]:
         if num_gpus % (degree * stages) == 0:
@@ -314,7 +323,7 @@ def _piped(rollout: RolloutConfig, num_gpus: int, degree: int) -> Iterator[Repli
 
 
 def holds_rollouts(replica: ReplicaHardware, least: int = 1) -> bool:
-    """Return whether a replica holds `least` rollouts of the longest kind at once."""
+    """Return whether a replica holds at least `least` rollouts of maximum length at once."""
     try:
         return kv_capacity(replica) >= least * replica.longest_sequence
     except ValueError:
@@ -326,7 +335,8 @@ def fitting_trainers(
 ) -> Iterator[Degrees]:
     """Yield every trainer that fits on `num_gpus` of a trainer's pool.
 
-    The same split may give two trainers. One keeps everything on its GPUs. The other offloads and recomputes less.
+    The same split may yield two trainers. One keeps everything on its GPUs. The other offloads and
+    recomputes less.
     """
     pool, per_node = trainer.config.pool, trainer.pool.domain
     for tensor in among.tensor_parallel or powers_of_two(per_node):
@@ -365,15 +375,15 @@ def _ways_to_fit(
     reason: str | None,
     cut: Counter[str],
 ) -> list[Degrees]:
-    """Return the trainers that recompute least, first without and then with offloading; none if neither fits.
+    """Return the trainers with the least recomputation, first without and then with offloading.
 
-    Offloading costs transfers, so it is tried only with less recomputation than without it. Logits are computed in
-    chunks only if they do not fit otherwise.
+    The result is empty if neither fits. Offloading costs transfers, so it is tried only with less
+    recomputation than without it. Logits are computed in chunks only if they do not fit otherwise.
 
     Args:
         trainer: the run's trainer in the pool of `degrees`.
         degrees: how it is split.
-        among: what may be recomputed.
+        among: the allowed recomputation.
         reason: why the split is impossible, or None.
         cut: counts reasons.
     """
@@ -395,7 +405,7 @@ def _ways_to_fit(
 
 
 def _lightest_first(degrees: Degrees, among: TrainerRange) -> list[Degrees]:
-    """Return the choices of what a trainer keeps and recomputes, the fastest and largest first."""
+    """Return the combinations of recomputation and logits, the fastest and largest first."""
     logits: tuple[Logits | None, ...] = (degrees.logits,)
     if degrees.logits is None:
         logits = (None, "chunked")
@@ -408,7 +418,10 @@ def _lightest_first(degrees: Degrees, among: TrainerRange) -> list[Degrees]:
 def _first_that_fits(
     trainer: TrainerHardware, ways: Sequence[Degrees], most_memory: float
 ) -> tuple[Degrees | None, bool]:
-    """Return the first way that uses at most a share of GPU memory, and whether only a larger share would do."""
+    """Return the first choice that fits into a share of GPU memory, or None.
+
+    The second value is whether a choice fits only into a larger share.
+    """
     if not ways:
         return None, False
     memory = load_gpu(trainer.pool.gpu).usable_memory
@@ -425,7 +438,7 @@ def _first_that_fits(
 def _reason_against(
     hardware: TrainerHardware, degrees: Degrees, framework: FrameworkName | None
 ) -> str | None:
-    """Return why a trainer cannot be split so with any amount of memory; None if it can."""
+    """Return why a trainer cannot have this split with any amount of memory, or None if it can."""
     trainer, model = degrees.change(hardware.config), hardware.model
     if not has_layout(framework, trainer):
         return OF_FRAMEWORK.format(framework)
@@ -454,7 +467,7 @@ def _trainer_bytes(trainer: TrainerHardware) -> float:
 
 
 def sizes(pool: PoolConfig, unit: int | None) -> list[int]:
-    """Return the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single node.
+    """Return the numbers of GPUs that a side may have: whole nodes, or any number in a pool with a single node.
 
     In a large pool they differ by about a sixteenth, unless the pool or the plan has a `unit`.
     """
@@ -465,14 +478,16 @@ def sizes(pool: PoolConfig, unit: int | None) -> list[int]:
 
 
 def _coarseness(count: int) -> int:
-    """Return the power of two that is a sixteenth to a thirty-second of a number; 1 where there is none."""
+    """Return the power of two between 1/32 and 1/16 of a number, or 1 if there is none."""
     return max(1, (1 << (count.bit_length() - 1)) // FINE)
 
 
 SHARES = (1.0, 0.75, 0.5)
-"""How much of a good side stays when others come beside it, of a pool that may be needed for them."""
+"""Shares of a good side that are kept when replicas of another kind are added. The rest frees GPUs
+for them.
+"""
 MOST_SIZES = 6
-"""Sizes of the second kind that are tried in a pool, between its smallest and all that is left."""
+"""Sizes of the second kind that are tried in a pool, from the smallest to all remaining GPUs."""
 
 
 def mixed_fleets(
@@ -482,13 +497,13 @@ def mixed_fleets(
     replicas: Iterable[Replicas],
     trainers: Sequence[Degrees],
 ) -> list[Replicas]:
-    """Return replicas of two kinds: all or most of one of `replicas`, with others in the remaining GPUs.
+    """Return replicas of two kinds: all or most of one of `replicas`, with others on the remaining GPUs.
 
     Args:
-        replica: the run file's own.
+        replica: a replica of the run file.
         pools: the offer.
-        plan: the section `[plan]`, which allows two kinds (`can_mix`).
-        replicas: good ones, of one kind each.
+        plan: the section `[plan]`, which must allow two kinds (`can_mix`).
+        replicas: good replicas, each of one kind.
         trainers: the smallest of them decides how many GPUs remain.
     """
     found = dict.fromkeys(
@@ -503,13 +518,13 @@ def mixed_fleets(
 
 
 def _together(first: Replicas, second: Replicas) -> Replicas:
-    """Return both kinds, in the same order whichever was there first."""
+    """Return both kinds in an order that does not depend on which came first."""
     kinds = sorted((first, second), key=lambda kind: (kind.pool, kind.tensor_parallel))
     return kinds[0]._replace(beside=kinds[1])
 
 
 def can_mix(plan: PlanConfig, policies: PoliciesConfig) -> bool:
-    """Return whether a plan may have two kinds of replicas, and each policy supports them."""
+    """Return whether a plan may have two kinds of replicas and all policies support them."""
     knows_one = (
         policies.migration != "none" or policies.learns_from_siblings or policies.follows_pressure
     )
@@ -538,7 +553,7 @@ def _beside(
 
 
 def _spread(open_sizes: list[int]) -> list[int]:
-    """Return a few of many sizes, the smallest and the largest among them."""
+    """Return a few of many sizes, including the smallest and the largest."""
     if len(open_sizes) <= MOST_SIZES:
         return open_sizes
     last = len(open_sizes) - 1

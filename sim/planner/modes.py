@@ -32,7 +32,9 @@ OWN_LAG = {
     key: getattr(PoliciesConfig(), key)
     for key in ("sync_every", "over_staleness", "oversampling", "left_over")
 }
-"""What a run file says of late groups for its own system; others, which take them in order, are tried without."""
+"""Defaults of keys for late groups. A run file sets these keys for its own system; other systems
+are planned with the defaults.
+"""
 USUAL_DISPATCH: tuple[DispatchName, ...] = (DEFAULT_DISPATCH, "skewness-aware")
 
 
@@ -46,7 +48,10 @@ class Mode(NamedTuple):
     sync_mode: SyncMode
 
     def apply(self, run: Run) -> Run:
-        """Return the run in this mode. Policies that the run sets for its own system do not apply to another system."""
+        """Return the run in this mode.
+
+        Policies that the run sets for its own system do not apply to another system.
+        """
         policies = replace(run.policies, system=self.system, latency=None, context_time=None)
         if self.system != run.policies.system:
             policies = replace(
@@ -65,7 +70,7 @@ class Mode(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Values that modes combine; None means the default of a system."""
+    """Values that modes combine. None means the default of a system."""
 
     systems: Sequence[SystemName]
     dispatch: Sequence[DispatchName | None]
@@ -74,7 +79,7 @@ class Choices(NamedTuple):
 
 
 def find_choices(run: Run) -> Choices:
-    """Return the values that `[plan]` names, and sensible ones for the keys that it leaves out."""
+    """Return the values in `[plan]`, and useful defaults for the keys that it leaves out."""
     plan, own, lengths = run.plan, run.policies, run.workload.lengths
     return Choices(
         systems=plan.systems or list(dict.fromkeys((own.system, *USUAL_SYSTEMS))),
@@ -148,15 +153,17 @@ class Scope(NamedTuple):
 
     run: Run
     left_out: list[str]
-    """Choices that the framework does not support, by kind: "systems stream-sync, stream-async"."""
+    """Choices that the framework does not support, by kind, such as "systems stream-sync,
+    stream-async".
+    """
 
 
 def keep_to_framework(run: Run) -> Scope:
-    """Return an offer whose section `[plan]` has only what its framework supports.
+    """Return the offer with only the values in `[plan]` that its framework supports.
 
     Raises:
-        RunError: the framework supports no value that `[plan]` names for a key, or does not generate with
-            `costs.engine`.
+        RunError: the framework supports none of the values of a key in `[plan]`, or does not
+            generate with `costs.engine`.
     """
     framework = framework_of(run.framework.name)
     if framework is None:
@@ -199,8 +206,12 @@ def _kept(
     able: Sequence[_Name],
     framework: Framework,
 ) -> list[_Name] | None:
-    """Return the values to choose among: those of `[plan]` that the framework supports, else all that it supports."""
-    if wanted == [None]:  # a system's own, which every framework has
+    """Return the values to choose from.
+
+    They are the values in `[plan]` that the framework supports, or all that it supports. None keeps
+    a system's own value.
+    """
+    if wanted == [None]:  # the system's default, which every framework supports
         return None
     found = [name for name in able if name in wanted]
     if stated is not None and not found:

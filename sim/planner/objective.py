@@ -1,4 +1,4 @@
-"""The objective, the budgets and the deadline of `[plan]`, by which plans are compared."""
+"""Compute the objective of plans, and check them against the budgets and the deadline of `[plan]`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ UNITS: dict[ObjectiveName, str] = {
 def value_of(plan: PlanConfig, speed: Speed) -> float:
     """Return the objective of a simulated plan.
 
-    For the Pareto set it is the product of seconds and dollars. All values are scaled to the progress of a step
-    without staleness (`plan.staleness_cost`). Dollars include those of waiting (`plan.value_of_hour`).
+    For the Pareto set it is the product of seconds and dollars. All values are scaled to the
+    progress of a step without staleness (`plan.staleness_cost`). Dollars include those of waiting
+    (`plan.value_of_hour`).
     """
     steps = steps_for_one(plan, speed.mean_staleness)
     waiting = plan.value_of_hour / SECONDS_PER_HOUR * speed.step_time
@@ -58,11 +59,11 @@ def values_of(
 
     Args:
         plan: the section `[plan]`.
-        seconds: of a step.
+        seconds: seconds of a step.
         prices: dollars a second.
         tokens_per_step: output tokens that a step trains on.
-        lags: mean staleness.
-        egress: dollars a step for what crosses links.
+        lags: mean staleness in versions.
+        egress: dollars a step for traffic between pools.
     """
     steps: Floats = steps_for_one(plan, np.asarray(lags))
     seconds, dollars = seconds * steps, (seconds * prices + egress) * steps
@@ -81,14 +82,14 @@ def values_of(
 
 
 def decide(seconds: Floats, dollars: Floats, tolerance: float) -> tuple[int, int, int]:
-    """Return the places of the cheapest plan, of the fastest that costs at most `tolerance` more, and of the fastest."""
+    """Return the indices of three plans: the cheapest, the fastest within `tolerance` of its cost, and the fastest."""
     cheapest = int(dollars.argmin())
     little_more = dollars <= (1 + tolerance) * dollars[cheapest]
     return cheapest, int(np.where(little_more, seconds, np.inf).argmin()), int(seconds.argmin())
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the places of the points that no other is below in both coordinates, by rising first coordinate."""
+    """Return the indices of the Pareto-optimal points, by rising first coordinate."""
     order = sorted(range(len(points)), key=lambda place: points[place])
     kept: list[int] = []
     for place in order:
@@ -98,7 +99,11 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def distance_to_front(seconds: Floats, dollars: Floats) -> Floats:
-    """Return by what factor each plan is away from the Pareto set: 1 on it, 1.1 where a tenth less would reach it."""
+    """Return the factor by which each plan is away from the Pareto set.
+
+    It is 1 on the set. A plan with 1.1 reaches the set if its seconds and dollars are divided by
+    1.1.
+    """
     order = np.lexsort((dollars, seconds))
     best = np.minimum.accumulate(dollars[order])
     is_front = np.concatenate(([True], best[1:] < best[:-1]))
@@ -117,30 +122,30 @@ RENTS = (
     ("budget_per_hour", "an hour", SECONDS_PER_HOUR),
     ("budget_per_day", "a day", SECONDS_PER_DAY),
 )
-"""Budgets that the GPUs' price alone may break, before anything is simulated."""
+"""Budgets that the price of the GPUs alone may exceed, before any simulation."""
 OVER = "more than plan.{}"
 
 
 class Spend(NamedTuple, Generic[Figure]):
-    """What is bounded, of one plan or of all."""
+    """The figures that limits apply to, of one plan or of all."""
 
     per_step: Figure
     """Dollars of a mean step."""
     per_day: Figure
-    """Dollars of a day of the steady state."""
+    """Dollars of a day in the steady state."""
     whole: Figure
     """Dollars of the whole run."""
     seconds: Figure
-    """Of the whole run."""
+    """Seconds of the whole run."""
 
 
 class Ceiling(NamedTuple):
-    """One key of `[plan]` that is set."""
+    """One limit that is set in `[plan]`."""
 
     key: str
     most: float
     place: int
-    """Which figure of `Spend` it bounds."""
+    """Index of the field of `Spend` that it limits."""
     tell: Callable[[float], str]
 
 
@@ -154,14 +159,14 @@ TELL: dict[str, Callable[[float], str]] = {
     "budget": lambda value: f"costs {_dollars(value)} dollars for the whole run",
     "deadline": lambda value: f"takes {long_time(value)} for the whole run",
 }
-"""By key, in the order of `Spend`."""
+"""Text for a figure, by the key of its limit. The keys are in the order of `Spend`."""
 
 
 def within_rent(plan: PlanConfig, prices: Floats, cut: Counter[str]) -> Mask:
     """Return which plans have a rent within the budgets, given dollars a second; `cut` counts the others.
 
     Raises:
-        ValueError: no plan has. The error has the lowest price.
+        ValueError: no plan has. The error contains the lowest price.
     """
     kept = np.ones(len(prices), dtype=bool)
     for key, time, seconds in RENTS:
@@ -178,7 +183,7 @@ def within_rent(plan: PlanConfig, prices: Floats, cut: Counter[str]) -> Mask:
 
 
 def limits_of(plan: PlanConfig) -> list[Ceiling]:
-    """Return the limits on simulated plans. `budget_per_hour` limits the rent before a simulation."""
+    """Return the limits on simulated plans. `budget_per_hour` is left out, because it limits the rent beforehand."""
     return [
         Ceiling(key, float(most), place, tell)
         for place, (key, tell) in enumerate(TELL.items())
@@ -187,7 +192,7 @@ def limits_of(plan: PlanConfig) -> list[Ceiling]:
 
 
 def spend_of(time: WholeTime, speed: Speed) -> Spend[float]:
-    """Return the dollars and seconds of a simulated plan, whose whole run takes so long."""
+    """Return the dollars and seconds of a simulated plan, given the time of its whole run."""
     per_day = speed.cost_per_step / speed.step_time * SECONDS_PER_DAY
     whole = whole_dollars(speed, time, time.seconds)
     return Spend(speed.cost_per_step, per_day, whole, time.seconds)
@@ -202,12 +207,12 @@ def excess(plan: PlanConfig, spend: Spend[Figure]) -> Figure | float:
 
 
 def keeps_limits(plan: PlanConfig, spend: Spend[float]) -> bool:
-    """Return whether a simulated plan breaks no limit."""
+    """Return whether a simulated plan keeps all limits."""
     return float(excess(plan, spend)) <= 1
 
 
 def unmet(plan: PlanConfig, spends: Sequence[Spend[float]]) -> ValueError:
-    """Return the error that no plan keeps the limits, with the figures of the cheapest or the fastest plan."""
+    """Return the error for the case that no plan keeps the limits, with the figures of the cheapest or fastest plan."""
     limits = limits_of(plan)
     broken = [limit for limit in limits if min(s[limit.place] for s in spends) > limit.most]
     if broken:

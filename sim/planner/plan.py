@@ -22,87 +22,91 @@ SHORT = {
     "expert_tensor_parallel": "ETP",
     "context_parallel": "CP",
 }
-"""What the field calls the degrees."""
+"""Usual abbreviations of the degrees."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan was judged by."""
+    """The objective of the chosen plan."""
 
     name: ObjectiveName
     value: float
-    """As simulated on the run's own seed; what-ifs start from it."""
+    """Simulated with the run's own seed. What-if results are relative to it."""
     median: float
-    """Of all seeds that were simulated, by which plans are compared."""
+    """Median over all simulated seeds. Plans are compared by it."""
     unit: str
 
 
 class PlannedSide(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side rents and how it splits a model."""
+    """The GPUs that one side rents, and its parallelism."""
 
     pool: str
     gpu: str
     num_gpus: int
     degrees: dict[str, int]
-    """Keys of the run file's section, such as tensor_parallel."""
+    """Keys and values of the run file's section, such as tensor_parallel."""
     beside: PlannedSide | None = None
-    """Replicas of another kind that generate too."""
+    """Replicas of another kind that also generate."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to run, and what simulations say of it."""
+    """One plan and its simulated figures."""
 
     rollout: PlannedSide
     trainer: PlannedSide
     settings: dict[str, str | int | float | bool]
-    """Every key of the run file that is chosen: what `--set` would be given."""
+    """All keys of the run file that the plan sets, as for `--set`."""
     dollars_per_hour: float
     step_time: float
-    """Mean seconds of a step in the steady state, on the run's own seed: what `simulate` gives."""
+    """Mean seconds of a step in the steady state, with the run's own seed. `simulate` reports the
+    same value.
+    """
     step_time_interval: tuple[float, float] | None = None
-    """Its 95 % interval; None where too few steps were simulated."""
+    """95 % interval of `step_time`; None if too few steps were simulated."""
     median_step_time: float
     """Median seconds of a step."""
     steps: int = 0
     """Steps that were simulated."""
     note: str = ""
-    """What keeps its figures from being as exactly known as was asked for."""
+    """Why its figures are less exact than requested; empty if they are not."""
     cost_per_step: float
     """Dollars of a mean step."""
     cost_per_million_tokens: float
     mean_staleness: float = 0.0
-    """Versions that a rollout is behind when it is trained on, on average."""
+    """Mean number of versions between generating and training on a rollout."""
     complexity: int = 0
-    """What there is to set up: degrees above one, a second pool, steps that generation is ahead, and the like."""
+    """Number of features to set up, such as degrees above one, a second pool and each step of
+    staleness.
+    """
     least: float
-    """Of the objective: the least that the 95 % interval of the step time leaves open, over all seeds."""
+    """Lowest objective within the 95 % interval of the step time, over all seeds."""
     most: float
     num_seeds: int
     estimate: float
-    """Seconds of a step by closed forms, before any simulation."""
+    """Seconds of a step from closed forms, before any simulation."""
 
     @property
     def text(self) -> str:
-        """Return it in a line."""
+        """Return the plan in one line."""
         return plan_text(self.rollout, self.trainer, self.settings)
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step of the chosen plan waits for."""
+    """The stage and resource that limit the step time of the chosen plan."""
 
     stage: str
-    """generation, training or sync."""
+    """One of generation, training and sync."""
     resource: str
     seconds: dict[str, float]
-    """Of each stage alone, and of a simulated step."""
+    """Seconds of each stage alone, and of a simulated step."""
     text: str
 
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was simulated and not chosen, on the same prompts.
+    """A plan that was simulated on the same prompts but not chosen.
 
     Plans for comparison are simulated for as many steps as the chosen one, and have their own
-    figures. The figures of a finalist are those of the chosen plan, scaled by their ratio over two
-    dozen steps.
+    figures. A finalist was compared with the chosen plan over up to 24 steps. Its figures are those
+    of the chosen plan, scaled by the ratio over these steps.
     """
 
     choice: Choice
@@ -110,128 +114,159 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     behind: float
     """Share by which its objective is above the chosen plan's."""
     behind_interval: tuple[float, float] | None = None
-    """Its 95 % interval, by the steps that both have; None where too few tell, or in a plan of an earlier version."""
+    """95 % interval of `behind`, from the steps that both plans have. None if these are too few, or
+    if an earlier version wrote the plan.
+    """
     is_beyond_chance: bool | None = None
-    """Whether that is more than its 95 % interval, on the same prompts and lengths; None where too few steps tell."""
+    """Whether the difference is larger than its 95 % interval, on the same prompts and lengths.
+    None if too few steps were simulated.
+    """
 
 
 class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that a choice is always seen beside."""
+    """A plan that is always reported next to the chosen one."""
 
     what: str
-    """cheapest, best synchronous, best colocated, fastest, or faster for plans between the chosen and the fastest."""
+    """One of: cheapest, best synchronous, best colocated, fastest. Or faster, for plans between the
+    chosen and the fastest.
+    """
     runner: RunnerUp | None
-    """That plan, which may be the chosen one; None where the offer or `[plan]` has none, or no time was left for it."""
+    """The plan, which may be the chosen one. None if the offer or `[plan]` has none, or if no time
+    was left to simulate it.
+    """
     not_simulated: str = ""
-    """What that plan is, where no time was left to simulate it for as long as the chosen one."""
+    """The plan in one line, if no time was left to simulate it for as long as the chosen one."""
 
 
 class PartialNodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that is notably better, and not looked for among the others as it takes parts of a node."""
+    """A clearly better plan that the search skipped, because it uses parts of a node."""
 
     choice: str
-    """What is run, in a line."""
+    """The plan in one line."""
     settings: dict[str, str | int | float | bool]
-    """Every key of the run file that it sets."""
+    """All keys of the run file that the plan sets."""
     gain: float
     """Share by which its objective is below the chosen plan's, on the same prompts."""
 
 
 class OverMemoryLimit(PartialNodePlan, frozen=True, kw_only=True):
-    """A plan that is notably better, and not chosen as its trainer leaves too little of a GPU's memory free."""
+    """A clearly better plan that was not chosen, because its trainer leaves too little GPU memory free."""
 
     memory: float
-    """Share of a GPU that its trainer takes."""
+    """Share of a GPU's memory that its trainer uses."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What would be chosen if the world were another."""
+    """The effect of one what-if on the choice."""
 
     what: str
     """Such as "lengths +20 %"."""
     value: float
-    """The objective of the chosen plan then; of the other where the chosen one does not fit any more."""
+    """Objective of the chosen plan after the change, or of the other plan if the chosen one no
+    longer fits.
+    """
     still_fits: bool
     choice: str
-    """What would be chosen; the same text where that stays."""
+    """The plan that would be chosen, in one line. It may be the chosen plan itself."""
     is_other: bool
     gain: float
-    """Share of the objective that the other choice saves then, as simulated; 0 where nothing changes."""
+    """Share of the objective that the other plan saves after the change, as simulated; 0 if the
+    choice stays.
+    """
     is_used: bool = True
-    """Whether the chosen plan, or the other, uses what changes: a pool that it rents, a link that it crosses."""
+    """Whether the chosen or the other plan uses the changed thing, such as a pool that it rents or
+    a link that it crosses.
+    """
 
 
 class PlannedFramework(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose training was planned, where the run file names a framework."""
+    """The framework that the run file names."""
 
     name: FrameworkName
     facts: list[str]
-    """The version that was read, the keys that it fills in, and the seconds that it takes of its own, with sources."""
+    """The version that was read, the keys that it fills in, and the seconds that it adds, with
+    sources.
+    """
     left_out: list[str]
-    """What was not looked at, as it has none of it."""
+    """Choices that were not searched, because the framework does not support them."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `streamrl plan` found out."""
+    """The complete result of `streamrl plan`."""
 
     whole_run: WholeRun | None = None
-    """What all training steps of the chosen plan take; None in a plan of an earlier version."""
+    """Time and cost of all training steps of the chosen plan; None if an earlier version wrote the
+    plan.
+    """
     allocation: Choice
     objective: Figure
     candidates: int
-    """Plans that fit: all were estimated."""
+    """Plans that fit. All of them were estimated."""
     systems: list[SystemName] = []
     """Systems that were searched."""
     whole_nodes: list[str] = []
-    """Pools of which each side was given whole nodes alone."""
+    """Pools of which each side could only get whole nodes."""
     simulated: int
     """Plans that were simulated."""
     open_gap: float | None = None
-    """Share by which a plan may be better that was not simulated, as `time_limit` came first; None where the search found
-    that none is by more than its margin."""
+    """Share by which a plan that was not simulated may be better, if `time_limit` ended the search.
+    None if the search proved that no plan is better by more than its margin.
+    """
     time_limit: float = 0.0
-    """Seconds after which nothing more is simulated."""
+    """Seconds after which no further simulation starts."""
     steps_in_time: int | None = None
-    """Steps of the chosen plan that `time_limit` left time for, where its interval had not come by then."""
+    """Steps of the chosen plan that `time_limit` allowed, if its interval did not reach the target
+    by then.
+    """
     why: str = ""
-    """Why this plan and no other that costs about as much."""
+    """Why this plan was chosen, and not another one of about the same cost."""
     beside: list[ComparedPlan] = []
-    """The cheapest plan where another is chosen, the best synchronous, the best colocated and the fastest plan."""
+    """The best synchronous, the best colocated and the fastest plan. The cheapest comes first if
+    another was chosen.
+    """
     parts: PartialNodePlan | None = None
-    """A better plan on parts of a node; None where there is none that is notably better, no time was left to look, or `whole_nodes` is
-    empty."""
+    """A better plan on parts of a node. None if no such plan is clearly better, if no time was
+    left, or if `whole_nodes` is empty.
+    """
     tighter: OverMemoryLimit | None = None
-    """A better plan with less room; None where there is none that is notably better, or no time was left to look."""
+    """A better plan that leaves less GPU memory free. None if no such plan is clearly better, or if
+    no time was left.
+    """
     staleness_cost: float = 0.0
+    """Per cent more steps for each version of staleness, as charged by the objective."""
     staleness_model: str = ""
-    """The line that it is the slope of, where a study says it."""
-    """Per cent more steps that were charged for each version of lag."""
+    """The fitted line with that slope, if a study of staleness is given."""
     ruled_out: int
-    """Plans whose bound alone is above what the chosen one was simulated to take."""
+    """Plans whose lower bound alone is above the simulated objective of the chosen plan."""
     seconds: float
-    """Of planning."""
+    """Seconds that planning took."""
     infeasible: dict[str, int]
-    """Sides, or pairs of sides, that were cut, by reason."""
+    """Number of sides, or pairs of sides, that each reason ruled out."""
     binding: Binding
     lower_bound: float
-    """The least objective that the bound of any plan allows."""
+    """Lowest objective that the bound of any plan allows."""
     gap: float
-    """Share by which the chosen plan is above it."""
+    """Share by which the chosen plan is above `lower_bound`."""
     own_bound: float
-    """The objective that the chosen plan's own bound allows."""
+    """Objective that the bound of the chosen plan allows."""
     runners_up: list[RunnerUp]
     pareto: list[Choice]
-    """Plans that none beats in both seconds and dollars of a step; empty for other objectives."""
+    """Plans that no other beats in both seconds and dollars of a step; empty for other objectives.
+    """
     sensitivity: list[Change]
     tiers: dict[str, float]
-    """Share of the seconds of the chosen plan, those that wait for weights counted, by where they come from."""
+    """Share of the chosen plan's seconds by the source of its costs. It includes time spent waiting
+    for weights.
+    """
     uncertainty: Uncertainty | None = None
-    """How far its simulated seconds may be off."""
+    """Possible error of its simulated seconds."""
     framework: PlannedFramework | None = None
     drafts: str = ""
-    """What was taken of drafted tokens, and from where; nothing where none were chosen among."""
+    """Assumptions about speculative decoding and their source; empty if plans could not choose it.
+    """
     steps: int
-    """Steps by which a search compares plans; a finalist has as many as its interval needs."""
+    """Most steps by which the search compares plans. A finalist has as many as its interval needs.
+    """
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
@@ -241,10 +276,10 @@ def write_plan(plan: Plan, directory: Path) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read what `write_plan` wrote.
+    """Read a plan that `write_plan` wrote.
 
     Raises:
-        ValueError: the file is missing or no plan.
+        ValueError: the file is missing or is not a plan.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Plan)
@@ -255,7 +290,7 @@ def read_plan(path: Path) -> Plan:
 def plan_text(
     rollout: PlannedSide, trainer: PlannedSide, settings: dict[str, str | int | float | bool]
 ) -> str:
-    """Return a plan in a line: who generates, who trains, in which mode."""
+    """Return a plan in one line: the GPUs that generate, the GPUs that train, and the mode."""
     gpus = f"{_side_text(rollout)} generate, {_side_text(trainer)} train"
     if settings["policies.system"] == "colocated":
         gpus = f"{_side_text(rollout)} generate and train ({_degrees_text(trainer)})"

@@ -47,33 +47,37 @@ def drafts_text(drafts: SpeculativeConfig | None, counts: Sequence[int] | None) 
 
 DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
 SCALED = ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens")
-"""Figures of a finalist that stand as the chosen plan's times what both differ by over the steps that they share."""
+"""Figures of a finalist that are scaled from the chosen plan's. The factor is their ratio over the
+steps that both share.
+"""
 MUCH_FASTER, MOST_FASTER = 0.75, 2
-"""Seconds of a step over those of the last plan that was named, below which another is much faster; how many are named."""
+"""A plan is much faster if its step time is below this share of the last reported plan's. The
+second value is the most plans reported so.
+"""
 RUNNERS_UP = 8
-"""Plans that are named beside the chosen one."""
+"""Most plans that are reported after the chosen one."""
 
 
 class PlanDescription:
-    """Puts what was simulated into the words of a plan file."""
+    """Describes simulated plans for the plan file."""
 
     def __init__(
         self, search: Search, race: Race, chosen: int, cheapest: int | None = None
     ) -> None:
-        """Take the places of the chosen plan and of the cheapest one, which is the chosen one where absent."""
+        """Take the indices of the chosen plan and of the cheapest one, which is the chosen one by default."""
         self._search, self._race, self._index = search, race, chosen
         self._cheapest = chosen if cheapest is None else cheapest
         self.chosen = self._choice(chosen, race.steady[chosen])
 
     def open_gap(self) -> float | None:
-        """Return how much better a plan may be that was not simulated; None where the search found that none is."""
+        """Return how much better a plan without a simulation may be, or None if the search converged."""
         search = self._search
         if search.has_converged:
             return None
         return max(0.0, 1 - float(search.least_open()) / search.value(self._index))
 
     def why(self) -> str:
-        """Say why this plan is chosen and no other that costs about as much."""
+        """Return why this plan is chosen, and not another one of about the same cost."""
         if self._search.space.run.plan.takes_faster:
             return self._why_faster()
         race, chosen = self._race, self._index
@@ -87,7 +91,7 @@ class PlanDescription:
         )
 
     def _why_faster(self) -> str:
-        """Say how much dearer and faster the chosen plan is than the cheapest."""
+        """Return how much more the chosen plan costs than the cheapest, and how much faster it is."""
         tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
         if cheapest == self._index:
             return f"the cheapest: no plan that costs at most {tolerance:.0%} more is faster"
@@ -99,14 +103,14 @@ class PlanDescription:
         )
 
     def _better_in_second(self, best: int) -> str:
-        """Say by what the chosen plan was preferred to one that is about as good."""
+        """Return the property in which the chosen plan is better than one with about the same objective."""
         key = "cost_per_step" if self._search.goal.objective == "step-time" else "step_time"
         if self._ratio(key, self._index, best) > 1 - ALIKE:
             return "simplest"
         return "cheapest" if key == "cost_per_step" else "fastest"
 
     def beside(self) -> list[ComparedPlan]:
-        """Return the plans for comparison: the cheapest where another is chosen, and the best of each kind."""
+        """Return the plans for comparison: the best of each kind, and the cheapest if another is chosen."""
         kinds, known = self._kinds(), self._race.as_known
         if kinds["fastest"] is not None and known(kinds["fastest"]):
             those = [index for index in self._ranking() if known(index)]
@@ -123,7 +127,7 @@ class PlanDescription:
         return ComparedPlan(what=what, runner=self._runner(index))
 
     def wanted(self) -> list[int]:
-        """Return the plans for comparison, which are simulated for as many steps as the chosen one."""
+        """Return the plans for comparison, which need as many simulated steps as the chosen one."""
         found = [index for index in self._kinds().values() if index is not None]
         if self._search.space.run.plan.objective == "pareto":
             speeds = self._search.speeds
@@ -132,7 +136,7 @@ class PlanDescription:
         return list(dict.fromkeys(found))
 
     def _kinds(self) -> dict[str, int | None]:
-        """Return the best of each kind by what all have: finalists as such, the others by the few steps of the search."""
+        """Return the best plan of each kind, by the comparison of finalists or by the few steps of the search."""
         ranking, speeds = self._ranking(), self._search.speeds
         kinds: dict[str, Callable[[int], bool]] = {
             **({"cheapest": lambda index: index == self._cheapest} if self._is_faster else {}),
@@ -143,9 +147,9 @@ class PlanDescription:
         return {**found, "fastest": min(ranking, key=lambda index: speeds[index].step_time)}
 
     def _faster(self) -> Iterator[int]:
-        """Yield a few plans that are much faster than the chosen one, each the cheapest of those as fast or faster.
+        """Yield plans that are much faster than the chosen one, the cheapest first.
 
-        They lie between the chosen and the fastest plan: what somebody in a hurry pays for.
+        Each is also much faster than the one before it.
         """
         known = [self._index, *self._known()]
         points = {i: (self._times(i, "step_time"), self._times(i, "cost_per_step")) for i in known}
@@ -160,23 +164,23 @@ class PlanDescription:
         return [self._index, *self._others()]
 
     def runners_up(self) -> list[RunnerUp]:
-        """Return the plans that come next, the best first, of those that were simulated for longer than a search does."""
+        """Return the best other plans, among those with more simulated steps than the search needs."""
         found = [self._runner(index) for index in self._known()[:RUNNERS_UP]]
         return sorted(found, key=lambda runner: runner.behind)
 
     def _others(self) -> list[int]:
-        """Return the plans that were not chosen, finalists first, the best first."""
+        """Return all other plans, finalists first, each group ordered from the best."""
         race, others = self._race, [i for i in self._search.ranking() if i != self._index]
         finals = sorted((i for i in others if i in race.finals), key=race.value)
         return [*finals, *(i for i in others if i not in race.finals)]
 
     def _known(self) -> list[int]:
-        """Return the others whose figures are as well known as those of the chosen plan, or of finalists."""
+        """Return the other plans that are finalists, or have as many steps as the chosen plan."""
         race = self._race
         return [i for i in self._others() if race.as_known(i) or i in race.finals]
 
     def pareto(self) -> list[Choice]:
-        """Return the plans that none beats in seconds and dollars of a step, the fastest first."""
+        """Return the plans that no other beats in seconds and dollars of a step, the fastest first."""
         if self._search.space.run.plan.objective != "pareto":
             return []
         indices = [self._index, *self._known()]
@@ -184,11 +188,11 @@ class PlanDescription:
         return [self._runner(indices[place]).choice for place in front(points)]
 
     def _times(self, index: int, key: str) -> float:
-        """Return a figure of a plan over that of the chosen one, on the same prompts, in the median of the seeds."""
+        """Return the ratio of a figure to the chosen plan's, on the same prompts: the median over seeds."""
         return 1.0 if index == self._index else self._ratio(key, index, self._index)
 
     def _ratio(self, key: str, index: int, other: int) -> float:
-        """Return a figure of a plan over that of another, on the same prompts, in the median of the seeds."""
+        """Return the ratio of a figure to another plan's, on the same prompts: the median over seeds."""
         ours, theirs = (
             median(getattr(speed, key) for speed in speeds)
             for speeds in self._race.pair(index, other)
@@ -197,7 +201,7 @@ class PlanDescription:
 
     @property
     def _is_faster(self) -> bool:
-        """Whether the chosen plan is not the cheapest, but faster for little more."""
+        """Whether the chosen plan is not the cheapest, but costs little more and is faster."""
         return self._search.space.run.plan.takes_faster and self._cheapest != self._index
 
     def _mode(self, index: int) -> str:
@@ -232,7 +236,10 @@ class PlanDescription:
         )
 
     def _runner(self, index: int) -> RunnerUp:
-        """Describe a plan compared with the chosen one on the same prompts and over as many steps: steady ones where it has them."""
+        """Describe a plan compared with the chosen one, on the same prompts and over as many steps.
+
+        These are steady steps if the plan has them.
+        """
         race, search = self._race, self._search
         if index == self._index:
             return RunnerUp(
@@ -253,7 +260,10 @@ class PlanDescription:
         )
 
     def _scaled(self, choice: Choice, index: int, behind: float, width: float | None) -> Choice:
-        """Return a finalist with the chosen plan's figures times what both differ by over the steps that they share."""
+        """Return a finalist with the chosen plan's figures, scaled.
+
+        The factor is the ratio of both plans over the steps that they share.
+        """
         ours = self.chosen
         figures = {key: getattr(ours, key) * self._times(index, key) for key in SCALED}
         value = self._search.value_of(self._race.steady[self._index][0]) * (1 + behind)
@@ -268,18 +278,18 @@ class PlanDescription:
 
 
 def _around(ratio: float, width: float) -> tuple[float, float]:
-    """Return the ends of the interval of a share by which something is above, of half the width of its logarithm."""
+    """Return the ends of the interval of `ratio - 1`, given half the width of the interval of log(ratio)."""
     return ratio * exp(-width) - 1, ratio * exp(width) - 1
 
 
 def _range(value: float, speed: Speed) -> tuple[float, float]:
-    """Return what the interval of the step time leaves open of an objective that grows with it."""
+    """Return the range of an objective that is proportional to the step time, from the step time's interval."""
     least, most = speed.spread
     return value * least, value * most
 
 
 def side_of(pools: Mapping[str, PoolConfig], candidate: Candidate, section: str) -> PlannedSide:
-    """Describe the side of a plan."""
+    """Describe one side of a plan: "rollout" or "trainer"."""
     kinds: Sequence[Replicas | Degrees] = (candidate.trainer,)
     if section == "rollout":
         kinds = candidate.replicas.kinds

@@ -1,4 +1,7 @@
-"""`streamrl plan`: which GPUs, how many on each side, in which parallelism and mode, at what cost, how sure."""
+"""Plan a run: choose the GPUs of each side, their parallelism and the mode, and report the cost with its error.
+
+This is `streamrl plan`.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ from streamrl.sim.planner.sensitivity import Verdict, judge
 from streamrl.sim.planner.trial import open_trial
 
 MOST_RETURNS = 3
-"""Times that finalists are compared again with plans that a what-if has brought up."""
+"""Most times that finalists are compared again because a what-if suggests other plans."""
 
 
 class Planned(NamedTuple):
-    """What planning gives."""
+    """The result of planning."""
 
     run: Run
     """The run file with the allocation filled in."""
@@ -46,15 +49,20 @@ class Planned(NamedTuple):
 
 
 def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> Planned:
-    """Choose among everything that a run's offer and its section `[plan]` leave open, on all cores.
+    """Choose a plan among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
-    `watch` is told how many simulations are done and what comes now: simulating, finalists, faster plans, the
-    chosen plan, what if, beside it, what binds, with less room. Faults that the run file plans are left out, of the plan's file too.
+    Faults that the run file plans are left out of the search and of the plan's file.
+
+    Args:
+        run: the run file.
+        watch: called with the number of finished simulations and the name of the current phase.
+            Phases are: simulating, finalists, faster plans, the chosen plan, what if, beside it,
+            what binds, with less room, parts of a node.
 
     Raises:
-        ValueError: nothing fits, or nothing within budget: the constraint is named.
-        RuntimeError: no plan comes to the run's last step.
-        RunError: the run file has several trainers.
+        ValueError: no plan fits, or none is within budget. The error names the constraint.
+        RuntimeError: no plan reaches the run's last step.
+        RunError: the run file has several trainers, or a pool has no price.
     """
     _check_trainers(run.num_trainers)
     _check_prices(run.cluster.pools, run.plan.objective)
@@ -72,13 +80,13 @@ def _check_trainers(num_trainers: int) -> None:
 
 
 def _check_prices(pools: Mapping[str, PoolConfig], objective: ObjectiveName) -> None:
-    """Refuse to compare dollars if a pool has no price."""
+    """Raise `RunError` if the objective needs dollars and a pool has no price."""
     for name, pool in pools.items():
         if objective != "step-time" and not price_of(pool):
             key = pool_key(name, "price")
             text = (
                 f"{key} is 0, and plans that cost nothing cannot be told apart by "
-                f"plan.objective={objective!r}: give a price, or plan for 'step-time'"
+                f"plan.objective={objective!r}: set a price, or plan for 'step-time'"
             )
             raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
@@ -151,7 +159,7 @@ def _plan(
 
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
-    """Return the pools of which plans rent only whole nodes, unasked; none if `[plan]` has the GPUs of a side."""
+    """Return the pools of which plans rent only whole nodes by default; none if `[plan]` has the GPUs of a side."""
     if plan.unit is not None or plan.rollout_gpus is not None or plan.trainer_gpus is not None:
         return []
     return [name for name, pool in pools.items() if pool.nodes > 1 and pool.unit is None]
@@ -166,7 +174,7 @@ def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:
 
 
 def with_restarts(policies: PoliciesConfig, losses: Losses) -> PoliciesConfig:
-    """Return policies that allow as many restarts as a run may need until its last step, which its price includes."""
+    """Return policies that allow as many restarts as the run may need. The price of the run includes them."""
     changed: PoliciesConfig = replace(
         policies, max_restarts=max(policies.max_restarts, losses.most)
     )
@@ -174,7 +182,10 @@ def with_restarts(policies: PoliciesConfig, losses: Losses) -> PoliciesConfig:
 
 
 def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Progress) -> None:
-    """Find the cheapest plan, then look for the fastest that costs little more; the search keeps that as its goal."""
+    """Find the cheapest plan, then search for the fastest that costs little more.
+
+    The search keeps the second objective as its goal.
+    """
     cheapest = race.find_cheapest(pool, progress.on("finalists"))
     if search.is_late:
         return
@@ -188,9 +199,10 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
 def _choose(
     search: Search, race: Race, pool: Executor, progress: _Progress
 ) -> tuple[int, list[Verdict]]:
-    """Choose and simulate a plan until its step is known.
+    """Choose a plan and simulate it until its step time is known.
 
-    Go back to the race with what is better in a world that is a little other, where it is so in this one.
+    A what-if may suggest a plan that is better already without the change. Then the finalists are
+    compared again.
     """
     for _ in range(MOST_RETURNS):
         best = race.run(pool, progress.on("finalists"))
@@ -208,7 +220,7 @@ def _choose(
 
 
 def _judge(search: Search, chosen: int, pool: Executor, progress: _Progress) -> list[Verdict]:
-    """Plan again in other worlds, by the objective of the run file."""
+    """Plan again for each what-if, by the objective of the run file."""
     with search.judged_by(search.space.run.plan):
         return judge(search, chosen, pool, progress.on("what if"))
 
@@ -221,7 +233,7 @@ def _settle(
     chosen: int,
     verdicts: list[Verdict],
 ) -> tuple[int, list[Verdict]]:
-    """Simulate for as long what is compared with the chosen plan; choose that where it is better."""
+    """Simulate the plans for comparison for as long as the chosen plan; choose one of them if it is better."""
     for _ in range(MOST_RETURNS):
         wanted = _wanted(search, race, chosen)
         if not wanted or not race.stand_beside(pool, chosen, wanted, progress.on("beside it")):
@@ -234,7 +246,7 @@ def _settle(
 
 
 def _wanted(search: Search, race: Race, chosen: int) -> list[int]:
-    """Return the plans to compare with the chosen one that are not as well known."""
+    """Return the plans for comparison that have fewer simulated steps than the chosen one."""
     with search.judged_by(search.space.run.plan):
         wanted = PlanDescription(search, race, chosen, race.cheapest).wanted()
     return [index for index in wanted if not race.as_known(index)]
@@ -248,7 +260,7 @@ class _Progress:
         self._done = 0
 
     def on(self, what: str) -> Callable[[], None]:
-        """Say what comes now, and return what is to be called after each simulation of it."""
+        """Report the start of a phase, and return the function to call after each of its simulations."""
         self._watch(self._done, what)
 
         def tell() -> None:
@@ -274,5 +286,5 @@ def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Chan
 
 
 def _staleness_model(study: str | None, correction: str) -> str:
-    """Return the line that a study of staleness fitted for a correction; empty without a study."""
+    """Return the line that a staleness study fitted for a correction; empty without a study."""
     return "" if study is None else str(read_staleness_model(study, correction))

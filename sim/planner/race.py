@@ -1,4 +1,7 @@
-"""The last rounds of planning: finalists on the same prompts for longer, the best of them, its steady state."""
+"""Run the last rounds of planning.
+
+Compare the finalists for longer on the same prompts, choose the best, and simulate its steady state.
+"""
 
 from __future__ import annotations
 
@@ -29,43 +32,50 @@ from streamrl.sim.planner.trial import (
 )
 
 FINAL_STEPS = 24
-"""Most steps by which finalists are told apart: paired comparisons need no more."""
+"""Most steps by which finalists are compared. Comparisons on the same prompts need no more."""
 LONGER_STEPS = 72
-"""Most steps by which a faster plan's cost is compared with the cheapest one's."""
+"""Most steps by which the cost of a faster plan is compared with the cheapest plan's."""
 EQUAL = 4
-"""Digits to which plans are equal: figures of paired steps are no better known."""
+"""Significant digits to which objectives are compared. Paired steps are no more exact."""
 CONTENDS = 1.08
-"""Objective over the best's, over the few steps of the search, up to which a plan is a finalist."""
+"""Largest ratio of a finalist's objective to the best one's, over the few steps of the search."""
 SETTLING = 0.5
-"""Share of `plan.time_limit` for which the chosen plan may be simulated once that has passed."""
+"""Share of `plan.time_limit` for which the chosen plan may be simulated after the limit."""
 MEASURING = 1.3
-"""Seconds of a step of which all is measured over those of one of the search."""
+"""Time to simulate a step with all measurements, relative to one of the search."""
 SPARE = 3
-"""Plans beyond the finalists that are tried where all of those break a budget over the whole run."""
+"""Further plans to try if all finalists exceed a budget over the whole run."""
 
 
 class Race:
-    """What longer simulations say of the best plans that a search has found."""
+    """Longer simulations of the best plans of a search."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
         self.finals: dict[int, list[Speed]] = {}
-        """By finalist: the paired steps of the comparison, one simulation per seed."""
+        """Per finalist: the speed over the compared steps, one per seed."""
         self.steady: dict[int, list[Metrics]] = {}
-        """By candidate for the choice: the steady state, one per seed."""
+        """Per plan that may be chosen: the steady state, one per seed."""
         self.beside: dict[int, Speed] = {}
-        """By plan for comparison: the same number of steps on the run's own seed."""
+        """Per plan for comparison: the speed over as many steps, with the run's own seed."""
         self.cheapest: int | None = None
-        """The plan from whose cost `plan.tolerance` counts, once the search goes on to faster plans."""
+        """The plan whose cost `plan.tolerance` refers to, once the search looks for faster plans.
+        """
         self.longer: dict[int, Speed] = {}
-        """By finalist: more steps, by which its cost is compared with the cheapest plan's before it is simulated to the end."""
+        """Per finalist: the speed over more steps. It decides whether a plan is within
+        `plan.tolerance` before a full simulation.
+        """
         self._limited: dict[int, Run] = {}
-        """Run file of each of these simulations, with as many steps as time allowed."""
+        """Run file of each full simulation, with the number of steps that time allowed."""
 
     # Rounds ---------------------------------------------------------------------------------------
 
     def run(self, pool: Executor, watch: Callable[[], None]) -> int:
-        """Return the plan to choose: of those that are about as good as the best the faster one, or the cheaper one."""
+        """Return the plan to choose.
+
+        Among plans with about the same objective it is the faster one, or the cheaper one if the
+        objective is time.
+        """
         search, most = self.search, self.search.space.run.plan.finalists
         ranking = search.ranking()
         limit = CONTENDS * search.value(ranking[0])
@@ -80,16 +90,18 @@ class Race:
         return self._choose()
 
     def find_cheapest(self, pool: Executor, watch: Callable[[], None]) -> int:
-        """Return the plan to choose by cost; from now on `plan.tolerance` counts from it."""
+        """Return the plan to choose by cost. `plan.tolerance` refers to it from now on."""
         self.cheapest = self.run(pool, watch)
         return self.cheapest
 
     def settle(self, pool: Executor, index: int, watch: Callable[[], None]) -> int:
-        """Simulate a plan until its step time is known, on every seed; the next one where it breaks its budget.
+        """Simulate a plan until its step time is known, on every seed, and return it if it keeps the budget.
+
+        If it exceeds a budget or does not finish, the next plan is tried.
 
         Raises:
-            ValueError: all break a budget or the deadline of `[plan]`.
-            RuntimeError: none finishes.
+            ValueError: all plans exceed a budget or the deadline of `[plan]`.
+            RuntimeError: no plan finishes.
         """
         ranking = sorted(self.finals, key=self.value)
         finalists = [index, *(other for other in ranking if other != index)]
@@ -104,7 +116,7 @@ class Race:
         raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
 
     def _that_may_finish(self) -> Iterator[int]:
-        """Yield all other plans, the best first, where those before did not finish, for as long as there is time."""
+        """If some plans did not finish, yield the plans not tried yet, the best first, while time is left."""
         for index in self.search.ranking():
             if self.search.is_late or not self.search.unfinished:
                 return
@@ -112,7 +124,7 @@ class Race:
                 yield index
 
     def _most_spare(self, count: int) -> Iterator[int]:
-        """Yield plans that are no finalists, those that leave most of the budgets first."""
+        """Yield plans that are not finalists, those furthest below their limits first."""
         search, plan = self.search, self.search.space.run.plan
         others = [index for index in search.ranking() if index not in self.finals]
         others.sort(key=lambda index: excess(plan, search.spend_of(search.speeds[index])))
@@ -149,7 +161,7 @@ class Race:
         return all(map(self.search.keeps_limits, self.finals[index])) and self.is_tolerable(index)
 
     def is_tolerable(self, index: int) -> bool:
-        """Whether a plan costs at most `plan.tolerance` more than the cheapest, both simulated for as long."""
+        """Whether a plan costs at most `plan.tolerance` more than the cheapest, over the same steps."""
         if self.cheapest is None:
             return True
         ours, theirs = (
@@ -159,7 +171,10 @@ class Race:
         return ours <= (1 + self.search.space.run.plan.tolerance) * theirs
 
     def _stays_tolerable(self, pool: Executor, index: int, watch: Callable[[], None]) -> bool:
-        """Whether a finalist is still tolerable over more steps: where steps overlap, later ones are longer."""
+        """Whether a finalist is still tolerable over more steps.
+
+        If steps overlap, later steps are longer than the first ones.
+        """
         if not self.is_tolerable(index) or self.cheapest in (None, index):
             return self.is_tolerable(index)
         run = self.search.space.run
@@ -176,18 +191,21 @@ class Race:
         return self.is_tolerable(index)
 
     def _second_value(self, index: int) -> float:
-        """Return what plans of the same objective are told apart by: seconds, or dollars where seconds are the objective."""
+        """Return the value that orders plans of the same objective: seconds, or dollars if the objective is time."""
         return median(map(self.search.second_value_of, self.finals[index]))
 
     def _preference(self, index: int) -> tuple[int, float, float]:
-        """Order plans that are about as good: the simplest first, the better one, and of equal ones the cheapest."""
+        """Return the key that orders plans of about the same objective.
+
+        The simplest comes first, then the better one. Of equal plans the cheapest comes first.
+        """
         dollars = median(speed.cost_per_step for speed in self.finals[index])
         return int(self.search.complexity[index]), float(f"{self.value(index):.{EQUAL}g}"), dollars
 
     def _simulate_whole(
         self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]
     ) -> None:
-        """Simulate plans until their step times are known, on every seed, side by side."""
+        """Simulate plans on every seed, in parallel, until their step times are known."""
         new = [index for index in dict.fromkeys(indices) if index not in self.steady]
         trials = [(key, trial) for index in new for key, trial in self._whole_trials(index)]
         found = run_all(pool, metrics_of, trials, watch)
@@ -209,9 +227,10 @@ class Race:
     def stand_beside(
         self, pool: Executor, chosen: int, indices: Iterable[int], watch: Callable[[], None]
     ) -> bool:
-        """Simulate plans, on the run's own seed, until each is as well known as the chosen one, or for as many steps.
+        """Simulate plans with the run's own seed, for at most as many steps as the chosen one.
 
-        Return whether all of them were: those are left out that have not begun `SETTLING` of `plan.time_limit` after it.
+        Return whether all were simulated. Plans that did not start within `SETTLING` of
+        `plan.time_limit` after the limit are left out.
         """
         run, candidate = self._limited[chosen], self.search.space.candidate
         most = min(run.simulate.max_steps, len(self.steady[chosen][0].step_times))
@@ -229,15 +248,15 @@ class Race:
         return len(found) == len(new)
 
     def as_known(self, index: int) -> list[Speed]:
-        """Return the steady steps of a plan by seed, the run's own first; none where only a few were simulated."""
+        """Return the steady speed of a plan by seed, the run's own first; empty if only a few steps were simulated."""
         if index in self.steady:
             return [*self.steady[index]]
         return [self.beside[index]] if index in self.beside else []
 
     def better_beside(self, chosen: int) -> int | None:
-        """Return the best of the plans that were simulated for as long as the chosen one where it is clearly better; else None.
+        """Return the best plan with as many steps as the chosen one if it is clearly better, else None.
 
-        A few steps, by which a search compares, are other than those of a steady state, and more so where steps overlap.
+        The few steps of the search differ from the steady state, and more so if steps overlap.
         """
         speeds = {index: self.as_known(index)[0] for index in (*self.beside, *self.steady)}
         values = {index: self.search.value_of(speed) for index, speed in speeds.items()}
@@ -250,14 +269,14 @@ class Race:
         return best if values[best] < (1 - ALIKE) * values[chosen] else None
 
     def cheapest_beside(self, chosen: int) -> int:
-        """Return the cheapest of the chosen plan and of those that are known as well, by the goal of the search."""
+        """Return the plan with the best goal among the chosen plan and those with as many steps."""
         kept = [
             i for i in (*self.beside, *self.steady) if self.search.keeps_limits(self.as_known(i)[0])
         ]
         return min([chosen, *kept], key=lambda index: self.search.value_of(self.as_known(index)[0]))
 
     def _in_time(self, index: int) -> Run:
-        """Return the run with no more steps than there is time for, by what those of the search took."""
+        """Return the run with at most the steps that time allows, estimated from the simulations of the search."""
         search, run = self.search, self.search.space.run
         a_step = MEASURING * search.seconds[index] / len(search.speeds[index].step_times)
         room = max(SEARCH_STEPS, int(SETTLING * run.plan.time_limit / a_step))
@@ -266,13 +285,13 @@ class Race:
         return replace(run, simulate=replace(run.simulate, max_steps=room))
 
     def steps_in_time(self, index: int) -> int | None:
-        """Return the steps that there was time for of a plan whose interval was not reached; None where it was."""
+        """Return the steps of a plan that time allowed, if its interval did not reach the target; else None."""
         most = self._limited[index].simulate.max_steps
         is_cut = most < self.search.space.run.simulate.max_steps
         return most if is_cut and len(self.steady[index][0].step_times) > most else None
 
     def planned(self, index: int) -> Run:
-        """Return the run file of a plan by whose steady state it was chosen: to simulate it gives the same figures."""
+        """Return the run file of a chosen plan. Simulating it reproduces its figures."""
         is_cut = self.steps_in_time(index) is not None
         base = self._limited[index] if is_cut else self.search.space.run
         return self.search.space.candidate(index).apply(base)
@@ -284,20 +303,24 @@ class Race:
         return median(map(self.search.value_of, self.finals[index]))
 
     def is_alike(self, index: int, best: int) -> bool:
-        """Whether a finalist costs about as much as the best one, or is behind by chance."""
+        """Whether a finalist costs about as much as the best one, or the difference may be chance."""
         behind = self.behind(index, best)
         (one, *_), (other, *_) = self.pair(index, best)
         return behind <= ALIKE or is_beyond_chance(one, other, 1 + behind) is False
 
     def behind(self, index: int, other: int) -> float:
-        """Return the share by which a plan's objective is above another's, both simulated for as long."""
+        """Return the share by which a plan's objective is above another's, over the same steps."""
         ours, theirs = (
             median(map(self.search.value_of, speeds)) for speeds in self.pair(index, other)
         )
         return ours / theirs - 1
 
     def pair(self, index: int, other: int) -> tuple[list[Speed], list[Speed]]:
-        """Return simulations of two plans on the same prompts for as many steps: steady ones, of finalists, or of the search."""
+        """Return simulations of two plans on the same prompts and for as many steps.
+
+        They are of the steady state if both have it. Otherwise they are of the finalists, or of the
+        search.
+        """
         ours, theirs = self.as_known(index), self.as_known(other)
         if num := min(len(ours), len(theirs)):
             return ours[:num], theirs[:num]

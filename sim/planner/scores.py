@@ -1,4 +1,4 @@
-"""Score every plan without simulating it, and pick the ones to simulate: bounds, corrected estimates, complexity."""
+"""Score every plan without simulating it, by bounds, corrected estimates and complexity."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from streamrl.sim.planner.space import Space
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 LOOKED_AT = 4000
-"""Plans, the best by estimate, among which a round chooses."""
+"""Plans from which a round chooses, the best by estimate."""
 
 
 def classes_of(space: Space) -> Indices:
-    """Return a number for the system and the pools of each plan."""
+    """Return a class number for each plan. Plans of one class have the same system and pools."""
     systems = {mode.system: place for place, mode in enumerate(space.modes)}
     codes = np.array([systems[mode.system] for mode in space.modes])[space.of_mode]
     sides: tuple[tuple[list[tuple[str, ...]], NDArray[np.int32]], ...] = (
@@ -50,7 +50,7 @@ def classes_of(space: Space) -> Indices:
 
 
 def best_of(scores: Floats) -> list[int]:
-    """Return the places of the least scores, the least first."""
+    """Return the indices of the lowest scores, in rising order."""
     count = min(LOOKED_AT, len(scores))
     places = np.argpartition(scores, count - 1)[:count]
     order: list[int] = places[np.argsort(scores[places], kind="stable")].tolist()
@@ -58,7 +58,7 @@ def best_of(scores: Floats) -> list[int]:
 
 
 def within(order: list[int], scores: Floats, reach: float) -> list[int]:
-    """Return the plans whose score is near the best."""
+    """Return the plans whose score is within a factor `reach` of the best."""
     return [index for index in order if scores[index] <= reach * scores[order[0]]]
 
 
@@ -68,9 +68,9 @@ Counts = NDArray[np.int64]
 def complexities(space: Space) -> Counts:
     """Count the features to set up for each plan of a space.
 
-    These are: every parallel degree above one, ZeRO 3, offloading, further pools and further kinds
-    of replicas. Each step of staleness, streaming, a length ranker, delta sync and speculative
-    decoding count too.
+    Each of these counts as one: a parallel degree above one, ZeRO 3, offloading, a further pool, a
+    further kind of replica. Each step of staleness, streaming, a length ranker, delta sync and
+    speculative decoding count too.
     """
     replicas = np.array([_of_replicas(each) for each in space.replicas])
     trainers = np.array([_of_trainer(each) for each in space.trainers])
@@ -116,47 +116,51 @@ def _of_mode(mode: Mode, system: System) -> int:
 
 
 SURPRISE, REMEMBERED = {"ahead": 0.85, "streams": 0.95, "whole": 0.97}, 8
-"""How far below its estimate a plan may come before simulations of its system tell, and how many of those count."""
+"""Lowest ratio of a simulated step to its estimate that is expected before simulations of the same
+system exist. The second value is the number of simulations that count later.
+"""
 LEAST_LAG = 0.4
-"""Share of the bound on staleness that rollouts of a system which generates ahead have on average, at least."""
+"""Lowest mean staleness of a system that generates ahead, as a share of its bound."""
 SLACK = 0.005
-"""What a plan's idle stages count, so that of plans that are alike the one with most room comes first."""
+"""Weight of training and sync in the score. Among similar plans, the one whose stages are idle most
+comes first.
+"""
 
 
 @dataclass(kw_only=True)
 class Scores:
-    """Judges the plans of a space without simulating them."""
+    """Scores the plans of a space without simulating them."""
 
     space: Space
     estimates: Estimates
     _over: dict[SystemName, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=REMEMBERED))
     )
-    """Simulated steps over their estimates, the last ones of each system."""
+    """The last ratios of simulated to estimated step time, by system."""
     goal: PlanConfig = field(init=False)
-    """What plans are judged by now: the section `[plan]`, or a later goal of the search."""
+    """The objective and limits in use: the section `[plan]`, or a later goal of the search."""
 
     def __post_init__(self) -> None:
-        """Tell apart what the plans of the space are."""
+        """Start with the goal of `[plan]` and compute the properties of all plans."""
         self.goal = self.space.run.plan
         self._take(self.space)
 
     def _take(self, space: Space) -> None:
-        """Take a space, and count what there is to set up for each of its plans."""
+        """Replace the space, and compute the complexity, staleness and class of each plan."""
         self.space = space
         self.complexity = complexities(space)
         bounds = np.array([system.staleness_bound for system in space.systems])
         self._lags: Floats = LEAST_LAG * bounds[space.of_mode]
-        """Versions that the rollouts of each plan are behind on average, at least."""
+        """Lowest mean staleness of each plan, in versions."""
         self._class_codes = classes_of(space)
-        """Of each plan a number for its system and pools."""
+        """Class of each plan, by its system and pools."""
 
     def value_of(self, speed: Speed) -> float:
         """Return the objective of a simulation."""
         return value_of(self.goal, speed)
 
     def second_value_of(self, speed: Speed) -> float:
-        """Return what plans of the same objective are told apart by: seconds, or dollars where seconds are the objective."""
+        """Return the value that orders plans of the same objective: seconds, or dollars if the objective is time."""
         steps = steps_for_one(self.goal, speed.mean_staleness)
         if self.goal.objective == "step-time":
             return speed.cost_per_step * steps
@@ -167,11 +171,11 @@ class Scores:
         return spend_of(whole_time(self.space.run, speed), speed)
 
     def bounds(self) -> Floats:
-        """Return the objective that no steady step of each plan goes below."""
+        """Return a lower bound on the objective of each plan in the steady state."""
         return self.estimates.values(self.estimates.bound(), plan=self.goal)
 
     def scores(self) -> Floats:
-        """Estimate the least objective that every plan may have; what breaks a budget comes after all others."""
+        """Estimate the lowest possible objective of every plan. Plans that exceed a limit come after all others."""
         stages = self.estimates.estimate()
         steps = self._least_steps(stages)
         if self.goal.objective == "pareto":
@@ -183,7 +187,7 @@ class Scores:
         return np.where(over > 1, values.max() * over, values)
 
     def _least_steps(self, stages: StageSeconds) -> Floats:
-        """Return the least seconds that a step of every plan may take."""
+        """Return the lowest expected seconds of a step of every plan."""
         steps: Floats = stages.step * self._least_over()[self.space.of_mode]
         return steps
 
@@ -191,7 +195,10 @@ class Scores:
         return steps * self.space.prices + self.estimates.egress(steps)
 
     def _over_limits(self, steps: Floats) -> Floats:
-        """Return the largest ratio of a figure to its limit of every plan, given its step time; up to 1 it keeps all limits."""
+        """Return the largest ratio of a figure to its limit for every plan, given its step time.
+
+        A plan with at most 1 keeps all limits.
+        """
         if not limits_of(self.goal):
             return np.zeros(len(self.space))
         dollars = self._dollars(steps)
@@ -202,11 +209,14 @@ class Scores:
         return found
 
     def over_limits(self) -> Floats:
-        """Return the largest ratio of an estimated figure to its limit of every plan; up to 1 it keeps all limits."""
+        """Return the largest ratio of an estimated figure to its limit for every plan.
+
+        A plan with at most 1 keeps all limits.
+        """
         return self._over_limits(self.estimates.estimate().step)
 
     def _least_over(self) -> Floats:
-        """Return, by mode, the share of its estimate that a simulated step may take."""
+        """Return, by mode, the lowest expected ratio of a simulated step to its estimate."""
         return np.array([self._least_of(mode.system, i) for i, mode in enumerate(self.space.modes)])
 
     def _least_of(self, name: SystemName, mode: int) -> float:
@@ -220,7 +230,7 @@ class Scores:
         return min(1.0, *seen)
 
     def keeps_limits(self, speed: Speed) -> bool:
-        """Whether a simulated plan keeps the limits of `[plan]`, whatever the goal is now."""
+        """Whether a simulated plan keeps the limits of `[plan]`, even if the goal is another one."""
         return keeps_limits(self.space.run.plan, self.spend_of(speed))
 
     def is_affordable(self, speed: Speed) -> bool:

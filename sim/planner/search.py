@@ -1,11 +1,17 @@
-"""The planner: screen every plan by estimate, simulate those that may be best, choose by what was simulated.
+"""Search for the best plan: estimate every plan, simulate those that may be best, and compare the results.
 
-    space ─► bounds and estimates of all plans ─► the best of each system and pools, then whatever may be better than
-    the best so far, round by round; each simulation corrects the estimates of plans like it ─► finalists for longer
-    ─► the cheapest until its cost is known ─► the same again for the fastest plan that costs little more
-    (`plan.tolerance`) ─► that one until its step time is known
+Planning has these steps:
 
-Estimates only say what is worth a simulation. The objective is that of `streamrl simulate` on the plan's file.
+1. Compute bounds and estimates of all plans.
+2. Simulate the best plan of each system on each pair of pools.
+3. Simulate plans that may be better than the best so far, round by round. Each simulation corrects
+   the estimates of similar plans.
+4. Simulate the finalists for longer, and the cheapest of them until its cost is known.
+5. If `plan.tolerance` is set, repeat this for the fastest plan that costs little more.
+6. Simulate the chosen plan until its step time is known.
+
+This module does steps 1 to 3, and `race.py` the others. Estimates only decide which plans are
+simulated. The objective of a plan is the one that `streamrl simulate` computes for its file.
 """
 
 from __future__ import annotations
@@ -50,13 +56,12 @@ Answer = TypeVar("Answer")
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 ROUND = 8
-"""Plans simulated before estimates are corrected again: enough to keep a few cores busy."""
+"""Plans that are simulated before estimates are corrected again. Eight keep a few cores busy."""
 FINAL_SHARE = 0.2
-"""Of `plan.time_limit` that is left to finalists where the search has not ended before."""
+"""Share of `plan.time_limit` that is reserved for finalists."""
 FIRST_LOOK, FIRST_SHARE = 1, 0.3
-"""Batches whose generation is simulated for a first ranking. Second value: share of
-`plan.time_limit` after which the first plan of each system is chosen, although another may be
-better.
+"""Batches whose generation is simulated for a first ranking. The second value is a share of
+`plan.time_limit`. After it, the first plan of each system is chosen even if another may be better.
 """
 NEAR, NEARER = 1.1, 1.05
 """Ratio to the best estimate up to which a plan's replicas are simulated on one batch, and on all.
@@ -64,31 +69,37 @@ The first is larger: plans with only a lower bound look good, and one batch may 
 another.
 """
 MARGIN = 0.01
-"""Share by which no plan that was not simulated may be better, by its lower estimate, than the best that was."""
+"""The search ends when no plan without a simulation may be better than the best by more than this
+share. Its lower estimate decides.
+"""
 ALIKE = 0.02
-"""Share of the objective within which plans cost about the same, so that the simplest of them is run."""
+"""Plans within this share of the objective cost about the same, and the simplest is chosen."""
 MIXED, NEIGHBOURS = 4, 400
-"""Good replicas, the best first, beside which others are tried, and plans by estimate whose trainers and modes they get."""
+"""Best replicas to which a second kind is added. The second value is the number of plans whose
+trainers and modes they are combined with.
+"""
 
 
 @dataclass(kw_only=True)
 class Search(Scores):
-    """What has been found out about the plans of a space."""
+    """The simulated plans of a space and the rules that choose the next ones."""
 
     base: bytes
-    """The run file as trials of the search take it."""
+    """The encoded run file of the search's trials."""
     deadline: float
-    """Instant of `time.perf_counter` after which nothing more is simulated."""
+    """Value of `time.perf_counter` after which no further simulation starts."""
     speeds: dict[int, Speed] = field(default_factory=dict)
-    """What the few steps of each simulated plan gave, on the same prompts for all."""
+    """Speed of each simulated plan over a few steps. All plans have the same prompts."""
     portions: dict[int, int] = field(default_factory=dict)
-    """Into which each of them is divided, where one portion stands for all."""
+    """Number of portions of each simulated plan, of which one was simulated."""
     seconds: dict[int, float] = field(default_factory=dict)
-    """What each of these plans as a whole takes of this machine to be simulated, by what its portion took."""
+    """Estimated time to simulate each of these plans as a whole on this machine, from its portion's
+    time.
+    """
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
-    """Plans whose simulation stopped before the run's last step: none of them may be chosen."""
+    """Plans whose simulation stopped before the run's last step. They must not be chosen."""
     has_converged: bool = False
-    """Whether no plan that was not simulated may be better by more than `MARGIN`."""
+    """Whether no plan without a simulation may be better than the best by more than `MARGIN`."""
 
     @classmethod
     def open(
@@ -103,12 +114,13 @@ class Search(Scores):
 
         Args:
             run: the run file.
-            deadline: instant after which nothing is simulated.
-            tight: only plans whose trainers leave too little room otherwise.
-            kept: a trainer whose layout stays even where others on the same GPUs are faster.
+            deadline: value of `time.perf_counter` after which no further simulation starts.
+            tight: use only plans that the search usually leaves out because their trainers leave
+                too little memory free.
+            kept: a trainer whose layout is kept even if others on the same GPUs are faster.
 
         Raises:
-            ValueError: no plan is left, or costs are missing.
+            ValueError: no plan fits, or costs are missing.
         """
         base = shortened(run, run.seed)
         batches = counted_batches(base)
@@ -123,18 +135,18 @@ class Search(Scores):
 
     @property
     def search_end(self) -> float:
-        """Instant after which no plan is looked for any more, so that time is left to compare the best."""
+        """Value of `time.perf_counter` at which the search ends, so that time is left to compare the best plans."""
         return self.deadline - FINAL_SHARE * self.space.run.plan.time_limit
 
     # Values ---------------------------------------------------------------------------------------
 
     def aim_at(self, goal: PlanConfig) -> None:
-        """Judge plans by another goal from now on."""
+        """Compare plans by another goal from now on."""
         self.goal = goal
 
     @contextmanager
     def judged_by(self, goal: PlanConfig) -> Iterator[None]:
-        """Judge plans by another goal for a while."""
+        """Compare plans by another goal within a `with` block."""
         own, self.goal = self.goal, goal
         try:
             yield
@@ -146,7 +158,7 @@ class Search(Scores):
         return self.value_of(self.speeds[index])
 
     def ranking(self) -> list[int]:
-        """Return the simulated plans that finish within budget, the best first."""
+        """Return the simulated plans that finish within budget, from the best to the worst."""
         kept = [
             index
             for index, speed in self.speeds.items()
@@ -157,12 +169,12 @@ class Search(Scores):
     # Rounds ---------------------------------------------------------------------------------------
 
     def run(self, pool: Executor, watch: Callable[[], None]) -> list[int]:
-        """Simulate until no other plan may be better by more than the margin; return the simulated plans, the best first.
+        """Simulate until no other plan may be better by more than the margin; return the ranking.
 
         `watch` is called after every simulation.
 
         Raises:
-            ValueError: no plan keeps to the budgets and the deadline of `[plan]`.
+            ValueError: no plan keeps the budgets and the deadline of `[plan]`.
             RuntimeError: no plan finishes.
         """
         self._converge(pool, watch)
@@ -190,11 +202,11 @@ class Search(Scores):
         return RuntimeError(f"no plan that was simulated comes to its end: {some.reason}")
 
     def give_up(self, index: int, reason: Unfinished) -> None:
-        """Enter that a plan does not finish, so that nobody chooses it."""
+        """Record that a plan does not finish, so that it cannot be chosen."""
         self.unfinished[index] = reason
 
     def mix(self) -> bool:
-        """Open plans with two kinds of replicas, of what the best plans are made of; return whether there are any."""
+        """Open plans with two kinds of replicas, built from the best plans; return whether there are any."""
         space, run, near = self.space, self.space.run, self._near()
         if not can_mix(run.plan, run.policies):
             return False
@@ -206,7 +218,10 @@ class Search(Scores):
         return self.widen(mixed_fleets(replica, pools, run.plan, best, those), trainers, modes)
 
     def open_mixed(self, candidate: Candidate) -> None:
-        """Open a plan with two kinds of replicas, and those that are like it but for what the trainer does to fit."""
+        """Open a plan with two kinds of replicas.
+
+        Plans that differ only in how the trainer fits its memory are opened too.
+        """
         (replicas, trainer, mode), run = candidate, self.space.run
         alike = [p for p, each in enumerate(self.space.trainers) if each.split == trainer.split]
         fits = replicas.fits(resolve(run).replica, run.cluster.pools)
@@ -216,7 +231,7 @@ class Search(Scores):
     def widen(
         self, replicas: Sequence[Replicas], trainers: Sequence[int], modes: Sequence[int]
     ) -> bool:
-        """Open plans with further replicas, of some trainers and modes; return whether there are any."""
+        """Open plans with more replicas, for some trainers and modes; return whether there are any."""
         space = self.space.widened(replicas, trainers, modes) if replicas else self.space
         if len(space) == len(self.space):
             return False
@@ -225,12 +240,15 @@ class Search(Scores):
         return True
 
     def _near(self) -> list[int]:
-        """Return the plans that do not take turns on the same GPUs and may be near the best, those that were simulated first."""
+        """Return the plans near the best that are not colocated, simulated ones first."""
         order = [*self.ranking(), *best_of(self.scores())[:NEIGHBOURS]]
         return [i for i in order if self.space.candidate(i).mode.system != "colocated"]
 
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
-        """Simulate the best plan of each system on pools without a simulated plan, unless all of those are known to be worse."""
+        """Simulate the best plan of each system and pools that has no simulated plan yet.
+
+        A class is skipped if its bounds are above the best simulated plan.
+        """
         wanted = self.refine(
             pool,
             lambda order, scores: self.best_of_each(scores),
@@ -249,7 +267,11 @@ class Search(Scores):
             wanted = [] if self.is_late else wanted[ROUND:]
 
     def best_of_each(self, scores: Floats) -> list[int]:
-        """Return the best plan by estimate of each system, the fastest of all, and the best of each system on each pair of pools."""
+        """Return the best plans by estimate, without duplicates.
+
+        First comes the best of each system, then the fastest of all, then the best of each system
+        on each pair of pools.
+        """
         codes = self._class_codes
         classes = [np.nonzero(codes == code)[0] for code in np.unique(codes)]
         found = [int(places[np.argmin(scores[places])]) for places in classes]
@@ -261,18 +283,18 @@ class Search(Scores):
         return list(dict.fromkeys([*of_systems.values(), fastest, *order]))
 
     def next_round(self, pool: Executor) -> list[int]:
-        """Return the plans to simulate next, none where no other may be better by more than the margin."""
+        """Return the plans to simulate next, or none if no other plan may be better by more than the margin."""
         self.refine(pool, lambda order, scores: within(order, scores, NEAR), FIRST_LOOK)
         self.refine(pool, lambda order, scores: within(order, scores, NEARER))
         return self.refine(pool, self._pick)
 
     def least_open(self) -> float:
-        """Return the least objective that a plan may have whose like was not simulated."""
+        """Return the lowest expected objective among plans without a similar simulated plan."""
         scores = self.scores()
         return next((float(scores[i]) for i in self.unlike(best_of(scores), scores)), np.inf)
 
     def settle(self, pool: Executor, indices: list[int]) -> None:
-        """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
+        """Simulate the generation of the best plans by estimate on one batch, and that of `indices` on all batches."""
         self.refine(pool, lambda order, scores: within(order, scores, NEARER), FIRST_LOOK)
         self.refine(pool, lambda order, scores: indices)
 
@@ -283,9 +305,10 @@ class Search(Scores):
         num_batches: int | None = None,
         until: float = np.inf,
     ) -> list[int]:
-        """Look closer at the sides of what is picked, on all batches or on the first, until the pick has no others.
+        """Simulate the stages of the picked plans until the corrected estimates pick no new ones.
 
-        It ends too at `until`, an instant of `time.perf_counter`, and when the search has no time left.
+        Generation is simulated on all batches, or on the first `num_batches`. The loop also ends at
+        `until`, a value of `time.perf_counter`, and when the search has no time left.
         """
         first, last = counted_steps(open_trial(self.base)[0].simulate.max_steps)
         measured = range(first - 1, last)[:num_batches]
@@ -309,7 +332,7 @@ class Search(Scores):
         wanted: Mapping[Key, int],
         batches: tuple[int, ...],
     ) -> Iterable[tuple[Key, Answer]]:
-        """Let batches of plans be gone through, and return each answer with what asked for it."""
+        """Run `work` on batches of plans, and return each answer with its key."""
         trials = [
             (k, Trial(self.base, self.space.candidate(i), batches)) for k, i in wanted.items()
         ]
@@ -318,7 +341,7 @@ class Search(Scores):
     def _pick(self, order: list[int], scores: Floats) -> list[int]:
         """Choose the best plans by estimate that may be better than the best so far, or equal and faster.
 
-        Among plans that differ only in the trainer's parallelism and the sync mode, only the best
+        Some plans differ only in the trainer's parallelism and the sync mode. Only the best of them
         by estimate is taken, because closed forms compare these as well as a simulation. Plans of a
         Pareto set are taken in order from one end to the other.
         """
@@ -336,9 +359,10 @@ class Search(Scores):
         return list(self.unlike(wanted, scores))[:ROUND]
 
     def _worth(self, scores: Floats, best: int) -> Floats:
-        """Return scores in which a plan that is faster than the best, or cheaper where time counts, may cost a little more.
+        """Return the scores, lowered for plans that are faster than the best.
 
-        Where a later goal looks for faster plans anyway, scores stay.
+        Such a plan may cost a little more. If the objective is time, cheaper plans are treated so.
+        Scores stay unchanged if a later goal looks for faster plans anyway.
         """
         if self.goal.takes_faster or self.goal.objective == "pareto":
             return scores
@@ -349,11 +373,14 @@ class Search(Scores):
         return worth
 
     def in_order(self) -> list[int]:
-        """Return the plans that are best by estimate, the best first."""
+        """Return the plans that are best by estimate, from the best to the worst."""
         return best_of(self.scores())
 
     def unlike(self, order: Iterable[int], scores: Floats) -> Iterator[int]:
-        """Yield plans like none that was simulated, or came before, and those that are clearly better by estimate."""
+        """Yield plans that are unlike all simulated plans and all plans yielded before.
+
+        A similar plan is also yielded if it is clearly better by estimate.
+        """
         least: dict[Hashable, float] = {}
         for index in (*self.speeds, *self.unfinished):
             shape = self._shape(index)
@@ -369,7 +396,7 @@ class Search(Scores):
         return replicas, trainer.pool, trainer.num_gpus, mode._replace(sync_mode="full")
 
     def _spread(self, indices: list[int]) -> list[int]:
-        """Take plans from the fastest to the slowest, as far apart as they are many."""
+        """Return evenly spaced plans between the fastest and the slowest."""
         steps = self.estimates.estimate().step
         ordered = sorted(indices, key=lambda index: steps[index])
         places = np.linspace(0, len(ordered) - 1, min(ROUND, len(ordered)))
@@ -397,7 +424,7 @@ class Search(Scores):
 
     @property
     def whole_speeds(self) -> dict[int, Speed]:
-        """What the few steps gave of plans that were simulated as a whole."""
+        """Speed over a few steps of the plans that were simulated as a whole."""
         return {
             index: speed for index, speed in self.speeds.items() if self.portions.get(index, 1) == 1
         }

@@ -1,7 +1,7 @@
 """Find how the chosen plan changes with other lengths, prices, bandwidth or training speed.
 
-Each change is planned again by estimate, among the plans that may become the best. If another plan is clearly better,
-both are simulated.
+Each change is planned again by estimate, among the plans that may become the best. If another plan
+is clearly better, both are simulated.
 """
 
 from __future__ import annotations
@@ -27,56 +27,63 @@ from streamrl.sim.planner.space import Candidate, price_per_second
 from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 
 SHARE = 0.2
-"""By how much each is changed: a guess's usual error."""
+"""Relative size of each change, about the error of a guess."""
 IS_AHEAD = 0.98
-"""Share of the chosen plan's objective below which another's counts as better: estimates err by as much, and plans
-that cost about the same are told apart by how simple they are."""
+"""Another plan counts as better if its objective is below this share of the chosen plan's.
+Estimates have an error of this size. Plans that cost about the same are ordered by simplicity.
+"""
 NOT_SLOWER = 1.02
-"""Seconds of a step over the chosen plan's up to which another is as fast."""
+"""Another plan counts as equally fast up to this ratio of its step time to the chosen plan's."""
 TOUCHES = 1e-6
-"""Share by which a change must shift two plans against each other for it to be why one is better."""
+"""Smallest relative shift between two plans for which a change counts as the reason that one is
+better.
+"""
 CONTENDS = (1 + SHARE) / (1 - SHARE)
-"""How far from the best a plan may be that such a change of prices could bring to the front."""
+"""Largest ratio of a plan's objective to the best at which such a change of prices could make it
+the best.
+"""
 
 
 class Shift(NamedTuple):
-    """One other world."""
+    """One change of the run file, such as longer outputs."""
 
     what: str
     run: Run
     touches: Callable[[Candidate], bool] = lambda candidate: True
-    """Whether a plan uses what is other."""
+    """Whether a plan uses the changed thing."""
 
 
 class Verdict(NamedTuple):
-    """What a shift does to the choice."""
+    """The effect of a change on the choice."""
 
     what: str
     value: float
-    """Objective of the chosen plan after the shift over that before; of the other one where the chosen does not fit any more."""
+    """Ratio of the objective after the change to that before. It is the chosen plan's, or the other
+    plan's if the chosen one no longer fits.
+    """
     still_fits: bool
     """Whether the chosen plan can still run."""
     other: Candidate | None
-    """What would be chosen instead."""
+    """The plan to choose instead."""
     other_value: float
-    """Its objective over the chosen one's before the shift."""
+    """Ratio of its objective to the chosen plan's before the change."""
     is_used: bool
-    """Whether the chosen plan, or the other one, uses what is other at all."""
+    """Whether the chosen or the other plan uses the changed thing."""
 
 
 class _Look(NamedTuple):
-    """Estimates after a shift."""
+    """Estimates after a change."""
 
     shift: Shift
     ratio: float
-    """Of the chosen plan's objective to what it was."""
+    """Ratio of the chosen plan's objective after the change to that before."""
     chosen: Candidate | None
-    """The chosen plan, which may have to offload now; None where it does not fit any more."""
+    """The chosen plan, perhaps with offloading now; None if it no longer fits."""
     other: Candidate | None
 
 
 def shifts(run: Run) -> Iterator[Shift]:
-    """Yield the changes to plan for: lengths, training speed, bandwidth and prices, each 20 % lower and higher."""
+    """Yield the changes: lengths, training speed, bandwidth and prices, each 20 % lower and higher."""
     cluster = run.cluster
     for factor, name in ((1 - SHARE, f"-{SHARE:.0%}"), (1 + SHARE, f"+{SHARE:.0%}")):
         if (lengths := run.workload.lengths) is not None:
@@ -107,7 +114,7 @@ def _scaled(lengths: LengthsConfig, factor: float) -> LengthsConfig:
 
 
 def _with_longest(rollout: RolloutConfig, factor: float) -> RolloutConfig:
-    """Scale the cap of lengths like the lengths, which keeps the shape of the distribution."""
+    """Scale the maximum length like the lengths, which keeps the shape of their distribution."""
     return replace(rollout, max_tokens=max(1, round(rollout.max_tokens * factor)))
 
 
@@ -129,10 +136,10 @@ def _with_price(cluster: ClusterConfig, name: str, factor: float) -> ClusterConf
 def judge(
     search: Search, chosen: int, pool: Executor, watch: Callable[[], None] = lambda: None
 ) -> list[Verdict]:
-    """Plan again for every shift; `watch` is called after each simulation.
+    """Plan again for every change; `watch` is called after each simulation.
 
-    A few steps are simulated after a shift: how much they differ from as many before it says what it changes. Shifts that
-    time does not suffice for are left out.
+    The effect of a change is the ratio of a few steps simulated with and without it. Changes are
+    left out if time does not suffice.
     """
     run = search.space.run
     looks = [_look(shift, search, chosen, pool) for shift in shifts(run) if not search.is_late]
@@ -167,14 +174,14 @@ def judge(
 
 
 def _is_slower(speed: Speed, chosen: Speed | None) -> bool:
-    """Whether a plan takes clearly longer than the chosen one after a shift."""
+    """Whether a plan takes clearly longer than the chosen one after a change."""
     return chosen is not None and speed.step_time > NOT_SLOWER * chosen.step_time
 
 
 def _verdict(
     look: _Look, estimate: float, value: float | None, other_value: float | None
 ) -> Verdict:
-    """Compare what was simulated: the chosen plan and the one that an estimate puts before it."""
+    """Compare the simulated objectives of the chosen plan and of the plan that is better by estimate."""
     value = estimate if value is None else value
     what = look.shift.what
     if look.chosen is None:
@@ -188,12 +195,12 @@ def _verdict(
 
 
 def is_ahead(other: float, chosen: float) -> bool:
-    """Whether one plan's objective is so far below another's that it would be chosen instead."""
+    """Whether a plan's objective is low enough to choose it instead of another."""
     return other <= IS_AHEAD * chosen
 
 
 def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
-    """Estimate all plans after a shift; lengths and speeds change what the stages take."""
+    """Estimate all plans after a change. Only lengths and training speed change stage times."""
     run = search.space.run
     if (shift.run.workload, shift.run.costs) != (run.workload, run.costs):
         return _look_at_stages(shift, search, chosen, pool)
@@ -207,13 +214,16 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
 
 
 def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
-    """Estimate plans with other stage times, the replicas of the best simulated; what fits may be another set."""
+    """Estimate plans with other stage times. The replicas of the best plans are simulated.
+
+    The set of plans that fit may differ.
+    """
     run = search.space.run
     try:
         narrowed = replace(shift.run, plan=_narrowed(shift.run.plan, search, chosen))
         kept = search.space.candidate(chosen).trainer
         after = Search.open(narrowed, search.deadline, kept=kept)
-    except ValueError:  # nothing like the best plans fits any more, as the verdict then says
+    except ValueError:  # no plan near the best fits any more; the verdict reports this
         return _Look(shift, 1.0, None, None)
     after.estimates.take_paces(search.estimates)
     after.open_mixed(search.space.candidate(chosen))
@@ -229,7 +239,7 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
 
 
 def _best(plan: PlanConfig, estimates: Estimates, chosen: int | None) -> int:
-    """Return the plan of the best objective, among those as fast as the chosen one where that was chosen for its speed."""
+    """Return the plan with the best objective. If speed decided the choice, slower plans are left out."""
     values = _values(estimates)
     if plan.takes_faster and chosen is not None:
         steps = estimates.estimate().step
@@ -238,7 +248,7 @@ def _best(plan: PlanConfig, estimates: Estimates, chosen: int | None) -> int:
 
 
 def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
-    """Limit the section `[plan]` to the pools, sizes and systems of the chosen plan and those near the best."""
+    """Limit the section `[plan]` to the pools, sizes and systems of the chosen plan and of plans near the best."""
     space, values = search.space, _values(search.estimates)
     near = np.append(np.nonzero(values <= CONTENDS * values.min())[0], chosen)
     trainers = [space.trainers[i] for i in np.unique(space.of_trainer[near])]
@@ -257,5 +267,5 @@ def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
 
 
 def _values(estimates: Estimates) -> Floats:
-    """Estimate the objective of every plan, budgets aside."""
+    """Estimate the objective of every plan, without its limits."""
     return estimates.values(estimates.estimate().step)

@@ -1,7 +1,7 @@
-"""The search space: every combination of replicas, trainer and mode that an offer allows, with its rent.
+"""Build the search space: all combinations of replicas, trainer and mode of an offer, with their rent.
 
-A plan is three indices, into lists of replicas, trainers and modes. A side or a pair that is impossible is left out,
-and its reason is counted.
+A plan consists of three indices: into the lists of replicas, trainers and modes. Impossible sides
+and pairs are left out, and their reasons are counted.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ Indices = NDArray[np.int32]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 MOST_PLANS = 10_000_000
-"""Plans beyond which arrays outgrow a small machine's memory."""
+"""Most plans of a space. More need arrays that exceed a small machine's memory."""
 LINK = "no link between the two pools"
 POOL_SIZE = "both sides need more GPUs than their pool has"
 SHARED = "colocated: sides in different pools, or of different size"
 
 
 class Plans(NamedTuple):
-    """The parts of each plan, as places in lists, and its price."""
+    """The parts of each plan, as indices into lists, and its price."""
 
     of_replicas: Indices
     of_trainer: Indices
@@ -77,7 +77,7 @@ def plans_of(
     modes: Sequence[Mode],
     cut: Counter[str],
 ) -> Plans:
-    """Return every combination of both sides and a mode whose rent is within the budgets of an hour and a day.
+    """Return every combination of both sides and a mode whose rent is within the hourly and daily budgets.
 
     Raises:
         ValueError: there are too many, or all exceed a budget.
@@ -91,8 +91,8 @@ def plans_of(
     of_replicas, of_trainer, of_mode = columns
     if len(of_mode) > MOST_PLANS:
         raise ValueError(
-            f"{len(of_mode)} plans are open, of which {MOST_PLANS} can be compared: name in [plan] "
-            "what is open, such as unit, rollout_gpus or micro_batch"
+            f"{len(of_mode)} plans are open, but at most {MOST_PLANS} can be compared: set more "
+            "keys of [plan], such as unit, rollout_gpus or micro_batch"
         )
     is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
     prices = pairs.prices(is_shared, of_replicas, of_trainer)
@@ -101,7 +101,7 @@ def plans_of(
 
 
 class Pairs:
-    """Pairs of replicas and trainers: which fit the pools and links together, and their prices."""
+    """Pairs of replicas and trainers: which pairs fit the pools and links, and their prices."""
 
     def __init__(
         self, cluster: ClusterConfig, replicas: Sequence[Replicas], trainers: Sequence[Degrees]
@@ -161,7 +161,8 @@ def price_per_second(pool: PoolConfig) -> float:
 def with_rent(run: Run) -> Run:
     """Return the run with the nodes that both sides use of rented pools, and all nodes of owned pools.
 
-    Section `[plan]` keeps no open choice. It has the GPUs of both sides if they use only a part of the rented nodes.
+    Section `[plan]` keeps no open choice. It has the GPUs of both sides if they use only a part of
+    the rented nodes.
     """
     needs: Counter[str] = Counter()
     sides: list[RolloutConfig | TrainerConfig] = [*run.rollout.kinds, run.trainer]
@@ -187,12 +188,17 @@ def with_rent(run: Run) -> Run:
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_RUNNING = 1024
-"""Rollouts that a replica may be told to decode at once, unasked."""
+"""Highest `max_running` of a replica that is tried by default."""
 NEAR_BEST, MOST_ALIKE = 1.3, 8
-"""Of trainers on the same GPUs those are compared whose closed form is so near the best's, and so many."""
+"""Trainers on the same GPUs are kept if the ratio of their closed form to the best is at most this.
+The second value is the most trainers kept.
+"""
 MOST_EXPERT_RANKS = 64
 LEAST_PART, LONG_IN_PARTS, MOST_CONTEXT_RANKS = 8192, 4, 16
-"""Tokens of a rank below which context ranks are not tried: products of fewer are slow, and passes of 8K fit a GPU."""
+"""Fewest tokens of a context-parallel rank that are tried, because smaller matrix products are slow
+and passes of 8K tokens fit a GPU. The second value is the fewest such parts of the longest
+sequence, and the third the highest degree.
+"""
 SLOW = "trainer: another on the same GPUs is faster by its closed form"
 
 
@@ -214,7 +220,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All plans that fit; `of_*` are the places of each plan's replicas, trainer and mode."""
+    """All plans that fit; `of_*` are the indices of each plan's replicas, trainer and mode."""
 
     run: Run
     replicas: list[Replicas]
@@ -226,7 +232,7 @@ class Space:
     prices: Floats
     """Dollars a second."""
     cut: Counter[str]
-    """Reasons, each with the number of sides or pairs that it ruled out."""
+    """Number of sides or pairs that each reason ruled out."""
 
     def __len__(self) -> int:
         return len(self.of_mode)
@@ -251,7 +257,8 @@ class Space:
     def find(self, candidate: Candidate) -> int | None:
         """Return the index of a plan with the same layout, or None.
 
-        What depends on memory and lengths may differ: recomputation, offloading, micro batches, `max_running`.
+        Settings that depend on memory and lengths may differ: recomputation, offloading,
+        micro-batches, `max_running`.
         """
         replicas, trainer, mode = candidate
         if mode not in self.modes:
@@ -264,14 +271,17 @@ class Space:
         return None
 
     def _alike_replicas(self, replicas: Replicas) -> list[int]:
-        """Return the places of replicas with the same layout, those of the nearest `max_running` first."""
+        """Return the indices of replicas with the same layout, ordered by how near their `max_running` is."""
         alike = [p for p, each in enumerate(self.replicas) if each.layout == replicas.layout]
         return sorted(
             alike, key=lambda place: abs(self.replicas[place].max_running - replicas.max_running)
         )
 
     def _alike(self, trainer: Degrees) -> list[int]:
-        """Return the places of trainers with the same layout: first those of the same split, of them the same offloading."""
+        """Return the indices of trainers with the same layout.
+
+        Trainers with the same split come first, and among them those with the same offloading.
+        """
         alike = [p for p, each in enumerate(self.trainers) if each.layout == trainer.layout]
 
         def differences(place: int) -> tuple[bool, bool]:
@@ -300,12 +310,14 @@ class Space:
 
         Args:
             run: the run file.
-            batches: batches to train on. If given, trainers much slower than others on the same GPUs are left out.
-            tight: use only the trainers that plans leave out because too little GPU memory remains.
-            kept: a trainer whose layout stays even where others on the same GPUs are faster.
+            batches: batches to train on. If given, trainers much slower than others on the same
+                GPUs are left out.
+            tight: use only the trainers that plans usually leave out because too little GPU memory
+                remains.
+            kept: a trainer whose layout is kept even if others on the same GPUs are faster.
 
         Raises:
-            ValueError: there are none. The error has the constraints that rule plans out.
+            ValueError: no plan fits. The error lists the constraints that rule plans out.
         """
         check_profiles(run)
         check_precision(resolve(run))
@@ -313,7 +325,7 @@ class Space:
         refuse_profile(run.costs)
         if run.policies.resize != "keep":
             raise ValueError(
-                f"policies.resize {run.policies.resize!r} changes what a plan decides: leave it out"
+                f"policies.resize {run.policies.resize!r} changes the plan while it runs: remove it"
             )
         cut: Counter[str] = Counter()
         replica, pools = resolve(run).replica, run.cluster.pools
@@ -339,7 +351,7 @@ class Space:
         return space._without_unused()
 
     def _without_unused(self) -> Space:
-        """Return the same plans without the sides and modes that none of them has."""
+        """Return the same plans without sides and modes that no plan uses."""
         replicas, of_replicas = _used(self.replicas, self.of_replicas)
         trainers, of_trainer = _used(self.trainers, self.of_trainer)
         modes, of_mode = _used(self.modes, self.of_mode)
@@ -398,13 +410,13 @@ def find_replicas(
     """Return every layout of replicas that fits.
 
     Args:
-        replica: the run file's own.
+        replica: a replica of the run file.
         pools: the offer.
         plan: the section `[plan]`.
         cut: counts reasons.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no layout fits.
     """
     found = [
         choice
@@ -425,15 +437,15 @@ def find_replicas(
 
 
 def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[Degrees]:
-    """Return every trainer that fits and leaves free GPU memory; if there is none, every trainer that fits.
+    """Return every trainer that fits and leaves GPU memory free; if there is none, every trainer that fits.
 
     Args:
         run: the run file.
         cut: counts reasons.
-        tight: return the others instead, which fit but leave less free memory.
+        tight: return the other trainers instead, which fit but leave less memory free.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no trainer fits.
     """
     plan, pools, trainer = run.plan, run.cluster.pools, resolve(run).trainer
     own = trainer.config
@@ -468,7 +480,7 @@ def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[D
 def _fitting(
     places: Iterable[tuple[TrainerHardware, int]], among: TrainerRange, cut: Counter[str]
 ) -> list[Degrees]:
-    """Return the trainers that fit, for a trainer in each pool and its number of GPUs."""
+    """Return the trainers that fit, given a trainer in each pool and its number of GPUs."""
     return [
         choice
         for trainer, num_gpus in places
@@ -482,9 +494,9 @@ def _near_best(
     always: Degrees | None,
     cut: Counter[str],
 ) -> list[Degrees]:
-    """Leave out the trainers that are slower than others on the same GPUs, both with whole batches and streaming.
+    """Remove trainers that are slower than others on the same GPUs, both with whole batches and streaming.
 
-    Those with the layout of `always` stay.
+    Trainers with the layout of `always` are kept.
     """
     by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
     for trainer, times in zip(trainers, all_times, strict=True):
@@ -512,13 +524,13 @@ def _with_more_running(
     rollouts_per_step: int,
     wanted: Sequence[int] | None,
 ) -> list[Replicas]:
-    """Return replicas that decode more rollouts at once, if more are waiting and memory holds them.
+    """Return replicas that decode more rollouts at once, if enough rollouts wait and memory holds them.
 
     Args:
         replicas: layouts that fit.
-        capacities: mean rollouts that the memory of one replica of each layout holds.
+        capacities: mean number of rollouts that the memory of one replica of each layout holds.
         rollouts_per_step: rollouts that all replicas share.
-        wanted: `plan.max_running`, which is tried whatever memory holds.
+        wanted: `plan.max_running`. Its values are tried even if memory holds fewer rollouts.
     """
     found = []
     for each, held in zip(replicas, capacities, strict=True):
@@ -541,17 +553,17 @@ def _expert_degrees(trainer: TrainerConfig, model: ModelShape) -> Sequence[int]:
 
 
 def _context_degrees(trainer: TrainerConfig, longest: int) -> Sequence[int]:
-    """Return 1, the trainer's own degree, and those that give each rank at least `LEAST_PART` tokens."""
+    """Return 1, the trainer's own degree, and those that leave each rank at least `LEAST_PART` tokens."""
     parts = longest // LEAST_PART
     usual = powers_of_two(min(parts, MOST_CONTEXT_RANKS)) if parts >= LONG_IN_PARTS else [1]
     return sorted({1, trainer.context_parallel, *usual})
 
 
-# What several ask ---------------------------------------------------------------------------------
+# Shared helpers -----------------------------------------------------------------------------------
 
 
 def _used(parts: list[Part], places: Indices) -> tuple[list[Part], Indices]:
-    """Return the parts that plans use, and each plan's place among them."""
+    """Return the parts that plans use, and each plan's index among them."""
     kept, renumbered = np.unique(places, return_inverse=True)
     return [parts[place] for place in kept], renumbered.astype(np.int32)
 

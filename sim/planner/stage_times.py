@@ -1,7 +1,7 @@
-"""Closed forms and bounds of the seconds in which replicas generate and a trainer trains whole batches.
+"""Compute the seconds of generating and training whole batches, by closed forms and lower bounds.
 
-The planner compares thousands of trainers by the closed form. It has the costs of `streamrl.sim.costs.training`, with
-the rollouts of a batch reduced to four sums and with equal micro-batches.
+The planner compares thousands of trainers by the closed form. It uses the costs of
+`streamrl.sim.costs.training`, but with four sums over a batch's rollouts and equal micro-batches.
 """
 
 from __future__ import annotations
@@ -31,42 +31,45 @@ Floats = NDArray[np.float64]
 
 
 class GenerationTime(NamedTuple):
-    """What replicas take for one batch after the other."""
+    """Simulated generation times of batches that follow each other."""
 
     seconds: Floats
-    """Seconds to the last rollout of each trained batch, with replacements drawn when groups are
-    rejected.
+    """Seconds to the last rollout of each trained batch. If groups are rejected, replacements are
+    included.
     """
     together: Floats
-    """Seconds to the last rollout of each batch with all groups drawn at once, as when steps
-    overlap.
+    """Seconds to the last rollout of each batch if all its groups start at once, as with
+    overlapping steps.
     """
     turnovers: Floats
-    """Sum of the end times of a batch's groups over the number of trained groups. It is the step
-    time if the number of groups under way is constant, and each end starts another group.
+    """Sum of the end times of a batch's groups, divided by the number of trained groups. This is
+    the step time if the number of groups under way is constant, so that each end starts another
+    group.
     """
     shares: Floats
-    """To the end of a replica's share of each batch, the mean over replicas: what a batch takes replicas that begin the
-    next one as they end theirs."""
+    """Seconds to the end of a replica's share of each batch, averaged over replicas. A batch takes
+    this long if each replica starts its next share when it ends the one before.
+    """
     envelopes: list[tuple[Floats, Floats]]
-    """For each batch, of the rollouts that can keep a trainer waiting alone: when one can be trained on, and the
-    share of all tokens that can be then or later."""
+    """Two arrays for each batch: when a rollout can be trained on, and the share of all tokens
+    available then or later. Only rollouts that can limit the trainer are included.
+    """
 
     @property
     def mean(self) -> float:
-        """Seconds of a batch."""
+        """Mean seconds of a batch."""
         return float(self.seconds.mean())
 
     def overlapping(self, num_batches: int) -> float:
-        """Return the seconds of a step where so many batches are under way at any time."""
+        """Return the seconds of a step if `num_batches` batches are under way at any time."""
         under_way = max(self.together.mean(), self.turnovers.mean())
         return float(max(self.shares.mean(), under_way / num_batches))
 
     def stream_end(self, train_time: Floats) -> Floats:
-        """Return when trainers are done that work on rollouts as they finish, each `train_time` for all of them.
+        """Return when trainers end that work on rollouts as they finish, given the seconds of training for all.
 
-        A server that is never idle while work waits is done at the latest of: an arrival, and all work from
-        then on.
+        A trainer that is never idle while work waits ends at the maximum, over all rollouts, of:
+        the time when it can be trained on, plus the work that remains from then on.
         """
         ends = [
             (instants + left * train_time[:, None]).max(axis=1) for instants, left in self.envelopes
@@ -82,7 +85,7 @@ def summarize(
 
     Args:
         batches: when the rollouts of each batch finish.
-        num_replicas: replicas among which each batch was distributed.
+        num_replicas: replicas to which each batch was distributed.
         waits_for_groups: whether training on a rollout waits until its whole group has finished.
     """
     arrivals = [_by_group(ends.in_turn) if waits_for_groups else ends.in_turn for ends in batches]
@@ -96,19 +99,19 @@ def summarize(
 
 
 def _turnover(ends: StepEnds) -> float:
-    """Add up when groups end, of rising ends the last one of each, and divide by those that are trained on."""
+    """Return the sum of the end times of all groups, divided by the number of trained groups."""
     complete = {finish.group: finish.time for finish in ends.at_once}
     return sum(complete.values()) / len({finish.group for finish in ends.in_turn})
 
 
 def _mean_share(finishes: Sequence[Finish], num_replicas: int) -> float:
-    """Return when a replica ends its share, on average; of rising ends the last one stays."""
+    """Return the time at which a replica ends its share, averaged over replicas. Finishes must be sorted by time."""
     ends = {finish.replica: finish.time * finish.weight for finish in finishes}
     return sum(ends.values()) / num_replicas
 
 
 def _by_group(finishes: Sequence[Finish]) -> list[Finish]:
-    """Put every rollout off to the end of its group."""
+    """Return the finishes, each moved to the end of its group."""
     ends = {finish.group: finish.time for finish in finishes}
     return sorted(finish._replace(time=ends[finish.group]) for finish in finishes)
 
@@ -122,9 +125,9 @@ def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:
 
 
 def _envelope(instants: Floats, left: Floats) -> list[int]:
-    """Return the places where `instants + left * x` is the largest of all for some x >= 0: an upper hull."""
+    """Return the indices that maximize `instants + left * x` for some x >= 0: an upper hull."""
     hull: list[int] = []
-    for place in range(len(instants) - 1, -1, -1):  # by rising share left, falling instant
+    for place in range(len(instants) - 1, -1, -1):  # `left` rises, `instants` fall
         while len(hull) > 1 and _is_below(instants, left, hull[-2], hull[-1], place):
             hull.pop()
         hull.append(place)
@@ -140,14 +143,14 @@ def _is_below(x: Floats, y: Floats, first: int, middle: int, last: int) -> bool:
 
 
 class DealtBatch(NamedTuple):
-    """A batch as replicas see it."""
+    """Prompt and output tokens of the rollouts in a batch."""
 
     prompts: Floats
     outputs: Floats
 
     @classmethod
     def of(cls, batch: Sequence[Draw]) -> DealtBatch:
-        """Take prompt and output tokens of every rollout."""
+        """Return the prompt and output tokens of every rollout."""
         pairs = [(draw.drawn.prompt_tokens, n) for draw in batch for n in draw.lengths]
         array = np.array(pairs, dtype=float)
         return cls(array[:, 0], array[:, 1])
@@ -159,19 +162,21 @@ class DealtBatch(NamedTuple):
 
 
 class LeastTimes(NamedTuple):
-    """Seconds that no replicas go below, whatever is dealt to whom."""
+    """Lower bounds on the seconds of replicas, for any distribution of rollouts."""
 
     longest: float
-    """Of the slowest rollout alone on a replica."""
+    """Seconds of the slowest rollout, alone on a replica."""
     work: float
-    """Of all tokens at the batch that is best for them, times replicas."""
+    """Seconds of all tokens at the best decode batch, multiplied by the number of replicas."""
 
 
 def least_times(curve: DecodeCurve, kv_capacity: float, work: DealtBatch) -> LeastTimes:
-    """Bound the decode of a batch: every step costs a(b) + c(b) S, and prefill makes each first token.
+    """Return lower bounds on the decode of a batch.
 
-    No step holds more than `kv_capacity` tokens of outputs, so all tokens take at least as many steps as that
-    allows. These steps take no less than as many of the mean batch would, by what is convex below a(b).
+    A step with b rollouts and S context tokens takes a(b) + c(b) S seconds. Prefill makes the first
+    token of each rollout. No step holds more than `kv_capacity` output tokens, which bounds the
+    number of steps from below. A convex function below a(b) at the mean batch size then bounds
+    their time.
     """
     base, slope = np.array(curve.base[1:]), np.array(curve.per_context_token[1:])
     steps = work.outputs - 1
@@ -185,7 +190,7 @@ def least_times(curve: DecodeCurve, kv_capacity: float, work: DealtBatch) -> Lea
 
 
 def _convex_below(values: Floats, place: float) -> float:
-    """Return the convex function below values at 1, 2, ..., and 0 at 0, at a place between them."""
+    """Return the convex lower hull of values at 1, 2, ... and 0 at 0, evaluated at `place`."""
     places = np.arange(len(values) + 1.0)
     points = np.concatenate(([0.0], values))
     hull = [0]
@@ -204,11 +209,13 @@ def _is_above(x: Floats, y: Floats, left: int, middle: int, right: int) -> bool:
 
 
 PART, PART_FILLS = 4096, 16
-"""Rollouts of a batch by which its closed form is checked, and times that they fill all ranks."""
+"""Rollouts of a batch by which its closed form is checked. The second value is how many times they
+fill all ranks.
+"""
 
 
 class Sums(NamedTuple):
-    """Rollouts, prompts and outputs counted, by what costs depend on."""
+    """Sums over rollouts that training costs depend on."""
 
     num_rollouts: int
     tokens: float
@@ -217,7 +224,7 @@ class Sums(NamedTuple):
 
 
 class FallingLengths:
-    """The rollouts of a step."""
+    """Lengths of the rollouts in a step, in falling order."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         falling = np.sort(np.asarray(lengths, dtype=float))[::-1]
@@ -227,24 +234,28 @@ class FallingLengths:
         """Every rollout."""
 
     def longest(self, count: int) -> Sums:
-        """Return the longest rollouts."""
+        """Return the sums over the `count` longest rollouts."""
         last = min(count, len(self._tokens)) - 1
         return Sums(last + 1, float(self._tokens[last]), float(self._squares[last]), self._longest)
 
 
 class TrainTimes(NamedTuple):
-    """Seconds of a step's training, the optimizer left out."""
+    """Seconds of a step's training, without the optimizer."""
 
     whole: float
-    """Of a batch that is there at once, in one command a kind."""
+    """Seconds of a complete batch, in one command of each kind."""
     stream: float
-    """Of a batch that is always there when the trainer is free, in the commands of a stream."""
+    """Seconds of a batch in the commands of a stream, if rollouts are available whenever the
+    trainer is free.
+    """
     last: float
-    """Of what a stream ends with: it waits for as many rollouts as fill the GPUs, and the longest come last."""
+    """Seconds of the last command of a stream. It has as many rollouts as fill the GPUs, and the
+    longest come last.
+    """
     least: float
-    """Of the arithmetic alone, spread evenly over ranks."""
+    """Seconds of the arithmetic alone, spread evenly over ranks."""
     optimizer: float
-    """Of gradient reduction and optimizer step."""
+    """Seconds of gradient reduction and the optimizer step."""
 
 
 def train_times(
@@ -253,10 +264,10 @@ def train_times(
     factor: float,
     batches: Sequence[FallingLengths],
 ) -> TrainTimes:
-    """Return the seconds in which a trainer works on a batch, the mean over several; `least` is their minimum.
+    """Return the seconds of training on a batch, averaged over several; `least` is their minimum.
 
     Args:
-        costs: the trainer's, without `factor`.
+        costs: the trainer's costs, without `factor`.
         framework: the section of the run file.
         factor: `costs.training_factor`, by which training is faster than its costs.
         batches: the rollouts of each step.
@@ -279,7 +290,7 @@ def train_times(
 def times_of_trainer(
     run: Run, trainer: TrainerConfig, batches: Sequence[FallingLengths]
 ) -> TrainTimes:
-    """Return the seconds in which a run with another trainer works on a batch; see `train_times`."""
+    """Return the seconds of training on a batch with another trainer; see `train_times`."""
     costs = TrainingCosts.load(resolve(replace(run, trainer=trainer)))
     return train_times(costs, run.framework, run.costs.training_factor, batches)
 
@@ -290,13 +301,13 @@ def passes_time(
     batch: Sequence[int],
     streaming: StreamingName,
 ) -> float:
-    """Return the seconds of a trainer's passes over a batch that is complete, computed one by one.
+    """Return the seconds of a trainer's passes over a complete batch, computed one by one.
 
     Args:
-        costs: the trainer's.
+        costs: the trainer's costs.
         algorithm: the section of the run file.
         batch: prompt and output tokens of each rollout, in order of arrival.
-        streaming: decides how many rollouts a command has.
+        streaming: the streaming mode, which decides the number of rollouts in a command.
     """
     line, now = costs.line(), 0.0
     most = most_per_command(costs.trainer, algorithm.rollouts_per_step, streaming)
@@ -317,8 +328,8 @@ def closed_form_error(
 ) -> float:
     """Return the ratio of a batch's passes, computed one by one, to their closed form.
 
-    The closed form is up to a third too low where ranks wait for each other at each pass, as with ZeRO 3 or expert
-    ranks. Only a part of a large batch is computed.
+    The closed form is up to a third too low if ranks wait for each other at each pass, as with ZeRO
+    3 or expert ranks. Only a part of a large batch is computed.
     """
     part = batch[: max(PART, PART_FILLS * rollouts_that_fill(costs.trainer))]
     closed = _stream if streaming == "stream" else _whole
@@ -333,7 +344,10 @@ def _whole(costs: TrainingCosts, batch: FallingLengths, updates: int) -> float:
 
 
 def _stream(costs: TrainingCosts, batch: FallingLengths, updates: int) -> float:
-    """Return the seconds of a batch whose commands keep the pipeline full. Scores before a command empty it."""
+    """Return the seconds of a batch whose commands keep the pipeline full.
+
+    Scoring before a command empties the pipeline.
+    """
     most = PASSES_PER_COMMAND * rollouts_that_fill(costs.trainer)
     commands = max(1, ceil(batch.all.num_rollouts / most))
     fills = max(updates, commands) if costs.num_scored else updates
@@ -363,16 +377,16 @@ def _least(costs: TrainingCosts, batch: FallingLengths) -> float:
 
 
 class Turns(NamedTuple):
-    """A rank's micro-batches, all alike."""
+    """Times of a rank whose micro-batches are equal."""
 
     turns: float
-    """Seconds of the slowest stage for all of them."""
+    """Seconds of the slowest stage for all micro-batches."""
     fill: float
-    """Seconds until a pipeline is full, and until it is empty again."""
+    """Seconds to fill the pipeline and to empty it again."""
 
 
 def _turns(costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
-    """Return the score turns and train passes of a batch, spread evenly over ranks and micro-batches."""
+    """Return the times of scoring and training a batch, spread evenly over ranks and micro-batches."""
     trainer, stages = costs.trainer, costs.stages
     ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
     room = max(trainer.max_tokens_per_pass, batch.longest)
@@ -388,7 +402,7 @@ def _turns(costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
 
 
 def _turn(trainer: TrainerConfig, times: Floats, num_micro: int) -> Turns:
-    """Return the turns of a rank from the seconds of a mean and of the longest micro-batch in each slice.
+    """Return the times of a rank, from the seconds of a mean and of the longest micro-batch in each slice.
 
     A rank needs at least the seconds of the longest rollout alone.
     """
@@ -399,9 +413,10 @@ def _turn(trainer: TrainerConfig, times: Floats, num_micro: int) -> Turns:
 
 
 def _commands(costs: TrainingCosts, rollouts: Sums, *, commands: int, fills: int) -> float:
-    """Return the seconds of scoring and training rollouts in a number of commands and of pipeline fills.
+    """Return the seconds of scoring and training rollouts, given the number of commands and pipeline fills.
 
-    Training fills a pipeline while scores leave it. Models that take turns fill it one after the other.
+    Training fills a pipeline while scoring leaves it. Models that take turns fill it one after the
+    other.
     """
     switches, trained = costs.switches, costs.num_trained * costs.epochs
     score_turns, train = _turns(costs, rollouts)

@@ -1,8 +1,9 @@
-"""Simulate candidate plans in worker processes, all on the same workload; a huge plan by one portion of it.
+"""Simulate candidate plans in worker processes on the same workload. Of a huge plan, simulate one portion.
 
-A portion has one of every N replicas, data-parallel ranks and prompts, with the costs of the whole plan. Each replica
-and rank has the same work and the same transfers as in the whole plan, so a portion is enough for the search.
-Sampling error is larger, and the longest of fewer rollouts is shorter. So finalists are simulated whole.
+A portion has one of every N replicas, data-parallel ranks and prompts, with the costs of the whole
+plan. Each replica and rank has the same work and the same transfers as in the whole plan. So a
+portion is enough for the search. Its sampling error is larger, and the longest of fewer rollouts is
+shorter. So finalists are simulated whole.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_
 from streamrl.workload.workload import SimulatedWorkload
 
 PORTION_ROLLOUTS, PORTION_REPLICAS = 2048, 8
-"""Rollouts of a step, and replicas, that a portion has at least."""
+"""Fewest rollouts of a step, and fewest replicas, in a portion."""
 
 
 def portions_of(run: Run) -> int:
-    """Return how many portions a plan has: a power of two, or 1 if only the whole plan can be simulated.
+    """Return the number of portions of a plan: a power of two, or 1 if the plan must be simulated whole.
 
-    A plan with failures is simulated whole, because they are too rare in a few steps of a portion.
+    A plan with failures is simulated whole, because failures are too rare in a few steps of a
+    portion.
     """
     is_plain = run.num_trainers == 1 and run.policies.resize == "keep" and not can_fail(run)
     if not is_plain or run.costs.profile is not None:
@@ -69,7 +71,7 @@ def portions_of(run: Run) -> int:
 
 
 def portion_of(run: Run, portions: int) -> Run:
-    """Return a plan with one of `portions` of its replicas, ranks and prompts."""
+    """Return a plan with 1/`portions` of its replicas, ranks and prompts."""
     rollout = replace(
         run.rollout,
         replicas=run.rollout.replicas // portions,
@@ -83,7 +85,7 @@ def portion_of(run: Run, portions: int) -> Run:
 
 
 def with_fewer_prompts(algorithm: AlgorithmConfig, portions: int) -> AlgorithmConfig:
-    """Return an algorithm with one of `portions` of the prompts of a step."""
+    """Return an algorithm with 1/`portions` of the prompts per step."""
     fewer: AlgorithmConfig = replace(
         algorithm, prompts_per_step=algorithm.prompts_per_step // portions
     )
@@ -91,7 +93,7 @@ def with_fewer_prompts(algorithm: AlgorithmConfig, portions: int) -> AlgorithmCo
 
 
 def costs_of_portion(costs: Costs, portions: int) -> Costs:
-    """Return the costs of a plan for one of its portions, in which fewer ranks share a pass."""
+    """Return the costs of a plan for one of its portions. Fewer ranks share a pass there."""
     training = costs.training
     assert isinstance(training, TrainingCosts), "portions are of composed costs"
     trainer = replace(training.trainer, data_parallel=training.trainer.data_parallel // portions)
@@ -103,9 +105,9 @@ def speed_of_all(speed: Speed, price: float, portions: int) -> Speed:
     """Return the speed of a whole plan from that of one portion.
 
     Args:
-        speed: of one portion.
+        speed: speed of one portion.
         price: dollars a second of all GPUs of the plan.
-        portions: how many portions the plan has.
+        portions: number of portions of the plan.
     """
     goodput = speed.goodput * portions
     dollars = price * speed.step_time + speed.egress_per_step
@@ -122,12 +124,17 @@ def speed_of_all(speed: Speed, price: float, portions: int) -> Speed:
 
 
 SEARCH_STEPS = 8
-"""Most steps by which a search compares plans: all take the same prompts and lengths, so that their difference is known
-better than the time of any."""
+"""Most steps by which a search compares plans. All plans have the same prompts and lengths, so
+their difference is more exact than the step time of each.
+"""
 LEAST_COUNTED, ROLLOUTS = 2, 100_000
-"""Steps that count at least, and rollouts in all that count where these are more."""
+"""Fewest steps that count. More steps count until they have this many rollouts together, the second
+value.
+"""
 MOST_REPLICAS = 64
-"""Replicas whose generation of a batch is simulated: a few dozen stand for hundreds that have as much to do each."""
+"""Most replicas whose generation of a batch is simulated. A few dozen represent hundreds with equal
+work.
+"""
 
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
@@ -135,7 +142,7 @@ Figures = TypeVar("Figures", bound=Speed)
 
 
 class Unfinished(NamedTuple):
-    """What a simulation gives that stopped before its run's last step: nothing that a plan could be judged by."""
+    """Result of a simulation that stopped before the run's last step. The plan cannot be compared."""
 
     reason: str
 
@@ -144,12 +151,15 @@ class Trial(NamedTuple):
     """One plan to simulate."""
 
     run: bytes
-    """The run file as JSON that plans are made of: with its seed, and how many steps are simulated."""
+    """The run file as JSON, with the seed and the number of steps to simulate. All plans derive
+    from it.
+    """
     candidate: Candidate
     batches: tuple[int, ...] = (0,)
-    """Which batches, where generation or training alone is asked for."""
+    """Indices of the batches, if only generation or training is simulated."""
     portions: int = 1
-    """Into which the plan is divided: one of them is simulated, see `streamrl.sim.planner.trial`."""
+    """Number of portions of the plan. One of them is simulated; see `streamrl.sim.planner.trial`.
+    """
 
 
 def whole(run: Run, seed: int) -> bytes:
@@ -168,7 +178,7 @@ def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
 
 
 def short_speed_of(trial: Trial) -> Speed | Unfinished:
-    """Simulate as many steps of a plan as the run file has at most, those at the start left out."""
+    """Simulate a plan for the steps of its run file, and measure them without the first ones."""
     return _if_finished(_measure_short, trial)
 
 
@@ -178,7 +188,7 @@ def metrics_of(trial: Trial) -> Metrics | Unfinished:
 
 
 def steady_speed_of(trial: Trial) -> Speed | Unfinished:
-    """Simulate the steady state of a plan and measure its seconds and dollars alone."""
+    """Simulate the steady state of a plan and measure only its seconds and dollars."""
     return _if_finished(_measure_steady_speed, trial)
 
 
@@ -202,12 +212,12 @@ def _measure_short(trial: Trial) -> Speed:
 
 def _speed_of(trace: Trace) -> Speed:
     first, last = counted_steps(trace.run.simulate.max_steps)
-    num_whole = max(1, len(read_steps(trace)) - 1)  # those that a lost trainer took back left out
+    num_whole = max(1, len(read_steps(trace)) - 1)  # without steps that a lost trainer rolled back
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
 
 
 def timed_speed_of(trial: Trial) -> tuple[Speed | Unfinished, float]:
-    """Return the same, and the seconds that it took."""
+    """Return `short_speed_of` and the seconds that it took."""
     began_at = time.perf_counter()
     return short_speed_of(trial), time.perf_counter() - began_at
 
@@ -223,19 +233,19 @@ def _measure_steady_speed(trial: Trial) -> Speed:
 
 
 def counted_steps(max_steps: int) -> tuple[int, int]:
-    """Return the first and last step by which a search compares plans of `max_steps` simulated steps."""
+    """Return the first and last step that count, if a search simulates `max_steps` steps of a plan."""
     return min(START, max_steps - 1) + 1, max_steps
 
 
 def counted_batches(base: bytes) -> list[StepBatch]:
-    """Return what the steps of a trial that count generate and train on."""
+    """Return the batches of the steps that count in a trial."""
     run, _ = open_trial(base)
     first, last = counted_steps(run.simulate.max_steps)
     return _batches_of(base, range(first - 1, last))
 
 
 def _batches_of(base: bytes, numbers: Sequence[int]) -> list[StepBatch]:
-    """Return some of the batches of a run file, which all its plans share."""
+    """Return some batches of a run file. All its plans share them."""
     known = _first_batches(base, max(numbers) + 1)
     return [known[number] for number in numbers]
 
@@ -249,7 +259,7 @@ def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
     """Return a plan's run file and its workload.
 
     Raises:
-        ValueError: the plan is no valid run file.
+        ValueError: the run file of the plan is invalid.
     """
     base, workload = open_trial(trial.run)
     run = trial.candidate.apply(base)
@@ -258,7 +268,7 @@ def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
 
 
 def generation_of(trial: Trial) -> GenerationTime:
-    """Simulate a plan's replicas alone, on one batch after the other."""
+    """Simulate only the generation of a plan, for one batch after the other."""
     base, _ = open_trial(trial.run)
     run = trial.candidate.apply(base)
     costs = Costs.load(run)
@@ -271,7 +281,7 @@ def generation_of(trial: Trial) -> GenerationTime:
 
 
 def training_error_of(trial: Trial) -> float:
-    """Return the seconds of a plan's passes one by one, on the first of its batches, over their closed form."""
+    """Return the ratio of a plan's passes, computed one by one on its first batch, to their closed form."""
     base, _ = open_trial(trial.run)
     run, (batch,) = trial.candidate.apply(base), _batches_of(trial.run, trial.batches[:1])
     lengths = DealtBatch.of(batch.trained).lengths
@@ -282,14 +292,17 @@ def training_error_of(trial: Trial) -> float:
 
 @lru_cache(maxsize=8)
 def open_trial(run: bytes) -> tuple[Run, SimulatedWorkload]:
-    """Read a run file and its workload, which all its plans share: to calibrate a ranker takes as long as a trial."""
+    """Read a run file and its workload, which all its plans share.
+
+    They are cached, because calibrating a length ranker takes as long as a trial.
+    """
     decoded = decode_run(run)
     return decoded, SimulatedWorkload(decoded, num_steps=decoded.simulate.max_steps)
 
 
 @lru_cache(maxsize=8)
 def open_portion(run: bytes, portions: int) -> SimulatedWorkload:
-    """Return the workload of one portion of every plan of a run file that has so many."""
+    """Return the workload of one portion, for every plan of a run file with this number of portions."""
     decoded = decode_run(run)
     fewer = with_fewer_prompts(decoded.algorithm, portions)
     portion, most = replace(decoded, algorithm=fewer), decoded.simulate.max_steps
@@ -303,9 +316,10 @@ def run_all(
     watch: Callable[[], None] = lambda: None,
     until: float = inf,
 ) -> dict[Key, Answer]:
-    """Return the answer to each trial, in the order of the trials; `watch` is called as each comes in.
+    """Return the answer to each trial, in the order of the trials; `watch` is called after each answer.
 
-    What has not begun by `until`, an instant of `time.perf_counter`, is left out, but for the first.
+    Trials that did not start by `until`, a value of `time.perf_counter`, are left out. The first
+    trial always runs.
     """
     pairs = list(trials)
     found = answers_in_time(pool, work, [trial for _, trial in pairs], watch, until)
