@@ -45,9 +45,9 @@ def find_gains(
 ) -> dict[RelaxedLimit, float]:
     """Return the share of a step that each relaxed limit saves, over as many steps as finalists have.
 
-    Only limits that may bind are relaxed. First come stages of similar length that overlap. If
-    generation binds, the caps of generation follow. Simulations that do not finish, or do not start
-    in time, are left out.
+    Only limits that may bind are relaxed: first both stages, if they overlap and have similar
+    times. The caps of generation follow, unless faster training saves more than faster generation.
+    Simulations that do not finish, or do not start in time, are left out.
     """
     run = race.search.space.run
     until = time.perf_counter() + TIME_SHARE * run.plan.time_limit

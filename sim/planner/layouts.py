@@ -79,7 +79,7 @@ Side = TypeVar("Side", ReplicaHardware, TrainerHardware)
 
 
 def in_pool(side: Side, name: str, pools: Mapping[str, PoolConfig]) -> Side:
-    """Return a side on the GPUs of a pool."""
+    """Return a side, moved to the GPUs of a pool."""
     return replace_fields(side, config=replace(side.config, pool=name), pool=pools[name])
 
 
@@ -191,7 +191,10 @@ class Degrees(NamedTuple):
         return self.split._replace(micro_batch=1)
 
     def change(self, trainer: TrainerConfig) -> TrainerConfig:
-        """Return the section of a trainer with these degrees. A single pipeline stage has one slice."""
+        """Return the section of a trainer with these degrees.
+
+        With a single pipeline stage, `virtual_stages` is 1.
+        """
         slices = trainer.virtual_stages if self.pipeline_parallel > 1 else 1
         return replace(trainer, **self._asdict(), virtual_stages=slices)
 
@@ -459,7 +462,7 @@ def _reason_against(
 
 
 def _trainer_bytes(trainer: TrainerHardware) -> float:
-    """Return the bytes on the fullest GPU; infinity if the model cannot be split that way."""
+    """Return the bytes on the fullest GPU, or infinity if the model cannot be split that way."""
     try:
         return sum(trainer_memory(trainer).values())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Modes of a plan: system, staleness, dispatch and sync mode, limited to what a named framework supports."""
+"""List the modes of a plan: system, staleness, dispatch and sync mode. A named framework limits them."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _check_engine(engine: str, framework: Framework) -> None:
         able = [name for name in known_engines() if framework.generates_with(name)]
         text = (
             f"costs.engine {shown(engine)}: framework {framework.name} generates with "
-            f"{framework.engine_names}, so there is {', '.join(able)}"
+            f"{framework.engine_names}; choose {', '.join(able)}"
         )
         raise RunError("costs.engine", engine, OneOf(able), text, ("framework.name",))
 
@@ -216,7 +216,7 @@ def _kept(
     found = [name for name in able if name in wanted]
     if stated is not None and not found:
         text = (
-            f"plan.{key} {shown(stated)}: framework {framework.name} has none of these, but "
+            f"plan.{key} {shown(stated)}: framework {framework.name} has none of these; choose from "
             f"{', '.join(map(str, able))}"
         )
         raise RunError(f"plan.{key}", stated, OneOf(able), text, ("framework.name",))

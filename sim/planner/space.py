@@ -54,7 +54,7 @@ Indices = NDArray[np.int32]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 MOST_PLANS = 10_000_000
-"""Most plans of a space. More need arrays that exceed a small machine's memory."""
+"""Most plans of a space. The arrays of more plans exceed a small machine's memory."""
 LINK = "no link between the two pools"
 POOL_SIZE = "both sides need more GPUs than their pool has"
 SHARED = "colocated: sides in different pools, or of different size"
@@ -134,7 +134,7 @@ class Pairs:
         return is_open
 
     def prices(self, is_shared: Mask, first: Indices, second: Indices) -> Floats:
-        """Return the dollars a second of plans."""
+        """Return the price of each plan in dollars a second."""
         generate, train = self._prices[0][first], self._prices[1][second]
         rented = np.where(is_shared, np.maximum(generate, train), generate + train)
         found: Floats = rented + self._owned
@@ -179,7 +179,7 @@ def with_rent(run: Run) -> Run:
     links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
     plan = PlanConfig(staleness_cost=run.plan.staleness_cost)
     rented = {name: pool.num_gpus for name, pool in pools.items() if not pool.owned}
-    if any(num_gpus > needs[name] for name, num_gpus in rented.items()):  # a part of a node
+    if any(num_gpus > needs[name] for name, num_gpus in rented.items()):  # part of a node
         generate = sum(kind.num_gpus for kind in run.rollout.kinds)
         gpus = {"rollout_gpus": [generate], "trainer_gpus": [run.trainer.num_gpus]}
         plan = replace(plan, **gpus)

@@ -128,8 +128,8 @@ SEARCH_STEPS = 8
 their difference is more exact than the step time of each.
 """
 LEAST_COUNTED, ROLLOUTS = 2, 100_000
-"""Fewest steps that count. More steps count until they have this many rollouts together, the second
-value.
+"""Fewest steps that count. More steps count until all of them have the second value of rollouts
+together.
 """
 MOST_REPLICAS = 64
 """Most replicas whose generation of a batch is simulated. A few dozen represent hundreds with equal
@@ -217,7 +217,7 @@ def _speed_of(trace: Trace) -> Speed:
 
 
 def timed_speed_of(trial: Trial) -> tuple[Speed | Unfinished, float]:
-    """Return `short_speed_of` and the seconds that it took."""
+    """Return the result of `short_speed_of` and the seconds that the simulation took."""
     began_at = time.perf_counter()
     return short_speed_of(trial), time.perf_counter() - began_at
 
