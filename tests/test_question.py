@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from streamrl.runfile.files import load_run, make_run
-from streamrl.sim.planner.first_answer import first_answer
+from streamrl.sim.planner.first_answer import Question, first_answer, run_table_of
 from streamrl.sim.planner.objective import decide
-from streamrl.sim.planner.question import Question, run_table_of
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.test_plan import Here

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.runfile.offer import read_offer
-from streamrl.runfile.short_forms import count_of, gpu_name, in_full, model_name
+from streamrl.runfile.short_forms import count_of, gpu_name, in_full, model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
 
 

@@ -1,23 +1,142 @@
-"""Find the cheapest plan, the fastest, and the fastest that costs little more, within seconds.
+"""Answer a question without a run file: make the run file that it stands for, and estimate the plans to decide between.
 
-The figures are closed forms. A few simulated steps of the reported plans correct them. `make_plan`
-then compares plans by simulation.
+What a question leaves out gets a value that is told, so that a reader can contradict it. Estimates are closed forms,
+corrected by a few simulated steps of the plans that are named. `make_plan` then compares plans by simulation.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Executor
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.runfile.config import Run
+from streamrl.runfile.short_forms import model_name, read_offer
+from streamrl.runfile.units import Bandwidth, Duration
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.objective import decide
 from streamrl.sim.planner.plan_description import describe
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
+
+SHAPE = "streamrl-codemath-20k"
+"""The profile whose distribution of output lengths is scaled to the mean: DeepSeek-R1 on mathematics and code."""
+MOST_CAPPED = 0.95
+"""Largest share of the cap that a mean may be: above it, most outputs would be cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What somebody asks: these GPUs, for this training."""
+
+    model: str
+    """A profile, or the name of a model on the Hugging Face hub."""
+    gpus: str
+    """The offer, as `streamrl.runfile.short_forms` reads it."""
+    algorithm: str = "grpo"
+    prompts: int = 64
+    """Prompts of a step."""
+    group: int = 16
+    """Rollouts of each prompt."""
+    mean_tokens: int = 4_000
+    """Mean output tokens of a rollout."""
+    max_tokens: int = 16_000
+    """Output tokens at which a rollout is cut off."""
+    prompt_tokens: int = 400
+    steps: int = 200
+    link: str = "100 Gbps"
+    """Bandwidth between any two pools."""
+    deadline: str | None = None
+    budget: float | None = None
+
+
+def run_table_of(question: Question) -> dict[str, Any]:
+    """Return the run file of a question as TOML gives it; the layout is a start that a plan replaces.
+
+    Raises:
+        ValueError: an answer cannot be read, or the mean is too near the cap.
+    """
+    pools = read_offer(question.gpus)
+    first, *_ = pools
+    plan = {"deadline": question.deadline, "budget": question.budget}
+    return {
+        "model": {"name": model_name(question.model)},
+        "cluster": {"pools": pools, "links": _links(list(pools), question.link)},
+        "plan": {key: value for key, value in plan.items() if value is not None},
+        "rollout": {"pool": first, "replicas": 1, "max_tokens": question.max_tokens},
+        "trainer": {"pool": first},
+        "algorithm": {
+            "name": question.algorithm,
+            "steps": question.steps,
+            "prompts_per_step": question.prompts,
+            "group_size": question.group,
+        },
+        "workload": {"lengths": _lengths(question)},
+        "policies": {"system": "colocated"},
+    }
+
+
+def _links(pools: list[str], bandwidth: str) -> list[dict[str, Any]]:
+    return [{"between": list(pair), "bandwidth": bandwidth} for pair in combinations(pools, 2)]
+
+
+def _lengths(question: Question) -> dict[str, Any]:
+    mean, cap = question.mean_tokens, question.max_tokens
+    if not 1 <= mean <= MOST_CAPPED * cap:
+        raise ValueError(
+            f"--mean-tokens must be from 1 to {MOST_CAPPED:.0%} of --max-tokens ({cap:,}), got {mean:,}"
+        )
+    shape = LengthsConfig(kind="histogram", source=SHAPE)
+    return {
+        "kind": shape.kind,
+        "source": SHAPE,
+        "scale": float(f"{scale_to_mean(shape, mean, cap):.4g}"),
+        "prompt_tokens": question.prompt_tokens,
+    }
+
+
+def assumptions_of(question: Question, stated: set[str]) -> list[str]:
+    """Return what a question takes for granted, a line each.
+
+    Args:
+        question: what was asked.
+        stated: the fields that the user gave.
+    """
+    told = [
+        f"lengths have the shape of {SHAPE} (DeepSeek-R1 on mathematics and code), scaled to the mean of "
+        f"{question.mean_tokens:,} tokens under a cap of {question.max_tokens:,}"
+    ]
+    names = {
+        "algorithm": question.algorithm,
+        "prompts": f"{question.prompts} prompts a step",
+        "group": f"{question.group} rollouts a prompt",
+        "steps": f"{question.steps} steps",
+        "prompt_tokens": f"{question.prompt_tokens} tokens a prompt",
+    }
+    if "," in question.gpus:
+        names["link"] = f"{question.link} between pools"
+    assumed = [text for name, text in names.items() if name not in stated]
+    return [*told, *([f"not stated, so assumed: {', '.join(assumed)}"] if assumed else [])]
+
+
+def check_units(link: str, deadline: str | None) -> None:
+    """Raise `ValueError` where a quantity of a question has no unit."""
+    for option, kind, text in (("--link", Bandwidth, link), ("--deadline", Duration, deadline)):
+        try:
+            if text is not None:
+                kind.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+
+
+# The answer --------------------------------------------------------------------------------------
+
 
 Floats = NDArray[np.float64]
 

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from streamrl.cli.progress import make_progress
-from streamrl.cli.question import (
+from streamrl.cli.init import (
     AlgorithmOption,
     Budget,
     Deadline,
@@ -30,6 +29,7 @@ from streamrl.cli.question import (
     run_of,
     stated_of,
 )
+from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
     Overrides,
