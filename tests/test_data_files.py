@@ -314,7 +314,7 @@ def test_a_run_resumes_from_another_file_of_the_same_prompts_and_from_no_other(
 
     write_prompt_tokens(tmp_path, prompts(as_jsonl(tmp_path, ROWS)))
     check_prompt_tokens(tmp_path, prompts(as_parquet(tmp_path, ROWS)))
-    with pytest.raises(ValueError, match="line 1 is another"):
+    with pytest.raises(ValueError, match="line 1 differs"):
         check_prompt_tokens(tmp_path, prompts(as_parquet(tmp_path, ROWS[::-1])))
 
 

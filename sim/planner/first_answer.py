@@ -28,26 +28,26 @@ from streamrl.sim.planner.space import Candidate
 SHAPE = "streamrl-codemath-20k"
 """The profile whose distribution of output lengths is scaled to the mean: DeepSeek-R1 on mathematics and code."""
 MOST_CAPPED = 0.95
-"""Largest share of the cap that a mean may be: above it, most outputs would be cut off."""
+"""Largest mean as a share of the cap. Above it, most outputs would be cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What somebody asks: these GPUs, for this training."""
+    """The training and the GPUs to plan for."""
 
     model: str
-    """A profile, or the name of a model on the Hugging Face hub."""
+    """Name of a profile, or of a model on the Hugging Face hub."""
     gpus: str
-    """The offer, as `streamrl.runfile.short_forms` reads it."""
+    """The offer, in the syntax of `streamrl.runfile.short_forms`."""
     algorithm: str = "grpo"
     prompts: int = 64
-    """Prompts of a step."""
+    """Prompts per step."""
     group: int = 16
-    """Rollouts of each prompt."""
+    """Rollouts per prompt."""
     mean_tokens: int = 4_000
     """Mean output tokens of a rollout."""
     max_tokens: int = 16_000
-    """Output tokens at which a rollout is cut off."""
+    """Output tokens after which a rollout is cut off."""
     prompt_tokens: int = 400
     steps: int = 200
     link: str = "100 Gbps"
@@ -57,10 +57,12 @@ class Question:
 
 
 def run_table_of(question: Question) -> dict[str, Any]:
-    """Return the run file of a question as TOML gives it; the layout is a start that a plan replaces.
+    """Return the run file of a question, in the form of a TOML table.
+
+    Its layout is only a start, which the plan replaces.
 
     Raises:
-        ValueError: an answer cannot be read, or the mean is too near the cap.
+        ValueError: a value cannot be read, or the mean is too near the cap.
     """
     pools = read_offer(question.gpus)
     first, *_ = pools
@@ -102,11 +104,11 @@ def _lengths(question: Question) -> dict[str, Any]:
 
 
 def assumptions_of(question: Question, stated: set[str]) -> list[str]:
-    """Return what a question takes for granted, a line each.
+    """Return the assumptions of a question, one per line.
 
     Args:
-        question: what was asked.
-        stated: the fields that the user gave.
+        question: the question.
+        stated: the fields that the user set.
     """
     told = [
         f"lengths have the shape of {SHAPE} (DeepSeek-R1 on mathematics and code), scaled to the mean of "
@@ -126,7 +128,7 @@ def assumptions_of(question: Question, stated: set[str]) -> list[str]:
 
 
 def check_units(link: str, deadline: str | None) -> None:
-    """Raise `ValueError` where a quantity of a question has no unit."""
+    """Raise `ValueError` if a quantity of a question has no unit or cannot be read."""
     for option, kind, text in (("--link", Bandwidth, link), ("--deadline", Duration, deadline)):
         try:
             if text is not None:
