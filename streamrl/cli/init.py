@@ -27,20 +27,12 @@ MOST_SECONDS = 7.0
 """Seconds after which a first answer simulates nothing more."""
 
 
-def _count(name: str) -> Any:
-    """Return the reader of an option that holds a whole number, such as 32k."""
-
-    def read(value: str | int) -> int:
-        try:
-            return value if isinstance(value, int) else count_of(value)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint=name) from None
-
-    return read
-
-
-def _number(name: str, text: str) -> Any:
-    return Annotated[int | None, typer.Option(name, metavar="N", parser=_count(name), help=text)]
+def _count(value: str | int) -> int:
+    """Read an option that holds a whole number, such as 32k."""
+    try:
+        return value if isinstance(value, int) else count_of(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 Model = Annotated[
@@ -58,14 +50,48 @@ Gpus = Annotated[
 AlgorithmOption = Annotated[
     str | None, typer.Option("--algorithm", help="The algorithm; grpo where absent.")
 ]
-Prompts = _number("--prompts", "Prompts of a step; 64 where absent.")
-Group = _number("--group", "Rollouts of each prompt; 16 where absent.")
-MeanTokens = _number("--mean-tokens", "Mean output tokens, such as 6k; 4k where absent.")
-MaxTokens = _number(
-    "--max-tokens", "Output tokens at which a rollout is cut off; 16k where absent."
-)
-PromptTokens = _number("--prompt-tokens", "Tokens of a prompt; 400 where absent.")
-Steps = _number("--steps", "Steps of the training; 200 where absent.")
+Prompts = Annotated[
+    int | None,
+    typer.Option(
+        "--prompts", metavar="N", parser=_count, help="Prompts of a step; 64 where absent."
+    ),
+]
+Group = Annotated[
+    int | None,
+    typer.Option(
+        "--group", metavar="N", parser=_count, help="Rollouts of each prompt; 16 where absent."
+    ),
+]
+MeanTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--mean-tokens",
+        metavar="N",
+        parser=_count,
+        help="Mean output tokens, such as 6k; 4k where absent.",
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        metavar="N",
+        parser=_count,
+        help="Output tokens at which a rollout is cut off; 16k where absent.",
+    ),
+]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--prompt-tokens", metavar="N", parser=_count, help="Tokens of a prompt; 400 where absent."
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", metavar="N", parser=_count, help="Steps of the training; 200 where absent."
+    ),
+]
 Link = Annotated[
     str | None,
     typer.Option(
