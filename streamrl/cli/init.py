@@ -27,13 +27,8 @@ MOST_SECONDS = 7.0
 """Seconds after which a first answer simulates nothing more."""
 
 
-def _count(value: str | int) -> int:
-    """Read an option that holds a whole number, such as 32k."""
-    try:
-        return value if isinstance(value, int) else count_of(value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
+COUNTS = ("prompts", "group", "mean_tokens", "max_tokens", "prompt_tokens", "steps")
+"""Answers that are whole numbers, such as 32k."""
 
 Model = Annotated[
     str | None,
@@ -51,46 +46,34 @@ AlgorithmOption = Annotated[
     str | None, typer.Option("--algorithm", help="The algorithm; grpo where absent.")
 ]
 Prompts = Annotated[
-    int | None,
-    typer.Option(
-        "--prompts", metavar="N", parser=_count, help="Prompts of a step; 64 where absent."
-    ),
+    str | None,
+    typer.Option("--prompts", metavar="N", help="Prompts of a step; 64 where absent."),
 ]
 Group = Annotated[
-    int | None,
-    typer.Option(
-        "--group", metavar="N", parser=_count, help="Rollouts of each prompt; 16 where absent."
-    ),
+    str | None,
+    typer.Option("--group", metavar="N", help="Rollouts of each prompt; 16 where absent."),
 ]
 MeanTokens = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        "--mean-tokens",
-        metavar="N",
-        parser=_count,
-        help="Mean output tokens, such as 6k; 4k where absent.",
+        "--mean-tokens", metavar="N", help="Mean output tokens, such as 6k; 4k where absent."
     ),
 ]
 MaxTokens = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--max-tokens",
         metavar="N",
-        parser=_count,
         help="Output tokens at which a rollout is cut off; 16k where absent.",
     ),
 ]
 PromptTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--prompt-tokens", metavar="N", parser=_count, help="Tokens of a prompt; 400 where absent."
-    ),
+    str | None,
+    typer.Option("--prompt-tokens", metavar="N", help="Tokens of a prompt; 400 where absent."),
 ]
 Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps", metavar="N", parser=_count, help="Steps of the training; 200 where absent."
-    ),
+    str | None,
+    typer.Option("--steps", metavar="N", help="Steps of the training; 200 where absent."),
 ]
 Link = Annotated[
     str | None,
@@ -107,8 +90,22 @@ Budget = Annotated[
 
 
 def stated_of(**answers: Any) -> dict[str, Any]:
-    """Return the answers that were given."""
-    return {name: value for name, value in answers.items() if value is not None}
+    """Return the answers that were given, numbers written out.
+
+    Raises:
+        ValueError: a number cannot be read.
+    """
+    stated = {name: value for name, value in answers.items() if value is not None}
+    return {
+        name: _count(name, value) if name in COUNTS else value for name, value in stated.items()
+    }
+
+
+def _count(name: str, value: str) -> int:
+    try:
+        return count_of(value)
+    except ValueError as error:
+        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 
 
 def question_of(stated: dict[str, Any]) -> Question:
@@ -256,7 +253,7 @@ def _ask_for_rest(stated: dict[str, Any]) -> None:
     for name, text, default in ASKED:
         if name not in stated:
             answer = typer.prompt(text, default=default)
-            stated[name] = answer if name in ("model", "gpus") else count_of(answer)
+            stated[name] = _count(name, answer) if name in COUNTS else answer
 
 
 def _commented(text: str) -> str:
