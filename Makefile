@@ -22,6 +22,7 @@
 # Speed:
 #   make bench           speed of the simulator, one JSON object a figure
 #   make bench-start     CPU seconds of a command; AGAINST=DIR compares another checkout
+#   make bench-first-answer  how soon a first answer comes, and its figures against whole simulations
 #   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout
 #   make bench-handover  CPU seconds that a rollout costs the controller
 #   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; a quarter of an hour
@@ -68,7 +69,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -151,6 +152,9 @@ bench: $(READY)
 
 bench-start: $(READY)
 	$(BIN)/python benchmarks/bench_start.py $(if $(AGAINST),--against $(AGAINST))
+
+bench-first-answer: $(READY)
+	$(BIN)/python -m benchmarks.bench_first_answer
 
 bench-workers: $(READY)
 	$(BIN)/python -m benchmarks.bench_workers $(if $(AGAINST),--against $(AGAINST))

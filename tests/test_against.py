@@ -280,9 +280,13 @@ def test_the_verdict_says_what_is_known_and_what_is_not(found: Against) -> None:
     assert told(found, 1.1, 0.5).endswith("worth it where an hour saved is worth more than $200.")
     assert told(found, 0.9, 1.5).endswith("worth it where an hour lost is worth less than $200.")
     assert told(found, 0.99, 1.0) == (
-        "A costs 1.0 % ± 2.0 % less a token, which may be chance, and takes as long, as far as can be told: "
+        "A costs 1.0 % ± 2.0 % less a token, which may be chance, and takes as long: "
         "dollars cannot decide."
     )
+    wide = replace(found, step_time_ratio=Known(value=1.66, interval=(0.9, 3.1)))
+    assert "and takes 1.66 ± 1.10 times as long, which may be chance: " in verdict(wide)
+    few = replace(found, step_time_ratio=Known(value=0.5, interval=None))
+    assert "and is 2.00 times as fast over few steps: " in verdict(few)
     assert told(found, 1.0, 0.5, 0.05).endswith("and an hour saved costs $140 at most.")
     assert "within the 7% that costs of what they do not do alike may be off" in told(
         found, 0.95, 0.5, 0.07

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import log
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -30,6 +31,8 @@ from streamrl.runfile.formatting import (
 from streamrl.runfile.units import BITS_PER_BYTE, SECONDS_PER_HOUR
 
 Row = tuple[str, str, str, str]
+AS_LONG = 0.005
+"""Logarithm of the ratio of two times below which they read as equal: "1.00 times as fast"."""
 
 
 def against_report(against: Against, names: tuple[str, str]) -> RenderableType:
@@ -121,20 +124,22 @@ def _doubt(against: Against) -> str:
 
 def _speed(against: Against) -> str:
     ratio, error = against.step_time_ratio, against.unshared_error
+    if abs(log(ratio.value)) < AS_LONG:
+        return "takes as long"
+    text = _times_as_long(ratio)
     if not ratio.differs_from(1.0):
-        return "takes as long, as far as can be told"
-    if ratio.value < 1:
-        assert ratio.interval is not None, "what differs has an interval"
-        least, most = ratio.interval
-        faster = Known(value=1 / ratio.value, interval=(1 / most, 1 / least))
-        text = f"is {faster.value:.2f}{_plus_minus(faster, '{:.2f}'.format)} times as fast"
-    else:
-        text = f"takes {ratio.value:.2f}{_plus_minus(ratio, '{:.2f}'.format)} times as long"
-    return (
-        text
-        if is_significant(ratio, error)
-        else f"{text}, within the {error:.0%} that costs may be off"
-    )
+        return f"{text}, which may be chance" if ratio.interval else f"{text} over few steps"
+    if is_significant(ratio, error):
+        return text
+    return f"{text}, within the {error:.0%} that costs may be off"
+
+
+def _times_as_long(ratio: Known) -> str:
+    if ratio.value > 1:
+        return f"takes {ratio.value:.2f}{_plus_minus(ratio, '{:.2f}'.format)} times as long"
+    interval = None if ratio.interval is None else (1 / ratio.interval[1], 1 / ratio.interval[0])
+    faster = Known(value=1 / ratio.value, interval=interval)
+    return f"is {faster.value:.2f}{_plus_minus(faster, '{:.2f}'.format)} times as fast"
 
 
 def break_even_lines(against: Against) -> Iterator[str]:
