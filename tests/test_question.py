@@ -80,6 +80,30 @@ def test_a_plan_needs_no_run_file(tmp_path: Path) -> None:
     assert (planned.model.name, planned.rollout.max_tokens) == ("qwen3-0.6b", 900)
 
 
+def test_a_plan_without_a_run_file_and_a_directory_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = streamrl("plan", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was written" in done.stdout and not [*tmp_path.iterdir()]
+
+
+def test_init_keeps_limits_and_settings_and_makes_directories(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.toml"
+    limits = ("--deadline", "3 days", "--budget", "$1,000", "--set", "plan.tolerance=0.3")
+    done = streamrl("init", path, *FLAGS, *limits)
+    assert done.returncode == 0, done.stderr
+    plan = load_run(path).plan
+    assert (plan.deadline, plan.budget, plan.tolerance) == (3 * 86_400, 1000, 0.3)
+    assert plan.rollout_gpus is plan.trainer_gpus is None
+
+
+def test_limits_that_no_plan_keeps_are_said_beside_a_first_answer(tmp_path: Path) -> None:
+    done = streamrl("init", tmp_path / "run.toml", *FLAGS, "--deadline", "1 ms")
+    assert "by estimate no plan keeps the deadline" in done.stdout
+
+
 def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     done = streamrl("init", path, *FLAGS[:2], "--gpus", "16xH100@2,8xH20@1", *FLAGS[4:])
@@ -109,7 +133,8 @@ def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Pat
         ([*FLAGS, "--mean-tokens", "20k"], "--mean-tokens must be from 1"),
         ([*FLAGS, "--deadline", "3"], "--deadline: '3' needs a unit"),
         ([*FLAGS, "--link", "fast"], "--link: 'fast' needs a unit"),
-        ([*FLAGS, "--steps", "many"], "--steps: 'many' is no whole number"),
+        ([*FLAGS, "--budget", "much"], "--budget: 'much' is no number of dollars"),
+        ([*FLAGS, "--steps", "many"], "--steps: 'many' must be a whole number"),
         ([*FLAGS, "--algorithm", "sft"], "algorithm.name must be one of"),
         (["examples/plan-7b.toml", "--steps", "3"], "--steps: a run file says this"),
     ],

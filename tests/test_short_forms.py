@@ -18,7 +18,11 @@ from streamrl.runfile.units import Bandwidth, Duration
         ("H100-SXM5-80GB", "h100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("H20-3e", "h20-3e"),
+        ("A100-SXM4-80GB", "a100"),
         ("H100-PCIe", "h100-pcie"),  # other hardware
+        ("A100-40GB", "a100-40gb"),
+        ("A100-SXM4-40GB", "a100-sxm4-40gb"),
+        ("H20-141GB", "h20-141gb"),
         ("H100 NVL", "h100-nvl"),
     ],
 )
@@ -40,7 +44,7 @@ def test_a_number_may_be_short(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "32q", "-3k", "1.0001k"])
 def test_what_is_no_whole_number_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="must be a whole number"):
         count_of(text)
 
 
@@ -103,6 +107,7 @@ def test_an_offer_is_a_line(text: str, pools: dict[str, dict[str, Any]]) -> None
         ("H100", "is no offer"),
         ("8xH100@", "is no offer"),
         ("8xH100,", "is no offer"),
+        ("4xH100@2@3", "has two prices"),
         ("0xH100", "has no GPU"),
         ("0x8xH100", "has no GPU"),
         ("8xH100/0", "has no GPU"),

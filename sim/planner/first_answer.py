@@ -19,7 +19,7 @@ from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.runfile.config import Run
 from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
-from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 from streamrl.sim.planner.objective import decide
 from streamrl.sim.planner.plan_description import describe
 from streamrl.sim.planner.search import Search
@@ -79,7 +79,10 @@ def run_table_of(question: Question) -> dict[str, Any]:
             "prompts_per_step": question.prompts,
             "group_size": question.group,
         },
-        "workload": {"lengths": _lengths(question)},
+        "workload": {
+            "lengths": _lengths(question),
+            "max_prompt_tokens": max(WorkloadConfig().max_prompt_tokens, question.prompt_tokens),
+        },
         "policies": {"system": "colocated"},
     }
 
@@ -124,6 +127,15 @@ def assumptions_of(question: Question, stated: set[str]) -> list[str]:
     if "," in question.gpus:
         names["link"] = f"{question.link} between pools"
     assumed = [text for name, text in names.items() if name not in stated]
+    whole = [
+        name
+        for name, pool in read_offer(question.gpus).items()
+        if "unit" not in pool and pool["nodes"] > 1
+    ]
+    if whole:
+        told.append(
+            f"{' and '.join(whole)} are rented by the node; write /1 behind the price if single GPUs are"
+        )
     return [*told, *([f"not stated, so assumed: {', '.join(assumed)}"] if assumed else [])]
 
 
@@ -169,6 +181,8 @@ class FirstAnswer(NamedTuple):
     """Plans that fit. All of them were estimated."""
     seconds: float
     """Seconds until this answer was ready."""
+    keeps_limits: bool
+    """Whether any plan keeps the deadline and the budgets, by estimate. If none does, limits are left aside."""
 
     @property
     def recommended(self) -> EstimatedPlan:
@@ -193,7 +207,8 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
             break
         search.simulate(pool, new, lambda: None)
     plans = [_estimated(search, what, index, figures) for what, index in named.items()]
-    return FirstAnswer(plans, len(search.space), time.perf_counter() - began)
+    keeps_limits = bool((search.over_limits() <= 1).any())
+    return FirstAnswer(plans, len(search.space), time.perf_counter() - began, keeps_limits)
 
 
 class _Figures(NamedTuple):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import ClusterConfig
@@ -21,9 +22,10 @@ from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.estimates import Estimates, Floats
+from streamrl.sim.planner.layouts import Degrees, Replicas, sizes
 from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.space import Candidate, price_per_second
+from streamrl.sim.planner.space import Candidate, Space, price_per_second
 from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 
 SHARE = 0.2
@@ -239,12 +241,32 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
 
 
 def _best(plan: PlanConfig, estimates: Estimates, chosen: int | None) -> int:
-    """Return the plan with the best objective. If speed decided the choice, slower plans are left out."""
+    """Return the plan with the best objective that can be rented. If speed decided the choice, slower plans are left out."""
     values = _values(estimates)
+    can_be_rented = _rentable(plan, estimates.space)
+    if can_be_rented.any():
+        values = np.where(can_be_rented, values, np.inf)
     if plan.takes_faster and chosen is not None:
         steps = estimates.estimate().step
         values = np.where(steps <= NOT_SLOWER * steps[chosen], values, np.inf)
     return int(np.argmin(values))
+
+
+def _rentable(plan: PlanConfig, space: Space) -> NDArray[np.bool_]:
+    """Return which plans have sizes that their pools are rented in: another pool may have been the reason for a size."""
+    pools = space.run.cluster.pools
+
+    def is_size(side: Replicas | Degrees, stated: list[int] | None) -> bool:
+        return stated is not None or side.num_gpus in sizes(pools[side.pool], plan.unit)
+
+    replicas = [
+        all(is_size(kind, plan.rollout_gpus) for kind in each.kinds) for each in space.replicas
+    ]
+    trainers = [is_size(each, plan.trainer_gpus) for each in space.trainers]
+    found: NDArray[np.bool_] = (
+        np.array(replicas)[space.of_replicas] & np.array(trainers)[space.of_trainer]
+    )
+    return found
 
 
 def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
@@ -262,6 +284,7 @@ def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
         rollout_gpus=sorted({side.num_gpus for side in replicas}),
         trainer_gpus=sorted({side.num_gpus for side in trainers}),
         micro_batch=sorted({side.micro_batch for side in trainers}),
+        context_parallel=sorted({1, *(side.context_parallel for side in trainers)}),
         systems=list(dict.fromkeys(mode.system for mode in modes)),
     )
 

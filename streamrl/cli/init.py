@@ -85,7 +85,7 @@ Deadline = Annotated[
     str | None, typer.Option("--deadline", metavar="TIME", help="Latest end, such as '3 days'.")
 ]
 Budget = Annotated[
-    float | None, typer.Option("--budget", metavar="DOLLARS", help="Most dollars of the whole run.")
+    str | None, typer.Option("--budget", metavar="DOLLARS", help="Most dollars of the whole run.")
 ]
 
 
@@ -96,16 +96,18 @@ def stated_of(**answers: Any) -> dict[str, Any]:
         ValueError: a number cannot be read.
     """
     stated = {name: value for name, value in answers.items() if value is not None}
-    return {
-        name: _count(name, value) if name in COUNTS else value for name, value in stated.items()
-    }
+    return {name: _answer(name, value) for name, value in stated.items()}
 
 
-def _count(name: str, value: str) -> int:
+def _answer(name: str, value: str) -> str | int | float:
+    """Return the answer to a question of one name."""
     try:
-        return count_of(value)
+        if name == "budget":
+            return float(value.lstrip("$").replace(",", ""))
+        return count_of(value) if name in COUNTS else value
     except ValueError as error:
-        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+        text = f"{value!r} is no number of dollars" if name == "budget" else error
+        raise ValueError(f"--{name.replace('_', '-')}: {text}") from None
 
 
 def question_of(stated: dict[str, Any]) -> Question:
@@ -119,7 +121,7 @@ def question_of(stated: dict[str, Any]) -> Question:
     for name, example in (("model", "Qwen/Qwen3-8B"), ("gpus", "16xH100@2.20")):
         if name not in stated:
             raise ValueError(
-                f"--{name} is missing: give a run file, or --model and --gpus, such as --{name} {example}"
+                f"--{name} is missing, such as --{name} {example}; without a run file, --model and --gpus are needed"
             )
     question = Question(**stated)
     check_units(question.link, question.deadline)
@@ -145,18 +147,28 @@ def check_alone(run_file: Path | None, stated: Iterable[str]) -> None:
         )
 
 
-def print_first_answer(run: Run, question: Question, stated: Iterable[str]) -> FirstAnswer:
-    """Estimate the plans that a decision is between; print them, and what they rest on."""
-    from streamrl.sim.planner.first_answer import assumptions_of, first_answer
+def estimate(run: Run) -> FirstAnswer:
+    """Estimate the plans that a decision is between."""
+    from streamrl.sim.planner.first_answer import first_answer
 
     with ProcessPoolExecutor() as pool:
-        answer = first_answer(run, pool, MOST_SECONDS)
+        return first_answer(run, pool, MOST_SECONDS)
+
+
+def print_first_answer(answer: FirstAnswer, question: Question, stated: Iterable[str]) -> None:
+    """Print the plans that a decision is between, and what they rest on."""
+    from streamrl.sim.planner.first_answer import assumptions_of
+
     console = stdout_console()
     console.print(_table(answer))
+    if not answer.keeps_limits:
+        console.print(
+            "  by estimate no plan keeps the deadline and the budget, which these leave aside",
+            style="yellow",
+        )
     for line in assumptions_of(question, set(stated)):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     console.print()
-    return answer
 
 
 def _table(answer: FirstAnswer) -> Table:
@@ -239,21 +251,32 @@ def init(
         _ask_for_rest(stated)
     question = question_of(stated)
     run = run_of(question, overrides or ())
-    answer = print_first_answer(run, question, stated)
+    answer = estimate(run)
     chosen = answer.recommended
-    laid_out = replace(chosen.candidate.apply(run), cluster=run.cluster)
-    write_run(laid_out, run_file, [f"By estimates the {chosen.what}: {chosen.choice}."])
+    laid_out = replace(chosen.candidate.apply(run), cluster=run.cluster, plan=run.plan)
+    run_file.parent.mkdir(parents=True, exist_ok=True)
+    write_run(laid_out, run_file, _notes(question, chosen.choice))
     run_file.write_text(_commented(run_file.read_text(encoding="utf-8")), encoding="utf-8")
+    print_first_answer(answer, question, stated)
     typer.echo(
         f"written to {run_file}; next: streamrl plan {run_file}, or streamrl simulate {run_file}"
     )
+
+
+def _notes(question: Question, choice: str) -> list[str]:
+    """Return the head of a run file: what was asked, and which layout it has."""
+    return [
+        f"{question.model} on {question.gpus}: {question.prompts} x {question.group} rollouts a step, mean output "
+        f"{question.mean_tokens:,} tokens, at most {question.max_tokens:,}.",
+        f"Layout by a first answer, not yet by a search: {choice}.",
+    ]
 
 
 def _ask_for_rest(stated: dict[str, Any]) -> None:
     for name, text, default in ASKED:
         if name not in stated:
             answer = typer.prompt(text, default=default)
-            stated[name] = _count(name, answer) if name in COUNTS else answer
+            stated[name] = _answer(name, answer)
 
 
 def _commented(text: str) -> str:

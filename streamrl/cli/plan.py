@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +24,7 @@ from streamrl.cli.init import (
     PromptTokens,
     Steps,
     check_alone,
+    estimate,
     print_first_answer,
     question_of,
     run_of,
@@ -45,7 +46,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
-from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.planner import Planned, make_plan
 
 
 def plan(
@@ -55,11 +56,14 @@ def plan(
     ] = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            "--output", "-o", help=f"Write {PLAN_TOML} and {PLAN_JSON} to this directory."
+            "--output",
+            "-o",
+            help=f"Write {PLAN_TOML} and {PLAN_JSON} to this directory. Default: the current directory with a run file, "
+            "else nothing is written.",
         ),
-    ] = Path(),
+    ] = None,
     export: Annotated[
         str | None,
         typer.Option(
@@ -112,35 +116,56 @@ def plan(
     else:
         run = load_run(run_file or "", overrides or ())
     other = None if export is None else export_name(export, "--export")
-    for name in (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",))):
-        if (output / name).exists() and not force:
-            raise ValueError(f"{output / name} exists already; use --force to replace it")
-    claim_directory(output)
+    if output is None and (run_file or other):
+        output = Path()
+    if output is not None:
+        names = (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",)))
+        _claim(output, names, force=force)
     if question is not None and not as_json:
-        print_first_answer(run, question, stated)
+        print_first_answer(estimate(run), question, stated)
     with _progress() as watch:
         planned = make_plan(run, watch)
     if as_json:
         print_json(planned.plan)
     else:
         stdout_console().print(plan_report(planned.plan))
-    output.mkdir(parents=True, exist_ok=True)
-    write_plan(planned.plan, output)
-    keep_inputs(paths_of(planned.run), output)
-    source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
-    notes = [f"Chosen by `streamrl plan {source}`:", *head_lines(planned.plan)]
-    settings = planned.plan.allocation.settings
-    base = run_file.parent if run_file else Path()
-    write_run(planned.run, output / PLAN_TOML, notes, settings, base)
+    if output is not None:
+        source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
+        _write(planned, output, source, run_file.parent if run_file else Path())
     if not as_json:
         from streamrl.executor.backend_limits import refusal_of
 
-        console = Console(highlight=False)
-        console.print(f"\nwritten to {output / PLAN_TOML}", markup=False, soft_wrap=True)
-        if limit := refusal_of(planned.run):
-            console.print(f"execute does not carry it out as it is: {limit}", markup=False)
-    if other is not None:
+        _print_next(output, refusal_of(planned.run))
+    if other is not None and output is not None:
         _export(planned.run, other, output, as_json=as_json)
+
+
+def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:
+    """Refuse to replace files of an earlier plan, before any work."""
+    for name in names:
+        if (output / name).exists() and not force:
+            raise ValueError(f"{output / name} exists already; use --force to replace it")
+    claim_directory(output)
+
+
+def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    write_plan(planned.plan, output)
+    keep_inputs(paths_of(planned.run), output)
+    notes = [f"Chosen by `streamrl plan {source}`:", *head_lines(planned.plan)]
+    settings = planned.plan.allocation.settings
+    write_run(planned.run, output / PLAN_TOML, notes, settings, base)
+
+
+def _print_next(output: Path | None, limit: str) -> None:
+    """Say where the plan is, and by what `execute` cannot carry it out."""
+    console = Console(highlight=False)
+    if output is None:
+        console.print("\nnothing was written: -o DIR writes the plan", markup=False)
+    else:
+        console.print(f"\nwritten to {output / PLAN_TOML}", markup=False, soft_wrap=True)
+    if limit:
+        console.print(f"execute does not carry it out as it is: {limit}", markup=False)
 
 
 def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:

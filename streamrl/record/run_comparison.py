@@ -323,8 +323,10 @@ class MeasuredRun:
         )
 
 
-EQUAL = 1e-9
-"""Relative difference below which figures count as equal. Rounding leaves less than this."""
+ROUNDING = 1e-9
+"""GPUs, averaged over time, below which two counts are equal."""
+EQUAL = 0.002
+"""Relative difference below which figures count as equal: no decision rests on less."""
 
 
 def compare_traces(
@@ -475,7 +477,7 @@ def _break_even_prices(
     """
     for pool, num_gpus in a.gpus.items():
         has = b.gpus.get(pool, 0.0) if pool in b.gpus and a.gpu(pool) == b.gpu(pool) else 0.0
-        if num_gpus - has > EQUAL:
+        if num_gpus - has > ROUNDING:
             yield _break_even_price(a, pool, num_gpus - has, cost_ratio)
 
 

@@ -25,19 +25,28 @@ from streamrl.runfile.section import Section
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE)
 _SCALES = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1024**2}
 _GPU_MAKER = re.compile(r"^(nvidia|tesla|geforce)[\s\-_]+")
-_GPU_FORM = re.compile(r"[\s\-_]+(sxm\d?|hbm\d?e?|hgx|\d+\s*gb)$")
+_GPU_FORM = re.compile(r"[\s\-_]+(sxm\d?|hbm\d?e?|hgx)$")
 """What a GPU's full name adds for the usual form: NVIDIA-H100-80GB-HBM3, H100-SXM5."""
+_MEMORY = {"a100": "80", "h100": "80", "h800": "80", "h200": "141", "h20": "96"}
+"""GB of the usual form. A name with another memory is another GPU."""
 
 
 def gpu_name(text: str) -> str:
     """Return a GPU's name as profiles/gpus has it: "h100" for "H100-SXM5" or "NVIDIA H100 80GB HBM3".
 
-    Other forms of a GPU (PCIe, NVL) are other hardware, so that they stay in the name.
+    Other forms of a GPU (PCIe, NVL, another memory) are other hardware, so that they stay in the name.
     """
     name = _GPU_MAKER.sub("", text.strip().lower())
-    while (shorter := _GPU_FORM.sub("", name)) != name:
+    while (shorter := _without_memory(_GPU_FORM.sub("", name))) != name:
         name = shorter
     return re.sub(r"[\s_]+", "-", name)
+
+
+def _without_memory(name: str) -> str:
+    for gpu, memory in _MEMORY.items():
+        if name.startswith(gpu):
+            name = re.sub(rf"[\s\-_]+{memory}\s*gb$", "", name)
+    return name
 
 
 def model_name(text: str) -> str:
@@ -53,10 +62,10 @@ def count_of(text: str) -> int:
     """
     match = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if match is None:
-        raise ValueError(f"{text!r} is no whole number: write 32000, '32k' or '32Ki'")
+        raise ValueError(f"{text!r} must be a whole number, such as 32000, '32k' or '32Ki'")
     number = float(match[1]) * _SCALES[(match[2] or "").lower()]
     if number != int(number):
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} must be a whole number")
     return int(number)
 
 
@@ -150,6 +159,8 @@ def _read_part(part: str) -> dict[str, Any]:
     pool: dict[str, Any] = {"gpu": gpu_name(match["gpu"]), "nodes": nodes}
     if per_node != NODE:
         pool["gpus_per_node"] = per_node
+    if match["price"] and match["late_price"]:
+        raise ValueError(f"--gpus: {part!r} has two prices")
     if (price := match["price"] or match["late_price"]) is not None:
         pool["price"] = float(price)
     if (unit := match["unit"]) is not None:
