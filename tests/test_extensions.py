@@ -671,7 +671,8 @@ def test_an_actor_imports_from_the_drivers_search_path_and_is_in_its_directory(
     async def go() -> list[str]:
         import ray
 
-        ray.init("local", num_cpus=1, log_to_driver=False, include_dashboard=False)
+        if not ray.is_initialized():
+            ray.init("local", num_cpus=1, log_to_driver=False, include_dashboard=False)
         module = tmp_path / "late" / "placed.py"
         module.parent.mkdir()
         module.write_text(PLACED)
