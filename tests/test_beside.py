@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.sim.planner.bottleneck import find_binding, find_gains
+from streamrl.sim.planner.layouts import sizes
 from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.plan_description import PlanDescription, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.sensitivity import _narrowed, shifts
+from streamrl.sim.planner.space import find_trainers
 from streamrl.sim.planner.trial import Trial, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
 
@@ -177,3 +181,18 @@ def test_plans_between_the_chosen_and_the_fastest_are_named() -> None:
         if each.what != "faster" and each.runner
     }
     assert not others & {str(runner.choice.settings) for runner in runners}
+
+
+def test_the_chosen_trainer_stays_in_a_what_if_even_where_others_are_faster() -> None:
+    run = few(SMALL, trainer_tensor_parallel=[1, 2, 4, 8], zero=[1, 3])
+    left = {trainer.layout for trainer in Search.open(run).space.trainers}
+    slow = [each for each in find_trainers(run, Counter()) if each.layout not in left]
+    assert slow
+    for trainer in slow[:2]:
+        kept = {each.layout for each in Search.open(run, kept=trainer).space.trainers}
+        assert trainer.layout in kept
+
+
+def test_the_unit_of_a_pool_comes_before_that_of_the_plan() -> None:
+    assert sizes(PoolConfig(gpu="h100", nodes=2, unit=4), 8) == [4, 8, 12, 16]
+    assert sizes(PoolConfig(gpu="h100", nodes=2), 8) == [8, 16]
