@@ -175,8 +175,10 @@ class Race:
 
         If steps overlap, later steps are longer than the first ones.
         """
-        if not self.is_tolerable(index) or self.cheapest in (None, index):
-            return self.is_tolerable(index)
+        if self.cheapest is None or index == self.cheapest:
+            return True
+        if not self.is_tolerable(index):
+            return False
         run = self.search.space.run
         most = min(run.simulate.max_steps, LONGER_STEPS)
         base = whole(replace(run, simulate=replace(run.simulate, max_steps=most)), run.seed)

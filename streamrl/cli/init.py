@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +29,8 @@ MOST_SECONDS = 7.0
 
 COUNTS = ("prompts", "group", "mean_tokens", "max_tokens", "prompt_tokens", "steps")
 """Answers that are whole numbers, such as 32k."""
+ANSWERS = ("model", "gpus", "algorithm", *COUNTS, "link", "deadline", "budget")
+"""Parameters of `init` and `plan` that are the fields of a `Question`."""
 
 Model = Annotated[
     str | None,
@@ -89,13 +91,13 @@ Budget = Annotated[
 ]
 
 
-def stated_of(**answers: Any) -> dict[str, Any]:
-    """Return the answers that were given, numbers written out.
+def stated_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answers among a command's parameters that were given, numbers written out.
 
     Raises:
         ValueError: a number cannot be read.
     """
-    stated = {name: value for name, value in answers.items() if value is not None}
+    stated = {name: parameters[name] for name in ANSWERS if parameters[name] is not None}
     return {name: _answer(name, value) for name, value in stated.items()}
 
 
@@ -236,17 +238,7 @@ def init(
     if run_file.exists() and not force:
         raise ValueError(f"{run_file} exists already; use --force to replace it")
     claim_file(run_file)
-    stated = stated_of(
-        **{
-            "model": model,
-            "gpus": gpus,
-            "algorithm": algorithm,
-            "prompts": prompts,
-            "group": group,
-        },
-        **{"mean_tokens": mean_tokens, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens},
-        **{"steps": steps, "link": link, "deadline": deadline, "budget": budget},
-    )
+    stated = stated_of(locals())
     if sys.stdin.isatty():
         _ask_for_rest(stated)
     question = question_of(stated)

@@ -98,17 +98,7 @@ def plan(
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
     Example: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
     """
-    stated = stated_of(
-        **{
-            "model": model,
-            "gpus": gpus,
-            "algorithm": algorithm,
-            "prompts": prompts,
-            "group": group,
-        },
-        **{"mean_tokens": mean_tokens, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens},
-        **{"steps": steps, "link": link, "deadline": deadline, "budget": budget},
-    )
+    stated = stated_of(locals())
     check_alone(run_file, stated)
     question = None if run_file else question_of(stated)
     if question is not None:
