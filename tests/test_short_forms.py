@@ -23,6 +23,9 @@ from streamrl.runfile.units import Bandwidth, Duration
         ("A100-40GB", "a100-40gb"),
         ("A100-SXM4-40GB", "a100-sxm4-40gb"),
         ("H20-141GB", "h20-141gb"),
+        ("H20-96GB", "h20"),
+        ("H200-141GB", "h200"),
+        ("H200-96GB", "h200-96gb"),
         ("H100 NVL", "h100-nvl"),
     ],
 )

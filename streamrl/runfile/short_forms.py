@@ -43,10 +43,8 @@ def gpu_name(text: str) -> str:
 
 
 def _without_memory(name: str) -> str:
-    for gpu, memory in _MEMORY.items():
-        if name.startswith(gpu):
-            name = re.sub(rf"[\s\-_]+{memory}\s*gb$", "", name)
-    return name
+    memory = _MEMORY.get(re.split(r"[\s\-_]", name, maxsplit=1)[0])
+    return name if memory is None else re.sub(rf"[\s\-_]+{memory}\s*gb$", "", name)
 
 
 def model_name(text: str) -> str:
