@@ -254,6 +254,17 @@ def run_directory(tmp_path: Path) -> Path:
     return Path(run.execute.output)
 
 
+def test_the_headline_of_an_executed_run_has_what_was_measured(run_directory: Path) -> None:
+    page = make_page(read_report([run_directory]))
+    assert page.title.startswith("What it cost to post-train ")
+    assert page.answer.startswith("6 steps took ") and " took " in page.answer[20:]
+    for name in ("trace.jsonl", "metrics.jsonl"):
+        path = run_directory / name
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[: 2 * len(lines) // 3]))
+    assert make_page(read_report([run_directory])).title.endswith(" has cost so far")
+
+
 def test_a_report_draws_what_a_run_learned_and_quotes_what_it_wrote(run_directory: Path) -> None:
     report = read_report([run_directory])
     page = make_page(report)

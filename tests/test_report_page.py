@@ -13,6 +13,7 @@ import pytest
 
 from streamrl.hardware.profiles import load_model
 from streamrl.record.attribution import IDLE
+from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
@@ -324,6 +325,8 @@ def test_an_executed_run_is_timed_and_never_taken_for_a_simulation(tmp_path: Pat
     options: list[Option] = make_options(read_sources(runs))
     assert [option.world for option in options] == ["simulated", "executed"]
     assert options[1].band.is_timed and options[1].cost_range[0] == options[1].cost_range[1]
+    chosen = chosen_of(options)
+    assert chosen is options[1] and chosen.is_complete
     text = render_html(make_page(read_report([runs[1]])))
     assert "taken from a clock" in text and "x86_64" in text
     assert small_run().policies.system in text

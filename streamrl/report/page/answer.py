@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from streamrl.record.whole_run import WholeRun
 from streamrl.report.against_report import verdict
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
@@ -25,13 +26,16 @@ class Tile(NamedTuple):
 def chosen_of(options: list[Option]) -> Option | None:
     """Return the option that a report is about.
 
-    This is the first plan. Without a plan it is the finished run with the cheapest tokens, or the
-    fastest one if a run is not paid for.
+    This is an executed run, because measured figures replace predicted ones. Without executed runs
+    it is the first plan. Otherwise it is the finished run with the cheapest tokens, or the fastest
+    one if a run is not paid for.
     """
+    executed = [option for option in options if option.is_executed]
     plans = [option for option in options if option.kind == "plan"]
-    if plans:
+    if plans and not executed:
         return plans[0]
-    finished = [option for option in options if not option.unfinished] or options
+    runs = executed or options
+    finished = [option for option in runs if not option.unfinished] or runs
     if not all(option.is_paid for option in finished):
         return max(finished, key=lambda option: option.goodput)
     return min(finished, key=lambda option: option.cost_per_million_tokens, default=None)
@@ -48,7 +52,11 @@ def answer_of(sources: Sources, options: list[Option]) -> str:
             f"{_whole(chosen)}To post-train {model}, rent {chosen.rent}: a million tokens trained on then cost {_cost(chosen)}, and an "
             f"optimizer step takes {_step(chosen)} at {dollars(chosen.dollars_per_hour)} an hour."
         )
-    rivals = [option for option in options if option is not chosen and not option.unfinished]
+    rivals = [
+        option
+        for option in options
+        if option is not chosen and not option.unfinished and option.world == chosen.world
+    ]
     if not rivals:
         return _of_one(chosen)
     return _of_runs(chosen, rivals)
@@ -63,7 +71,8 @@ def _of_one(option: Option) -> str:
     if cause and idle[cause] > 0:
         waits = f"; GPUs stand idle for {percent(sum(idle.values()))} of their time, mostly by {cause}: {CAUSES[cause]}"
     cost = f", a million tokens trained on cost {_cost(option)}" if option.is_paid else ""
-    return f"{_whole(option)}With {option.rent}, an optimizer step of {model} takes {_step(option)}{cost}{waits}."
+    takes = "took" if option.is_executed else "takes"
+    return f"{_whole(option)}With {option.rent}, an optimizer step of {model} {takes} {_step(option)}{cost}{waits}."
 
 
 def _of_runs(chosen: Option, rivals: list[Option]) -> str:
@@ -98,11 +107,20 @@ def _whole(option: Option) -> str:
         return f"Not finished: the run {option.unfinished}. "
     if option.whole_run is None:
         return ""
+    if option.is_complete:
+        return f"{_measured_whole(option.whole_run)}. "
     line = headline(option.whole_run)
     if option.run is not None and option.run.is_under_way:
         made, steps = option.run.newest_step, option.run.run.algorithm.steps
         return f"Not at its end: {made:,} of {steps:,} steps are made. At their rate {line}. "
     return f"{line}. "
+
+
+def _measured_whole(whole: WholeRun) -> str:
+    """Return what an executed run took and cost: "200 steps took 15.68 h and cost $892.7"."""
+    noun = "step" if whole.steps == 1 else "steps"
+    cost = f" and cost {dollars_text(whole)}" if whole.dollars else ""
+    return f"{whole.steps:,} {noun} took {time_text(whole)}{cost}"
 
 
 def _step(option: Option) -> str:

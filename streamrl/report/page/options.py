@@ -61,6 +61,17 @@ class Option:
     """The step after which it stopped early, and why. Such a run cannot be the answer."""
 
     @property
+    def is_executed(self) -> bool:
+        """Return whether its figures were measured, not predicted."""
+        return self.world == "executed"
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether it was executed up to its last step."""
+        is_open = self.unfinished or (self.run is not None and self.run.is_under_way)
+        return self.is_executed and not is_open
+
+    @property
     def is_paid(self) -> bool:
         """Return whether it costs anything: the user's own CPU is not rented."""
         return self.dollars_per_hour > 0

@@ -25,7 +25,7 @@ from streamrl.report.page.details import (
 from streamrl.report.page.learning import learning_json, learning_sections, selection_sections
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
-from streamrl.report.page.sources import Sources, read_sources
+from streamrl.report.page.sources import RecordedRun, Sources, read_sources
 from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
 from streamrl.report.words import GLOSSARY
 from streamrl.runfile.formatting import listing
@@ -119,13 +119,24 @@ def _is_any_paid(options: list[Option]) -> bool:
 
 
 def _title(sources: Sources, options: list[Option]) -> str:
+    """Return what the page is about. A run that was executed has a cost, not a prediction of it."""
     of_plans = [made.model.name for made in sources.plans]
-    models = dict.fromkeys([*of_plans, *(run.model.name for run in sources.runs)])
+    models = listing(list(dict.fromkeys([*of_plans, *map(_model_name, sources.runs)])))
     if not models:
         titles = ["Is it worth it?" for _ in sources.comparisons[:1]]
         return listing([*titles, *(study.found.title for study in sources.studies)])
-    does = "What it costs" if _is_any_paid(options) else "What it takes"
-    return f"{does} to post-train {listing(list(models))}"
+    chosen, is_paid = chosen_of(options), _is_any_paid(options)
+    if chosen is None or not chosen.is_executed:
+        return f"What it {'costs' if is_paid else 'takes'} to post-train {models}"
+    if not chosen.is_complete:
+        return f"What post-training {models} has {'cost' if is_paid else 'taken'} so far"
+    return f"What it {'cost' if is_paid else 'took'} to post-train {models}"
+
+
+def _model_name(run: RecordedRun) -> str:
+    """Return the name of a run's model. A directory is often called "model", so its parent is named too."""
+    path = run.run.model.path
+    return run.model.name if path is None else "/".join(Path(path).parts[-2:])
 
 
 def _subtitle(sources: Sources) -> str:
