@@ -8,7 +8,6 @@ Files to read first:
 - `buffer.py`: where the tokens of each rollout are, and what became of it.
 - `record.py`: the run directory, and what a resumed run reads from it.
 - `run_log.py`: one log line for each loss, restart, resize and refusal.
-- `backend_limits.py`: refuses run files that the back ends cannot carry out, before anything is written.
 - `chosen_classes.py`: refuses classes from outside that workers cannot import.
 
 The folders are `launchers` (where roles live), `rollout`, `trainer`, `transfer` and `verifier` (the roles),

@@ -12,8 +12,6 @@ A, B = ".lora_A", ".lora_B"
 ADAPTERS = "adapter"
 """Subdirectory of a checkpoint for the adapter matrices. The checkpoint itself has the merged weights. In the same
 directory, vLLM would load the matrices as further weights."""
-VLLM_PLACES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can allocate (0.32.0, config/lora.py). An adapter uses the next larger one."""
 
 
 def adapted_layers(model: Any) -> dict[str, torch.nn.Linear]:

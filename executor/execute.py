@@ -26,7 +26,6 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_dispatch, build_engine
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.engine.world import RunInterruptedError
-from streamrl.executor.backend_limits import check_back_ends, uses_relays
 from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
@@ -42,6 +41,7 @@ from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.policies_config import SyncConfig
+from streamrl.targets.execute_limits import check_back_ends, uses_relays
 
 if TYPE_CHECKING:
     from streamrl.executor.checkpoints import Checkpoint

@@ -168,7 +168,7 @@ class RealFaults:
 
     def _signal_reward_model(self, number: signal.Signals) -> None:
         for victim in self._verifier.reward_models()[:1]:  # empty if none is running
-            assert isinstance(victim, Process), "backend_limits requires processes for faults"
+            assert isinstance(victim, Process), "execute_limits requires processes for faults"
             victim.send_signal(number)
 
     async def _stall(self, duration: float) -> None:

@@ -158,7 +158,8 @@ def test_a_simulation_runs_where_no_heavy_library_is_installed() -> None:
 # Rooms --------------------------------------------------------------------------------------------
 
 ROOMS = (
-    *("runfile", "hardware", "engine", "workload", "ranker", "record", "logs"),
+    *("runfile", "hardware", "engine", "export", "targets"),
+    *("workload", "ranker", "record", "logs"),
     *("sim.costs", "sim.parallel", "sim.network_latency", "sim.cpu_contention", "sim.trace"),
     *("sim.world_interface", "sim.replica", "sim.trainer", "sim.transfer", "sim.verifier"),
     *("sim.faults", "sim.world", "sim.steady_state", "sim.batch_generation"),
@@ -168,7 +169,6 @@ ROOMS = (
     *("executor.prompts", "executor.token_files", "executor.buffer", "executor.record"),
     *(
         "executor.launchers",
-        "executor.backend_limits",
         "executor.chosen_classes",
         "executor.transfer",
         "executor.rollout",

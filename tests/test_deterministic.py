@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
 from streamrl.engine.trace import read_trace
-from streamrl.executor.backend_limits import check_back_ends
 from streamrl.executor.execute import execute as execute_for_real
 from streamrl.executor.pretrained import load_pretrained
 from streamrl.record.restarts import ledger_of_run
 from streamrl.record.run_directory import read_metrics, read_rollouts
 from streamrl.runfile.files import load_run
+from streamrl.targets.execute_limits import check_back_ends
 from tests.command_line import streamrl
 from tests.test_resume import DeathError
 from tests.tiny_model import save_tiny_model

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamrl.export.launch_file import find_arguments
+from streamrl.export.option_table import ExportName
 from streamrl.hardware.memory import model_state, trainer_memory
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.resolved import resolve
-from streamrl.report.export.launch_file import find_arguments
-from streamrl.report.export.option_table import ExportName
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.training.layer import Layer

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
+from streamrl.export.launch_file import check_relations, find_arguments, launch_script
+from streamrl.export.option_table import ExportName, Relation, export_name, load_options
+from streamrl.export.planned_values import conditions, planned_values
 from streamrl.hardware.parallelism import end_stage_layers, stage_layers
-from streamrl.report.export.launch_file import check_relations, find_arguments, launch_script
-from streamrl.report.export.option_table import ExportName, Relation, export_name, load_options
-from streamrl.report.export.planned_values import conditions, planned_values
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.report.export.launch_file import find_arguments, launch_script
-from streamrl.report.export.option_table import ExportName, load_options
+from streamrl.export.launch_file import find_arguments, launch_script
+from streamrl.export.option_table import ExportName, load_options
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
 from tests.runs import small_run

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.record.metrics import measure
-from streamrl.report.export.launch_file import find_arguments, launch_script
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError

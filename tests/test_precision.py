@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from streamrl.doctor.invalid_keys import fix_profile_names
-from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import kv_capacity, replica_memory, trainer_memory, weight_bytes
 from streamrl.hardware.precision import (
     FORMATS,
@@ -35,6 +34,7 @@ from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.training import TrainingCosts, rates_of
 from streamrl.sim.costs.weight_sync import SyncCosts
 from streamrl.sim.fidelity.training_steps import is_plain, read_steps, step_time
+from streamrl.targets.execute_limits import check_back_ends
 from tests.command_line import streamrl
 from tests.patients import local_table
 from tests.runs import small_run

@@ -228,7 +228,7 @@ def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
 ) -> None:
     changes, recompute, chunk = VARIANTS[name]
     if shape.zero == 3 and shape.num_ranks > 1:
-        chunk = None  # refused: streamrl.executor.backend_limits
+        chunk = None  # refused: streamrl.targets.execute_limits
     calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.reality_cells import CELLS, LONG, MAX_PROMPT, Cell, make_run, with_expectations
 from streamrl.engine.presets import choose_system
-from streamrl.executor.backend_limits import check_back_ends
 from streamrl.runfile.files import load_run
+from streamrl.targets.execute_limits import check_back_ends
 from streamrl.workload.prompt_records import EXPECTED
 from tests.measured_profile import model_directory
 

@@ -13,7 +13,6 @@ from streamrl.doctor.diagnosis import diagnose, examine
 from streamrl.engine.estimates import Latency
 from streamrl.engine.messages import Generate, ReplicaLost, StartReplica, WeightsPushed
 from streamrl.engine.trace import Trace, read_trace, replay
-from streamrl.executor.backend_limits import check_back_ends
 from streamrl.executor.launchers.local_launcher import LocalLauncher
 from streamrl.executor.launchers.placement import PlacedRoles, Placement, gpus_needed
 from streamrl.executor.launchers.role_configs import RoleConfigs
@@ -30,6 +29,7 @@ from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import even_shares, fill_policies
 from streamrl.sim.world import simulate
+from streamrl.targets.execute_limits import check_back_ends
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import checked_world, of, script, small_run
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.parallelism import replica_shards
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -36,6 +35,7 @@ from streamrl.sim.planner.layouts import (
     fitting_replicas,
     in_pool,
 )
+from streamrl.targets.execute_limits import check_back_ends
 from tests.runs import checked_world, small_run
 
 LLAMA = load_model(ModelConfig(name="llama-3.1-70b"))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.executor.backend_limits import check_back_ends
 from streamrl.hardware.memory import draft_of, kv_capacity, replica_memory
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import resolve
@@ -19,6 +18,7 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import accepted_tokens, compose_decode, compose_speculative
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
+from streamrl.targets.execute_limits import check_back_ends
 from tests.runs import small_run
 
 DENSE = load_model(ModelConfig(name="qwen3-32b"))

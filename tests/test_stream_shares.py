@@ -24,7 +24,6 @@ from streamrl.engine.messages import (
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.engine.trainer_side import OF_COUNT, OF_FAMILY, OF_REWARD, OF_STALENESS, StreamShare
-from streamrl.executor.backend_limits import check_back_ends
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.record.metrics import measure
 from streamrl.record.recorded_workload import group_rewards
@@ -34,6 +33,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.verifier import SimRewards
+from streamrl.targets.execute_limits import check_back_ends
 from tests.command_line import streamrl
 from tests.runs import checked_world, of, script, small_run
 from tests.scripted import ScriptedTokenizer

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.executor.backend_limits import refusal_of
 from streamrl.executor.checkup.executed_memory import executed_memory
 from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.launchers.placement import (
@@ -25,6 +24,7 @@ from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
 from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
+from streamrl.targets.execute_limits import refusal_of
 
 LIMITS: tuple[Changes, ...] = (
     {

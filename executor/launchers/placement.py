@@ -22,7 +22,7 @@ from typing import NamedTuple
 from streamrl.hardware.parallelism import threads_per_role
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import DEVICE, ExecuteConfig, Run
-from streamrl.runfile.gpu_pools import most_replicas
+from streamrl.runfile.gpu_pools import device_of, most_replicas
 from streamrl.runfile.roles_config import (
     RolloutConfig,
     SecondaryTrainerConfig,
@@ -166,13 +166,6 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
 """A valid entry of CUDA_VISIBLE_DEVICES. CUDA ignores an invalid entry and all entries after it (CUDA C++ Programming
 Guide, section CUDA Environment Variables)."""
-
-
-def device_of(device: str, pool: PoolConfig) -> str:
-    """Return the torch device of the roles in `pool`."""
-    if device != "auto":
-        return device
-    return "cpu" if pool.gpu == "cpu" else "cuda"
 
 
 def index_of(device: str) -> int | None:

@@ -152,7 +152,7 @@ class InferenceEngine(Protocol):
 
         If the cache is too small for all running sequences, those with the largest `priority` value wait.
         With a `seed` the output does not depend on earlier requests. Not every engine supports this:
-        `streamrl.executor.backend_limits` rejects the others.
+        `streamrl.targets.execute_limits` rejects the others.
         """
 
     def paused(self) -> AbstractAsyncContextManager[None]:

@@ -18,10 +18,11 @@ import msgspec
 import psutil
 import torch
 
-from streamrl.executor.adapter_layers import VLLM_PLACES, A, B, adapted_layers
+from streamrl.executor.adapter_layers import A, B, adapted_layers
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.transfer.adapters import read_adapters, write_adapters
 from streamrl.hardware.hugging_face import read_config_json
+from streamrl.targets.execute_limits import VLLM_PLACES
 
 NAME, NUMBER = "policy", 1
 """Name and number of the adapter slot in requests."""

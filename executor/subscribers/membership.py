@@ -11,7 +11,6 @@ from streamrl.engine.messages import Promote, RunStarted, TrainerJoined, Trainer
 from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.engine.world import World
-from streamrl.executor.backend_limits import check_back_end_of
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint, Position
 from streamrl.executor.directory_lock import replace_file
@@ -33,6 +32,7 @@ from streamrl.executor.trainer.trainer import StepSettings
 from streamrl.record.run_directory import RUN
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import encode_run, secondary_trainer_section, with_secondary_trainer
+from streamrl.targets.execute_limits import check_back_end_of
 
 logger = logging.getLogger(__name__)
 

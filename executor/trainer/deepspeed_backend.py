@@ -109,7 +109,7 @@ class DeepSpeedBackend:
         return version
 
     def move(self, device: str) -> None:
-        """Do nothing: `streamrl.executor.backend_limits` rejects GPUs shared with replicas."""
+        """Do nothing: `streamrl.targets.execute_limits` rejects GPUs shared with replicas."""
 
     @property
     def _tag(self) -> str:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_json
-from streamrl.report.export.launch_file import find_arguments, launch_script
-from streamrl.report.export.option_table import export_name
+from streamrl.export.launch_file import find_arguments, launch_script
+from streamrl.export.option_table import export_name
 from streamrl.runfile.files import load_run
 from streamrl.runfile.simulation_config import FrameworkName
 

@@ -38,9 +38,9 @@ from streamrl.cli.shared import (
     print_json,
     stdout_console,
 )
+from streamrl.export.launch_file import find_arguments, launch_script
+from streamrl.export.option_table import ExportName, export_name
 from streamrl.record.run_directory import keep_inputs
-from streamrl.report.export.launch_file import find_arguments, launch_script
-from streamrl.report.export.option_table import ExportName, export_name
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
@@ -123,7 +123,7 @@ def plan(
         source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
         _write(planned, output, source, run_file.parent if run_file else Path())
     if not as_json:
-        from streamrl.executor.backend_limits import refusal_of
+        from streamrl.targets.execute_limits import refusal_of
 
         _print_next(output, refusal_of(planned.run))
     if other is not None and output is not None:

@@ -11,13 +11,13 @@ import typer
 from rich.table import Table
 
 from streamrl.cli.shared import AsJson, print_json, stdout_console
+from streamrl.export.option_table import OptionTable
 from streamrl.hardware.measured_profile import read_measured
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.operator_tables import OPERATORS, check_table, read_table
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
 from streamrl.logs.framework_logs import LogFormat
 from streamrl.logs.recorded_rollouts import RolloutColumns
-from streamrl.report.export.option_table import OptionTable
 from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.kernels import peak_of, table_path

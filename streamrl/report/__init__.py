@@ -10,7 +10,7 @@ Read these files first:
 - `figures.py`: all pictures as matplotlib figures.
 
 Folders: `page` has the sections of the report page, `pictures` has one picture in each file,
-`export` writes launch arguments of other frameworks, and `templates` has the Jinja templates.
+and `templates` has the Jinja templates.
 
 Rules:
 

@@ -73,7 +73,7 @@ class EngineChoice:
     head_dims_on_cpu: tuple[int, ...] = ()
     """Sizes of attention heads that it computes on CPUs; any where empty."""
     limits = ""
-    """A function that yields each further `streamrl.executor.backend_limits.Limit` of a run, as "module:NAME"."""
+    """A function that yields each further `streamrl.targets.execute_limits.Limit` of a run, as "module:NAME"."""
 
     def extra_of(self, device: str) -> str:
         """Return the extra that it comes with on a device, as torch names it."""
@@ -115,7 +115,7 @@ class Vllm(EngineChoice):
     computes_sinks = True
     head_dims_on_cpu = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
     """Of vLLM's kernels (0.32.0, v1/attention/backends/cpu_attn.py): with others its core dies of the first request."""
-    limits = "streamrl.executor.backend_limits:limits_of_vllm"
+    limits = "streamrl.targets.execute_limits:limits_of_vllm"
 
 
 class TrainingChoice:

@@ -43,6 +43,13 @@ class Side(NamedTuple):
     """Of which kind its replicas are."""
 
 
+def device_of(device: str, pool: PoolConfig) -> str:
+    """Return the torch device of the roles in `pool`."""
+    if device != "auto":
+        return device
+    return "cpu" if pool.gpu == "cpu" else "cuda"
+
+
 class Claim(NamedTuple):
     """A section of a run file whose keys decide how many GPUs of a pool it uses."""
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.executor.backend_limits import check_back_ends, limits_of_vllm
 from streamrl.executor.checkup import readiness, run_paths
 from streamrl.executor.execute import execute
 from streamrl.executor.prompts import PromptWorkload
@@ -17,6 +16,7 @@ from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.vllm_settings import device_arguments
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.files import make_run
+from streamrl.targets.execute_limits import check_back_ends, limits_of_vllm
 from tests.patients import NOWHERE, bad, local_table
 from tests.scripted import ScriptedTokenizer
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trainer_side import LEADER, check_reach
-from streamrl.executor.adapter_layers import VLLM_PLACES
-from streamrl.executor.launchers.placement import device_of
 from streamrl.hardware.hugging_face import read_positions
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
@@ -19,7 +17,7 @@ from streamrl.runfile.backend_choice import ENGINES, engine_named, training_back
 from streamrl.runfile.choices import import_object
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
-from streamrl.runfile.gpu_pools import kind_key
+from streamrl.runfile.gpu_pools import device_of, kind_key
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig, SyncMode
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
@@ -41,6 +39,8 @@ class Limit(NamedTuple):
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Temperatures that vLLM supports (0.32.0, vllm/sampling_params.py). It silently raises lower ones to the minimum, and
 rejects higher ones."""
+VLLM_PLACES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can allocate (0.32.0, config/lora.py). An adapter uses the next larger one."""
 
 
 def check_back_ends(run: Run) -> None:

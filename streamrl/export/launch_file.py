@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
-from streamrl.hardware.profiles import load_model
-from streamrl.report.export.layout_rules import check_stages, layout_of
-from streamrl.report.export.option_table import (
+from streamrl.export.layout_rules import check_stages, layout_of
+from streamrl.export.option_table import (
     ExportName,
     LaunchOption,
     OptionTable,
     Relation,
     load_options,
 )
-from streamrl.report.export.planned_values import PlannedValue, planned_facts, planned_values
+from streamrl.export.planned_values import PlannedValue, planned_facts, planned_values
+from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import Framework, Value, load_framework
