@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.short_forms import count_of, gpu_name, in_full, model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
+from tests.runs import small_run
 
 
 @pytest.mark.parametrize(
@@ -54,19 +56,40 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
 def test_a_run_file_may_hold_short_forms_where_it_wants_a_number_or_a_name() -> None:
     table: dict[str, Any] = {
         "model": {"name": "Qwen/Qwen3-8B"},
-        "rollout": {"max_tokens": "32k", "pool": "8k"},
+        "rollout": {"max_tokens": "32k", "pool": "8k", "replicas": "4"},
         "cluster": {"pools": {"A": {"gpu": "H100-SXM"}}},
         "plan": {"max_running": ["1k", 2], "zero": "one"},
         "trainer": 3,
     }
     assert in_full(table) == {
         "model": {"name": "qwen3-8b"},
-        "rollout": {"max_tokens": 32_000, "pool": "8k"},
+        "rollout": {"max_tokens": 32_000, "pool": "8k", "replicas": "4"},
         "cluster": {"pools": {"A": {"gpu": "h100"}}},
         "plan": {"max_running": [1000, 2], "zero": "one"},
         "trainer": 3,
     }
     assert table["rollout"]["max_tokens"] == "32k"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("algorithm.group_size", "4", "a whole number"),
+        ("rollout.max_tokens", "32_000", "a whole number"),
+        ("algorithm.learning_rate", "1e-6", "a number"),
+        ("cluster.pools.far.price", "2.20", "a number"),
+    ],
+)
+def test_a_number_in_quotes_is_refused_with_a_remedy(key: str, value: str, wanted: str) -> None:
+    with pytest.raises(
+        RunError, match=f"^{key} must be {wanted}.*got '{value}'; remove the quotes$"
+    ):
+        small_run({key: value})
+
+
+def test_a_text_that_is_no_number_has_no_such_remedy() -> None:
+    with pytest.raises(RunError, match=r"must be a whole number, got 'four'$"):
+        small_run({"algorithm.group_size": "four"})
 
 
 def test_quantities_have_the_units_that_people_write() -> None:

@@ -24,6 +24,7 @@ from streamrl.runfile.field_checks import find_errors, find_unused
 from streamrl.runfile.files import convert_run
 from streamrl.runfile.findings import Changes, Finding, changed, path_of, place_of, say, toml
 from streamrl.runfile.keys import split_key
+from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
 EXAMPLES: dict[type, str] = {Bandwidth: "10 Gbps", Duration: "10 ms", Size: "1 GB"}
@@ -199,6 +200,7 @@ class Reading(NamedTuple):
 def read_leniently(table: TomlTable, base: Path) -> Reading:
     """Read a run file's table key by key, and repair wrong keys and types."""
     findings: list[Finding] = []
+    table = in_full(table)
     for _ in range(MOST_WRONG_KEYS):
         errors = _errors(table)
         if not errors:

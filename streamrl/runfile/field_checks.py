@@ -104,7 +104,8 @@ def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iter
             yield wrong
     elif not _fits(value, kind):
         text = f"{key or 'a run file'} must be {_say(kind)}{or_absent}, got {shown(value)}"
-        yield RunError(key, value, _allowed(kind), text)
+        remedy = "; remove the quotes" if _is_quoted_number(value, kind) else ""
+        yield RunError(key, value, _allowed(kind), f"{text}{remedy}")
     elif _is_section(kind):
         yield from _section_errors(value, kind, key)
     else:
@@ -122,6 +123,17 @@ def _fits(value: Any, kind: Kind) -> bool:
     if allowed in (int, float) and type(value) is int:
         return abs(value) <= LARGEST
     return type(value) is allowed
+
+
+def _is_quoted_number(value: Any, kind: Kind) -> bool:
+    """Whether a text is a number of the type that its key wants."""
+    wanted = _allowed(kind)
+    if not isinstance(value, str) or (wanted is not int and wanted is not float):
+        return False
+    try:
+        return wanted(value) is not None
+    except ValueError:
+        return False
 
 
 def _allowed(kind: Kind) -> Allowed:

@@ -154,7 +154,7 @@ def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     for change in overrides:
         override(table, change)
-    return in_full(table)
+    return table
 
 
 def make_run(table: dict[str, Any], base: Path = Path()) -> Run:

@@ -1,6 +1,7 @@
 """Accept names and numbers as people write them: "H100-SXM", "Qwen/Qwen3-8B", "32k".
 
-A run file may hold them anywhere. They are replaced before its keys are checked.
+A run file may hold them anywhere. They are replaced before its keys are checked. A number in quotes needs a unit, such as
+"32k": "32" is a text, as in TOML, and the check of its key refuses it.
 
 An offer of GPUs is one line, such as "16xH100@2.20,8xH20@1.10":
 
@@ -103,9 +104,11 @@ def _numbers_in_full(value: Any, kind: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    """Return the number of a text with a unit; the check of its key refuses every other text."""
+    has_unit = isinstance(value, str) and value.strip()[-1:].isalpha()
     try:
-        return count_of(value) if isinstance(value, str) else value
-    except ValueError:  # the check of its key says what is wrong
+        return count_of(value) if has_unit else value
+    except ValueError:
         return value
 
 
