@@ -77,6 +77,25 @@ def test_runs_that_are_the_same_or_do_other_work_have_no_figures(files: tuple[Pa
     )
 
 
+def test_a_run_without_a_price_has_no_figures(files: tuple[Path, Path]) -> None:
+    a, b = files
+    text = RUN.replace("price = 2", "price = 0")
+    (b / "plan.toml").write_text(text)
+    done = streamrl("diff", a, b)
+    assert done.returncode == 0, done.stderr
+    assert "not compared: cluster.pools.h100.price is 0" in done.stdout
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_run_that_cannot_be_simulated_is_an_error(
+    files: tuple[Path, Path], order: tuple[int, int]
+) -> None:
+    (files[1] / "plan.toml").write_text(RUN.replace("H100-SXM", "H101"))
+    done = streamrl("diff", *(files[place] for place in order))
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("\n") == 1 and "h101" in done.stderr
+
+
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     done = streamrl("diff", tmp_path / "a.toml", tmp_path)
     assert done.returncode == 2 and "no such run file" in done.stderr

@@ -18,6 +18,10 @@ OF_SHARE = ("every", "min_staleness", "max_staleness", "min_reward", "max_reward
 """Keys of a secondary trainer that decide which rollouts it trains on."""
 
 
+class IncomparableError(RunError):
+    """Two valid runs whose dollars and hours cannot be compared."""
+
+
 def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in B")) -> None:
     """Reject two run files that do not train the same model on the same rollouts.
 
@@ -27,7 +31,7 @@ def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in 
         names: where each key is set, for the error message.
 
     Raises:
-        RunError: they differ; it names the first key that differs.
+        IncomparableError: they differ; it names the first key that differs.
     """
     ours, theirs = work_of(one), work_of(other)
     for key in [*ours, *(key for key in theirs if key not in ours)]:
@@ -35,7 +39,7 @@ def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in 
         if a != b:
             here, there = names
             text = f"{key} is {shown(a)} {here} and {shown(b)} {there}; both runs must do the same work"
-            raise RunError(key, a, None, text)
+            raise IncomparableError(key, a, None, text)
 
 
 def work_of(run: Run) -> dict[str, object]:

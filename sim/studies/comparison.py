@@ -20,13 +20,13 @@ from streamrl.record.run_comparison import (
 )
 from streamrl.record.steady_state import Steady, describe_unfinished
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.errors import Bounds
 from streamrl.runfile.gpu_pools import find_link
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.simulation_config import SimulateConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.sim.steady_state import Enough, open_world
-from streamrl.sim.studies.comparable_runs import check_same_work
+from streamrl.sim.studies.comparable_runs import IncomparableError, check_same_work
 from streamrl.sim.world import SimWorld, collecting_seldom
 
 LEAST_BANDWIDTH = 10e6 / 8
@@ -156,8 +156,8 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
         watch: receives progress.
 
     Raises:
-        ValueError: they do not do the same work, or one does not fit its profiles or the GPU
-            memory.
+        IncomparableError: they do not do the same work, or one has no price.
+        ValueError: one does not fit its profiles or the GPU memory.
         RuntimeError: a run is stuck, or one stops before its last step.
     """
     check_same_work(a, b)
@@ -175,11 +175,11 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
     return replace(against, bandwidths=[found])
 
 
-def _without_price(pool: str) -> RunError:
+def _without_price(pool: str) -> IncomparableError:
     """Return the error of a run without costs. A ratio of dollars cannot be computed for it."""
     key = pool_key(pool, "price")
     text = f"{key} is 0, so the ratio of costs is undefined; set a price in dollars per GPU-hour"
-    return RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
+    return IncomparableError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
 
 def _alike(a: Run, b: Run) -> tuple[Run, Run]:

@@ -14,6 +14,7 @@ from streamrl.report.diff_report import changed_keys, diff_markdown, diff_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
 from streamrl.sim.planner.plan import PLAN_TOML
+from streamrl.sim.studies.comparable_runs import IncomparableError
 
 
 def diff(
@@ -52,8 +53,8 @@ def _load(path: Path) -> Run:
 
 
 def _figures(a: Run, b: Run) -> tuple[Against | None, str]:
-    """Return the comparison of two runs, or the reason why they are not compared."""
+    """Return the comparison of two runs, or the reason why they cannot be compared."""
     try:
         return compare(a, b), ""
-    except ValueError as error:
+    except IncomparableError as error:
         return None, f"dollars and hours are not compared: {error}"
