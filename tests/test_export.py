@@ -380,6 +380,7 @@ def test_layers_that_megatron_cannot_distribute_are_refused(
             "megatron has no trainer.virtual_stages=2, dtensor has no",
         ),
         ("slime", ["trainer.zero=2"], "trainer.zero", "megatron has no trainer.zero=2. "),
+        ("slime", ["trainer.zero=0"], "trainer.zero", "megatron has no trainer.zero=0. "),
     ],
 )
 def test_a_layout_that_a_framework_does_not_have_is_refused_with_the_remedy(

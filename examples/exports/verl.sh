@@ -24,6 +24,7 @@ args=(
   "trainer.nnodes=2"  # nodes of the trainer; verl/trainer/config/ppo_trainer.yaml
   "trainer.n_gpus_per_node=8"  # its GPUs on each; verl/trainer/config/ppo_trainer.yaml
   "trainer.v1.trainer_mode=separate_async"  # verl/trainer/config/ppo_trainer.yaml
+  "actor_rollout_ref.hybrid_engine=false"  # verl/trainer/ppo/v1/trainer_separate_async.py of 0.9.1: no replicas on the trainer's GPUs; the commit above reads it nowhere in V1
   "actor_rollout_ref.rollout.nnodes=4"  # nodes of the replicas; verl/trainer/config/rollout/rollout.yaml
   "actor_rollout_ref.rollout.n_gpus_per_node=8"  # their GPUs on each; verl/trainer/config/rollout/rollout.yaml
   "trainer.v1.separate_async.parameter_sync_step=1"  # framework.optimizer_steps; verl/trainer/config/ppo_trainer.yaml
