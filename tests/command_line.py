@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -31,3 +34,26 @@ def streamrl(*arguments: str | Path) -> Done:
         except SystemExit as end:
             status = end.code
     return Done(int(status or 0), output.getvalue(), errors.getvalue())
+
+
+def on_terminal(arguments: list[str], answers: list[str], columns: int = 100) -> str:
+    """Run a command in a process on a pseudo-terminal, type the answers, and return all that it shows."""
+    here, there = pty.openpty()
+    command = [sys.executable, "-c", "from streamrl.cli import main; main()", *arguments]
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "dumb"}
+    streams = {"stdin": there, "stdout": there, "stderr": there}
+    with subprocess.Popen(command, **streams, env=environment, close_fds=True) as process:
+        os.close(there)
+        os.write(here, "".join(f"{answer}\n" for answer in answers).encode())
+        shown = b""
+        while True:
+            try:
+                part = os.read(here, 65_536)
+            except OSError:  # Linux says so that the other end has closed
+                break
+            if not part:
+                break
+            shown += part
+        process.wait(60)
+    os.close(here)
+    return shown.decode().replace("\r\n", "\n")

@@ -134,6 +134,41 @@ def test_wrong_input_gets_one_line_and_exit_status_2_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["plan", "--gpu", "8xH100"], "no option --gpu; did you mean --gpus?"),
+        (["simulate", "--zzzz"], "no option --zzzz; see `streamrl simulate --help`"),
+        (["profile", "show", "--xx"], "no option --xx; see `streamrl profile show --help`"),
+        (["--versio"], "no option --versio; did you mean --version?"),
+        (["simulat"], "no command simulat; did you mean simulate?"),
+        (["ranker", "fitt"], "no command fitt; did you mean fit?"),
+        (["plan", "a.toml", "b.toml"], "too many arguments, from 'b.toml' on; see `streamrl plan"),
+        (["plan", "--model"], "--model needs a value: a model profile or Hugging Face name"),
+        (["simulate", "a.toml", "--json=3"], "--json takes no value"),
+        (["init"], "RUN.toml is missing: the file to write"),
+        (["simulate", "a.toml", "--seeds", "many"], "--seeds"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_gets_one_line_with_the_nearest_name(
+    arguments: list[str], reason: str
+) -> None:
+    done = streamrl(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"streamrl: {reason}") and done.stderr.count("\n") == 1
+
+
+def test_help_ends_with_an_example_and_shows_options_in_groups() -> None:
+    shown = streamrl("plan", "--help").stdout
+    assert re.search(r"\n Example: streamrl plan [^│]*$", shown)
+    groups = re.findall(r"─ ([A-Z][^─]*) ─", shown)
+    assert {"Options", "Output", "Model and GPUs", "Training", "Limits"} <= {*groups}
+    listed = streamrl("--help").stdout
+    assert {"Plan and simulate", "Run"} <= {*re.findall(r"─ ([A-Z][^─]*) ─", listed)}
+    assert "<bool>" not in shown + listed
+
+
 def test_a_simulation_does_not_overwrite_an_executed_run(executed: Path) -> None:
     real = (executed / "trace.jsonl").read_text()
     done = streamrl("simulate", EXAMPLE, *SMALL, "-o", executed)

@@ -12,7 +12,7 @@ from streamrl.runfile.files import load_run, make_run
 from streamrl.sim.planner.first_answer import Question, first_answer, run_table_of
 from streamrl.sim.planner.objective import decide
 from streamrl.workload.workload import SimulatedWorkload
-from tests.command_line import streamrl
+from tests.command_line import on_terminal, streamrl
 from tests.test_plan import Here
 
 SMALL = Question(
@@ -122,6 +122,30 @@ def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
+def test_init_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
+    """On a terminal, here a pseudo-terminal."""
+    path = tmp_path / "run.toml"
+    answers = ["qwen9", "qwen3-0.6b", "12xH100", "4xB900", "4xH100@2", "0", "8", "4", "300"]
+    answers += ["200", "900", "3"]
+    shown = on_terminal(["init", str(path)], answers)
+    for told in (
+        "--model: no profile 'qwen9'",
+        "does not fill nodes of 8",
+        "--gpus: no profile 'b900'",
+        "--prompts must be at least 1, got 0",
+        "--mean-tokens must be from 1 to 95% of --max-tokens (200)",
+        f"written to {path}",
+    ):
+        assert told in shown, shown
+    run = load_run(path)
+    assert (run.algorithm.prompts_per_step, run.rollout.max_tokens) == (8, 900)
+
+
+def test_init_checks_what_is_given_before_it_asks(tmp_path: Path) -> None:
+    shown = on_terminal(["init", str(tmp_path / "run.toml"), "--gpus", "4xB900"], [])
+    assert "no profile 'b900'" in shown and "Model (" not in shown
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -132,6 +156,8 @@ def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Pat
         (["--model", "qwen9", "--gpus", "8xH100"], "no profile 'qwen9'"),
         ([*FLAGS, "--mean-tokens", "20k"], "--mean-tokens must be from 1"),
         ([*FLAGS, "--deadline", "3"], "--deadline: '3' needs a unit"),
+        ([*FLAGS, "--deadline", "2026-12-03"], "--deadline: '2026-12-03' is a date"),
+        ([*FLAGS, "--prompts", "0"], "--prompts must be at least 1, got 0"),
         ([*FLAGS, "--link", "fast"], "--link: 'fast' needs a unit"),
         ([*FLAGS, "--budget", "much"], "--budget: 'much' is no number of dollars"),
         ([*FLAGS, "--steps", "many"], "--steps: 'many' must be a whole number"),

@@ -94,9 +94,29 @@ def test_a_text_that_is_no_number_has_no_such_remedy() -> None:
 
 def test_quantities_have_the_units_that_people_write() -> None:
     assert Duration.parse("3 days") == Duration.parse("3d") == Duration.parse("72 hours")
+    for text in ("1 day 2 h", "1d2h", "26h", "1 day, 2 hours", "1 day and 120 min"):
+        assert Duration.parse(text) == 26 * 3600
+    assert Duration.parse("2 weeks") == 14 * 86_400
     rates = ("80 Gbps", "80Gbit/s", "80 Gb/s", "80 gbps")
     assert {Bandwidth.parse(rate) for rate in rates} == {1e10}
     assert Bandwidth.parse("80 GB/s") == 8e10
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("2026-12-03", "is a date: write a duration"),
+        ("3.12.2026", "is a date"),
+        ("2 h 1 day", "the largest first"),
+        ("2 h 2 h", "each unit once"),
+        ("1 day 2", "needs a unit"),
+        ("1 h -2 min", "is below 0"),
+        ("2 months", "units are"),
+    ],
+)
+def test_a_duration_that_may_be_misread_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Duration.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,7 @@ def _links(pools: list[str], bandwidth: str) -> list[dict[str, Any]]:
 
 def _lengths(question: Question) -> dict[str, Any]:
     mean, cap = question.mean_tokens, question.max_tokens
-    if not 1 <= mean <= MOST_CAPPED * cap:
-        raise ValueError(
-            f"--mean-tokens must be from 1 to {MOST_CAPPED:.0%} of --max-tokens ({cap:,}), got {mean:,}"
-        )
+    check_lengths(mean, cap)
     shape = LengthsConfig(kind="histogram", source=SHAPE)
     return {
         "kind": shape.kind,
@@ -104,6 +101,14 @@ def _lengths(question: Question) -> dict[str, Any]:
         "scale": float(f"{scale_to_mean(shape, mean, cap):.4g}"),
         "prompt_tokens": question.prompt_tokens,
     }
+
+
+def check_lengths(mean: int, cap: int) -> None:
+    """Raise `ValueError` if the mean of the output tokens is not well below their cap."""
+    if not 1 <= mean <= MOST_CAPPED * cap:
+        raise ValueError(
+            f"--mean-tokens must be from 1 to {MOST_CAPPED:.0%} of --max-tokens ({cap:,}), got {mean:,}"
+        )
 
 
 def assumptions_of(question: Question, stated: set[str]) -> list[str]:
@@ -139,7 +144,7 @@ def assumptions_of(question: Question, stated: set[str]) -> list[str]:
     return [*told, *([f"not stated, so assumed: {', '.join(assumed)}"] if assumed else [])]
 
 
-def check_units(link: str, deadline: str | None) -> None:
+def check_units(link: str | None, deadline: str | None) -> None:
     """Raise `ValueError` if a quantity of a question has no unit or cannot be read."""
     for option, kind, text in (("--link", Bandwidth, link), ("--deadline", Duration, deadline)):
         try:

@@ -9,6 +9,7 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -54,6 +55,7 @@ def calibrate(
             "--output",
             "-o",
             help="Write the factors to this file. Name it in costs.calibration of a run file.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     log_format: Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.cli.simulate_against import compare
 from streamrl.record.run_comparison import Against
@@ -21,7 +22,10 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A run file, or the directory of a plan.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")
+        bool,
+        typer.Option(
+            "--markdown", help="Print Markdown, for a pull request.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_json
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import export_name
@@ -27,9 +28,16 @@ def export(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the script to this file. Default: print it."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the script to this file. Default: print it.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file.", rich_help_panel=OUTPUT)
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write launch arguments for verl, NeMo-RL, slime or OpenRLHF.

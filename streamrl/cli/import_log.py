@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import (
     AsJson,
     claim_directory,
@@ -54,7 +55,10 @@ def import_log(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Write the files to this directory.")
+        Path,
+        typer.Option(
+            "--output", "-o", help="Write the files to this directory.", rich_help_panel=OUTPUT
+        ),
     ],
     log_format: Annotated[
         str | None,

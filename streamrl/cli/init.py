@@ -12,11 +12,12 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import Overrides, claim_file, stdout_console
 from streamrl.runfile.files import make_run, write_run
 from streamrl.runfile.formatting import format_dollars, format_duration, long_time
 from streamrl.runfile.keys import override
-from streamrl.runfile.short_forms import count_of
+from streamrl.runfile.short_forms import count_of, model_name, read_offer
 
 if TYPE_CHECKING:
     from streamrl.runfile.config import Run
@@ -32,62 +33,103 @@ COUNTS = ("prompts", "group", "mean_tokens", "max_tokens", "prompt_tokens", "ste
 ANSWERS = ("model", "gpus", "algorithm", *COUNTS, "link", "deadline", "budget")
 """Parameters of `init` and `plan` that are the fields of a `Question`."""
 
+HARDWARE, TRAINING, LIMITS = "Model and GPUs", "Training", "Limits"
+"""Panels of the answers in the help of a command."""
 Model = Annotated[
     str | None,
-    typer.Option("--model", help="A model profile or Hugging Face name, such as Qwen/Qwen3-8B."),
+    typer.Option(
+        "--model",
+        rich_help_panel=HARDWARE,
+        help="A model profile or Hugging Face name, such as Qwen/Qwen3-8B.",
+    ),
 ]
 Gpus = Annotated[
     str | None,
     typer.Option(
         "--gpus",
+        rich_help_panel=HARDWARE,
         metavar="OFFER",
         help="GPUs you may rent, with dollars per GPU-hour: 16xH100@2.20,8xH20@1.10. Add /1 where single GPUs are rented.",
     ),
 ]
 AlgorithmOption = Annotated[
-    str | None, typer.Option("--algorithm", help="The algorithm; grpo where absent.")
+    str | None,
+    typer.Option("--algorithm", rich_help_panel=TRAINING, help="The algorithm; grpo where absent."),
 ]
 Prompts = Annotated[
     str | None,
-    typer.Option("--prompts", metavar="N", help="Prompts of a step; 64 where absent."),
+    typer.Option(
+        "--prompts",
+        rich_help_panel=TRAINING,
+        metavar="N",
+        help="Prompts of a step; 64 where absent.",
+    ),
 ]
 Group = Annotated[
     str | None,
-    typer.Option("--group", metavar="N", help="Rollouts of each prompt; 16 where absent."),
+    typer.Option(
+        "--group",
+        rich_help_panel=TRAINING,
+        metavar="N",
+        help="Rollouts of each prompt; 16 where absent.",
+    ),
 ]
 MeanTokens = Annotated[
     str | None,
     typer.Option(
-        "--mean-tokens", metavar="N", help="Mean output tokens, such as 6k; 4k where absent."
+        "--mean-tokens",
+        rich_help_panel=TRAINING,
+        metavar="N",
+        help="Mean output tokens, such as 6k; 4k where absent.",
     ),
 ]
 MaxTokens = Annotated[
     str | None,
     typer.Option(
         "--max-tokens",
+        rich_help_panel=TRAINING,
         metavar="N",
         help="Output tokens at which a rollout is cut off; 16k where absent.",
     ),
 ]
 PromptTokens = Annotated[
     str | None,
-    typer.Option("--prompt-tokens", metavar="N", help="Tokens of a prompt; 400 where absent."),
+    typer.Option(
+        "--prompt-tokens",
+        rich_help_panel=TRAINING,
+        metavar="N",
+        help="Tokens of a prompt; 400 where absent.",
+    ),
 ]
 Steps = Annotated[
     str | None,
-    typer.Option("--steps", metavar="N", help="Steps of the training; 200 where absent."),
+    typer.Option(
+        "--steps",
+        rich_help_panel=TRAINING,
+        metavar="N",
+        help="Steps of the training; 200 where absent.",
+    ),
 ]
 Link = Annotated[
     str | None,
     typer.Option(
-        "--link", metavar="RATE", help="Bandwidth between pools; '100 Gbps' where absent."
+        "--link",
+        rich_help_panel=HARDWARE,
+        metavar="RATE",
+        help="Bandwidth between pools; '100 Gbps' where absent.",
     ),
 ]
 Deadline = Annotated[
-    str | None, typer.Option("--deadline", metavar="TIME", help="Latest end, such as '3 days'.")
+    str | None,
+    typer.Option(
+        "--deadline", rich_help_panel=LIMITS, metavar="TIME", help="Latest end, such as '3 days'."
+    ),
 ]
 Budget = Annotated[
-    str | None, typer.Option("--budget", metavar="DOLLARS", help="Most dollars of the whole run.")
+    str | None,
+    typer.Option(
+        "--budget", rich_help_panel=LIMITS, metavar="DOLLARS", help="Most dollars of the whole run."
+    ),
 ]
 
 
@@ -112,22 +154,50 @@ def _answer(name: str, value: str) -> str | int | float:
         raise ValueError(f"--{name.replace('_', '-')}: {text}") from None
 
 
+def check_answers(stated: Mapping[str, Any]) -> None:
+    """Check each answer on its own, before any other is asked for.
+
+    Raises:
+        ValueError: there is no such model or GPU, or a value cannot be.
+    """
+    from streamrl.sim.planner.first_answer import check_lengths, check_units
+
+    if "model" in stated:
+        _check_known("model", "models", model_name(stated["model"]))
+    for pool in read_offer(stated["gpus"]).values() if "gpus" in stated else ():
+        _check_known("gpus", "gpus", pool["gpu"])
+    for name in COUNTS:
+        if stated.get(name, 1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {stated[name]}")
+    if "mean_tokens" in stated and "max_tokens" in stated:
+        check_lengths(stated["mean_tokens"], stated["max_tokens"])
+    check_units(stated.get("link"), stated.get("deadline"))
+
+
+def _check_known(option: str, folder: str, name: str) -> None:
+    from streamrl.hardware.profiles import find_profile
+
+    try:
+        find_profile(folder, name, ".toml")
+    except ValueError as error:
+        raise ValueError(f"--{option}: {error}") from None
+
+
 def question_of(stated: dict[str, Any]) -> Question:
     """Return the question that the options ask.
 
     Raises:
         ValueError: there is no model or no GPU.
     """
-    from streamrl.sim.planner.first_answer import Question, check_units
+    from streamrl.sim.planner.first_answer import Question
 
     for name, example in (("model", "Qwen/Qwen3-8B"), ("gpus", "16xH100@2.20")):
         if name not in stated:
             raise ValueError(
                 f"--{name} is missing, such as --{name} {example}; without a run file, --model and --gpus are needed"
             )
-    question = Question(**stated)
-    check_units(question.link, question.deadline)
-    return question
+    check_answers(stated)
+    return Question(**stated)
 
 
 def run_of(question: Question, overrides: Iterable[str]) -> Run:
@@ -226,7 +296,9 @@ def init(
     deadline: Deadline = None,
     budget: Budget = None,
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
     """Write a run file from a few answers.
 
@@ -239,6 +311,7 @@ def init(
         raise ValueError(f"{run_file} exists already; use --force to replace it")
     claim_file(run_file)
     stated = stated_of(locals())
+    check_answers(stated)
     if sys.stdin.isatty():
         _ask_for_rest(stated)
     question = question_of(stated)
@@ -265,10 +338,17 @@ def _notes(question: Question, choice: str) -> list[str]:
 
 
 def _ask_for_rest(stated: dict[str, Any]) -> None:
+    """Ask for each answer that is not given, again after a wrong one."""
     for name, text, default in ASKED:
-        if name not in stated:
-            answer = typer.prompt(text, default=default)
-            stated[name] = _answer(name, answer)
+        while name not in stated:
+            written = typer.prompt(text, default=default)
+            try:
+                answer = _answer(name, written.strip())
+                check_answers({**stated, name: answer})
+            except ValueError as error:
+                typer.echo(f"  {error}")
+            else:
+                stated[name] = answer
 
 
 def _commented(text: str) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import re
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeAlias
 
@@ -11,19 +15,59 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
+from streamrl.cli.usage_errors import UsageError, no_such_command, usage_text
+
 Click: TypeAlias = Any
 """A command or a context of click, or of typer's copy of it, depending on typer's version."""
 TAG = re.compile(r"\[[a-z#/@][^[]*?\]")
 """Text that rich reads as a tag (`rich.markup.escape`, which is too slow to import for every command)."""
+EXAMPLE = "Example: "
+"""Begin of a line of help that stands below the options, where a user sees it last."""
+OUTPUT = "Output"
+"""Panel of the options that say what a command prints and writes."""
 CommandTable: TypeAlias = dict[str, tuple[str, str]]
 """Location of each command as module:name, and the first sentence of its help."""
+
+
+def _without_flag_types(params: list[Any]) -> list[Any]:
+    """Return parameters whose help shows no type for options that take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False) or getattr(param, "count", False):
+            param.metavar = ""
+    return params
+
+
+def _in_one_line(ctx: Click, parse: Callable[[], list[str]]) -> list[str]:
+    """Read options and arguments; raise `ValueError` with one line if one of them is wrong."""
+    try:
+        return parse()
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        raise ValueError(usage_text(error, ctx)) from None
+
+
+class PlainCommand(TyperCommand):
+    """A command whose errors are one line, and whose help shows only types that a user writes."""
+
+    def parse_args(self, ctx: Click, args: list[str]) -> list[str]:
+        """Read the options and arguments.
+
+        Raises:
+            ValueError: one of them is wrong.
+        """
+        return _in_one_line(ctx, partial(super().parse_args, ctx, args))
+
+    def get_params(self, ctx: Click) -> list[Any]:
+        """Return the parameters, with that of help."""
+        return _without_flag_types(super().get_params(ctx))
 
 
 class LazyCommand(TyperCommand):
     """A function or a group in the list of commands, imported only when it is called."""
 
-    def __init__(self, name: str, place: str, summary: str) -> None:
-        super().__init__(name, help=summary)
+    def __init__(self, name: str, place: str, summary: str, panel: str) -> None:
+        super().__init__(name, help=summary, rich_help_panel=panel)
         self.place = place
 
     def make_context(self, *args: Any, **settings: Any) -> Click:
@@ -37,26 +81,65 @@ class LazyCommand(TyperCommand):
         if isinstance(found, typer.Typer):
             return _as_written(get_group(found))
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(self.name)(found)
+        alone.command(self.name, cls=PlainCommand)(found)
         return _as_written(get_command(alone))
 
 
 def _as_written(command: Click) -> Click:
     """Return a command whose help shows brackets literally: rich would read "[[trainer]]" as markup."""
+    paragraphs, command.epilog = _in_paragraphs(command.help or "")
+    command.help = "\n\n".join(paragraphs)
     for each in (command, *command.params):
-        if text := getattr(each, "help", None):
-            each.help = TAG.sub(r"\\\g<0>", text)
+        for field in ("help", "epilog"):
+            if text := getattr(each, field, None):
+                setattr(each, field, TAG.sub(r"\\\g<0>", text))
     for within in getattr(command, "commands", {}).values():
         _as_written(within)
     return command
 
 
-class LazyGroup(TyperGroup):
-    """A group that reads its commands from a table."""
+def _in_paragraphs(text: str) -> tuple[list[str], str]:
+    """Return the paragraphs of a help, each one line that a terminal wraps, and its examples, one a line."""
+    lines = inspect.cleandoc(text).splitlines()
+    examples = [line for line in lines if line.startswith(EXAMPLE)]
+    rest = [line for line in lines if line not in examples]
+    paragraphs = [" ".join(block) for filled, block in groupby(rest, bool) if filled]
+    return paragraphs, "\n".join(examples)
 
-    table: ClassVar[CommandTable]
+
+class PlainGroup(TyperGroup):
+    """A group whose errors are one line. A wrong command gets the nearest name."""
+
+    def parse_args(self, ctx: Click, args: list[str]) -> list[str]:
+        """Read the options before the command.
+
+        Raises:
+            ValueError: one of them is wrong.
+        """
+        return _in_one_line(ctx, partial(super().parse_args, ctx, args))
+
+    def get_params(self, ctx: Click) -> list[Any]:
+        """Return the options of the group itself."""
+        return _without_flag_types(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Click, args: list[str]) -> Any:
+        """Return the command that is called.
+
+        Raises:
+            ValueError: there is no such command.
+        """
+        if self.get_command(ctx, args[0]) is None:
+            raise ValueError(no_such_command(ctx, args[0], self.commands))
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(PlainGroup):
+    """A group that reads its commands from tables, one for each panel of its help."""
+
+    panels: ClassVar[dict[str, CommandTable]]
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        for name, (place, summary) in self.table.items():
-            self.add_command(LazyCommand(name, place, summary))
+        for panel, table in self.panels.items():
+            for name, (place, summary) in table.items():
+                self.add_command(LazyCommand(name, place, summary, panel))

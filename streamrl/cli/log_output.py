@@ -10,6 +10,8 @@ from typing import Annotated, TextIO
 
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
+
 Verbose = Annotated[
     int,
     typer.Option(
@@ -17,9 +19,13 @@ Verbose = Annotated[
         "-v",
         count=True,
         help="Also log every command and event; twice: also what libraries log.",
+        rich_help_panel=OUTPUT,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log errors only, and no progress.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Log errors only, and no progress.", rich_help_panel=OUTPUT),
+]
 
 BRIEF = "streamrl: %(message)s"
 DETAILED = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -21,89 +21,104 @@ FAILED = 1
 MOST_LINE_CHARS = 1000
 """Maximum characters of a line that quotes a file."""
 
+BEGIN = (
+    "Begin with: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20\n"
+    "`streamrl COMMAND --help` explains a command and gives an example."
+)
+"""Last lines of the help of `streamrl`."""
+
 
 class Commands(LazyGroup):
-    """All commands, in the order of their use."""
+    """All commands by task, in the order of their use."""
 
-    table: ClassVar[CommandTable] = {
-        "init": (
-            "streamrl.cli.init:init",
-            "Write a run file from a few answers.",
-        ),
-        "simulate": (
-            "streamrl.cli.simulate:simulate",
-            "Predict time, cost and GPU idle time of a run.",
-        ),
-        "plan": (
-            "streamrl.cli.plan:plan",
-            "Choose GPUs, parallelism and system for a run, by cost or speed.",
-        ),
-        "export": (
-            "streamrl.cli.export:export",
-            "Write launch arguments for verl, NeMo-RL, slime or OpenRLHF.",
-        ),
-        "execute": (
-            "streamrl.cli.execute:execute",
-            "Run the training of a run file, locally or on Ray.",
-        ),
-        "attach": (
-            "streamrl.cli.attach:attach",
-            "Add a trainer to a running job, or re-attach one.",
-        ),
-        "detach": (
-            "streamrl.cli.attach:detach",
-            "Save a trainer's checkpoint and remove it from a running job.",
-        ),
-        "replay": (
-            "streamrl.cli.replay:replay",
-            "Check a finished run: repeat its decisions and account for each rollout.",
-        ),
-        "compare": (
-            "streamrl.cli.compare:compare",
-            "Compare an executed run with its simulation.",
-        ),
-        "diff": (
-            "streamrl.cli.diff:diff",
-            "Show what differs between two plans or run files.",
-        ),
-        "calibrate": (
-            "streamrl.cli.calibrate:calibrate",
-            "Fit predicted times to the measured steps of your own runs.",
-        ),
-        "import": (
-            "streamrl.cli.import_log:import_log",
-            "Make a workload from a log, an executed run or recorded rollouts.",
-        ),
-        "report": (
-            "streamrl.cli.report:report",
-            "Write one HTML page about plans, runs and studies.",
-        ),
-        "samples": (
-            "streamrl.cli.samples:samples",
-            "Print the prompts, completions and rewards that a run trained on.",
-        ),
-        "validate": (
-            "streamrl.cli.validate:validate",
-            "Compare predictions with published measurements.",
-        ),
-        "doctor": (
-            "streamrl.cli.doctor:doctor",
-            "Find the problems of a run file before it uses a GPU.",
-        ),
-        "profile": (
-            "streamrl.cli.profile:profile",
-            "Measure a model on this machine, or show and check profiles.",
-        ),
-        "ranker": (
-            "streamrl.cli.ranker:ranker",
-            "Fit, use and test rankers that predict output lengths.",
-        ),
+    panels: ClassVar[dict[str, CommandTable]] = {
+        "Plan and simulate": {
+            "init": (
+                "streamrl.cli.init:init",
+                "Write a run file from a few answers.",
+            ),
+            "plan": (
+                "streamrl.cli.plan:plan",
+                "Choose GPUs, parallelism and system for a run, by cost or speed.",
+            ),
+            "simulate": (
+                "streamrl.cli.simulate:simulate",
+                "Predict time, cost and GPU idle time of a run.",
+            ),
+            "doctor": (
+                "streamrl.cli.doctor:doctor",
+                "Find the problems of a run file before it uses a GPU.",
+            ),
+            "diff": (
+                "streamrl.cli.diff:diff",
+                "Show what differs between two plans or run files.",
+            ),
+            "export": (
+                "streamrl.cli.export:export",
+                "Write launch arguments for verl, NeMo-RL, slime or OpenRLHF.",
+            ),
+        },
+        "Run": {
+            "execute": (
+                "streamrl.cli.execute:execute",
+                "Run the training of a run file, locally or on Ray.",
+            ),
+            "attach": (
+                "streamrl.cli.attach:attach",
+                "Add a trainer to a running job, or re-attach one.",
+            ),
+            "detach": (
+                "streamrl.cli.attach:detach",
+                "Save a trainer's checkpoint and remove it from a running job.",
+            ),
+        },
+        "Look at results": {
+            "report": (
+                "streamrl.cli.report:report",
+                "Write one HTML page about plans, runs and studies.",
+            ),
+            "compare": (
+                "streamrl.cli.compare:compare",
+                "Compare an executed run with its simulation.",
+            ),
+            "replay": (
+                "streamrl.cli.replay:replay",
+                "Check a finished run: repeat its decisions and account for each rollout.",
+            ),
+            "samples": (
+                "streamrl.cli.samples:samples",
+                "Print the prompts, completions and rewards that a run trained on.",
+            ),
+        },
+        "Data, costs and accuracy": {
+            "import": (
+                "streamrl.cli.import_log:import_log",
+                "Make a workload from a log, an executed run or recorded rollouts.",
+            ),
+            "profile": (
+                "streamrl.cli.profile:profile",
+                "Measure a model on this machine, or show and check profiles.",
+            ),
+            "calibrate": (
+                "streamrl.cli.calibrate:calibrate",
+                "Fit predicted times to the measured steps of your own runs.",
+            ),
+            "ranker": (
+                "streamrl.cli.ranker:ranker",
+                "Fit, use and test rankers that predict output lengths.",
+            ),
+            "validate": (
+                "streamrl.cli.validate:validate",
+                "Compare predictions with published measurements.",
+            ),
+        },
     }
 
 
 app = typer.Typer(
     cls=Commands,
     help="Plan, simulate and run disaggregated RL post-training of LLMs.",
+    epilog=BEGIN,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -30,6 +30,7 @@ from streamrl.cli.init import (
     run_of,
     stated_of,
 )
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -62,6 +63,7 @@ def plan(
             "-o",
             help=f"Write {PLAN_TOML} and {PLAN_JSON} to this directory. Default: the current directory with a run file, "
             "else nothing is written.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     export: Annotated[
@@ -72,7 +74,9 @@ def plan(
             help="Also write NAME.sh, the launch arguments of verl, nemo-rl, slime or openrlhf.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing plan.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing plan.", rich_help_panel=OUTPUT)
+    ] = False,
     as_json: AsJson = False,
     model: Model = None,
     gpus: Gpus = None,

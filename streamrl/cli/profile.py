@@ -14,19 +14,21 @@ MEASURE = "measure"
 class ProfileCommands(LazyGroup):
     """A group that runs `measure` if the first argument is not one of its commands."""
 
-    table: ClassVar[CommandTable] = {
-        "show": (
-            "streamrl.cli.profile_show:show",
-            "Show how fast a model decodes on a GPU.",
-        ),
-        "check": (
-            "streamrl.cli.profile_check:check",
-            "Check every profile: schema, units, sources and physical limits.",
-        ),
-        MEASURE: (
-            "streamrl.cli.profile_measure:measure",
-            "Measure a model on this machine, for use in simulations.",
-        ),
+    panels: ClassVar[dict[str, CommandTable]] = {
+        "Commands": {
+            "show": (
+                "streamrl.cli.profile_show:show",
+                "Show how fast a model decodes on a GPU.",
+            ),
+            "check": (
+                "streamrl.cli.profile_check:check",
+                "Check every profile: schema, units, sources and physical limits.",
+            ),
+            MEASURE: (
+                "streamrl.cli.profile_measure:measure",
+                "Measure a model on this machine, for use in simulations.",
+            ),
+        }
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's, or typer's copy of it

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
@@ -89,6 +90,7 @@ def measure(
             "--output",
             "-o",
             help="Write the profile to this file. Default: a name made of model and GPU.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     ray: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 import msgspec
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.hardware.precision import is_narrow
 from streamrl.hardware.profiles import load_model
@@ -69,7 +70,12 @@ def show(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Draw the curve to this file (.png or .svg)."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Draw the curve to this file (.png or .svg).",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table as Grid
 
+from streamrl.cli.lazy_commands import OUTPUT, PlainCommand, PlainGroup
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ranker = typer.Typer(
     name="ranker",
+    cls=PlainGroup,
     no_args_is_help=True,
     help="Fit, use and test rankers that predict output lengths.\n\n"
     "Example: streamrl ranker eval runs/quickstart",
@@ -28,7 +30,7 @@ Model = Annotated[
 ]
 
 
-@ranker.command("fit")
+@ranker.command("fit", cls=PlainCommand)
 def fit(
     source: Annotated[
         Path,
@@ -36,7 +38,12 @@ def fit(
             help="Directory of an executed run, or a CSV with prompt_id, prompt and output_tokens."
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Write the ranker to this file.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="Write the ranker to this file.", rich_help_panel=OUTPUT
+        ),
+    ],
     lm: Annotated[
         str | None,
         typer.Option(
@@ -83,7 +90,7 @@ def fit(
         print(f"{output}: {kind}, fitted to {len(known):,} prompts")
 
 
-@ranker.command("score")
+@ranker.command("score", cls=PlainCommand)
 def score(
     prompts: Annotated[
         str,
@@ -95,7 +102,10 @@ def score(
     output: Annotated[
         Path,
         typer.Option(
-            "-o", "--output", help="Write the prompts with expected_tokens to this JSONL file."
+            "-o",
+            "--output",
+            help="Write the prompts with expected_tokens to this JSONL file.",
+            rich_help_panel=OUTPUT,
         ),
     ],
 ) -> None:
@@ -132,7 +142,7 @@ def score(
     print(f"{output}: {len(records):,} prompts scored")
 
 
-@ranker.command("eval")
+@ranker.command("eval", cls=PlainCommand)
 def evaluate(
     source: Annotated[
         Path,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 
@@ -22,11 +23,20 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help=f"The HTML file. Default: {PAGE} in the first DIR."),
+        typer.Option(
+            "--output",
+            "-o",
+            help=f"The HTML file. Default: {PAGE} in the first DIR.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     markdown: Annotated[
         Path | None,
-        typer.Option("--markdown", help="Also write the page as Markdown to this file."),
+        typer.Option(
+            "--markdown",
+            help="Also write the page as Markdown to this file.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.record.ledger import Ledger, describe_faults
 from streamrl.record.run_directory import TRACE
@@ -26,7 +27,10 @@ Overrides = Annotated[
         help="Replace a key of the run file, such as rollout.replicas=8. Repeat for more keys.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel=OUTPUT),
+]
 
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="The directory of a running job (execute.output).")

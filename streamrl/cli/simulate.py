@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from msgspec.structs import asdict
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -31,6 +32,9 @@ from streamrl.runfile.paths import paths_of
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 
+STUDIES = "Studies: many values"
+COMPARISONS = "Comparisons: two runs"
+
 
 def simulate(
     run_file: Annotated[
@@ -47,11 +51,13 @@ def simulate(
             "-o",
             help="Write results to this directory, for `streamrl report`. A run writes trace.jsonl, timeline.png and "
             "chrome_trace.json. A study writes study.csv, study.json and a figure per metric. --against writes against.json.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
+            rich_help_panel=STUDIES,
             metavar="KEY=V1,V2",
             help="Simulate every combination of these values. Repeat for more keys. "
             "'KEY=V1,V2; KEY=W1,W2' changes keys together.",
@@ -60,6 +66,7 @@ def simulate(
     against: Annotated[
         Path | None,
         typer.Option(
+            rich_help_panel=COMPARISONS,
             metavar="B.toml",
             help="Compare with this run file, on the same prompts, until the difference is known. --set changes both runs; "
             "--set A:KEY=VALUE or B:KEY=VALUE changes one.",
@@ -69,6 +76,7 @@ def simulate(
         Path | None,
         typer.Option(
             "--from",
+            rich_help_panel=COMPARISONS,
             metavar="RUN",
             help="Simulate a finished run (directory or trace) unchanged and with --set KEY=VALUE, with its recorded lengths.",
         ),
@@ -76,17 +84,24 @@ def simulate(
     seeds: Annotated[
         int | None,
         typer.Option(
-            help="Simulations per combination, each with its own seed. Default: as in the study file, or 1."
+            rich_help_panel=STUDIES,
+            metavar="N",
+            help="Simulations per combination, each with its own seed. Default: as in the study file, or 1.",
         ),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Draw this metric of a study: step_time, idle.skew, … Repeat for more."),
+        typer.Option(
+            rich_help_panel=STUDIES,
+            metavar="METRIC",
+            help="Draw this metric of a study: step_time, idle.skew, … Repeat for more.",
+        ),
     ] = None,
     skip_infeasible: Annotated[
         bool,
         typer.Option(
             "--skip-infeasible",
+            rich_help_panel=STUDIES,
             help="Leave out combinations that are not possible, such as those that do not fit in memory.",
         ),
     ] = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
 from streamrl.report.fidelity import (
@@ -62,12 +63,18 @@ def validate(
         typer.Option(help=f"Only this figure of the paper: {', '.join(FIGURES)}. Repeat for more."),
     ] = None,
     rows: Annotated[
-        bool, typer.Option("--rows", help="Print each published row with its prediction.")
+        bool,
+        typer.Option(
+            "--rows", help="Print each published row with its prediction.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write fidelity.md and its pictures to this directory."
+            "--output",
+            "-o",
+            help="Write fidelity.md and its pictures to this directory.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -17,8 +17,13 @@ _TIMES_IN_WORDS = {
     **{"sec": 1.0, "second": 1.0, "seconds": 1.0, "mins": 60.0, "minute": 60.0, "minutes": 60.0},
     **dict.fromkeys(("hr", "hrs", "hour", "hours"), SECONDS_PER_HOUR),
     **dict.fromkeys(("day", "days"), SECONDS_PER_DAY),
+    **dict.fromkeys(("week", "weeks"), 7 * SECONDS_PER_DAY),
 }
+DURATION = "a duration such as '20 ms', '30 h' or '1 day 2 h'"
 _BITS = re.compile(r"(?P<prefix>[kKmMgGtTpP]?)(?:bps|b/s|bit/s|bits/s)")
+_DATE = re.compile(r"\d{4}-\d{1,2}(?:-\d{1,2})?\b.*|\d{1,2}[./]\d{1,2}[./]\d{2,4}\b.*")
+_PART = re.compile(r"\s*(-?[\d_.]+(?:[eE][+-]?\d+)?\s*[A-Za-z/]+)\s*(?:,|and\b)?")
+"""One number with its unit, of a duration that may have several."""
 _NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
 
 
@@ -49,16 +54,35 @@ class Size(float):
 
 
 class Duration(float):
-    """Seconds, written as "20 ms", "1.5 h" or "3 d"."""
+    """Seconds, written as "20 ms", "1.5 h", "3 days" or "1 day 2 h"."""
 
     @classmethod
     def parse(cls, text: object) -> Duration:
-        """Read a duration; a bare number is refused."""
-        value, unit = _split(text, "a duration such as '20 ms'")
-        seconds = _TIMES.get(unit) or _TIMES_IN_WORDS.get(unit.lower())
-        if seconds is None:
-            raise ValueError(f"{text!r} is no duration: units are {', '.join(_TIMES)}")
-        return cls(_finite(value * seconds, text))
+        """Read a duration; a bare number and a date are refused."""
+        if isinstance(text, str) and _DATE.fullmatch(text.strip()):
+            raise ValueError(f"{text!r} is a date: write {DURATION}, from the start of the run")
+        parts = [_split(part, DURATION) for part in _parts_of(text)]
+        sizes = [_seconds_of(unit, text) for _, unit in parts]
+        if sizes != sorted(set(sizes), reverse=True):
+            raise ValueError(
+                f"{text!r} must have each unit once, the largest first, as '1 day 2 h'"
+            )
+        seconds = sum(number * size for (number, _), size in zip(parts, sizes, strict=True))
+        return cls(_finite(seconds, text))
+
+
+def _parts_of(text: object) -> list[object]:
+    """Return each number with its unit; the whole text if it is not made of those."""
+    if not isinstance(text, str) or _PART.sub("", text).strip():
+        return [text]
+    return [*_PART.findall(text)] or [text]
+
+
+def _seconds_of(unit: str, text: object) -> float:
+    seconds = _TIMES.get(unit) or _TIMES_IN_WORDS.get(unit.lower())
+    if seconds is None:
+        raise ValueError(f"{text!r} is no duration: units are {', '.join(_TIMES)}, days and weeks")
+    return seconds
 
 
 QUANTITIES: tuple[type[Bandwidth | Duration | Size], ...] = (Bandwidth, Duration, Size)
