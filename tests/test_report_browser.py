@@ -36,8 +36,12 @@ OVERLAPPING = """[...document.querySelectorAll('svg.drawing')].flatMap(drawing =
     p.x + 1 < q.x + q.width && q.x + 1 < p.x + p.width && p.y + 3 < q.y + q.height && q.y + 3 < p.y + p.height
   ).map(([b, q]) => drawing.parentElement.parentElement.id + ': ' + a + ' / ' + b));
 })"""
-COLOURS = """[...document.querySelectorAll('h1, p, td, th, small, dt, dd, a, figcaption, svg.drawing text')].map(one => {
-  const style = getComputedStyle(one), behind = one.closest('.tile, tr.chosen td');
+UNFOLD = "document.querySelectorAll('details').forEach(one => { one.open = true; })"
+TOO_WIDE = """[document.documentElement, ...document.querySelectorAll('.tile, .next, .command, .section, .fold, table.cards')]
+  .filter(one => one.scrollWidth > one.clientWidth || one.getBoundingClientRect().right > document.documentElement.clientWidth)
+  .map(one => one.className + ': ' + one.textContent.slice(0, 60))"""
+COLOURS = """[...document.querySelectorAll('h1, p, td, th, small, dt, dd, a, button, code, figcaption, svg.drawing text')].map(one => {
+  const style = getComputedStyle(one), behind = one.closest('button, .tile, .command, tr.chosen td');
   const paper = getComputedStyle(behind || document.body).backgroundColor;
   return [one.tagName == 'text' ? style.fill : style.color, paper];
 })"""
@@ -78,6 +82,7 @@ def test_the_page_opens_without_complaint_and_its_figures_show(
     browser.open(page, width=width, dark=dark)
     assert browser.complaints() == []
     assert browser.requests() == [page.resolve().as_uri()]
+    browser.evaluate(UNFOLD)
     figures: list[dict[str, Any]] = browser.evaluate(FIGURES)
     assert len(figures) >= 10
     for figure in figures:
@@ -88,12 +93,13 @@ def test_the_page_opens_without_complaint_and_its_figures_show(
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_is_wider_than_the_window(browser: Browser, page: Path, width: int) -> None:
     browser.open(page, width=width)
-    root = "document.documentElement"
-    assert browser.evaluate(f"{root}.scrollWidth <= {root}.clientWidth")
+    browser.evaluate(UNFOLD)
+    assert browser.evaluate(TOO_WIDE) == []
 
 
 def test_texts_of_figures_stay_inside_and_apart(browser: Browser, page: Path) -> None:
     browser.open(page)
+    browser.evaluate(UNFOLD)
     assert browser.evaluate(OUTSIDE) == []
     assert browser.evaluate(OVERLAPPING) == []
 
@@ -101,6 +107,7 @@ def test_texts_of_figures_stay_inside_and_apart(browser: Browser, page: Path) ->
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_can_be_read_against_its_background(browser: Browser, page: Path, dark: bool) -> None:
     browser.open(page, dark=dark)
+    browser.evaluate(UNFOLD)
     pairs = {(text, paper) for text, paper in browser.evaluate(COLOURS)}
     assert len(pairs) >= 4
     for text, paper in pairs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -31,7 +33,12 @@ from tests.runs import small_run
 
 VOID = {"meta", "link", "line", "br"}
 ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")
-HARMLESS = re.compile(r"""href="#[\w-]+"|href="data:,"|url\(#\w+\)|name="color-scheme"|lang=""")
+HARMLESS = re.compile(
+    r"""href="#[\w-]+"|href="data:,"|url\(#\w+\)|name="color-scheme"|lang="|<script>"""
+)
+POLICY = re.compile(
+    r"""default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-([\w+/=]+)'"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +101,9 @@ def test_the_page_asks_for_nothing_beside_itself(html: str) -> None:
     for match in ASKS_FOR.finditer(html):
         around = html[max(0, match.start() - 12) : match.end() + 40]
         assert HARMLESS.search(around), around
-    assert "http-equiv" not in html
+    (policy,) = POLICY.findall(html)
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert policy == base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def test_tags_are_balanced_and_ids_are_unique(html: str) -> None:
@@ -106,15 +115,17 @@ def test_tags_are_balanced_and_ids_are_unique(html: str) -> None:
 
 def test_a_page_of_everything_has_every_section(html: str) -> None:
     assert Outline(html).headings == [
+        "What to do next",
+        "Options that differ",
+        "What was trained on, of what was generated",
+        "What if: How long may outputs be?",
+        "Idle by cause",
+        "What would change the cost",
+        "How sure this is",
         "The whole run",
         "Plan against alternatives",
         "Speed against cost",
-        "What was trained on, of what was generated",
-        "Idle by cause",
         "One step",
-        "What would change the cost",
-        "How sure this is",
-        "What if: How long may outputs be?",
         "How the options differ",
         "Assumptions and sources (A, the plan)",
         "Words",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -45,6 +46,36 @@ TIERS = {
     "composed": "put together from operators, training runs and transfers that were measured",
     "roofline": "unmeasured: from the datasheet's peak and an assumed efficiency",
 }
+SYSTEMS = {
+    "colocated": "the same GPUs generate and train in turn",
+    "disaggregated": "some GPUs generate, then others train, in turn",
+    "stream-sync": "training starts while the last rollouts are generated; none is stale",
+    "one-step-async": "both sides work at the same time, and rollouts are one update behind",
+    "stream-async": "both sides work at the same time, and rollouts are at most one update behind",
+    "fully-async": "both sides work at the same time, and rollouts may be several updates behind",
+}
+"""How generation and training take turns."""
+EXPLAINED = {
+    **{re.escape(name): meaning for name, meaning in SYSTEMS.items()},
+    "staleness|[Ss]tale": "how many updates a rollout lags behind the weights that it trains",
+    "[Rr]ollouts?": "responses that the model generates for a prompt, to be scored and trained on",
+    "[Rr]eplicas?": "copies of the model that generate, each on its own GPUs",
+    "[Rr]oofline": "seconds from the datasheet and an assumed efficiency, not measured",
+    r"TP\d*": "tensor parallel: each layer is split over this many GPUs",
+    r"PP\d*": "pipeline parallel: the layers are split over this many groups of GPUs",
+    r"DP\d*": "data parallel: this many copies share the batch",
+    r"CP\d*": "context parallel: each sequence is split over this many GPUs",
+    r"EP\d*": "expert parallel: the experts of a mixture are split over this many GPUs",
+    "ZeRO 3": "weights, gradients and optimizer state are split over the copies",
+    "offload": "the optimizer state is kept in host memory",
+    "dispatch": "which replica gets which prompt",
+    "weight sync": "sending updated weights to the replicas",
+    "goodput": "tokens trained on per second",
+    "KL": "distance between two policies, in nats a token",
+    "[Ee]ntropy": "how undecided the model is at each token",
+    "datasheets?": "the maker's peak figures, with an assumed efficiency; not measured",
+}
+"""Meanings that the page shows where a word first stands, by its pattern."""
 GLOSSARY = {
     "rollout": "one response that the model generates for a prompt, to be scored and trained on",
     "step": "one update of the weights, from a batch of rollouts",
@@ -168,9 +199,13 @@ def _side(
 
 def gpus_text(side: PlannedSide) -> str:
     """Return the GPUs of a side: "8 H20", with the pool if its name adds information."""
-    name = "CPU workers" if side.gpu == "cpu" else side.gpu.upper()
     place = "" if side.pool in (side.gpu, "local") else f" in {side.pool}"
-    return f"{side.num_gpus}{NBSP}{name}{place}"
+    return f"{side.num_gpus}{NBSP}{gpu_word(side.gpu)}{place}"
+
+
+def gpu_word(gpu: str) -> str:
+    """Return the name of a GPU for a sentence: "H20"."""
+    return "CPU workers" if gpu == "cpu" else gpu.upper()
 
 
 def split_text(side: PlannedSide) -> str:

@@ -21,6 +21,7 @@ class Tile(NamedTuple):
     value: str
     label: str
     note: str
+    is_warning: bool = False
 
 
 def chosen_of(options: list[Option]) -> Option | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from datetime import date
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +16,13 @@ from markupsafe import Markup
 
 from streamrl.report.page.answer import answer_of, chosen_of, tiles_of
 from streamrl.report.page.comparison import against_sections, compare_options, differences
+from streamrl.report.page.decision import (
+    lead_of,
+    next_steps,
+    options_section,
+    tiles_of_plan,
+    title_of,
+)
 from streamrl.report.page.details import (
     assumption_sections,
     idle_section,
@@ -22,12 +33,13 @@ from streamrl.report.page.details import (
     uncertainty_section,
     whole_section,
 )
+from streamrl.report.page.identity import facts_of
 from streamrl.report.page.learning import learning_json, learning_sections, selection_sections
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
-from streamrl.report.page.sources import RecordedRun, Sources, read_sources
+from streamrl.report.page.sources import PlanMade, RecordedRun, Sources, read_sources
 from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
-from streamrl.report.words import GLOSSARY
+from streamrl.report.words import EXPLAINED, GLOSSARY
 from streamrl.runfile.formatting import listing
 
 
@@ -48,23 +60,59 @@ def read_report(directories: Sequence[Path]) -> Report:
     return Report(sources, make_options(sources))
 
 
-def make_page(report: Report) -> Page:
-    """Return the page with words, figures and tables."""
+def make_page(report: Report, today: date | None = None) -> Page:
+    """Return the page with words, figures and tables.
+
+    Args:
+        report: the data.
+        today: the date of the page, on which a plan would start; by default the present day.
+    """
     sources, options = report
-    chosen = chosen_of(options)
+    chosen, day = chosen_of(options), today or date.today()
+    made = plan_of(sources, chosen)
+    tiles = tiles_of(chosen) if chosen is not None else []
+    if made is not None and chosen is not None:
+        tiles = tiles_of_plan(made, chosen, day)
     return Page(
-        title=_title(sources, options),
+        kind=_kind(sources, chosen),
+        title=_title(sources, options) if made is None else title_of(made),
         subtitle=_subtitle(sources),
-        answer=answer_of(sources, options),
-        tiles=tiles_of(chosen) if chosen is not None else [],
+        answer=_answer(sources, options),
+        tiles=tiles,
+        steps=list(next_steps(made, chosen)) if made is not None and chosen is not None else [],
         sections=list(_sections(sources, options)),
         terms=GLOSSARY,
+        facts=list(facts_of(sources, day)),
     )
 
 
+def plan_of(sources: Sources, chosen: Option | None) -> PlanMade | None:
+    """Return the plan that a page is about; None if it is about runs or studies."""
+    return sources.plans[0] if chosen is not None and chosen.kind == "plan" else None
+
+
+def _answer(sources: Sources, options: list[Option]) -> str:
+    chosen = chosen_of(options)
+    made = plan_of(sources, chosen)
+    if made is None or chosen is None:
+        return answer_of(sources, options)
+    return lead_of(made, chosen)
+
+
+def _kind(sources: Sources, chosen: Option | None) -> str:
+    if chosen is None:
+        return "Study" if sources.studies else "Comparison"
+    if chosen.kind == "plan":
+        return "Plan"
+    return f"{chosen.world[0].upper()}{chosen.world[1:]} run"
+
+
 def render_html(page: Page) -> str:
-    """Return a page as self-contained HTML."""
-    return _ENVIRONMENT.get_template("report.html.j2").render(page=page)
+    """Return a page as self-contained HTML. Its policy allows no fetch, and no script but its own."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return _ENVIRONMENT.get_template("report.html.j2").render(
+        page=page, script=Markup(SCRIPT), script_hash=Markup(f"sha256-{digest}")
+    )
 
 
 def render_markdown(page: Page) -> str:
@@ -79,7 +127,7 @@ def describe(report: Report) -> dict[str, object]:
     chosen = chosen_of(options)
     return {
         "whole_run": chosen.whole_run if chosen is not None else None,
-        "answer": answer_of(sources, options),
+        "answer": _answer(sources, options),
         "chosen": chosen.letter if chosen is not None else None,
         "options": [_option_json(option) for option in options],
         "sensitivity": [
@@ -98,20 +146,37 @@ def describe(report: Report) -> dict[str, object]:
 
 
 def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
-    yield from whole_section(chosen_of(options))
-    yield from compare_options(sources, options)
+    """Yield the sections: first what decides, then why, then details that readers open on request."""
+    chosen = chosen_of(options)
+    made = plan_of(sources, chosen)
+    if made is not None:
+        yield from options_section(made)
     yield from learning_sections(sources.runs)
     yield from selection_sections(sources.runs)
+    yield from against_sections(sources.comparisons)
+    yield from study_sections(sources.studies)
+    compared = list(compare_options(sources, options))
+    if made is None:
+        yield from compared
     if options:
         yield idle_section(options)
-        yield step_section(options)
         if _is_any_paid(options):
             yield sensitivity_section(sources, options)
         yield uncertainty_section(options)
-    yield from against_sections(sources.comparisons)
-    yield from study_sections(sources.studies)
-    yield from differences(options)
-    yield from assumption_sections(sources, options)
+    yield from _folded(sources, options, compared if made is not None else [])
+
+
+def _folded(
+    sources: Sources, options: list[Option], compared: list[PageSection]
+) -> Iterator[PageSection]:
+    """Yield the details."""
+    found = [*whole_section(chosen_of(options)), *compared]
+    if options:
+        found.append(step_section(options))
+    found += [*differences(options), *assumption_sections(sources, options)]
+    for section in found:
+        section.is_folded = True
+        yield section
 
 
 def _is_any_paid(options: list[Option]) -> bool:
@@ -185,8 +250,34 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(Markup.escape(text))))
 
 
+_PLAIN = re.compile(r"<code>.*?</code>|[^<]+|<[^>]*>")
+_WORDS = re.compile("|".join(rf"(?<![\w-])(?:{word})(?![\w-])" for word in EXPLAINED))
+
+
+def _explain(text: Markup, seen: set[str]) -> Markup:
+    """Mark the first use of each word that a reader may not know, with its meaning.
+
+    Args:
+        text: escaped text.
+        seen: the meanings that were shown before; new ones are added.
+    """
+
+    def mark(match: re.Match[str]) -> str:
+        meaning = next(m for word, m in EXPLAINED.items() if re.fullmatch(word, match[0]))
+        if meaning in seen:
+            return match[0]
+        seen.add(meaning)
+        return f'<abbr title="{Markup.escape(meaning)}">{match[0]}</abbr>'
+
+    parts = (part[0] for part in _PLAIN.finditer(str(text)))
+    return Markup("".join(part if part[0] == "<" else _WORDS.sub(mark, part) for part in parts))
+
+
 _ENVIRONMENT.filters |= {"cell": _table_text, "code": _code, "element": element, "swatch": swatch}
-_ENVIRONMENT.globals |= {"colours": COLOURS, "rules": rules()}
+_ENVIRONMENT.filters |= {"explain": _explain}
+_ENVIRONMENT.globals |= {"colours": COLOURS, "rules": rules(), "fresh": set}
+SCRIPT = (files("streamrl.report") / "templates" / "report.js").read_text(encoding="utf-8")
+"""The script of the page."""
 
 
 def report_html(directories: Sequence[Path]) -> str:

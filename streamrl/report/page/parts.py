@@ -28,6 +28,8 @@ class PageTable:
     """Columns of numbers."""
     strong_row: int | None = None
     """The row of the chosen option."""
+    is_cards: bool = False
+    """Whether a small screen shows each row as a card."""
 
 
 @dataclass
@@ -42,18 +44,33 @@ class PageSection:
     notes: list[str] = field(default_factory=list)
     is_pair: bool = False
     """Whether its pictures are side by side if there is room."""
+    is_folded: bool = False
+    """Whether readers open it on request. Print shows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextStep:
+    """Something to do after reading the page, with the command for it if there is one."""
+
+    text: str
+    command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
     """The whole report."""
 
+    kind: str
+    """Such as "Plan" or "Executed run"."""
     title: str
     subtitle: str
     answer: str
     tiles: list[Tile]
+    steps: list[NextStep]
     sections: list[PageSection]
     terms: dict[str, str]
+    facts: list[tuple[str, str]]
+    """When and from what the page was made: a name and a value each."""
 
 
 def cells(*texts: str) -> list[PageCell]:
