@@ -7,6 +7,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.command_line import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUN = EXAMPLES / "h20-h800.toml"
+LOAD = partial(load_run, RUN)
 SMALL = ("algorithm.prompts_per_step=64", "simulate.max_steps=3", "workload.lengths.scale=0.1")
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 QUICK = [argument for key in SMALL for argument in ("--set", key)]
@@ -102,7 +104,7 @@ def axes(*texts: str) -> tuple[Axis, ...]:
 
 
 def test_the_grid_is_the_product_and_each_run_what_set_makes_of_it() -> None:
-    grid = make_grid(RUN, SMALL, axes("rollout.replicas=8,16", "sync.mode=full,lora,delta"))
+    grid = make_grid(LOAD, SMALL, axes("rollout.replicas=8,16", "sync.mode=full,lora,delta"))
     assert [cell.place for cell in grid.cells] == [(a, b) for a in (0, 1) for b in (0, 1, 2)]
     for cell in grid.cells:
         changes = [f"{key}={value}" for key, value in grid.values(cell.place).items()]
@@ -114,8 +116,8 @@ def test_an_impossible_combination_is_named_or_kept_apart_with_its_reason() -> N
     with pytest.raises(
         ValueError, match=r"--sweep rollout\.replicas=64, sync.mode=full: pool 'h20' has 32"
     ):
-        make_grid(RUN, SMALL, swept)
-    grid = make_grid(RUN, SMALL, swept, skips=True)
+        make_grid(LOAD, SMALL, swept)
+    grid = make_grid(LOAD, SMALL, swept, skips=True)
     assert [cell.place for cell in grid.cells] == [(0, 0), (0, 1)]
     assert [refused.place for refused in grid.refused] == [(1, 0), (1, 1)]
     assert all("has 32 GPUs" in refused.reason for refused in grid.refused)
@@ -127,7 +129,7 @@ def test_what_only_costs_and_memory_refuse_is_found_before_anything_is_simulated
     monkeypatch.setattr(
         "streamrl.sim.studies.sweep._measure", None
     )  # would be called by a simulation
-    grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
+    grid = make_grid(LOAD, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
     assert len(grid.cells) == 2
     with pytest.raises(ValueError, match=r"--sweep model.name=qwen2.5-72b: .*145.4 GB"):
         run_sweep(grid, 1)
@@ -148,18 +150,18 @@ def test_ctrl_c_leaves_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "streamrl.sim.studies.sweep.ProcessPoolExecutor", lambda: ThreadPoolExecutor(1)
     )
-    grid = make_grid(RUN, SMALL, axes("rollout.max_running=" + ",".join(map(str, range(1, 41)))))
+    grid = make_grid(LOAD, SMALL, axes("rollout.max_running=" + ",".join(map(str, range(1, 41)))))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(grid, 1, watch=interrupt)
     assert len(looked_at) < 10 < len(grid.cells)
 
 
 def test_skipping_leaves_out_what_memory_refuses_and_stops_where_nothing_is_left() -> None:
-    grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
+    grid = make_grid(LOAD, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
     kept, rows = run_sweep(grid, 1, skips=True)
     assert [row.place for row in rows] == [(0,)] == [cell.place for cell in kept.cells]
     assert "145.4 GB" in kept.refused[0].reason
-    grid = make_grid(RUN, SMALL, axes("rollout.replicas=64,128"), skips=True)
+    grid = make_grid(LOAD, SMALL, axes("rollout.replicas=64,128"), skips=True)
     with pytest.raises(
         ValueError, match=r"no combination can be simulated; rollout\.replicas=64: "
     ):
@@ -168,7 +170,7 @@ def test_skipping_leaves_out_what_memory_refuses_and_stops_where_nothing_is_left
 
 def test_an_error_of_the_run_file_itself_blames_no_combination() -> None:
     with pytest.raises(ValueError, match=r"^trainer\.pool 'nowhere'"):
-        make_grid(RUN, ["trainer.pool=nowhere"], axes("rollout.replicas=8,16"))
+        make_grid(LOAD, ["trainer.pool=nowhere"], axes("rollout.replicas=8,16"))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_an_error_of_the_run_file_itself_blames_no_combination() -> None:
 )
 def test_a_wrong_key_or_value_is_named(overrides: list[str], swept: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make_grid(RUN, overrides, axes(*swept))
+        make_grid(LOAD, overrides, axes(*swept))
 
 
 # What is simulated --------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ def test_a_wrong_key_or_value_is_named(overrides: list[str], swept: list[str], w
 
 def small_study(*texts: str, num_seeds: int = 2, skips: bool = False) -> StudyResult:
     study = Study(run_file=RUN, title="t", overrides=SMALL, axes=axes(*texts), num_seeds=num_seeds)
-    grid = make_grid(RUN, SMALL, study.axes, skips=skips)
+    grid = make_grid(LOAD, SMALL, study.axes, skips=skips)
     grid, rows = run_sweep(grid, num_seeds, skips=skips)
     return StudyResult(study, grid, rows)
 
@@ -334,13 +336,13 @@ def test_a_ready_made_study_checks_runs_shortened_and_finds_something(
     """Shortened: the first and last point of each axis, two small steps, one seed; all points are checked."""
     study = load_study(path)
     assert study.question.endswith("?")
-    assert len(make_grid(study.run_file, study.overrides, study.axes).cells) > 2
+    assert len(make_grid(partial(load_run, study.run_file), study.overrides, study.axes).cells) > 2
     ends = tuple(_ends(axis) for axis in study.axes)
     quick = (*study.overrides, "simulate.max_steps=2")
     swept = {key for axis in study.axes for key in axis.keys}
     if "algorithm.prompts_per_step" not in swept:
         quick = (*quick, "algorithm.prompts_per_step=64")
-    grid, rows = run_sweep(make_grid(study.run_file, quick, ends), 1)
+    grid, rows = run_sweep(make_grid(partial(load_run, study.run_file), quick, ends), 1)
     report = StudyResult(replace(study, axes=ends, num_seeds=1), grid, rows)
     write_study(report, tmp_path)
     for metric in study.metrics:

@@ -9,7 +9,13 @@ from pathlib import Path
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import print_json, stdout_console
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
-from streamrl.report.study_report import STUDY_CSV, StudyResult, describe, text_table, write_study
+from streamrl.report.study_report import (
+    STUDY_CSV,
+    StudyResult,
+    describe,
+    text_table,
+    write_study,
+)
 from streamrl.runfile.sweep import make_grid, parse_axis
 from streamrl.sim.studies.sweep import run_sweep
 
@@ -54,7 +60,7 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
     Raises:
         RuntimeError: some combinations do not finish; raised after all others are printed and written.
     """
-    report = simulate_study(study, skips=skips)
+    report = _simulate(study, skips=skips)
     figures = [] if output is None else write_study(report, output)
     if as_json:
         print_json(describe(report))
@@ -87,9 +93,9 @@ def _print(report: StudyResult, figures: list[Path], output: Path | None) -> Non
         console.print(f"\nwritten to {output}: {names}", highlight=False)
 
 
-def simulate_study(study: Study, *, skips: bool = False) -> StudyResult:
+def _simulate(study: Study, *, skips: bool) -> StudyResult:
     """Return a study's rows, with a progress bar on a terminal."""
-    grid = make_grid(study.run_file, study.overrides, study.axes, skips=skips)
+    grid = make_grid(study.load, study.overrides, study.axes, skips=skips)
     with make_progress() as progress:
         task = progress.add_task("study", total=len(grid.cells), facts="")
 

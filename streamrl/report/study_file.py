@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 
 from streamrl.report.study_table import Question, check_metrics
+from streamrl.runfile.config import Run
+from streamrl.runfile.files import change_run, load_run
 from streamrl.runfile.sweep import Axis, Scale, parse_axis
 
 NUM_SEEDS = 1  # its interval shows what more seeds would add
@@ -59,6 +61,8 @@ class Study:
     """A study to run."""
 
     run_file: Path
+    run: Run | None = None
+    """A run in memory, which replaces `run_file`; the path is then only its name."""
     title: str
     question: str = ""
     overrides: tuple[str, ...] = ()
@@ -82,6 +86,12 @@ class Study:
             raise ValueError(f"finding.tolerance must be in [0, 1), got {tolerance}")
         if self.finding.kind == "crossover" and len(self.axes) < 2:
             raise ValueError("finding.kind 'crossover' compares series, so it needs a second axis")
+
+    def load(self, overrides: list[str]) -> Run:
+        """Return its run with `key=value` changes."""
+        if self.run is not None:
+            return change_run(self.run, overrides)
+        return load_run(self.run_file, overrides)
 
 
 def is_study(path: Path) -> bool:

@@ -22,9 +22,10 @@ from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.field_checks import drop_unused, find_errors, find_unused
 from streamrl.runfile.frameworks import fill_in, settings_of
-from streamrl.runfile.keys import join_trainers, override, place_of, split_trainers
+from streamrl.runfile.keys import join_trainers, place_of, split_trainers
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.python_values import Changes, apply_changes, plain_table
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import in_full
@@ -37,7 +38,7 @@ UNITS: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
 
 def write_run(
     run: Run,
-    path: Path,
+    path: Path | str,
     notes: Iterable[str] = (),
     stated: Iterable[str] = (),
     base: Path = Path(),
@@ -52,6 +53,7 @@ def write_run(
         base: directory of the file that the run was read from; what was its default output is that of the
             written file.
     """
+    path = Path(path)
     if run.execute.output == os.path.normpath(base / ExecuteConfig().output):
         execute = msgspec.structs.replace(run.execute, output=ExecuteConfig().output)
         run = msgspec.structs.replace(run, execute=execute)
@@ -120,30 +122,39 @@ def _toml_value(value: Any) -> Any:
             return value
 
 
-def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
-    """Read the run file at `path` with `key=value` overrides applied.
+def load_run(source: Path | str | Mapping[str, Any], overrides: Changes = ()) -> Run:
+    """Read a run file, or a dict that has its tables, with changes applied.
+
+    Relative paths start at the directory of the file; those of a dict at the current directory.
+
+    Args:
+        source: the path of a run file, or its content as nested dicts.
+        overrides: `key=value` texts, or a dict of dotted keys and values.
 
     Raises:
         RunError: one line that names the key, its value and what would be right.
         ValueError: there is no such file, or it is not TOML.
     """
-    return make_run(read_table(Path(path), overrides), Path(path).parent)
+    if isinstance(source, Mapping):
+        table = plain_table(source)
+        apply_changes(table, overrides)
+        return make_run(table)
+    return make_run(read_table(Path(source), overrides), Path(source).parent)
 
 
-def change_run(run: Run, overrides: Iterable[str]) -> Run:
-    """Return a run with `key=value` overrides applied, as if its file had them; see `load_run` for the errors.
+def change_run(run: Run, overrides: Changes) -> Run:
+    """Return a run with changes applied, as if its file had them; see `load_run` for changes and errors.
 
     What it has that nothing reads, as older versions took it, is left out.
     """
     table = run_table(run)
     drop_unused(table)
-    for change in overrides:
-        override(table, change)
+    apply_changes(table, overrides)
     return make_run(table)
 
 
-def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Read the run file at `path` as TOML gives it, with overrides applied; see `load_run` for the errors."""
+def read_table(path: Path, overrides: Changes = ()) -> dict[str, Any]:
+    """Read the run file at `path` as TOML gives it, with changes applied; see `load_run` for the errors."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -152,8 +163,7 @@ def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, text, huge numbers or deep nesting
         raise ValueError(f"{path}: not a TOML file: {error}") from None
-    for change in overrides:
-        override(table, change)
+    apply_changes(table, overrides)
     return table
 
 

@@ -102,22 +102,33 @@ def override(table: dict[str, Any], change: str) -> None:
     """
     name, separator, text = change.partition("=")
     key = name.strip()
-    try:
-        *parents, last = full_key(table, split_key(key))
-    except ValueError:
-        separator = ""
-    if not separator:
+    if not separator or not _is_key(key):
         raise RunError(key, change, text=f"--set {shown(change)} must read key=value")
+    set_value(table, key, read_value(text.strip()))
+
+
+def set_value(table: dict[str, Any], key: str, value: object) -> None:
+    """Set one dotted key to a value as TOML has it. None removes the key; see `override`."""
+    *parents, last = full_key(table, split_key(key))
     place: Any = table
     path = ""
     for part in parents:
         path = join_key(path, part)
         place = _enter(place, part, path)
     if isinstance(place, list):
-        place[_index(place, last, key)] = read_value(text.strip())
+        place[_index(place, last, key)] = value
+    elif value is None:
+        place.pop(last, None)
     else:
-        place[last] = read_value(text.strip())
+        place[last] = value
         place.pop(INSTEAD.get((*parents, last)), None)
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return bool(split_key(text))
+    except ValueError:
+        return False
 
 
 def _enter(place: Any, part: str, path: str) -> Any:

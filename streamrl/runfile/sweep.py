@@ -6,15 +6,15 @@ change side by side share an axis, and have equally many values: `rollout.replic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import isfinite
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.files import load_run
+from streamrl.runfile.errors import shown
+from streamrl.runfile.python_values import value_text
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
@@ -149,12 +149,56 @@ def parse_axis(
     return axis
 
 
+Values: TypeAlias = Mapping[str | tuple[str, ...], Iterable[object]]
+"""Values of a key to sweep; of several keys that change side by side, a value of each."""
+
+
+def axes_of(values: Values) -> tuple[Axis, ...]:
+    """Return an axis for each key and its values, or for keys that change side by side.
+
+    Raises:
+        ValueError: values are missing, come twice, or cannot be in a run file.
+    """
+    if not values:
+        raise ValueError("sweep: no key is given; write {'rollout.replicas': [8, 16]}")
+    return tuple(_axis_of(key, points) for key, points in values.items())
+
+
+def _axis_of(key: str | tuple[str, ...], points: Iterable[object]) -> Axis:
+    keys = (key,) if isinstance(key, str) else tuple(key)
+    name = ", ".join(keys)
+    if isinstance(points, str | Mapping) or not isinstance(points, Iterable):
+        raise ValueError(f"sweep {name}: {shown(points)} must be a list of values")
+    found = tuple(_point_of(keys, each) for each in points)
+    if not found:
+        raise ValueError(f"sweep {name}: the list is empty; name the values to simulate")
+    axis = Axis(keys, found)
+    _check_points(axis)
+    return axis
+
+
+def _point_of(keys: tuple[str, ...], point: object) -> tuple[str, ...]:
+    values = (point,) if len(keys) == 1 else point
+    if not isinstance(values, tuple | list) or len(values) != len(keys):
+        text = f"must have a value of each of {len(keys)} keys"
+        raise ValueError(f"sweep {', '.join(keys)}: {shown(point)} {text}")
+    return tuple(value_text(value, key) for key, value in zip(keys, values, strict=True))
+
+
 def make_grid(
-    run_file: Path, overrides: Iterable[str], axes: Sequence[Axis], *, skips: bool = False
+    load: Callable[[list[str]], Run],
+    overrides: Iterable[str],
+    axes: Sequence[Axis],
+    *,
+    skips: bool = False,
 ) -> Grid:
     """Make and check the run of every combination, before any is simulated.
 
-    With `skips` those that are no valid run are kept apart, with the reason.
+    Args:
+        load: makes the run with `key=value` changes, such as `partial(load_run, run_file)`.
+        overrides: changes of every combination.
+        axes: what varies.
+        skips: whether those that are no valid run are kept apart, with the reason.
 
     Raises:
         ValueError: a key is swept twice, or the first combination that is no valid run, by its values.
@@ -164,15 +208,12 @@ def make_grid(
     grid = Grid(tuple(axes))
     for place in product(*(range(len(axis.points)) for axis in axes)):
         try:
-            grid.cells.append(
-                GridCell(place, load_run(run_file, [*overrides, *_named(axes, place)]))
-            )
+            grid.cells.append(GridCell(place, load([*overrides, *_named(axes, place)])))
         except ValueError as error:
             grid.refused.append(RejectedCell(place, str(error)))
             if not skips:
-                raise ValueError(
-                    _blame(run_file, overrides, grid.name(place), str(error))
-                ) from None
+                reason = _blame(load, overrides, grid.name(place), str(error))
+                raise ValueError(reason) from None
     return grid
 
 
@@ -205,10 +246,12 @@ def _numbers(text: str) -> list[float]:
     return []
 
 
-def _blame(run_file: Path, overrides: Sequence[str], name: str, reason: str) -> str:
+def _blame(
+    load: Callable[[list[str]], Run], overrides: Sequence[str], name: str, reason: str
+) -> str:
     """Name the combination, unless the run file is as wrong without it."""
     try:
-        load_run(run_file, overrides)
+        load([*overrides])
     except ValueError as error:
         if str(error) == reason:
             return reason
