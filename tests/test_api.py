@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from streamrl import api
+from tests.command_line import streamrl
 
 ROOT = Path(__file__).parent.parent
 RUN_FILE = ROOT / "examples" / "h20-h800.toml"
 SMALL = ["algorithm.prompts_per_step=8", "algorithm.steps=2"]
+QUICK = ["simulate.max_steps=2", "workload.lengths.scale=0.05"]
 IMPORTED = """
 import sys
 from streamrl import api
@@ -71,3 +74,53 @@ def test_the_api_goes_from_a_run_file_to_its_figures_and_a_report(tmp_path: Path
     assert api.measure(api.read_trace(tmp_path / "trace.jsonl")) == api.measure(trace)
     page = api.report([tmp_path])
     assert page.startswith("<!doctype html>") and tmp_path.name in page
+
+
+def test_a_sweep_has_the_rows_of_the_command() -> None:
+    quick = [*SMALL, *QUICK]
+    told: list[tuple[str, int, int]] = []
+    found = api.sweep(
+        RUN_FILE,
+        {"policies.system": ["stream-sync", "stream-async"], "rollout.replicas": [8, 64]},
+        changes=quick,
+        skip_infeasible=True,
+        watch=lambda *what: told.append(what),
+    )
+    done = streamrl(
+        *("simulate", RUN_FILE, *(text for key in quick for text in ("--set", key)), "--json"),
+        *("--sweep", "policies.system=stream-sync,stream-async"),
+        *("--sweep", "rollout.replicas=8,64", "--skip-infeasible"),
+    )
+    rows = json.loads(done.stdout)["rows"]
+    frame = found.to_frame()
+    assert list(frame["step_time"]) == [row["metrics"]["step_time"]["median"] for row in rows]
+    assert list(frame["policies.system"]) == ["stream-sync", "stream-async"]
+    assert list(frame["rollout.replicas"]) == [8, 8] and frame["step_time"].min() > 0
+    assert told[-1] == ("simulating", 2, 2)
+    assert "stream-async" in repr(found) and "\n" not in repr(found)
+    assert "<td" in found._repr_html_() and "rollout.replicas=64: " in found._repr_html_()
+
+
+def test_a_wrong_sweep_names_the_combination_and_no_option() -> None:
+    run = api.load_run(RUN_FILE, SMALL)
+    with pytest.raises(ValueError, match=r"^sweep rollout.replicas=99: .* 32 GPUs"):
+        api.sweep(run, {"rollout.replicas": [8, 99]})
+
+
+def test_a_trace_and_its_timeline_are_frames() -> None:
+    trace = api.simulate(api.load_run(RUN_FILE, [*SMALL, *QUICK]))
+    events = trace.to_frame()
+    assert len(events) == len(trace.entries) and events["event"].iloc[0] == "RunStarted"
+    assert events["time"].is_monotonic_increasing
+    timeline = api.read_timeline(trace)
+    spans = timeline.to_frame()
+    assert {"replica 0", "trainer 0", "link"} <= set(spans["resource"])
+    assert spans["end"].max() <= timeline.end and (spans["seconds"] >= 0).all()
+    for shown in (trace, trace.run, timeline):
+        assert "\n" not in repr(shown) and len(repr(shown)) < 200
+        assert shown._repr_html_().startswith("<div>")
+
+
+def test_a_notebook_shows_texts_and_runs_no_html_of_theirs() -> None:
+    run = api.load_run(RUN_FILE, {"model.name": None, "model.path": "<script>alert(1)</script>"})
+    assert "<script>" not in run._repr_html_() and "&lt;script&gt;" in run._repr_html_()

@@ -14,7 +14,7 @@ from math import ceil
 from mmap import ACCESS_READ, mmap
 from os import SEEK_END, strerror
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import msgspec
 
@@ -26,6 +26,11 @@ from streamrl.runfile.choices import ChoiceError
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import dispatch_named
 from streamrl.runfile.files import decode_run, encode_run, with_secondary_trainer
+from streamrl.runfile.formatting import format_duration
+from streamrl.runfile.notebook import frame_of, html_table
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # batches kept one by one up to here, because small matrix products take uneven seconds
 EVERY_BATCH = 32
@@ -313,6 +318,37 @@ class Trace:
         if file is not None:
             file.write(self._encode_header())
 
+    def __repr__(self) -> str:
+        return f"<Trace of a {self.world} run: {self._length()}; {self.run.model.name or self.run.model.path}>"
+
+    def _length(self) -> str:
+        text = f"{len(self.entries):,} events"
+        if isinstance(self.entries, list) and self.entries:  # a file would be read to its end
+            text += f" in {format_duration(self.entries[-1].time)}"
+        return text
+
+    def _repr_html_(self) -> str:
+        """Return the length of the run and its main values as a table for a notebook."""
+        rows = [("length", self._length()), *self.run.summary()]
+        note = "measure(trace) computes time and cost; trace.to_frame() lists the events"
+        return html_table(f"Trace of a {self.world} run", rows, notes=[note])
+
+    def to_frame(self) -> DataFrame:
+        """Return a row for each event: its time, its name, the commands that answered it, and its values."""
+        return frame_of(
+            (
+                {
+                    "time": entry.time,
+                    "event": type(entry.event).__name__,
+                    "commands": [type(command).__name__ for command in entry.commands],
+                    **msgspec.structs.asdict(entry.event),
+                }
+                for block in self.blocks()
+                for entry in block
+            ),
+            ("time", "event", "commands"),
+        )
+
     @property
     def joined(self) -> range:
         """Numbers of the trainers that joined after the run began."""
@@ -360,12 +396,13 @@ class Trace:
 _ENCODER = msgspec.json.Encoder()
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path | str) -> Trace:
     """Read a trace file. A last line that a crash cut short is left out; entries of a large file stay on disk.
 
     Raises:
         ValueError: a line cannot be read; the message names file and line.
     """
+    path = Path(path)
     try:
         with path.open("rb") as file:
             header = _read_header(path, file.readline().rstrip(b"\n"))

@@ -6,9 +6,9 @@ Figures draw these spans, and `attribution.py` adds them up.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -40,6 +40,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import TrainerCommand
+from streamrl.runfile.formatting import format_duration
+from streamrl.runfile.notebook import frame_of, html_table
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 TRAINER_WORK: dict[type, str] = {
     StartTrainer: "start-up",
@@ -84,6 +89,41 @@ class Timeline(NamedTuple):
     kinds: dict[int, int]
     """By replica: its kind, if it is not the first kind."""
     end: float
+
+    def __repr__(self) -> str:
+        counts = {"replica": len(self.replicas), "trainer": len(self.trainers)}
+        sides = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
+        return f"<Timeline of {' and '.join(sides)}: {format_duration(self.end)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the seconds of each activity, added up over resources, as a table for a notebook."""
+        seconds: dict[tuple[str, str], float] = defaultdict(float)
+        for resource, span in self._spans():
+            seconds[resource.split(" ")[0], span.activity] += span.end - span.start
+        rows = [(*what, format_duration(spent)) for what, spent in seconds.items()]
+        return html_table(repr(self).strip("<>"), rows, ("resource", "activity", "time of all"))
+
+    def to_frame(self) -> DataFrame:
+        """Return a row for each span: its resource, its activity, start, end and duration in seconds."""
+        return frame_of(
+            (
+                {
+                    "resource": resource,
+                    **span._asdict(),
+                    "seconds": span.end - span.start,
+                }
+                for resource, span in self._spans()
+            ),
+            ("resource", *Span._fields, "seconds"),
+        )
+
+    def _spans(self) -> Iterator[tuple[str, Span]]:
+        """Yield the spans that do not overlap others of their resource."""
+        for kind, by_number in (("replica", self.replicas), ("trainer", self.trainers)):
+            for number, spans in by_number.items():
+                yield from ((f"{kind} {number}", span) for span in spans)
+        yield from (("link", span) for span in self.link)
+        yield from (("verifier", span) for span in self.verifier)
 
     def starts(self) -> dict[int, float]:
         """Return the instant at which each replica began to start."""

@@ -1,12 +1,12 @@
-"""Write a study as study.csv, study.json, figures and a table, and read study.json back."""
+"""Show a study, write it as study.csv, study.json, figures and a table, and read study.json back."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from msgspec.structs import asdict
@@ -15,8 +15,13 @@ from rich.table import Table as TextTable
 from streamrl.report.figures import study_figure
 from streamrl.report.study_file import Study
 from streamrl.report.study_table import MetricTable, Spread, find, label_of, make_table, name_of
+from streamrl.runfile.keys import read_value
+from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.sweep import Axis, Grid
 from streamrl.sim.studies.results import StudyRow
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 STUDY_CSV = "study.csv"
 STUDY_JSON = "study.json"
@@ -24,13 +29,45 @@ STUDY_JSON = "study.json"
 Json: TypeAlias = dict[str, object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StudyResult:
     """A study and its results."""
 
     study: Study
     grid: Grid
     rows: Sequence[StudyRow]
+
+    def __repr__(self) -> str:
+        table = self.table(self.study.metrics[0])
+        values = {place: spread.median for place, spread in table.spreads.items()}
+        best = table.best(values.values())
+        place = next(each for each, value in values.items() if value == best)
+        what = f"{table.word} {table.name} {table.format(best)} with {self.grid.name(place)}"
+        return f"<Study of {len(self.grid.cells)} combinations: {what}>"
+
+    def _repr_html_(self) -> str:
+        """Return the table of `streamrl simulate --sweep` for a notebook."""
+        left_out = (*self.grid.refused, *self.grid.unfinished)
+        notes = [
+            *dict.fromkeys(s for metric in self.study.metrics for s in self.sentences(metric)),
+            self.note,
+            *self.doubts,
+            *(f"left out: {self.grid.name(each.place)}: {each.reason}" for each in left_out),
+        ]
+        head, *rows = table_rows(self)
+        return html_table(self.study.title, rows, head, notes)
+
+    def to_frame(self) -> DataFrame:
+        """Return the rows of study.csv: swept keys, seed and all figures of each simulation."""
+        return frame_of(
+            {
+                **{key: read_value(text) for key, text in self.grid.values(row.place).items()},
+                "seed": row.seed,
+                **row.figures,
+                "note": row.note,
+            }
+            for row in self.rows
+        )
 
     def table(self, metric: str) -> MetricTable:
         """Return one metric over the grid."""
@@ -144,16 +181,22 @@ def write_rows(report: StudyResult, path: Path) -> None:
 def text_table(report: StudyResult) -> TextTable:
     """Lay out the median of every metric, a line for each combination."""
     text = TextTable(box=None, pad_edge=False)
-    for axis in report.grid.axes:
-        text.add_column(axis.title)
-    tables = [report.table(metric) for metric in report.study.metrics]
-    for table in tables:
-        text.add_column(name_of(table.metric), justify="right")
-    for cell in report.grid.cells:
-        labels = [a.point_labels[at] for a, at in zip(report.grid.axes, cell.place, strict=True)]
-        values = [table.format_spread(table.spreads[cell.place]) for table in tables]
-        text.add_row(*labels, *values)
+    (head, *rows), num_axes = table_rows(report), len(report.grid.axes)
+    for place, name in enumerate(head):
+        text.add_column(name, justify="left" if place < num_axes else "right")
+    for row in rows:
+        text.add_row(*row)
     return text
+
+
+def table_rows(report: StudyResult) -> Iterator[list[str]]:
+    """Yield the heads of a table of all combinations, then its rows."""
+    tables = [report.table(metric) for metric in report.study.metrics]
+    axes = report.grid.axes
+    yield [*(axis.title for axis in axes), *(name_of(table.metric) for table in tables)]
+    for cell in report.grid.cells:
+        labels = [a.point_labels[at] for a, at in zip(axes, cell.place, strict=True)]
+        yield [*labels, *(table.format_spread(table.spreads[cell.place]) for table in tables)]
 
 
 STUDY_CSV, STUDY_JSON = "study.csv", "study.json"

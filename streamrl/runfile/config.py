@@ -9,6 +9,7 @@ where anything is wrong. Paths in a run file are relative to the file.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal
 
@@ -17,6 +18,7 @@ import msgspec
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
+from streamrl.runfile.notebook import html_table
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
@@ -143,6 +145,28 @@ class Run(Section, frozen=True, kw_only=True):
     framework: FrameworkConfig = FrameworkConfig()
     followers: tuple[SecondaryTrainerConfig, ...] = ()
     """What a run file writes as the second `[[trainer]]` and those after it."""
+
+    def __repr__(self) -> str:
+        return f"<Run: {', '.join(text for _, text in self.summary())}>"
+
+    def _repr_html_(self) -> str:
+        """Return the main values as a table for a notebook."""
+        return html_table("Run", self.summary())
+
+    def summary(self) -> Iterator[tuple[str, str]]:
+        """Yield the main values, each with its name: model, work, GPUs and system."""
+        algorithm = self.algorithm
+        generate = [f"{kind.num_gpus} {self._gpu_of(kind.pool)}" for kind in self.rollout.kinds]
+        train = [f"{each.num_gpus} {self._gpu_of(each.pool)}" for each in self.trainers]
+        yield "model", self.model.name or self.model.path or ""
+        yield "algorithm", f"{algorithm.name} with {algorithm.steps:,} steps"
+        yield "rollouts", f"{algorithm.prompts_per_step:,} x {algorithm.group_size} rollouts a step"
+        yield "generation", f"{' and '.join(generate)} generate"
+        yield "training", f"{' and '.join(train)} train"
+        yield "system", self.policies.system
+
+    def _gpu_of(self, pool: str) -> str:
+        return self.cluster.pools[pool].gpu if pool in self.cluster.pools else pool
 
     @property
     def has_steady_state(self) -> bool:

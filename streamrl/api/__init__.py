@@ -10,10 +10,12 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from streamrl.engine.trace import read_trace
+    from streamrl.api.studies import sweep
+    from streamrl.engine.trace import Trace, read_trace
     from streamrl.executor.subscribers.stream_client import read_stream
     from streamrl.hardware.profiles import load_model
-    from streamrl.record.metrics import measure
+    from streamrl.record.metrics import Metrics, measure
+    from streamrl.record.timeline import read_timeline
     from streamrl.report.against_report import against_report
     from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
     from streamrl.report.figures import bubble_figure, timeline_figure
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from streamrl.report.profile_report import comparison_table as generation_comparison
     from streamrl.report.profile_report import generation_figure, generation_notes, share_figure
     from streamrl.report.run_tables import metrics_table
-    from streamrl.runfile.files import load_run
+    from streamrl.report.study_report import write_study
+    from streamrl.runfile.config import Run
+    from streamrl.runfile.files import change_run, load_run, write_run
+    from streamrl.sim.planner.plan import Plan, read_plan, write_plan
     from streamrl.sim.planner.planner import make_plan as plan
     from streamrl.sim.steady_state import simulate_steady as simulate
     from streamrl.sim.studies.comparison import compare_runs
@@ -34,17 +39,28 @@ if TYPE_CHECKING:
     from streamrl.sim.studies.rerun import rerun
 
 PLACES = {
+    "Run": "streamrl.runfile.config:Run",
     "load_run": "streamrl.runfile.files:load_run",
+    "change_run": "streamrl.runfile.files:change_run",
+    "write_run": "streamrl.runfile.files:write_run",
     "load_model": "streamrl.hardware.profiles:load_model",
+    "Plan": "streamrl.sim.planner.plan:Plan",
     "plan": "streamrl.sim.planner.planner:make_plan",
+    "read_plan": "streamrl.sim.planner.plan:read_plan",
+    "write_plan": "streamrl.sim.planner.plan:write_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
     "simulate": "streamrl.sim.steady_state:simulate_steady",
+    "sweep": "streamrl.api.studies:sweep",
+    "write_study": "streamrl.report.study_report:write_study",
     "compare_runs": "streamrl.sim.studies.comparison:compare_runs",
     "against_report": "streamrl.report.against_report:against_report",
     "rerun": "streamrl.sim.studies.rerun:rerun",
     "read_stream": "streamrl.executor.subscribers.stream_client:read_stream",
+    "Trace": "streamrl.engine.trace:Trace",
     "read_trace": "streamrl.engine.trace:read_trace",
+    "read_timeline": "streamrl.record.timeline:read_timeline",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
+    "Metrics": "streamrl.record.metrics:Metrics",
     "measure": "streamrl.record.metrics:measure",
     "metrics_table": "streamrl.report.run_tables:metrics_table",
     "read_bubbles": "streamrl.report.bubbles:read_bubbles",
@@ -63,10 +79,15 @@ PLACES = {
 """Where each name is, as module:name."""
 
 __all__ = [
+    "Metrics",
+    "Plan",
+    "Run",
+    "Trace",
     "against_report",
     "bubble_figure",
     "bubble_notes",
     "bubble_table",
+    "change_run",
     "compare_runs",
     "generation_comparison",
     "generation_figure",
@@ -79,15 +100,21 @@ __all__ = [
     "plan",
     "plan_report",
     "read_bubbles",
+    "read_plan",
     "read_stream",
+    "read_timeline",
     "read_trace",
     "report",
     "rerun",
     "share_figure",
     "simulate",
     "study_generation",
+    "sweep",
     "timeline_figure",
     "training_mfu",
+    "write_plan",
+    "write_run",
+    "write_study",
 ]
 
 if not TYPE_CHECKING:  # which knows the names from above, and that there are no others
