@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.runfile.cluster_config import PoolConfig
-from streamrl.sim.planner.bottleneck import find_binding, find_gains
+from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.sim.planner.bottleneck import besides_arithmetic, find_binding, find_gains
 from streamrl.sim.planner.layouts import sizes
 from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.plan_description import PlanDescription, settings_of
@@ -99,9 +100,7 @@ def test_a_cap_is_named_as_what_binds_only_where_raising_it_shortens_a_step() ->
     for stage in ("generation", "training"):
         saved = {"generation": 0.01, "training": 0.01, "max_running": 0.0, stage: 0.08}
         binding = find_binding(search.estimates, chosen, speed, saved)
-        assert binding.stage == stage and f"{stage} 8.0%" in binding.text.replace(
-            "saves ", ""
-        ).replace(" of it", "")
+        assert binding.stage == stage and f"faster {stage} saves 8.0%" in binding.text
 
 
 def test_what_raising_the_bound_on_staleness_saves_is_told_before_the_longest_rollout() -> None:
@@ -113,7 +112,7 @@ def test_what_raising_the_bound_on_staleness_saves_is_told_before_the_longest_ro
         longest[system] = max(longest[system], search.estimates.least(index).longest)
         saved = {"generation": 0.1, "training": 0.0, "max_staleness": 0.2}
         binding = find_binding(search.estimates, index, search.speeds[index], saved)
-        bound = "policies.max_staleness 1, of 64 rollouts at once"
+        bound = "policies.max_staleness 1, which allows 64 rollouts at once"
         assert system != "stream-async" or binding.resource.startswith(bound), binding
     assert longest["stream-async"] <= longest["stream-sync"]
 
@@ -196,3 +195,12 @@ def test_the_chosen_trainer_stays_in_a_what_if_even_where_others_are_faster() ->
 def test_the_unit_of_a_pool_comes_before_that_of_the_plan() -> None:
     assert sizes(PoolConfig(gpu="h100", nodes=2, unit=4), 8) == [4, 8, 12, 16]
     assert sizes(PoolConfig(gpu="h100", nodes=2), 8) == [8, 16]
+
+
+def test_a_trainer_of_one_gpu_waits_for_no_other() -> None:
+    alone = TrainerConfig(pool="h800")
+    assert besides_arithmetic(alone) == "memory traffic of its GPU"
+    several = TrainerConfig(pool="h800", data_parallel=2, offload=True)
+    assert (
+        besides_arithmetic(several) == "offload to host memory and communication between its GPUs"
+    )

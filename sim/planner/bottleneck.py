@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from streamrl.hardware.resolved import resolve
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
+from streamrl.runfile.formatting import format_duration, listing
+from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.planner.estimates import Estimates
 from streamrl.sim.planner.layouts import Replicas
 from streamrl.sim.planner.plan import Binding
@@ -22,6 +24,9 @@ from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_o
 from streamrl.workload.replica_batch import replica_batch, rollouts_under_way
 
 RelaxedLimit = Literal["generation", "training", "max_running", "max_staleness"]
+STAGES: tuple[Literal["generation", "training"], ...] = ("generation", "training")
+SHOWN = 0.005
+"""Share of the longest stage below which a stage is not mentioned."""
 FASTER = 1.1
 """Factor by which a stage is made faster."""
 NEAR = 0.7
@@ -141,26 +146,32 @@ def find_binding(
         "sync": lambda: _of_sync(estimates.space.candidate(index)),
     }
     resource = resources[stage]()
-    overlap = "beside" if estimates.space.system(index).staleness_bound else "before"
+    overlap = bool(estimates.space.system(index).staleness_bound)
+    alone = _alone_text(seconds, speed.step_time, overlap=overlap)
     return Binding(
         stage=stage,
         resource=resource,
         seconds={**seconds, "step": speed.step_time},
-        text=(
-            f"{stage} binds, by {resource}: generation {seconds['generation']:.1f} s {overlap} training "
-            f"{seconds['training']:.1f} s, sync {seconds['sync']:.1f} s, a step {speed.step_time:.1f} s{_told(gains)}"
-        ),
+        text=f"{stage} is the bottleneck: {resource}; {alone}{_gains_text(gains)}",
     )
 
 
-def _told(gains: Mapping[RelaxedLimit, float]) -> str:
-    """Return the effect of faster stages as text, if both stages were made faster."""
+def _alone_text(seconds: Mapping[str, float], step_time: float, *, overlap: bool) -> str:
+    """Return what each stage would take alone, and the step that they make together."""
+    least = SHOWN * max(seconds.values())
+    parts = [f"{stage} {format_duration(each)}" for stage, each in seconds.items() if each >= least]
+    how = "side by side" if overlap else "in turn"
+    return f"alone {listing(parts)}, {how} a step of {format_duration(step_time)}"
+
+
+def _gains_text(gains: Mapping[RelaxedLimit, float]) -> str:
+    """Return the effect of faster stages, if both stages were made faster."""
     if "generation" not in gains or "training" not in gains:
         return ""
-    return (
-        f"; {FASTER - 1:.0%} faster generation saves {max(0.0, gains['generation']):.1%} of it, "
-        f"training {max(0.0, gains['training']):.1%}"
-    )
+    saved = [
+        f"{FASTER - 1:.0%} faster {stage} saves {max(0.0, gains[stage]):.1%}" for stage in STAGES
+    ]
+    return f"; {' of a step, '.join(saved)}"
 
 
 def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit, float]) -> str:
@@ -180,23 +191,35 @@ def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit
     if gains.get("max_staleness", 0.0) >= SAVES and not is_of_memory:
         bound = estimates.space.system(index).staleness_bound
         return (
-            f"policies.max_staleness {bound:g}, of {rollouts_under_way(run.policies, run.algorithm):,} rollouts at once, "
-            "and GPU memory bandwidth"
+            f"policies.max_staleness {bound:g}, which allows "
+            f"{rollouts_under_way(run.policies, run.algorithm):,} rollouts at once, and GPU memory bandwidth"
         )
     least = estimates.least(index)
     if least.longest >= least.work:
         return "the longest rollout, token by token"
     if is_of_memory:
-        return f"GPU memory for KV cache, of {batch.held:.0f} rollouts a replica"
+        return f"GPU memory for KV cache, room for {batch.held:.0f} rollouts a replica"
     return "GPU memory bandwidth"
 
 
 def _of_training(estimates: Estimates, index: int) -> str:
-    """Return whether arithmetic limits the trainer, or waiting for bubbles, host memory and other ranks."""
+    """Return whether arithmetic limits the trainer, or else what it also does."""
     least, whole = estimates.training_parts(index)
     if least >= ARITHMETIC * whole:
         return "FLOP/s of the trainer's GPUs"
-    return "what its ranks wait for: offloading, pipeline bubbles, collectives of the optimizer"
+    trainer = estimates.space.candidate(index).apply(estimates.space.run).trainer
+    return f"{besides_arithmetic(trainer)}, more than FLOP/s"
+
+
+def besides_arithmetic(trainer: TrainerConfig) -> str:
+    """Return what takes a trainer time besides arithmetic."""
+    waits = [
+        ("offload to host memory", trainer.offload),
+        ("pipeline bubbles", trainer.pipeline_parallel > 1),
+        ("communication between its GPUs", trainer.num_gpus > 1),
+    ]
+    names = [name for name, is_there in waits if is_there]
+    return listing(names or ["memory traffic of its GPU"])
 
 
 def _of_sync(candidate: Candidate) -> str:
