@@ -466,9 +466,17 @@ def test_what_a_plan_has_beyond_plain_layouts_is_an_option_or_said_to_be_none(
         "trainer.dtype": "fp8",
         "cluster.pools.near.nodes": 2,
     }
-    found = find_arguments(small_run(changes), name)
+    staged = {*changes} if name != "openrlhf" else {*changes} - {"rollout.pipeline_parallel"}
+    found = find_arguments(small_run({key: changes[key] for key in staged}), name)
     keys = {argument.key for argument in found.arguments} | {each.key for each in found.untold}
     assert keys >= {
-        *("rollout.pipeline_parallel", "rollout.dtype", "rollout.kv_dtype", "trainer.dtype"),
+        *("rollout.dtype", "rollout.kv_dtype", "trainer.dtype"),
         *("rollout.speculative.tokens", "trainer.context_parallel"),
+        *(staged & {"rollout.pipeline_parallel"}),
     }
+
+
+def test_stages_of_replicas_that_a_framework_has_no_option_for_are_refused() -> None:
+    run = small_run({"rollout.pipeline_parallel": 2, "policies.system": "disaggregated"})
+    with pytest.raises(RunError, match=r"rollout\.pipeline_parallel is 2, and openrlhf has no"):
+        find_arguments(run, "openrlhf")

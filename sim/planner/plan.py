@@ -11,6 +11,7 @@ from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.simulation_config import FrameworkName
+from streamrl.targets.verdicts import Verdict
 
 PLAN_JSON = "plan.json"
 PLAN_TOML = "plan.toml"
@@ -261,6 +262,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     uncertainty: Uncertainty | None = None
     """Possible error of its simulated seconds."""
     framework: PlannedFramework | None = None
+    carried_by: list[Verdict] = []
+    """What can run the plan, and the first rule of each other target that it breaks. Empty if an earlier
+    version wrote the plan.
+    """
     drafts: str = ""
     """Assumptions about speculative decoding and their source; empty if plans could not choose it.
     """

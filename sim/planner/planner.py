@@ -35,6 +35,7 @@ from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import Verdict, judge
 from streamrl.sim.planner.trial import open_trial
+from streamrl.targets.verdicts import TARGETS, verdict_of
 
 MOST_RETURNS = 3
 """Most times that finalists are compared again because a what-if suggests other plans."""
@@ -153,6 +154,7 @@ def _plan(
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,
         framework=_of_framework(planned, scope),
+        carried_by=[verdict_of(planned, name) for name in TARGETS],
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
     return Planned(planned, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -42,12 +42,14 @@ from streamrl.cli.shared import (
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import ExportName, export_name
 from streamrl.record.run_directory import keep_inputs
+from streamrl.report.next_steps import next_lines, verdict_lines
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
+from streamrl.targets.verdicts import Verdict
 
 
 def plan(
@@ -95,7 +97,7 @@ def plan(
 
     The pools of the run file are your offer; `nodes` is the most that you may rent. Its section `plan` says what to
     search, what to minimize, and the limits (`budget`, `deadline`). plan.toml holds the chosen plan, for `simulate`
-    and `execute`. A line says so if `execute` does not support it.
+    and `execute`. The last lines say what can run it, and by which command.
 
     Without a run file, --model and --gpus are enough. A first answer then comes within seconds.
 
@@ -127,9 +129,7 @@ def plan(
         source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
         _write(planned, output, source, run_file.parent if run_file else Path())
     if not as_json:
-        from streamrl.targets.execute_limits import refusal_of
-
-        _print_next(output, refusal_of(planned.run))
+        _print_next(output, planned.plan.carried_by)
     if other is not None and output is not None:
         _export(planned.run, other, output, as_json=as_json)
 
@@ -151,15 +151,20 @@ def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
     write_run(planned.run, output / PLAN_TOML, notes, settings, base)
 
 
-def _print_next(output: Path | None, limit: str) -> None:
-    """Say where the plan is, and by what `execute` cannot carry it out."""
+def _print_next(output: Path | None, verdicts: Sequence[Verdict]) -> None:
+    """Say where the plan is, what can run it, and the commands that do so."""
+    lines = ["nothing was written: -o DIR writes the plan", *verdict_lines(verdicts)]
+    if output is not None:
+        plan_file = output / PLAN_TOML
+        lines = [
+            f"written to {plan_file}",
+            *verdict_lines(verdicts),
+            *next_lines(verdicts, plan_file),
+        ]
     console = Console(highlight=False)
-    if output is None:
-        console.print("\nnothing was written: -o DIR writes the plan", markup=False)
-    else:
-        console.print(f"\nwritten to {output / PLAN_TOML}", markup=False, soft_wrap=True)
-    if limit:
-        console.print(f"execute does not carry it out as it is: {limit}", markup=False)
+    console.print()
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:

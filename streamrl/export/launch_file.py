@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
-from streamrl.export.layout_rules import check_stages, layout_of
+from streamrl.export.layout_rules import check_replica_degrees, check_stages, layout_of
 from streamrl.export.option_table import (
     ExportName,
     LaunchOption,
@@ -69,6 +69,7 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
     arguments = list(_arguments(table, values, facts))
     known = {arg.option.of for arg in arguments}
     known |= {name for arg in arguments for name in arg.option.covers}
+    check_replica_degrees(run.rollout, known, framework.name)
     notes = [note.text for note in table.notes if _holds(note.when, facts)]
     return Launchable(
         framework,

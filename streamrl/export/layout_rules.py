@@ -1,12 +1,15 @@
-"""Trainer layouts for which no script is written: the framework would not start, or would split the model differently."""
+"""Layouts for which no script is written: the framework would not start, or would split the model differently."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.parallelism import end_stage_layers
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import Framework, Layout
-from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.runfile.gpu_pools import MORE_RANKS
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 
 def layout_of(framework: Framework, trainer: TrainerConfig) -> Layout:
@@ -30,6 +33,24 @@ def layout_of(framework: Framework, trainer: TrainerConfig) -> Layout:
         f'Set framework.name = "{framework.name}" and plan again: the search then keeps to its layouts'
     )
     raise RunError(key, value, text=text)
+
+
+def check_replica_degrees(rollout: RolloutConfig, known: Iterable[str], name: str) -> None:
+    """Raise `RunError` if replicas have stages or attention ranks, and a framework has no option for them.
+
+    Args:
+        rollout: the replicas.
+        known: names of the planned values that the framework has an option for.
+        name: the framework.
+    """
+    for degree in MORE_RANKS:
+        value = getattr(rollout, degree)
+        if value > 1 and f"rollout_{degree}" not in known:
+            key = f"rollout.{degree}"
+            text = (
+                f"{key} is {value}, and {name} has no option for it. Set {key} = 1, or plan again"
+            )
+            raise RunError(key, value, text=text)
 
 
 def check_stages(model: ModelShape, trainer: TrainerConfig) -> None:

@@ -17,6 +17,9 @@ from streamrl.runfile.units import Duration
 ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]
 
 
+TargetName = Literal["execute", "verl", "nemo-rl", "slime", "openrlhf", "trl"]
+"""What can run a plan: `streamrl execute`, or a framework."""
+
 COSTS: tuple[ObjectiveName, ...] = ("cost-per-million-tokens", "cost-per-step")
 """Objectives in dollars."""
 

@@ -17,6 +17,7 @@ from streamrl.runfile.backend_choice import ENGINES, engine_named, training_back
 from streamrl.runfile.choices import import_object
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.gpu_pools import device_of, kind_key
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig, SyncMode
@@ -44,15 +45,14 @@ VLLM_PLACES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def check_back_ends(run: Run) -> None:
-    """Raise `ValueError` if the back ends cannot execute the run exactly as its run file says."""
+    """Raise `RunError` if the back ends cannot execute the run exactly as its run file says."""
     check_reach(run.policies, run.followers)
     rollout, kinds, execute, sync = run.rollout, run.rollout.kinds, run.execute, run.sync
     pools, policies, model = run.cluster.pools, run.policies, run.model
     has_relays = uses_relays(execute.launcher, sync.mode)
     own_rank = sync.lora_rank if run.serves_adapters else None
     _refuse(_limits_of_scope(run.framework.name, run.verifier, run.faults, execute.launcher))
-    _refuse(_limits_of_replicas(kinds, execute.device))
-    _refuse(_limits_of_heads(kinds, model, execute.device, pools))
+    check_replicas(rollout, model, execute.device, pools)
     _refuse(_limits_of_engine(rollout, model, run.workload, policies.concurrency, own_rank))
     _refuse(_limits_of_attention(model, kinds, run.trainers))
     _refuse(_limits_of_rollouts(rollout, policies.promote, has_relays=has_relays))
@@ -74,7 +74,7 @@ def refusal_of(run: Run) -> str:
 
 
 def check_back_end_of(run: Run, trainer: int) -> None:
-    """Raise `ValueError` if the back end of one trainer cannot execute its settings."""
+    """Raise `RunError` if the back end of one trainer cannot execute its settings."""
     check_reach(run.policies, run.followers)
     seen, key, execute = run.as_seen_by(trainer), trainer_key(trainer), run.execute
     own, takes_turns = seen.trainer, seen.policies.shares_gpus
@@ -85,11 +85,20 @@ def check_back_end_of(run: Run, trainer: int) -> None:
     _refuse(_limits_of_zero(key, own, run.model.dtype, device, takes_turns))
 
 
+def check_replicas(
+    rollout: RolloutConfig, model: ModelConfig, device: str, pools: dict[str, PoolConfig]
+) -> None:
+    """Raise `RunError` if the engine of the replicas cannot execute their layout."""
+    _refuse(_limits_of_replicas(rollout.kinds, device, pools))
+    _refuse(_limits_of_heads(rollout.kinds, model, device, pools))
+
+
 def _refuse(limits: Iterable[Limit]) -> None:
     for limit in limits:
         if not limit.is_met:
             way_out = f": {limit.way_out}" if limit.way_out else ""
-            raise ValueError(f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}")
+            text = f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}"
+            raise RunError(limit.key, limit.value, text=text)
 
 
 def _limits_of_scope(
@@ -123,9 +132,18 @@ def _limits_of_scope(
     )
 
 
-def _limits_of_replicas(kinds: tuple[RolloutConfig, ...], device: str) -> Iterator[Limit]:
+def _limits_of_replicas(
+    kinds: tuple[RolloutConfig, ...], device: str, pools: dict[str, PoolConfig]
+) -> Iterator[Limit]:
     """Yield the limits of each kind of replica: its parallelism, its device, and drafts."""
     for kind, own in enumerate(kinds):
+        most = pools[own.pool].gpus_per_node
+        yield Limit(
+            f"{kind_key(kind)}.tensor_parallel",
+            own.tensor_parallel,
+            own.tensor_parallel <= most or not engine_named(own.backend).splits_model,
+            f"at most {most} to be executed: the GPUs of a replica are in one node of pool {own.pool}",
+        )
         yield Limit(
             f"{kind_key(kind)}.tensor_parallel",
             own.tensor_parallel,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import date, timedelta
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
 from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import WholeRun
+from streamrl.report.next_steps import start_commands, verdict_lines
 from streamrl.report.page.answer import Tile
 from streamrl.report.page.identity import day_text
 from streamrl.report.page.options import Option
@@ -141,10 +143,11 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
         text="Check the plan against this machine and its limits before you rent.",
         command=f"streamrl doctor {plan_file}",
     )
-    yield NextStep(
-        text="Carry it out here, or write the launch script of your framework.",
-        command=f"streamrl export {plan_file} --framework verl",
-    )
+    verdicts = made.plan.carried_by
+    text = "; ".join(verdict_lines(verdicts)).replace("can", "Can", 1)
+    for command in start_commands(verdicts, Path(plan_file)):
+        yield NextStep(text=f"{text}.", command=command)
+        text = "Or write the launch script"
     yield from _better_elsewhere(made.plan)
 
 

@@ -1,0 +1,58 @@
+"""Say what can run a plan, and the commands that start it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from streamrl.export.option_table import ExportName
+from streamrl.targets.verdicts import Verdict
+
+PLACEHOLDERS = {"model.path": "DIR", "workload.prompts": "FILE", "verifier.scorer": "NAME"}
+"""What stands for a value that a run file must have to be executed."""
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield what can run a plan, and the first setting that keeps each other target from it."""
+    able = [_title(each) for each in verdicts if each.can_run]
+    if able:
+        yield f"can be run by: {', '.join(able)}"
+    broken: dict[str, list[str]] = {}
+    for each in verdicts:
+        if not each.can_run:
+            broken.setdefault(each.broken, []).append(each.name)
+    if broken:
+        reasons = (f"{', '.join(names)} ({setting})" for setting, names in broken.items())
+        yield f"not by: {'; '.join(reasons)}"
+
+
+def next_lines(verdicts: Sequence[Verdict], plan_file: Path) -> Iterator[str]:
+    """Yield the commands that start a plan, one per line, for the targets that can run it."""
+    for place, command in enumerate(start_commands(verdicts, plan_file)):
+        yield f"{'or:  ' if place else 'next:'} {command}"
+
+
+def start_commands(verdicts: Sequence[Verdict], plan_file: Path) -> Iterator[str]:
+    """Yield the commands that execute a plan or write its launch script, for the targets that can run it."""
+    able = {each.name: each for each in verdicts if each.can_run}
+    if "execute" in able:
+        yield execute_command(able["execute"], plan_file)
+    exports = [name for name in get_args(ExportName) if name in able]
+    if exports:
+        script = plan_file.with_name(f"{exports[0]}.sh")
+        words = ["streamrl", "export", str(plan_file), "--framework", exports[0], "-o", str(script)]
+        yield shlex.join(words)
+
+
+def execute_command(verdict: Verdict, plan_file: Path) -> str:
+    """Return the command that executes a plan, with the settings that its file does not have yet."""
+    settings = {**verdict.settings, **{key: PLACEHOLDERS[key] for key in verdict.missing}}
+    changes = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return shlex.join(["streamrl", "execute", str(plan_file), *changes])
+
+
+def _title(verdict: Verdict) -> str:
+    back_ends = ", ".join(verdict.back_ends)
+    return f"{verdict.name} ({back_ends})" if back_ends else verdict.name

@@ -1,0 +1,131 @@
+"""What can run a plan: `streamrl execute` and other frameworks, by the rules that these check themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.export.launch_file import find_arguments, launch_script
+from streamrl.report.next_steps import next_lines, verdict_lines
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.plan_config import TargetName
+from streamrl.targets.back_ends import with_back_ends
+from streamrl.targets.execute_limits import check_back_ends
+from streamrl.targets.framework_rules import check_framework
+from streamrl.targets.verdicts import TARGETS, Verdict, verdict_of
+from tests.runs import small_run
+
+ALONE = {"trainer.tensor_parallel": 1, "rollout.tensor_parallel": 1}
+SHARDED = {**ALONE, "trainer.data_parallel": 4, "trainer.zero": 3}
+COLOCATED: dict[str, Any] = {
+    "policies.system": "colocated",
+    "rollout.pool": "near",
+    "rollout.replicas": 4,
+    "trainer.data_parallel": 4,
+    "trainer.tensor_parallel": 1,
+    "trainer.zero": 0,
+}
+
+
+def verdicts_of(changes: dict[str, Any]) -> list[Verdict]:
+    """Return what can run a small run."""
+    run = small_run(changes)
+    return [verdict_of(run, name) for name in TARGETS]
+
+
+def broken(changes: dict[str, Any], name: TargetName) -> str:
+    """Return the first setting that keeps a target from a small run; "" if it can run it."""
+    found = verdict_of(small_run(changes), name)
+    return "" if found.can_run else found.broken
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        (SHARDED, ""),
+        ({**SHARDED, "trainer.zero": 1}, "trainer.zero=1"),
+        ({**SHARDED, "trainer.zero": 0}, ""),
+        ({"trainer.tensor_parallel": 4}, "trainer.tensor_parallel=4"),
+        ({**ALONE, "rollout.pipeline_parallel": 2}, "rollout.pipeline_parallel=2"),
+        ({**ALONE, "framework.name": "slime"}, "framework.name=slime"),
+        (COLOCATED, ""),
+        ({**COLOCATED, "trainer.zero": 3}, "trainer.backend=deepspeed"),
+    ],
+)
+def test_execute_runs_what_its_back_ends_can_split(changes: dict[str, Any], setting: str) -> None:
+    assert broken(changes, "execute") == setting
+
+
+def test_the_settings_of_a_verdict_are_those_that_execute_then_accepts() -> None:
+    run = small_run({**SHARDED, "rollout.tensor_parallel": 2})
+    with pytest.raises(RunError):
+        check_back_ends(run)
+    found = verdict_of(run, "execute")
+    assert found.settings == {
+        "rollout.backend": "vllm",
+        "trainer.backend": "deepspeed",
+        "execute.launcher": "ray",
+    }
+    assert found.missing == ["model.path", "workload.prompts", "verifier.scorer"]
+    check_back_ends(with_back_ends(run))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "setting"),
+    [
+        ({}, "verl", "policies.system=stream-async"),
+        ({"policies.system": "fully-async"}, "verl", ""),
+        ({"policies.system": "one-step-async"}, "slime", ""),
+        ({"policies.system": "one-step-async", "sync.mode": "lora"}, "slime", "sync.mode=lora"),
+        ({"policies.system": "disaggregated"}, "trl", "trainer.tensor_parallel=4"),
+        ({**SHARDED, "policies.system": "disaggregated"}, "trl", ""),
+        (
+            {**SHARDED, "policies.system": "disaggregated", "rollout.pipeline_parallel": 2},
+            "trl",
+            "rollout.pipeline_parallel=2",
+        ),
+        (
+            {"policies.system": "disaggregated", "rollout.pipeline_parallel": 2},
+            "openrlhf",
+            "rollout.pipeline_parallel=2",
+        ),
+    ],
+)
+def test_a_framework_runs_what_it_has_a_system_and_a_layout_for(
+    changes: dict[str, Any], name: TargetName, setting: str
+) -> None:
+    assert broken(changes, name) == setting
+
+
+def test_a_framework_is_refused_what_its_script_is_refused_for() -> None:
+    uneven = {"policies.system": "disaggregated", "rollout.replicas": 3}
+    run = small_run(uneven)
+    with pytest.raises(RunError) as script:
+        launch_script(find_arguments(run, "nemo-rl"))
+    with pytest.raises(RunError) as verdict:
+        check_framework(run, "nemo-rl")
+    assert str(verdict.value) == str(script.value)
+
+
+def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
+    verdicts = verdicts_of({**SHARDED, "policies.system": "one-step-async"})
+    able, other = verdict_lines(verdicts)
+    assert able == "can be run by: execute (vllm, deepspeed, ray), openrlhf"
+    assert "verl, trl (policies.system=one-step-async)" in other
+    execute, export = next_lines(verdicts, Path("plans/plan.toml"))
+    assert execute.startswith("next: streamrl execute plans/plan.toml --set rollout.backend=vllm")
+    assert execute.endswith(
+        "--set model.path=DIR --set workload.prompts=FILE --set verifier.scorer=NAME"
+    )
+    assert export == (
+        "or:   streamrl export plans/plan.toml --framework openrlhf -o plans/openrlhf.sh"
+    )
+
+
+def test_a_plan_that_nothing_can_run_has_no_command() -> None:
+    verdicts = verdicts_of({"rollout.pipeline_parallel": 2, "rollout.tensor_parallel": 2})
+    assert not any(each.can_run for each in verdicts)
+    assert list(next_lines(verdicts, Path("plan.toml"))) == []
+    assert [line.partition(":")[0] for line in verdict_lines(verdicts)] == ["not by"]
