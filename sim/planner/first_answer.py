@@ -164,6 +164,7 @@ class EstimatedPlan(NamedTuple):
     """One plan of a first answer."""
 
     what: str
+    """Its part in the answer: cheapest, recommended or fastest."""
     choice: str
     """One line with the GPUs that generate and train."""
     seconds: float
@@ -188,6 +189,8 @@ class FirstAnswer(NamedTuple):
     """Seconds until this answer was ready."""
     keeps_limits: bool
     """Whether any plan keeps the deadline and the budgets, by estimate. If none does, limits are left aside."""
+    rule: str
+    """By what rule a plan is recommended."""
 
     @property
     def recommended(self) -> EstimatedPlan:
@@ -213,7 +216,8 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
         search.simulate(pool, new, lambda: None)
     plans = [_estimated(search, what, index, figures) for what, index in named.items()]
     keeps_limits = bool((search.over_limits() <= 1).any())
-    return FirstAnswer(plans, len(search.space), time.perf_counter() - began, keeps_limits)
+    rule = f"the fastest plan that costs at most {run.plan.tolerance:.0%} more than the cheapest"
+    return FirstAnswer(plans, len(search.space), time.perf_counter() - began, keeps_limits, rule)
 
 
 class _Figures(NamedTuple):
@@ -241,7 +245,7 @@ def _name(search: Search, figures: _Figures) -> dict[str, int]:
     cheapest, faster, fastest = decide(seconds, dollars, tolerance)
     return {
         "cheapest": cheapest,
-        f"fastest within {tolerance:.0%} of it": faster,
+        "recommended": faster,
         "fastest": fastest,
     }
 

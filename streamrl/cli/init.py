@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import replace
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import Overrides, claim_file, stdout_console
 from streamrl.runfile.files import make_run, write_run
-from streamrl.runfile.formatting import format_dollars, format_duration, long_time
+from streamrl.runfile.formatting import format_dollars, format_duration, listing, long_time
 from streamrl.runfile.keys import override
 from streamrl.runfile.short_forms import count_of, model_name, read_offer
 
 if TYPE_CHECKING:
     from streamrl.runfile.config import Run
     from streamrl.sim.planner.first_answer import FirstAnswer, Question
+    from streamrl.sim.planner.space import Candidate
 
 
 MOST_SECONDS = 7.0
@@ -231,26 +234,34 @@ def print_first_answer(answer: FirstAnswer, question: Question, stated: Iterable
     """Print the plans that a decision is between, and what they rest on."""
     from streamrl.sim.planner.first_answer import assumptions_of
 
-    console = stdout_console()
-    console.print(_table(answer))
+    lines = list(assumptions_of(question, set(stated)))
     if not answer.keeps_limits:
-        console.print(
-            "  by estimate no plan keeps the deadline and the budget, which these leave aside",
-            style="yellow",
-        )
-    for line in assumptions_of(question, set(stated)):
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        lines.insert(0, "by estimate no plan keeps the deadline and the budget: set aside here")
+    console = stdout_console()
+    console.print(
+        f"First answer: {answer.num_plans:,} plans estimated in {answer.seconds:.0f} s",
+        style="bold",
+    )
+    console.print(_table(answer))
+    for line in [f"recommended: {answer.rule}", *lines]:
+        console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
     console.print()
 
 
 def _table(answer: FirstAnswer) -> Table:
-    title = f"first answer, {answer.num_plans:,} plans estimated in {answer.seconds:.0f} s"
-    table = Table(title, "whole run", "takes", "a step", "simulated", box=None, pad_edge=False)
+    """Lay out the plans to decide between; one that is best in two ways has one row."""
+    table = Table("", "whole run", "takes", "a step", "from", "plan", box=None, pad_edge=False)
+    names: dict[Candidate, list[str]] = {}
     for plan in answer.plans:
-        steps = f"{plan.simulated_steps} steps" if plan.simulated_steps else "not yet"
+        names.setdefault(plan.candidate, []).append(plan.what)
+    for candidate, alike in names.items():
+        plan = next(each for each in answer.plans if each.candidate == candidate)
+        steps = f"{plan.simulated_steps} steps" if plan.simulated_steps else "estimate"
         dollars, seconds = format_dollars(plan.dollars), format_duration(plan.step_time)
-        name = f"{plan.what}: {plan.choice}"
-        table.add_row(name, dollars, long_time(plan.seconds), seconds, steps)
+        name = listing(alike)
+        table.add_row(name, dollars, long_time(plan.seconds), seconds, steps, plan.choice)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     return table
 
 
@@ -323,9 +334,9 @@ def init(
     write_run(laid_out, run_file, _notes(question, chosen.choice))
     run_file.write_text(_commented(run_file.read_text(encoding="utf-8")), encoding="utf-8")
     print_first_answer(answer, question, stated)
-    typer.echo(
-        f"written to {run_file}; next: streamrl plan {run_file}, or streamrl simulate {run_file}"
-    )
+    typer.echo(f"written to {run_file}; next:")
+    typer.echo(f"  streamrl plan {run_file} -o DIR    # compare plans by simulation")
+    typer.echo(f"  streamrl simulate {run_file}       # predict the layout of this file")
 
 
 def _notes(question: Question, choice: str) -> list[str]:

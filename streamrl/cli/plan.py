@@ -46,6 +46,7 @@ from streamrl.report.next_steps import next_lines, verdict_lines
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
@@ -119,6 +120,8 @@ def plan(
         _claim(output, names, force=force)
     if question is not None and not as_json:
         print_first_answer(estimate(run), question, stated)
+        limit = format_duration(run.plan.time_limit)
+        typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
     with _progress() as watch:
         planned = make_plan(run, watch)
     if as_json:
