@@ -270,11 +270,14 @@ def test_a_report_draws_what_a_run_learned_and_quotes_what_it_wrote(run_director
     page = make_page(report)
     section = next(each for each in page.sections if each.name == "learning-1")
     titles = [picture.drawing.title for picture in section.pictures]
-    assert titles[:4] == ["Reward", "Output tokens of a rollout", "Shares", "Versions behind"]
+    assert titles[0] == "Reward" and titles[-1].startswith("Seconds of a step")
+    assert {"Output tokens of a rollout", "Shares", "Versions behind"} < set(titles)
     (told,) = describe(report)["learning"]  # type: ignore[misc]
     assert [line["step"] for line in told["steps"]] == list(range(1, 7))
     assert [group.step for group in told["samples"]] == [1, 4, 6]
-    steps, *tables = section.tables
+    (details,) = [each for each in page.sections if each.name == "steps-1"]
+    steps, *tables = details.tables
+    assert details.is_folded and not section.is_folded
     assert [row[0].text for row in steps.rows] == ["1", "2", "3", "4", "5", "6"]
     assert [row[steps.head.index("tokens")].text for row in steps.rows] == [
         f"{line['length_mean']:.3g}" for line in told["steps"]
@@ -308,7 +311,7 @@ def test_a_long_run_is_told_by_some_of_its_steps(run_directory: Path) -> None:
     many = [json.dumps({**figures, "step": step}) + "\n" for step in range(1, 1001)]
     (run_directory / "metrics.jsonl").write_text("".join(many))
     page = make_page(read_report([run_directory]))
-    table = next(each for each in page.sections if each.name == "learning-1").tables[0]
+    table = next(each for each in page.sections if each.name == "steps-1").tables[0]
     steps = [row[0].text for row in table.rows]
     assert len(steps) == 12 and (steps[0], steps[-1]) == ("1", "1,000")
 

@@ -74,6 +74,26 @@ def rerun(
     return compare_rerun((trace, simulated[0], simulated[1]), list(changes))
 
 
+def simulate_as_recorded(
+    trace: Trace, file: Path, num_steps: int, changes: Sequence[str] = ()
+) -> Trace:
+    """Simulate a recorded run with its lengths and advantages, without its faults.
+
+    Args:
+        trace: the recorded run.
+        file: its trace file, which has the lengths.
+        num_steps: steps to simulate.
+        changes: `key=value` of its run file.
+
+    Raises:
+        ValueError: no lengths are recorded, costs are missing, or a change is invalid.
+    """
+    run = with_kept_inputs(trace.run, file.parent)
+    run = change_run(run, changes) if changes else run
+    workload, algorithm = recorded_workload(trace, file), replace(run.algorithm, steps=num_steps)
+    return simulate(replace(run, workload=workload, algorithm=algorithm, faults=()))
+
+
 def _as_recorded(trace: Trace, file: Path) -> Run:
     run = with_kept_inputs(trace.run, file.parent)
     run = empty_policies(run, Costs.load(run))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 
 from streamrl.cli.shared import (
@@ -19,12 +17,9 @@ from streamrl.cli.shared import (
 )
 from streamrl.engine.trace import Trace
 from streamrl.record.metrics import measure
-from streamrl.record.recorded_workload import recorded_workload
-from streamrl.record.run_directory import with_kept_inputs
 from streamrl.report.run_tables import compare as compare_metrics
 from streamrl.report.run_tables import comparison_table
-from streamrl.runfile.files import change_run
-from streamrl.sim.world import simulate
+from streamrl.sim.studies.rerun import simulate_as_recorded
 
 KINDS = {"real": "an executed run", "simulated": "a simulation"}
 
@@ -58,7 +53,8 @@ def compare(
     if predicted is not None:
         expected = measure(_open(predicted, "simulated", "what predicts must be simulated"))
     else:
-        simulated = _simulate(trace, trace_file(measured), figures.num_steps, overrides or ())
+        file = trace_file(measured)
+        simulated = simulate_as_recorded(trace, file, figures.num_steps, overrides or ())
         expected = measure(simulated, figures.counted_steps)
     if as_json:
         print_json(compare_metrics(expected, figures))
@@ -79,12 +75,3 @@ def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
             f"streamrl report DIR DIR sets runs of any kind side by side"
         )
     return trace
-
-
-def _simulate(trace: Trace, recorded: Path, num_steps: int, overrides: Sequence[str]) -> Trace:
-    """Simulate a recorded run with its lengths and advantages, for the same number of steps, without its faults."""
-    replace, run = msgspec.structs.replace, with_kept_inputs(trace.run, recorded.parent)
-    run = change_run(run, overrides) if overrides else run
-    workload = recorded_workload(trace, recorded)
-    algorithm = replace(run.algorithm, steps=num_steps)
-    return simulate(replace(run, workload=workload, algorithm=algorithm, faults=()))

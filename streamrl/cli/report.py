@@ -10,6 +10,7 @@ import typer
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.sim.studies.rerun import simulate_as_recorded
 
 PAGE = "report.html"
 
@@ -42,13 +43,14 @@ def report(
 ) -> None:
     """Write one HTML page about plans, runs and studies.
 
-    The page shows the answer, alternatives, idle time, sensitivity and model error. It is self-contained. Several runs are
-    compared with each other. Nothing is simulated. A running job is shown up to its last step.
+    A page of a plan shows the decision, its cost with a band, the options and the reasons. A page of an executed run
+    shows measured against predicted figures, learning curves and faults. It is one file that needs no server. Several
+    runs are compared with each other. A running job is shown up to its last step.
 
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """
     found = read_report(directories)
-    page = make_page(found)
+    page = make_page(found, simulator=simulate_as_recorded)
     target = directories[0] / PAGE if output is None else output
     _write(target, render_html(page))
     if markdown is not None:

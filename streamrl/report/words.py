@@ -200,7 +200,8 @@ def _side(
 def gpus_text(side: PlannedSide) -> str:
     """Return the GPUs of a side: "8 H20", with the pool if its name adds information."""
     place = "" if side.pool in (side.gpu, "local") else f" in {side.pool}"
-    return f"{side.num_gpus}{NBSP}{gpu_word(side.gpu)}{place}"
+    word = gpu_word(side.gpu)
+    return f"{side.num_gpus}{NBSP}{word.removesuffix('s') if side.num_gpus == 1 else word}{place}"
 
 
 def gpu_word(gpu: str) -> str:

@@ -6,11 +6,13 @@ Read these files first:
 - `sources.py`: read directories. `options.py`: turn plans and runs into `Option`s, one for each way to run.
 - `band.py`: the uncertainty of a figure.
 - `parts.py`: `Page`, `PageSection`, `PageTable`: the structure that the templates render.
-- `answer.py`, `comparison.py`, `details.py`, `learning.py`, `assumptions.py`: the sections.
+- `decision.py`: the head and the options of a plan page. `answer.py`: the head of the other pages.
+- `measured.py`, `learning.py`: executed runs. `comparison.py`, `details.py`, `assumptions.py`: the other sections.
 
 Rules:
 
-- Nothing is simulated here. All figures come from the directories.
+- All figures come from the directories. Only the prediction of an executed run is simulated, by a function that the
+  command passes in.
 - A section is a generator. It yields nothing if its data is missing.
 - Pictures come from `streamrl.report.pictures` as shapes. The page has them as SVG, without scripts.
 - The page needs no other file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from streamrl.record.metrics import Metrics
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.against_report import verdict
 from streamrl.report.page.options import Option
@@ -70,7 +71,8 @@ def _of_one(option: Option) -> str:
     cause = max(idle, key=lambda name: idle[name], default="")
     waits = ""
     if cause and idle[cause] > 0:
-        waits = f"; GPUs stand idle for {percent(sum(idle.values()))} of their time, mostly by {cause}: {CAUSES[cause]}"
+        stand = "stood" if option.is_executed else "stand"
+        waits = f"; GPUs {stand} idle for {percent(sum(idle.values()))} of their time, mostly by {cause}: {CAUSES[cause]}"
     cost = f", a million tokens trained on cost {_cost(option)}" if option.is_paid else ""
     takes = "took" if option.is_executed else "takes"
     return f"{_whole(option)}With {option.rent}, an optimizer step of {model} {takes} {_step(option)}{cost}{waits}."
@@ -134,21 +136,30 @@ def _cost(option: Option) -> str:
     return f"about {value} ({least} to {most})" if least != most else value
 
 
-def _whole_tiles(option: Option) -> Iterator[Tile]:
+def _whole_tiles(option: Option, predicted: Metrics | None) -> Iterator[Tile]:
     """Yield the tiles with the time and the dollars of the whole run."""
     whole = option.whole_run
-    if whole is not None:
-        hours = f"{whole.gpu_hours:,.4g} GPU-hours"
-        if option.is_paid:
-            yield Tile(dollars_text(whole), "for the whole run", hours)
-        yield Tile(time_text(whole), "for the whole run", f"{whole.steps:,} training steps")
+    if whole is None:
+        return
+    hours, steps = f"{whole.gpu_hours:,.4g} GPU-hours", f"{whole.steps:,} training steps"
+    if predicted is not None and predicted.whole_run is not None:
+        hours += f"; predicted {dollars_text(predicted.whole_run)}"
+        steps += f"; predicted {time_text(predicted.whole_run)}"
+    if option.is_paid:
+        yield Tile(dollars_text(whole), "for the whole run", hours)
+    yield Tile(time_text(whole), "for the whole run", steps)
 
 
-def tiles_of(option: Option) -> list[Tile]:
-    """Return the key figures of the option that a report is about."""
+def tiles_of(option: Option, predicted: Metrics | None = None) -> list[Tile]:
+    """Return the key figures of the option that a report is about.
+
+    Args:
+        option: the option.
+        predicted: the prediction of an executed run, for the notes under its measured figures.
+    """
     least, most = map(dollars, option.cost_range)
     slow, fast = map(rounded, option.goodput_range)
-    tiles = list(_whole_tiles(option))
+    tiles = list(_whole_tiles(option, predicted))
     if option.is_paid:
         tiles.append(
             Tile(
@@ -158,6 +169,9 @@ def tiles_of(option: Option) -> list[Tile]:
             )
         )
     a_step = f"{dollars(option.cost_per_step)} a step" if option.is_paid else ""
+    if predicted is not None:
+        told = f"predicted {step_seconds(predicted.step_time, None)}"
+        a_step = f"{a_step}; {told}" if a_step else told
     tiles.append(Tile(_step(option), "per optimizer step", a_step))
     tiles.append(
         Tile(

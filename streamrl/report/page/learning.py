@@ -37,6 +37,11 @@ class Panel(NamedTuple):
 
 PANELS = (
     Panel("Reward", (("reward", "mean"), ("reward_std", "standard deviation")), figure),
+    Panel("KL from the policy that sampled, nats a token", (("kl_k3", "k3"),), figure),
+    Panel("KL from the initial policy, nats a token", (("reference_kl", "reference"),), figure),
+    Panel("Entropy, nats a token", (("entropy", "entropy"),), figure),
+    Panel("Loss", (("loss", "loss"),), figure),
+    Panel("Norm of the gradient", (("grad_norm", "before clipping"),), figure),
     Panel("Output tokens of a rollout", (("length_mean", "mean"), ("length_max", "most")), figure),
     Panel(
         "Shares",
@@ -49,11 +54,6 @@ PANELS = (
         percent,
     ),
     Panel("Versions behind", (("staleness_mean", "mean"), ("staleness_max", "most")), figure),
-    Panel("Loss", (("loss", "loss"),), figure),
-    Panel("Norm of the gradient", (("grad_norm", "before clipping"),), figure),
-    Panel("Entropy, nats a token", (("entropy", "entropy"),), figure),
-    Panel("KL from the policy that sampled, nats a token", (("kl_k3", "k3"),), figure),
-    Panel("KL from the initial policy, nats a token", (("reference_kl", "reference"),), figure),
     Panel(
         "Seconds of a step, and of the trainer's work in it",
         (
@@ -80,6 +80,14 @@ def learning_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
             yield _section(name, learned, steps)
 
 
+def steps_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
+    """Yield the figures of single steps, and samples of what was written, for each trainer."""
+    for number, run in enumerate(runs, start=1):
+        for place, learned in enumerate(run.learned):
+            name = f"steps-{number}" + (f"-{place}" if place else "")
+            yield _steps_section(name, learned)
+
+
 def _section(name: str, learned: Learned, of_steps: str) -> PageSection:
     first, last = learned.steps[0], learned.steps[-1]
     section = PageSection(name, f"What {learned.who} learned", is_pair=True)
@@ -87,6 +95,11 @@ def _section(name: str, learned: Learned, of_steps: str) -> PageSection:
         f"{last['step']:,}{of_steps} are made. From step {first['step']} to step {last['step']} the mean reward went from {figure(first['reward'])} to {figure(last['reward'])}."
     )
     section.pictures += _pictures(name, learned)
+    return section
+
+
+def _steps_section(name: str, learned: Learned) -> PageSection:
+    section = PageSection(name, f"Steps and samples of {learned.who}")
     section.tables.append(_steps_table(learned.steps))
     section.tables += [_samples_table(group) for group in learned.samples]
     section.notes.append(

@@ -231,6 +231,11 @@ def _place_of(options: list[Option], run: RecordedRun) -> int | None:
     return None
 
 
+def is_same_run(option: Option, run: RecordedRun) -> bool:
+    """Return whether a recorded run has an option's run file, apart from the seed, prompts and faults."""
+    return _is_same(option, flatten(run.run, run.inputs))
+
+
 def _is_same(option: Option, found: Mapping[str, object]) -> bool:
     """Return whether a simulation equals an option, apart from the seed and the prompts."""
     keys = {key: None for key in (*option.config, *found) if not is_aside(key)}

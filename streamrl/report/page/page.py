@@ -34,7 +34,19 @@ from streamrl.report.page.details import (
     whole_section,
 )
 from streamrl.report.page.identity import facts_of
-from streamrl.report.page.learning import learning_json, learning_sections, selection_sections
+from streamrl.report.page.learning import (
+    learning_json,
+    learning_sections,
+    selection_sections,
+    steps_sections,
+)
+from streamrl.report.page.measured import (
+    Prediction,
+    Simulator,
+    fault_sections,
+    measured_section,
+    predict,
+)
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources, read_sources
@@ -51,7 +63,7 @@ class Report(NamedTuple):
 
 
 def read_report(directories: Sequence[Path]) -> Report:
-    """Read directories; nothing is simulated.
+    """Read directories.
 
     Raises:
         ValueError: a directory or a file in it cannot be reported; the message has the reason.
@@ -60,17 +72,24 @@ def read_report(directories: Sequence[Path]) -> Report:
     return Report(sources, make_options(sources))
 
 
-def make_page(report: Report, today: date | None = None) -> Page:
+def make_page(
+    report: Report, today: date | None = None, simulator: Simulator | None = None
+) -> Page:
     """Return the page with words, figures and tables.
 
     Args:
         report: the data.
         today: the date of the page, on which a plan would start; by default the present day.
+        simulator: predicts executed runs; without it, only simulations of the report do.
     """
     sources, options = report
     chosen, day = chosen_of(options), today or date.today()
     made = plan_of(sources, chosen)
-    tiles = tiles_of(chosen) if chosen is not None else []
+    prediction = None
+    if chosen is not None and chosen.is_executed:
+        prediction = predict(chosen, sources.runs, simulator)
+    predicted = prediction.metrics if isinstance(prediction, Prediction) else None
+    tiles = tiles_of(chosen, predicted) if chosen is not None else []
     if made is not None and chosen is not None:
         tiles = tiles_of_plan(made, chosen, day)
     return Page(
@@ -80,7 +99,7 @@ def make_page(report: Report, today: date | None = None) -> Page:
         answer=_answer(sources, options),
         tiles=tiles,
         steps=list(next_steps(made, chosen)) if made is not None and chosen is not None else [],
-        sections=list(_sections(sources, options)),
+        sections=list(_sections(sources, options, prediction)),
         terms=GLOSSARY,
         facts=list(facts_of(sources, day)),
     )
@@ -145,25 +164,35 @@ def describe(report: Report) -> dict[str, object]:
     }
 
 
-def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
+def _sections(
+    sources: Sources, options: list[Option], prediction: Prediction | str | None
+) -> Iterator[PageSection]:
     """Yield the sections: first what decides, then why, then details that readers open on request."""
     chosen = chosen_of(options)
     made = plan_of(sources, chosen)
     if made is not None:
         yield from options_section(made)
+    if chosen is not None and prediction is not None:
+        yield measured_section(chosen, prediction)
     yield from learning_sections(sources.runs)
+    yield from fault_sections(sources.runs)
     yield from selection_sections(sources.runs)
     yield from against_sections(sources.comparisons)
     yield from study_sections(sources.studies)
     compared = list(compare_options(sources, options))
-    if made is None:
+    is_alone = made is not None or (prediction is not None and len(options) == 1)
+    if not is_alone:
         yield from compared
     if options:
         yield idle_section(options)
         if _is_any_paid(options):
             yield sensitivity_section(sources, options)
-        yield uncertainty_section(options)
-    yield from _folded(sources, options, compared if made is not None else [])
+        if prediction is None:
+            yield uncertainty_section(options)
+    folded = compared if is_alone else []
+    if options and prediction is not None:
+        folded.append(uncertainty_section(options))
+    yield from _folded(sources, options, folded)
 
 
 def _folded(
@@ -173,6 +202,7 @@ def _folded(
     found = [*whole_section(chosen_of(options)), *compared]
     if options:
         found.append(step_section(options))
+    found += steps_sections(sources.runs)
     found += [*differences(options), *assumption_sections(sources, options)]
     for section in found:
         section.is_folded = True

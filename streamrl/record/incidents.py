@@ -1,0 +1,156 @@
+"""List the losses and failures of a run, and what became of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from streamrl.engine.messages import (
+    Command,
+    Failed,
+    Generate,
+    Interrupted,
+    ReplicaLost,
+    ReplicaStarted,
+    StartReplica,
+    Stepped,
+    Stop,
+    TrainerLost,
+    TrainerStarted,
+)
+from streamrl.engine.trace import Entry, Trace
+from streamrl.engine.trainer_side import LEADER
+from streamrl.runfile.formatting import format_duration
+
+
+@dataclass
+class Incident:
+    """One loss or failure."""
+
+    time: float
+    """Seconds since the start of the run."""
+    step: int
+    """The step under way."""
+    what: str
+    """Such as "replica 0 lost"."""
+    reason: str
+    outcome: str = ""
+    """What became of it; empty if the record does not show it."""
+    num_failed: int = 0
+    """Rollouts that failed with it."""
+
+
+def find_incidents(trace: Trace) -> list[Incident]:
+    """Return the incidents of a trace, in order of time."""
+    reader = _Reader()
+    for block in trace.blocks():
+        for entry in block:
+            reader.read(entry)
+    return list(reader.finish())
+
+
+class _Reader:
+    """Reads entries and follows each loss until it is repaired."""
+
+    def __init__(self) -> None:
+        self._found: list[Incident] = []
+        self._version = 0
+        self._replicas: dict[int, Incident] = {}
+        """By lost replica: its incident."""
+        self._awaited: dict[int, Incident] = {}
+        """By replacement: the incident that it repairs."""
+        self._trainers: dict[int, Incident] = {}
+        """By trainer that restarts: its incident."""
+        self._failed: Counter[tuple[str, str]] = Counter()
+
+    def read(self, entry: Entry) -> None:
+        """Read one entry."""
+        time, event, commands = entry
+        match event:
+            case ReplicaLost(replica, reason):
+                self._replicas[replica] = self._add(time, f"replica {replica} lost", reason)
+                self._await(self._replicas[replica], commands)
+            case ReplicaStarted(replica):
+                if (repaired := self._awaited.pop(replica, None)) is not None:
+                    took = format_duration(time - repaired.time)
+                    repaired.outcome = f"replica {replica} took over after {took}"
+            case TrainerLost(trainer, reason):
+                who = "trainer" if trainer == LEADER else f"trainer {trainer}"
+                self._trainers[trainer] = self._add(time, f"{who} lost", reason)
+            case TrainerStarted(trainer, version):
+                if (repaired := self._trainers.pop(trainer, None)) is not None:
+                    repaired.outcome = self._restarted(repaired, time, version)
+                if trainer == LEADER:
+                    self._version = version
+            case Stepped(version, trainer):
+                self._version = version if trainer == LEADER else self._version
+            case Failed(command, reason):
+                self._fail(time, command, reason)
+            case Interrupted(reason):
+                self._add(time, "interrupted", reason)
+            case _:
+                pass
+        for command in commands:
+            if type(command) is Stop:
+                self._add(time, "stopped", command.reason).outcome = "the run ended"
+
+    def _add(self, time: float, what: str, reason: str) -> Incident:
+        made = Incident(time, self._version + 1, what, reason)
+        self._found.append(made)
+        return made
+
+    def _await(self, incident: Incident, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if type(command) is StartReplica:
+                self._awaited[command.replica] = incident
+
+    def _restarted(self, lost: Incident, time: float, version: int) -> str:
+        took, repeated = format_duration(time - lost.time), lost.step - 1 - version
+        again = f", {repeated} steps repeated" if repeated > 1 else ""
+        again = ", 1 step repeated" if repeated == 1 else again
+        return f"restarted from version {version} after {took}{again}"
+
+    def _fail(self, time: float, command: Command, reason: str) -> None:
+        """Count rollouts of a lost replica with its loss; other failures are incidents of their own."""
+        if type(command) is Generate:
+            lost = self._replicas.get(command.replica)
+            if lost is not None:
+                lost.num_failed += 1
+                return
+        kind = type(command).__name__
+        if lost_with(self._trainers.values(), time) or self._failed[kind, reason]:
+            self._failed[kind, reason] += 1
+            return
+        self._failed[kind, reason] += 1
+        self._add(time, f"{COMMANDS.get(kind, kind)} failed", reason)
+
+    def finish(self) -> Iterator[Incident]:
+        """Yield the incidents, with what became of their rollouts."""
+        for incident in self._found:
+            if incident.num_failed:
+                told = f"{incident.num_failed} rollouts went on elsewhere"
+                incident.outcome = "; ".join(part for part in (incident.outcome, told) if part)
+            yield incident
+
+
+def lost_with(incidents: Iterable[Incident], time: float) -> bool:
+    """Return whether a trainer was lost at this time, so that its running command failed with it."""
+    return any(incident.time <= time for incident in incidents)
+
+
+COMMANDS = {
+    "Generate": "a rollout",
+    "Verify": "a verification",
+    "Score": "scoring",
+    "Train": "a micro-batch",
+    "Step": "an optimizer step",
+    "PushWeights": "a push of weights",
+    "LoadWeights": "loading weights",
+    "SaveCheckpoint": "a checkpoint",
+    "StartReplica": "the start of a replica",
+    "StartTrainer": "the start of a trainer",
+    "StopReplica": "the stop of a replica",
+    "StopTrainer": "the stop of a trainer",
+}
+"""Words for commands that may fail."""

@@ -1,0 +1,96 @@
+"""The page of an executed run: measured against predicted, and its faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from streamrl.record.incidents import find_incidents
+from streamrl.report.page.measured import Prediction, predict, stage_seconds
+from streamrl.report.page.page import make_page, read_report, render_html
+from streamrl.report.page.parts import Page, PageSection
+from streamrl.sim.studies.rerun import simulate_as_recorded
+from streamrl.sim.world import simulate
+from tests.report_directories import write_runs
+from tests.runs import small_run
+
+FAULTS = [
+    {"kind": "replica-dies", "step": 2},
+    {"kind": "trainer-dies-training", "step": 4},
+]
+
+
+def as_executed(directory: Path) -> Path:
+    """Mark the trace of a directory as one of an executed run."""
+    file = directory / "trace.jsonl"
+    header, _, rest = file.read_bytes().partition(b"\n")
+    changed = {**json.loads(header), "world": "real", "facts": {"host": "x86_64", "python": "3"}}
+    file.write_bytes(json.dumps(changed).encode() + b"\n" + rest)
+    return directory
+
+
+def section_of(page: Page, name: str) -> PageSection:
+    (found,) = [section for section in page.sections if section.name == name]
+    return found
+
+
+def test_a_simulation_beside_a_run_is_its_prediction(tmp_path: Path) -> None:
+    predicted, executed = write_runs(tmp_path, predicted={}, executed={})
+    page = make_page(read_report([predicted, as_executed(executed)]))
+    section = section_of(page, "measured")
+    (table,) = section.tables
+    a_step = next(row for row in table.rows if row[0].text == "a step")
+    assert a_step[1].text == a_step[2].text and a_step[3].text.startswith("±0")
+    assert any("predicted" in tile.note for tile in page.tiles)
+    assert page.kind == "Executed run"
+
+
+def test_a_run_without_a_simulation_is_simulated_where_there_is_a_simulator(tmp_path: Path) -> None:
+    (executed,) = write_runs(tmp_path, executed={})
+    sources, options = read_report([as_executed(executed)])
+    told = predict(options[0], sources.runs, None)
+    assert isinstance(told, str) and "streamrl compare executed" in told
+    found = predict(options[0], sources.runs, simulate_as_recorded)
+    assert isinstance(found, Prediction) and found.metrics.world == "simulated"
+    stages = {
+        name: seconds for name, *seconds in stage_seconds(sources.runs[0].metrics, found.metrics)
+    }
+    ours, theirs = stages["trainer: training"]
+    assert 0 < ours < sources.runs[0].metrics.step_time and 0.5 < theirs / ours < 2
+
+
+def test_each_fault_has_what_became_of_it(tmp_path: Path) -> None:
+    run = small_run(
+        {
+            "faults": FAULTS,
+            "algorithm.steps": 6,
+            "execute.checkpoint_every": 2,
+            "trainer.start_time": "1 s",
+        }
+    )
+    incidents = find_incidents(simulate(run))
+    replica, trainer = (
+        next(each for each in incidents if each.what.startswith(what))
+        for what in ("replica ", "trainer lost")
+    )
+    assert replica.step in (1, 2) and "took over after" in replica.outcome
+    assert f"{replica.num_failed} rollouts went on elsewhere" in replica.outcome
+    assert trainer.step == 4 and "restarted from version 2" in trainer.outcome
+    assert "1 step repeated" in trainer.outcome
+
+
+def test_a_reason_of_a_fault_is_escaped(tmp_path: Path) -> None:
+    (executed,) = write_runs(tmp_path, executed={"faults": FAULTS[:1], "algorithm.steps": 4})
+    file = as_executed(executed) / "trace.jsonl"
+    text = file.read_text()
+    assert '"type":"ReplicaLost"' in text
+    lines = [
+        line.replace('"reason":"', '"reason":"<script>alert(1)</script>', 1)
+        if '"type":"ReplicaLost"' in line
+        else line
+        for line in text.splitlines(keepends=True)
+    ]
+    file.write_text("".join(lines))
+    page = make_page(read_report([executed]))
+    html = render_html(page)
+    assert "&lt;script&gt;alert(1)" in html and "<script>alert" not in html
