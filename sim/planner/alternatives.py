@@ -76,6 +76,7 @@ def _alike(search: Search, chosen: int) -> Run:
         systems=[mode.system],
         rollout_pools=list(replicas.pools),
         trainer_pools=[trainer.pool],
+        reward_pools=None if mode.rewards is None else [mode.rewards.pool],
     )
     return replace(run, plan=alike)
 

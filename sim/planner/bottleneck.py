@@ -13,7 +13,7 @@ from streamrl.hardware.resolved import resolve
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import format_duration, listing
-from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.runfile.roles_config import TrainerConfig, VerifierConfig
 from streamrl.sim.planner.estimates import Estimates
 from streamrl.sim.planner.layouts import Replicas
 from streamrl.sim.planner.plan import Binding
@@ -137,22 +137,28 @@ def find_binding(
         "training": float(stages.training[index]),
         "sync": float(stages.sync[index]),
     }
+    if rewards := float(stages.rewards[index]):
+        seconds["rewards"] = rewards
     stage = max(seconds, key=lambda name: seconds[name])
-    if stage != "sync" and "generation" in gains and "training" in gains:
+    if stage in ("generation", "training") and "generation" in gains and "training" in gains:
         stage = "generation" if gains["generation"] >= gains["training"] else "training"
     resources = {
         "generation": lambda: _of_generation(estimates, index, gains),
         "training": lambda: _of_training(estimates, index),
         "sync": lambda: _of_sync(estimates.space.candidate(index)),
+        "rewards": lambda: _of_rewards(
+            estimates.space.candidate(index).apply(estimates.space.run).verifier
+        ),
     }
     resource = resources[stage]()
     overlap = bool(estimates.space.system(index).staleness_bound)
+    verb = "are" if stage == "rewards" else "is"
     alone = _alone_text(seconds, speed.step_time, overlap=overlap)
     return Binding(
         stage=stage,
         resource=resource,
         seconds={**seconds, "step": speed.step_time},
-        text=f"{stage} is the bottleneck: {resource}; {alone}{_gains_text(gains)}",
+        text=f"{stage} {verb} the bottleneck: {resource}; {alone}{_gains_text(gains)}",
     )
 
 
@@ -220,6 +226,13 @@ def besides_arithmetic(trainer: TrainerConfig) -> str:
     ]
     names = [name for name, is_there in waits if is_there]
     return listing(names or ["memory traffic of its GPU"])
+
+
+def _of_rewards(verifier: VerifierConfig) -> str:
+    """Return the workers that compute rewards."""
+    if verifier.pool is None:
+        return f"verifier.workers {verifier.workers} on CPUs"
+    return f"verifier.workers {verifier.workers} on {verifier.num_gpus} {verifier.pool}"
 
 
 def _of_sync(candidate: Candidate) -> str:

@@ -5,6 +5,7 @@ Bounds always hold; estimates only rank plans. The stages of a plan are separabl
 - Generation depends on the replicas and the dispatch policy.
 - Training depends on the trainer.
 - Weight sync depends on a class of pairs of replicas and trainers.
+- Rewards depend on the mode, which has the GPUs that compute them.
 
 Each is computed once and combined for all plans.
 
@@ -12,9 +13,11 @@ Each is computed once and combined for all plans.
 |----------------------------|------------------------------------------------------------------|
 | colocated, disaggregated   | generation + training + phase change or sync                     |
 | stream-sync                | until the trainer has processed the generated rollouts, + sync   |
-| one-step-async             | the longer of generation and training, + sync                    |
-| batches one after another  | the longer of generation and training                            |
+| one-step-async             | the longer of generation and training, + sync; or rewards        |
+| batches one after another  | the longest of generation, training and rewards                  |
 | steps that overlap         | the same; a replica starts a batch when it ends the one before   |
+
+In the synchronous systems, training begins when the last reward of the batch is computed.
 """
 
 from __future__ import annotations
@@ -37,9 +40,11 @@ from streamrl.runfile.policies_config import StreamingName
 from streamrl.sim.batch_generation import StepBatch
 from streamrl.sim.costs.colocation import sync_costs
 from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.reward_model import reward_costs
 from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.modes import Mode
 from streamrl.sim.planner.objective import values_of
+from streamrl.sim.planner.reward_replicas import RewardReplicas, RewardTimes, reward_times
 from streamrl.sim.planner.space import Candidate, Space
 from streamrl.sim.planner.stage_times import (
     DealtBatch,
@@ -162,6 +167,7 @@ class StageSeconds(NamedTuple):
     training: Floats
     sync: Floats
     step: Floats
+    rewards: Floats
 
 
 class Estimates:
@@ -201,6 +207,18 @@ class Estimates:
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
         }
         self._push, self._load, self._egress = sync_times(space)
+        self._rewards = list(self._find_rewards())
+        """Seconds of the rewards of a step, by mode."""
+
+    def _find_rewards(self) -> Iterator[RewardTimes]:
+        """Yield the seconds of the rewards of a step, for each mode."""
+        known: dict[RewardReplicas | None, RewardTimes] = {}
+        for mode in self.space.modes:
+            if mode.rewards not in known:
+                run = mode.apply(self.space.run)
+                costs = reward_costs(resolve(run).reward, run.costs)
+                known[mode.rewards] = reward_times(costs, run.verifier, self._works)
+            yield known[mode.rewards]
 
     def widen(self, space: Space) -> None:
         """Replace the space by one with more replicas, whose new plans come after the existing ones."""
@@ -261,12 +279,13 @@ class Estimates:
     def learn_step(self, index: int, step_time: float) -> None:
         """Update the pace of a simulated plan's replicas.
 
-        Only plans whose steps overlap have a pace. It is known only if training does not limit the
-        step.
+        Only plans whose steps overlap have a pace. It is known only if neither training nor rewards
+        limit the step.
         """
         mode, replicas = int(self.space.of_mode[index]), int(self.space.of_replicas[index])
         _, training = self.training_parts(index)
-        if self._overlaps[mode] and training < BINDS * step_time:
+        others = max(training, self._rewards_of(mode))
+        if self._overlaps[mode] and others < BINDS * step_time:
             paced = Paced(self.space.replicas[replicas], self.space.modes[mode])
             self._paces[paced] = step_time / float(self._unpaced(mode)[replicas])
 
@@ -365,16 +384,39 @@ class Estimates:
         part = "least" if is_bound else "stream" if streams else "whole"
         training = trained[part][trainer] + trained["optimizer"][trainer]
         generation = self._generation(self.space.of_replicas[places], mode, is_bound=is_bound)
+        scored = self._scored_ends(places, mode, generation, is_bound=is_bound)
+        rewards = self._rewards_of(mode, is_bound=is_bound)
         if system.staleness_bound == 0:
-            ends = generation + training
+            ends = scored + training
             if streams:
-                ends = self._stream_ends(places, mode, generation, training, is_bound=is_bound)
+                ends = self._stream_ends(places, mode, scored, training, is_bound=is_bound)
             step = ends + push + load
         elif system.halts_for_sync:
-            step = np.maximum(generation, training) + push + load
+            trained = training if is_bound else training + scored - generation
+            step = np.maximum(np.maximum(generation, trained) + push + load, rewards)
         else:
-            step = np.maximum(generation + load, training)
-        return StageSeconds(generation, training, push + load, step)
+            step = np.maximum(np.maximum(generation + load, training), rewards)
+        return StageSeconds(generation, training, push + load, step, np.full(len(places), rewards))
+
+    def _scored_ends(
+        self, places: Indices, mode: int, generation: Floats, *, is_bound: bool
+    ) -> Floats:
+        """Return when the last reward of a batch is computed, if its rollouts begin together."""
+        rewards = self._rewards[mode]
+        if not rewards.sorted:
+            return generation
+        if is_bound:
+            return np.maximum(generation, rewards.sorted)
+        ends: Floats = np.maximum(generation + rewards.last, rewards.sorted)
+        for replicas, found in self._found(mode):
+            mine = self.space.of_replicas[places] == replicas
+            ends[mine] = np.maximum(ends[mine], found.scored_end(rewards.sorted))
+        return ends
+
+    def _rewards_of(self, mode: int, *, is_bound: bool = False) -> float:
+        """Return the seconds of the rewards of a step in a mode."""
+        bound = self.space.systems[mode].staleness_bound if self._overlaps[mode] else 0
+        return self._rewards[mode].of_batches(1 if is_bound else 1 + bound)
 
     def _generation(self, replicas: Indices, mode: int, *, is_bound: bool) -> Floats:
         """Return the seconds of generation: simulated if known, else a lower bound."""
@@ -453,7 +495,8 @@ class Estimates:
         usual = IN_FLIGHT if _never_drains(self.space.systems[mode]) else OVERLAP
         by_degree: dict[Degree, list[float]] = defaultdict(list)
         for paced, pace in self._paces.items():
-            if paced.mode._replace(sync_mode=wanted.sync_mode) == wanted:
+            alike = paced.mode._replace(sync_mode=wanted.sync_mode, rewards=wanted.rewards)
+            if alike == wanted:
                 by_degree[_degree(paced.replicas)].append(pace)
         return np.array(
             [
@@ -465,7 +508,10 @@ class Estimates:
     def _stream_ends(
         self, places: Indices, mode: int, generation: Floats, training: Floats, *, is_bound: bool
     ) -> Floats:
-        """Return when a trainer ends that works on rollouts as they finish."""
+        """Return when a trainer ends that works on rollouts as they finish.
+
+        `generation` ends with the last reward.
+        """
         trainer, trained = self.space.of_trainer[places], self._trained
         optimizer = trained["optimizer"][trainer]
         ends: Floats = np.maximum(generation + optimizer, training)

@@ -1,4 +1,4 @@
-"""List the modes of a plan: system, staleness, dispatch and sync mode. A named framework limits them."""
+"""List the modes of a plan: system, staleness, dispatch, sync mode, rewards. A named framework limits them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.engine.presets import SYSTEMS
 from streamrl.hardware.profiles import known_engines
+from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, DISPATCH, DispatchName
@@ -24,6 +25,7 @@ from streamrl.runfile.policies_config import (
 )
 from streamrl.runfile.roles_config import NARROW, RolloutConfig
 from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.sim.planner.reward_replicas import RewardReplicas, find_reward_replicas
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
     *("colocated", "stream-sync", "one-step-async", "stream-async"),
@@ -39,13 +41,15 @@ USUAL_DISPATCH: tuple[DispatchName, ...] = (DEFAULT_DISPATCH, "skewness-aware")
 
 
 class Mode(NamedTuple):
-    """Choices of a plan that do not depend on its GPUs."""
+    """Choices of a plan beside its replicas and its trainer."""
 
     system: SystemName
     max_staleness: float | int | None
     dispatch: DispatchName | None
     order: OrderName | None
     sync_mode: SyncMode
+    rewards: RewardReplicas | None = None
+    """The GPUs that compute rewards; None if no GPU does."""
 
     def apply(self, run: Run) -> Run:
         """Return the run in this mode.
@@ -65,8 +69,11 @@ class Mode(NamedTuple):
         policies = replace(
             policies, max_staleness=self.max_staleness, dispatch=self.dispatch, order=self.order
         )
-        sync = replace(run.sync, mode=self.sync_mode)
-        return keep_filled_in(run, replace(run, policies=policies, sync=sync))
+        sync, verifier = replace(run.sync, mode=self.sync_mode), run.verifier
+        if self.rewards is not None:
+            verifier = self.rewards.change(verifier)
+        changed = replace(run, policies=policies, sync=sync, verifier=verifier)
+        return keep_filled_in(run, changed)
 
 
 class Choices(NamedTuple):
@@ -90,15 +97,29 @@ def find_choices(run: Run) -> Choices:
 
 
 def find_modes(run: Run) -> list[Mode]:
-    """Return every mode, ordered by system."""
+    """Return every mode, ordered by system.
+
+    Raises:
+        ValueError: no GPUs can have the reward model.
+    """
     choices = find_choices(run)
+    all_rewards: list[RewardReplicas | None] = [
+        *find_reward_replicas(
+            resolve(run).reward,
+            run.verifier,
+            run.cluster.pools,
+            run.plan,
+            run.algorithm.rollouts_per_step,
+        )
+    ]
     modes = (
-        Mode(system, staleness, dispatch, order, sync)
+        Mode(system, staleness, dispatch, order, sync, rewards)
         for system in choices.systems
         for staleness in _bounds(run.plan, run.policies, system)
         for dispatch in choices.dispatch
         for order in choices.order
         for sync in choices.sync_modes
+        for rewards in all_rewards or [None]
     )
     return [
         mode

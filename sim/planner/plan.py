@@ -54,9 +54,14 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: PlannedSide
     trainer: PlannedSide
+    verifier: PlannedSide | None = None
+    """The GPUs that compute rewards, if there are any."""
     settings: dict[str, str | int | float | bool]
     """All keys of the run file that the plan sets, as for `--set`."""
     dollars_per_hour: float
+    """Of all GPUs."""
+    verifier_dollars_per_hour: float = 0.0
+    """Of the GPUs that compute rewards, at the price of their pool."""
     step_time: float
     """Mean seconds of a step in the steady state, with the run's own seed. `simulate` reports the
     same value.
@@ -88,14 +93,14 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """Return the plan in one line."""
-        return plan_text(self.rollout, self.trainer, self.settings)
+        return plan_text(self.rollout, self.trainer, self.settings, self.verifier)
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
     """The stage and resource that limit the step time of the chosen plan."""
 
     stage: str
-    """One of generation, training and sync."""
+    """One of generation, training, sync and rewards."""
     resource: str
     seconds: dict[str, float]
     """Seconds of each stage alone, and of a simulated step."""
@@ -293,12 +298,17 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_text(
-    rollout: PlannedSide, trainer: PlannedSide, settings: dict[str, str | int | float | bool]
+    rollout: PlannedSide,
+    trainer: PlannedSide,
+    settings: dict[str, str | int | float | bool],
+    verifier: PlannedSide | None = None,
 ) -> str:
-    """Return a plan in one line: the GPUs that generate, the GPUs that train, and the mode."""
+    """Return a plan in one line: the GPUs that generate, train and compute rewards, and the mode."""
     gpus = f"{_side_text(rollout)} generate, {_side_text(trainer)} train"
     if settings["policies.system"] == "colocated":
         gpus = f"{_side_text(rollout)} generate and train ({_degrees_text(trainer)})"
+    if verifier is not None:
+        gpus += f", {_side_text(verifier)} compute rewards"
     mode = [str(settings["policies.system"])]
     if dispatch := settings.get("policies.dispatch"):
         mode.append(str(dispatch))
@@ -315,6 +325,8 @@ def _side_text(side: PlannedSide) -> str:
 
 
 def _degrees_text(side: PlannedSide) -> str:
+    if "workers" in side.degrees:
+        return f"{side.degrees['workers']} x TP{side.degrees['gpus_per_worker']}"
     parts = [f"{side.degrees['replicas']} x"] if "replicas" in side.degrees else []
     for key, name in SHORT.items():
         value = side.degrees.get(key, 1)

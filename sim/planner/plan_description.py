@@ -10,6 +10,7 @@ from statistics import median
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.hardware.profiles import price_of
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import PoolConfig
@@ -20,6 +21,7 @@ from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.objective import front, value_of
 from streamrl.sim.planner.plan import SHORT, Choice, ComparedPlan, PlannedSide, RunnerUp, plan_text
 from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 
@@ -218,8 +220,10 @@ class PlanDescription:
         return Choice(
             rollout=side_of(run.cluster.pools, candidate, "rollout"),
             trainer=side_of(run.cluster.pools, candidate, "trainer"),
+            verifier=reward_side_of(run.cluster.pools, candidate.mode.rewards),
             settings=settings_of(candidate),
             dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
+            verifier_dollars_per_hour=_reward_price(run.cluster.pools, candidate.mode.rewards),
             step_time=speed.step_time,
             step_time_interval=speed.step_time_interval,
             median_step_time=speed.median_step_time,
@@ -306,6 +310,25 @@ def side_of(pools: Mapping[str, PoolConfig], candidate: Candidate, section: str)
     return found
 
 
+def reward_side_of(
+    pools: Mapping[str, PoolConfig], rewards: RewardReplicas | None
+) -> PlannedSide | None:
+    """Describe the GPUs of a plan that compute rewards; None if none does."""
+    if rewards is None:
+        return None
+    return PlannedSide(
+        pool=rewards.pool,
+        gpu=pools[rewards.pool].gpu,
+        num_gpus=rewards.num_gpus,
+        degrees={"workers": rewards.workers, "gpus_per_worker": rewards.gpus_per_worker},
+    )
+
+
+def _reward_price(pools: Mapping[str, PoolConfig], rewards: RewardReplicas | None) -> float:
+    """Return the dollars per hour of the GPUs that compute rewards."""
+    return 0.0 if rewards is None else rewards.num_gpus * price_of(pools[rewards.pool])
+
+
 def _degrees(side: Replicas | Degrees) -> dict[str, int]:
     own = side._asdict().items()
     return {key: int(value) for key, value in own if key in DEGREES and value is not None}
@@ -328,8 +351,17 @@ def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
         "policies.dispatch": mode.dispatch,
         "policies.order": mode.order,
         "sync.mode": mode.sync_mode,
+        **_verifier_keys(mode.rewards),
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _verifier_keys(rewards: RewardReplicas | None) -> dict[str, str | int]:
+    return (
+        {}
+        if rewards is None
+        else {f"verifier.{k}": value for k, value in rewards._asdict().items()}
+    )
 
 
 def _drafts(drafted: int | None) -> dict[str, int | bool | None]:
@@ -342,4 +374,5 @@ def _drafts(drafted: int | None) -> dict[str, int | bool | None]:
 def describe(pools: Mapping[str, PoolConfig], candidate: Candidate) -> str:
     """Return one line that describes a plan."""
     rollout, trainer = (side_of(pools, candidate, name) for name in ("rollout", "trainer"))
-    return plan_text(rollout, trainer, settings_of(candidate))
+    rewards = reward_side_of(pools, candidate.mode.rewards)
+    return plan_text(rollout, trainer, settings_of(candidate), rewards)

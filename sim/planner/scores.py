@@ -37,8 +37,9 @@ LOOKED_AT = 4000
 
 def classes_of(space: Space) -> Indices:
     """Return a class number for each plan. Plans of one class have the same system and pools."""
-    systems = {mode.system: place for place, mode in enumerate(space.modes)}
-    codes = np.array([systems[mode.system] for mode in space.modes])[space.of_mode]
+    kinds = [(mode.system, mode.rewards and mode.rewards.pool) for mode in space.modes]
+    systems = {kind: place for place, kind in enumerate(kinds)}
+    codes = np.array([systems[kind] for kind in kinds])[space.of_mode]
     sides: tuple[tuple[list[tuple[str, ...]], NDArray[np.int32]], ...] = (
         ([each.pools for each in space.replicas], space.of_replicas),
         ([(each.pool,) for each in space.trainers], space.of_trainer),

@@ -107,7 +107,7 @@ def _crosses_a_link(candidate: Candidate) -> bool:
 
 
 def _rents(pool: str) -> Callable[[Candidate], bool]:
-    return lambda candidate: pool in (*candidate.replicas.pools, candidate.trainer.pool)
+    return lambda candidate: pool in candidate.pools
 
 
 def _scaled(lengths: LengthsConfig, factor: float) -> LengthsConfig:
@@ -277,6 +277,7 @@ def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
     fleets = [space.replicas[i] for i in np.unique(space.of_replicas[near])]
     replicas = [kind for fleet in fleets for kind in fleet.kinds]
     modes = [space.modes[i] for i in np.unique(space.of_mode[near])]
+    rewards = [mode.rewards for mode in modes if mode.rewards is not None]
     return replace(
         plan,
         rollout_pools=sorted({side.pool for side in replicas}),
@@ -286,6 +287,8 @@ def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
         micro_batch=sorted({side.micro_batch for side in trainers}),
         context_parallel=sorted({1, *(side.context_parallel for side in trainers)}),
         systems=list(dict.fromkeys(mode.system for mode in modes)),
+        reward_pools=sorted({side.pool for side in rewards}) or None,
+        reward_gpus=sorted({side.num_gpus for side in rewards}) or None,
     )
 
 

@@ -48,6 +48,7 @@ from streamrl.sim.planner.layouts import (
 )
 from streamrl.sim.planner.modes import Mode, find_modes
 from streamrl.sim.planner.objective import within_rent
+from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.stage_times import FallingLengths, TrainTimes, times_of_trainer
 
 Indices = NDArray[np.int32]
@@ -56,7 +57,7 @@ Mask = NDArray[np.bool_]
 MOST_PLANS = 10_000_000
 """Most plans of a space. The arrays of more plans exceed a small machine's memory."""
 LINK = "no link between the two pools"
-POOL_SIZE = "both sides need more GPUs than their pool has"
+POOL_SIZE = "the sides need more GPUs than their pool has"
 SHARED = "colocated: sides in different pools, or of different size"
 
 
@@ -94,30 +95,31 @@ def plans_of(
             f"{len(of_mode)} plans are open, but at most {MOST_PLANS} can be compared: set more "
             "keys of [plan], such as unit, rollout_gpus or micro_batch"
         )
-    is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
-    prices = pairs.prices(is_shared, of_replicas, of_trainer)
+    prices = pairs.prices(modes, of_replicas, of_trainer, of_mode)
     kept = within_rent(plan, prices, cut) if len(prices) else np.zeros(0, dtype=bool)
     return Plans(of_replicas[kept], of_trainer[kept], of_mode[kept], prices[kept])
 
 
 class Pairs:
-    """Pairs of replicas and trainers: which pairs fit the pools and links, and their prices."""
+    """Pairs of replicas and trainers: which fit the pools and links beside the reward model, and their prices."""
 
     def __init__(
         self, cluster: ClusterConfig, replicas: Sequence[Replicas], trainers: Sequence[Degrees]
     ) -> None:
         offer, links, names = cluster.pools, cluster.links, list(cluster.pools)
+        self._names, self._room = names, np.array([pool.num_gpus for pool in offer.values()])
         self._generate = np.array([_gpus_by_pool(each.kinds, names) for each in replicas])
         self._train = np.array([_gpus_by_pool([each], names) for each in trainers])
         """GPUs of each side in each pool."""
-        rent = [0.0 if pool.owned else price_per_second(pool) for pool in offer.values()]
-        self._prices = self._generate @ np.array(rent), self._train @ np.array(rent)
+        self._rent = np.array(
+            [0.0 if pool.owned else price_per_second(pool) for pool in offer.values()]
+        )
+        """Dollars a second of one GPU of each pool, if it is rented."""
         self._owned = sum(
             pool.num_gpus * price_per_second(pool) for pool in offer.values() if pool.owned
         )
         """Dollars a second of all pools that are owned. Every plan includes them."""
-        together = self._generate[:, None, :] + self._train[None, :, :]
-        self._room = (together <= [pool.num_gpus for pool in offer.values()]).all(axis=2)
+        self._together = self._generate[:, None, :] + self._train[None, :, :]
         apart = np.array([[a != b and not _has_link(links, a, b) for b in names] for a in names])
         self._unlinked = (self._generate > 0).astype(int) @ apart @ (self._train > 0).T > 0
         is_same = (self._generate[:, None, :] == self._train[None, :, :]).all(axis=2)
@@ -125,23 +127,38 @@ class Pairs:
 
     def open_to(self, mode: Mode, cut: Counter[str]) -> Mask:
         """Return which pairs can run in a mode."""
+        left = self._room - self._rewards_of(mode)
         if mode.system == "colocated":
+            has_room = (self._generate[:, None, :] <= left).all(axis=2)
             cut[SHARED] += int((~self._shared).sum())
-            return self._shared
+            cut[POOL_SIZE] += int((self._shared & ~has_room).sum())
+            shared: Mask = self._shared & has_room
+            return shared
+        has_room = (self._together <= left).all(axis=2)
         cut[LINK] += int(self._unlinked.sum())
-        cut[POOL_SIZE] += int((~self._room).sum())
-        is_open: Mask = ~self._unlinked & self._room
+        cut[POOL_SIZE] += int((~has_room).sum())
+        is_open: Mask = ~self._unlinked & has_room
         return is_open
 
-    def prices(self, is_shared: Mask, first: Indices, second: Indices) -> Floats:
+    def prices(
+        self, modes: Sequence[Mode], first: Indices, second: Indices, of_mode: Indices
+    ) -> Floats:
         """Return the price of each plan in dollars a second."""
-        generate, train = self._prices[0][first], self._prices[1][second]
+        is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
+        generate, train = (self._generate @ self._rent)[first], (self._train @ self._rent)[second]
+        rewards = np.array([self._rewards_of(mode) @ self._rent for mode in modes])[of_mode]
         rented = np.where(is_shared, np.maximum(generate, train), generate + train)
-        found: Floats = rented + self._owned
+        found: Floats = rented + rewards + self._owned
         return found
 
+    def _rewards_of(self, mode: Mode) -> Indices:
+        """Return the GPUs of each pool that compute rewards."""
+        return np.array(_gpus_by_pool([mode.rewards] if mode.rewards else [], self._names))
 
-def _gpus_by_pool(parts: Sequence[Replicas | Degrees], names: list[str]) -> list[int]:
+
+def _gpus_by_pool(
+    parts: Sequence[Replicas | Degrees | RewardReplicas], names: list[str]
+) -> list[int]:
     """Return the GPUs that the parts of a side have in each pool."""
     counts = dict.fromkeys(names, 0)
     for part in parts:
@@ -159,9 +176,9 @@ def price_per_second(pool: PoolConfig) -> float:
 
 
 def with_rent(run: Run) -> Run:
-    """Return the run with the nodes that both sides use of rented pools, and all nodes of owned pools.
+    """Return the run with the nodes that all sides use of rented pools, and all nodes of owned pools.
 
-    Section `[plan]` keeps no open choice. It has the GPUs of both sides if they use only a part of
+    Section `[plan]` keeps no open choice. It has the GPUs of each side if they use only a part of
     the rented nodes.
     """
     needs: Counter[str] = Counter()
@@ -171,6 +188,8 @@ def with_rent(run: Run) -> Run:
         needs[side.pool] = (
             max(taken, side.num_gpus) if run.policies.shares_gpus else taken + side.num_gpus
         )
+    if run.verifier.pool is not None:
+        needs[run.verifier.pool] += run.verifier.num_gpus
     pools = {
         name: pool if pool.owned else replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
         for name, pool in run.cluster.pools.items()
@@ -182,6 +201,7 @@ def with_rent(run: Run) -> Run:
     if any(num_gpus > needs[name] for name, num_gpus in rented.items()):  # part of a node
         generate = sum(kind.num_gpus for kind in run.rollout.kinds)
         gpus = {"rollout_gpus": [generate], "trainer_gpus": [run.trainer.num_gpus]}
+        gpus |= {"reward_gpus": [run.verifier.num_gpus]} if run.verifier.pool is not None else {}
         plan = replace(plan, **gpus)
     return replace(run, cluster=replace(run.cluster, pools=pools, links=links), plan=plan)
 
@@ -208,6 +228,12 @@ class Candidate(NamedTuple):
     replicas: Replicas
     trainer: Degrees
     mode: Mode
+
+    @property
+    def pools(self) -> set[str]:
+        """Pools of all sides."""
+        rewards = self.mode.rewards
+        return {*self.replicas.pools, self.trainer.pool, *([rewards.pool] if rewards else [])}
 
     def apply(self, run: Run) -> Run:
         """Return the run file of the plan, with the nodes that it rents."""
@@ -293,8 +319,7 @@ class Space:
     def priced(self, cluster: ClusterConfig) -> Space:
         """Return the same plans with the prices and links of another offer."""
         pairs = Pairs(cluster, self.replicas, self.trainers)
-        is_shared = np.array([mode.system == "colocated" for mode in self.modes])[self.of_mode]
-        prices = pairs.prices(is_shared, self.of_replicas, self.of_trainer)
+        prices = pairs.prices(self.modes, self.of_replicas, self.of_trainer, self.of_mode)
         return replace_fields(self, run=replace(self.run, cluster=cluster), prices=prices)
 
     @classmethod

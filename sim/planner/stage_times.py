@@ -54,6 +54,10 @@ class GenerationTime(NamedTuple):
     """Two arrays for each batch: when a rollout can be trained on, and the share of all tokens
     available then or later. Only rollouts that can limit the trainer are included.
     """
+    rollout_ends: list[tuple[Floats, Floats]]
+    """The same for computing rewards: when each rollout ends, whether or not its group has. Empty if
+    rewards take no time.
+    """
 
     @property
     def mean(self) -> float:
@@ -71,15 +75,26 @@ class GenerationTime(NamedTuple):
         A trainer that is never idle while work waits ends at the maximum, over all rollouts, of:
         the time when it can be trained on, plus the work that remains from then on.
         """
-        ends = [
-            (instants + left * train_time[:, None]).max(axis=1) for instants, left in self.envelopes
-        ]
-        mean: Floats = np.mean(ends, axis=0)
-        return mean
+        return _mean_end(self.envelopes, train_time)
+
+    def scored_end(self, seconds: float) -> float:
+        """Return when all rewards are computed that take `seconds` in total."""
+        return float(_mean_end(self.rollout_ends, np.array([seconds]))[0])
+
+
+def _mean_end(envelopes: Sequence[tuple[Floats, Floats]], seconds: Floats) -> Floats:
+    """Return the end of work that begins as rollouts arrive, averaged over batches."""
+    ends = [(instants + left * seconds[:, None]).max(axis=1) for instants, left in envelopes]
+    mean: Floats = np.mean(ends, axis=0)
+    return mean
 
 
 def summarize(
-    batches: Sequence[StepEnds], num_replicas: int, *, waits_for_groups: bool
+    batches: Sequence[StepEnds],
+    num_replicas: int,
+    *,
+    waits_for_groups: bool,
+    has_reward_time: bool = False,
 ) -> GenerationTime:
     """Return the generation time of several batches.
 
@@ -87,6 +102,7 @@ def summarize(
         batches: when the rollouts of each batch finish.
         num_replicas: replicas to which each batch was distributed.
         waits_for_groups: whether training on a rollout waits until its whole group has finished.
+        has_reward_time: whether rewards take time.
     """
     arrivals = [_by_group(ends.in_turn) if waits_for_groups else ends.in_turn for ends in batches]
     return GenerationTime(
@@ -95,6 +111,7 @@ def summarize(
         turnovers=np.array([_turnover(ends) for ends in batches]),
         shares=np.array([_mean_share(ends.at_once, num_replicas) for ends in batches]),
         envelopes=[_envelope_of(ends) for ends in arrivals],
+        rollout_ends=[_envelope_of(ends.in_turn) for ends in batches] if has_reward_time else [],
     )
 
 

@@ -1,6 +1,6 @@
 """Simulate candidate plans in worker processes on the same workload. Of a huge plan, simulate one portion.
 
-A portion has one of every N replicas, data-parallel ranks and prompts, with the costs of the whole
+A portion has one of every N replicas, data-parallel ranks, reward workers and prompts, with the costs of the whole
 plan. Each replica and rank has the same work and the same transfers as in the whole plan. So a
 portion is enough for the search. Its sampling error is larger, and the longest of fewer rollouts is
 shorter. So finalists are simulated whole.
@@ -60,6 +60,8 @@ def portions_of(run: Run) -> int:
         return 1
     counts = [kind.replicas for kind in run.rollout.kinds]
     counts += [run.trainer.data_parallel, run.algorithm.prompts_per_step]
+    if run.verifier.pool is not None or run.verifier.time:
+        counts.append(run.verifier.workers)
     portions = 1
     while (
         all(count % (2 * portions) == 0 for count in counts)
@@ -80,8 +82,11 @@ def portion_of(run: Run, portions: int) -> Run:
         ),
     )
     trainer = replace(run.trainer, data_parallel=run.trainer.data_parallel // portions)
+    verifier = run.verifier
+    if run.verifier.pool is not None or run.verifier.time:
+        verifier = replace(verifier, workers=verifier.workers // portions)
     algorithm = with_fewer_prompts(run.algorithm, portions)
-    return replace(run, algorithm=algorithm, rollout=rollout, trainer=trainer)
+    return replace(run, algorithm=algorithm, rollout=rollout, trainer=trainer, verifier=verifier)
 
 
 def with_fewer_prompts(algorithm: AlgorithmConfig, portions: int) -> AlgorithmConfig:
@@ -276,8 +281,12 @@ def generation_of(trial: Trial) -> GenerationTime:
     batches = _batches_of(trial.run, trial.batches)
     generate = partial(generate_batch, run, costs, most=MOST_REPLICAS)
     ends = [batch.generate(generate) for batch in batches]
-    waits = run.algorithm.trains_whole_groups
-    return summarize(ends, run.rollout.num_replicas, waits_for_groups=waits)
+    return summarize(
+        ends,
+        run.rollout.num_replicas,
+        waits_for_groups=run.algorithm.trains_whole_groups,
+        has_reward_time=costs.rewards is not None or run.verifier.time > 0,
+    )
 
 
 def training_error_of(trial: Trial) -> float:

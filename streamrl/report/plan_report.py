@@ -41,7 +41,7 @@ def head_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"  {show(plan.objective.value)}; a step {_step_text(chosen)} and "
         f"{format_dollars(chosen.cost_per_step)}, "
-        f"${chosen.dollars_per_hour:.2f} an hour"
+        f"${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
     )
     if chosen.num_seeds > 1:
         yield f"  over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
@@ -91,6 +91,12 @@ def head_lines(plan: Plan) -> Iterator[str]:
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
     if plan.framework is not None:
         yield from _framework_lines(plan.framework)
+
+
+def _reward_price(chosen: Choice) -> str:
+    if chosen.verifier is None:
+        return ""
+    return f", ${chosen.verifier_dollars_per_hour:.2f} of it for rewards"
 
 
 def _framework_lines(framework: PlannedFramework) -> Iterator[str]:

@@ -41,7 +41,8 @@ from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultConfig, Fau
 from streamrl.runfile.workload_config import HUB, FreeRanker, LengthsConfig, WorkloadConfig
 
 PLAN_LISTS = (
-    *("rollout_pools", "trainer_pools", "rollout_gpus", "trainer_gpus"),
+    *("rollout_pools", "trainer_pools", "reward_pools"),
+    *("rollout_gpus", "trainer_gpus", "reward_gpus"),
     *("rollout_pipeline_parallel", "rollout_data_parallel", "speculative"),
     *("rollout_tensor_parallel", "trainer_tensor_parallel", "pipeline_parallel"),
     *(
@@ -63,7 +64,10 @@ MOST_IN_PLAN = {"speculative": MOST_DRAFTED}
 
 
 def check_plan(
-    plan: PlanConfig, speculative: SpeculativeConfig | None, pools: dict[str, PoolConfig]
+    plan: PlanConfig,
+    speculative: SpeculativeConfig | None,
+    verifier: VerifierConfig,
+    pools: dict[str, PoolConfig],
 ) -> None:
     """Raise `RunError` where a list is empty, or names an unknown pool or a number out of bounds."""
     for name in PLAN_LISTS:
@@ -72,6 +76,11 @@ def check_plan(
         key, named = "plan.speculative", plan.speculative
         text = f"{key}={named} needs the section rollout.speculative; set the draft model and its acceptance there"
         raise RunError(key, named, None, text, ("rollout.speculative.acceptance",))
+    for name in ("reward_pools", "reward_gpus") if verifier.pool is None else ():
+        if (named := getattr(plan, name)) is not None:
+            key = f"plan.{name}"
+            text = f"{key}={named} applies to rewards on GPUs; set verifier.pool and gpus_per_worker there"
+            raise RunError(key, named, None, text, ("verifier.pool",))
 
 
 def _check_list(
@@ -584,7 +593,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_precision(run.rollout),
     lambda run: _check_latencies(run.policies.latency, run.rollout.others),
     *POLICY_CHECKS,
-    lambda run: check_plan(run.plan, run.rollout.speculative, run.cluster.pools),
+    lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: check_faults(run.faults, run.algorithm.steps, run.verifier.reward_model),
     lambda run: check_rewards(run.verifier, run.rollout.max_tokens),
     lambda run: check_prompt_sources(run.workload, run.verifier),

@@ -59,6 +59,12 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Numbers of GPUs that may generate; every multiple of `unit` where absent."""
     trainer_gpus: list[int] | None = None
     """Numbers of GPUs that may train; every multiple of `unit` where absent."""
+    reward_pools: list[str] | None = None
+    """Pools that may run the reward model; `verifier.pool` where absent. Unused without a pool."""
+    reward_gpus: list[int] | None = None
+    """Numbers of GPUs that may run the reward model; a few multiples of `unit` where absent, each at
+    least twice the one before.
+    """
     unit: int | None = None
     """GPUs by which the size of a side changes. Where absent, a node; in a pool of one node, one
     GPU.

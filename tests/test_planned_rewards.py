@@ -1,0 +1,205 @@
+"""Plans whose rewards need GPUs: a reward model in its own pool, or in the pool that generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.hardware.resolved import resolve
+from streamrl.record.charges import PaidGpus
+from streamrl.report.plan_report import head_lines
+from streamrl.runfile.checks import check_run
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import load_run, write_run
+from streamrl.sim.planner.plan import Choice
+from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.reward_replicas import RewardReplicas, find_reward_replicas
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Space
+from streamrl.sim.planner.trial import Trial, short_speed_of
+from streamrl.sim.steady_state import measure_steady
+from tests.measured_profile import model_directory
+from tests.test_plan import FEW, FEW_PLANS, Here
+from tests.test_search_space import OFFER, offer
+
+THIRD = {**OFFER["cluster"]["pools"], "l40s": {"gpu": "h20", "gpus_per_node": 4, "price": 0.9}}
+"""The pools of the offer, and one for the reward model alone."""
+
+
+def rewarded(
+    time: str = "0.5 s",
+    pool: str = "l40s",
+    changes: dict[str, Any] | None = None,
+    model: str = "hf://nobody/knows",
+    **plan: Any,
+) -> Run:
+    """Return a small offer with a reward model that takes `time` for a rollout."""
+    verifier = {
+        "pool": pool,
+        "gpus_per_worker": 1,
+        "time": time,
+        "reward": [{"scorer": "reward-model", "model": model}],
+    }
+    cluster = {**OFFER["cluster"], "pools": THIRD}
+    small = {"policies": {"system": "stream-async"}, "algorithm.group_size": 2}
+    changed = {**FEW, **small, "cluster": cluster, "verifier": verifier, **(changes or {})}
+    return offer(changed, **{**FEW_PLANS, "unit": 4, **plan})
+
+
+# Sizes --------------------------------------------------------------------------------------------
+
+
+def found(run: Run) -> list[RewardReplicas]:
+    rollouts = run.algorithm.rollouts_per_step
+    reward = resolve(run).reward
+    return find_reward_replicas(reward, run.verifier, run.cluster.pools, run.plan, rollouts)
+
+
+def gpus_of(run: Run) -> list[tuple[str, int]]:
+    return [(each.pool, each.num_gpus) for each in found(run)]
+
+
+def test_a_few_sizes_of_the_pool_are_tried_and_the_runs_own() -> None:
+    assert gpus_of(rewarded(unit=1)) == [("l40s", 1), ("l40s", 2), ("l40s", 4)]
+    own = rewarded(unit=1, changes={"verifier.workers": 3})
+    assert gpus_of(own) == [("l40s", 1), ("l40s", 2), ("l40s", 3), ("l40s", 4)]
+    assert gpus_of(rewarded(pool="h20", unit=None)) == [("h20", 8)]
+    few = {"verifier.max_rollouts_per_call": 8}
+    assert gpus_of(rewarded(pool="h20", unit=None, changes=few)) == [("h20", 8), ("h20", 16)]
+
+
+def test_replicas_that_would_have_no_call_are_not_tried() -> None:
+    calls = {"verifier.max_rollouts_per_call": 64, "algorithm.prompts_per_step": 64}
+    assert gpus_of(rewarded(unit=1, changes=calls)) == [("l40s", 1), ("l40s", 2)]
+
+
+def test_the_plan_section_names_pools_and_sizes() -> None:
+    run = rewarded(reward_pools=["l40s", "h20"], reward_gpus=[2, 8])
+    assert gpus_of(run) == [("l40s", 2), ("h20", 2), ("h20", 8)]
+    whole = rewarded(reward_gpus=[2, 3], changes={"verifier.gpus_per_worker": 2})
+    assert found(whole) == [RewardReplicas("l40s", 1, 2)]
+
+
+def test_sizes_that_no_pool_has_are_refused() -> None:
+    with pytest.raises(RunError, match=r"verifier\.gpus_per_worker=1.* in pool l40s"):
+        found(rewarded(reward_gpus=[16]))
+
+
+def test_keys_of_reward_gpus_need_a_pool() -> None:
+    with pytest.raises(RunError, match=r"plan\.reward_gpus=\[4\] applies to rewards on GPUs"):
+        rewarded(reward_gpus=[4], changes={"verifier": {}})
+
+
+def test_a_reward_model_that_fits_no_gpu_is_refused(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "judge")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"hidden_size": 16384, "num_hidden_layers": 120, "intermediate_size": 65536}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RunError, match="of the reward model with gpus_per_worker=1"):
+        found(rewarded(model=str(directory)))
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["l40s", "h20", "h800"])
+def test_no_plan_needs_more_gpus_than_the_offer_and_all_are_paid(pool: str) -> None:
+    space = Space.open(rewarded(pool=pool, systems=["stream-async", "colocated"]))
+    assert {mode.rewards is not None for mode in space.modes} == {True}
+    shared = 0
+    for index in range(0, len(space), 1 + len(space) // 120):
+        candidate = space.candidate(index)
+        run = candidate.apply(space.run)
+        check_run(run)
+        for name, rented in run.cluster.pools.items():
+            assert rented.nodes <= space.run.cluster.pools[name].nodes
+        assert PaidGpus.of(run).dollars_per_second == pytest.approx(space.prices[index], rel=1e-12)
+        shared += pool in candidate.replicas.pools
+    assert shared or pool == "l40s"
+
+
+def test_a_pool_that_the_reward_model_fills_generates_no_more() -> None:
+    space = Space.open(rewarded(pool="h20", reward_gpus=[16]))
+    assert {space.candidate(i).replicas.pool for i in range(len(space))} == {"h800"}
+
+
+# Seconds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["l40s", "h20"])
+@pytest.mark.parametrize("system", ["colocated", "stream-sync", "one-step-async", "stream-async"])
+def test_estimates_with_rewards_are_near_the_simulation(pool: str, system: str) -> None:
+    chosen = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
+    sides = {"rollout_gpus": [8], "trainer_gpus": [8], "reward_gpus": [1, 4]}
+    long = {"algorithm.steps": 12, "simulate.max_steps": 12}
+    run = rewarded(pool=pool, systems=[system], changes=long, unit=1, **chosen, **sides)
+    search = Search.open(run)
+    of_size = {search.space.candidate(i).mode.rewards: i for i in range(len(search.space))}
+    assert len(of_size) == 2
+    search.refine(Here(), lambda *_: [*of_size.values()])
+    estimate, bound = search.estimates.estimate(), search.estimates.bound()
+    steps = []
+    for index in of_size.values():
+        step = short_speed_of(Trial(search.base, search.space.candidate(index))).step_time
+        steps.append(step)
+        assert step == pytest.approx(estimate.step[index], rel=0.1)
+        assert step > 0.93 * bound[index]
+    assert steps[0] > 1.2 * steps[1]
+
+
+def test_a_reward_model_of_a_known_shape_takes_longer_with_lengths_mixed(tmp_path: Path) -> None:
+    shape = model_directory(tmp_path / "judge")
+    search = Search.open(rewarded(time="0 s", model=str(shape), reward_gpus=[1]))
+    modes = dict(
+        zip((m.system for m in search.space.modes), search.estimates._rewards, strict=True)
+    )
+    times = modes["stream-async"]
+    assert 0 < times.last < times.sorted < times.of_batches(2) < times.mixed
+
+
+def test_rewards_that_take_long_get_more_gpus() -> None:
+    open_keys: dict[str, Any] = {"rollout_gpus": [8], "trainer_gpus": [8], "reward_gpus": [1, 2, 4]}
+
+    def chosen(time: str) -> int:
+        run = rewarded(time, systems=["stream-async"], objective="cost-per-step", **open_keys)
+        search = Search.open(run)
+        rewards = search.space.candidate(search.run(Here(), lambda: None)[0]).mode.rewards
+        assert rewards is not None
+        return rewards.num_gpus
+
+    assert chosen("10 ms") == 1
+    assert chosen("2 s") == 4
+
+
+# The result ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_names_the_gpus_of_its_reward_model_and_what_they_cost(tmp_path: Path) -> None:
+    run = rewarded(
+        "2 s",
+        systems=["stream-sync"],
+        rollout_pools=["h20"],
+        rollout_gpus=[8],
+        trainer_gpus=[8],
+        reward_gpus=[1, 2],
+    )
+    planned = make_plan(run)
+    chosen: Choice = planned.plan.allocation
+    assert chosen.verifier is not None and chosen.verifier.num_gpus == 2
+    assert ", 2 l40s (2 x TP1) compute rewards; stream-sync" in chosen.text
+    assert chosen.settings["verifier.workers"] == 2
+    assert chosen.verifier_dollars_per_hour == pytest.approx(1.8)
+    assert "an hour, $1.80 of it for rewards" in "\n".join(head_lines(planned.plan))
+    assert planned.plan.binding.stage == "rewards"
+    assert planned.plan.binding.seconds["rewards"] == pytest.approx(128)
+    assert planned.plan.binding.text.startswith(
+        "rewards are the bottleneck: verifier.workers 2 on 2 l40s; "
+    )
+    write_run(planned.run, tmp_path / "plan.toml")
+    read = load_run(tmp_path / "plan.toml")
+    assert (read.verifier.pool, read.verifier.workers) == ("l40s", 2)
+    assert measure_steady(read).step_time == chosen.step_time
