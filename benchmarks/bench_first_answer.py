@@ -19,8 +19,8 @@ import time
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
-from streamrl.cli.init import MOST_SECONDS
 from streamrl.runfile.files import make_run
+from streamrl.sim.planner.answers import MOST_SECONDS
 from streamrl.sim.planner.first_answer import EstimatedPlan, Question, first_answer, run_table_of
 from streamrl.sim.planner.trial import Trial, Unfinished, metrics_of, whole
 

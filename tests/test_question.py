@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from streamrl import api
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, make_run
+from streamrl.sim.planner import answers
 from streamrl.sim.planner.first_answer import Question, first_answer, run_table_of
 from streamrl.sim.planner.objective import decide
 from streamrl.workload.workload import SimulatedWorkload
@@ -173,3 +177,50 @@ def test_a_question_that_cannot_be_read_is_refused_before_anything_is_written(
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert reason in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+# From Python -------------------------------------------------------------------------------------
+
+
+def test_python_gets_the_first_answer_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MOST_SECONDS", 600.0)  # a busy machine simulates as much
+    answer = api.first_answer(
+        *("Qwen/Qwen3-0.6B", "2xH100@2"),
+        **{"prompts": 8, "group": 4, "mean_tokens": "0.3k", "max_tokens": 900, "steps": 3},
+        changes={"execute.output": str(tmp_path / "run")},
+    )
+    file = tmp_path / "run.toml"
+    done = streamrl(
+        *("init", file, *FLAGS, "--gpus", "2xH100@2"),
+        *("--set", f"execute.output={tmp_path / 'run'}"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_run(file) == answer.run
+    told = " ".join(done.stdout.split())
+    assert all(line in told for line in answer.notes())
+    assert list(answer.to_frame()["what"]) == [plan.what for plan in answer.plans]
+    assert answer.recommended.choice in repr(answer) and "\n" not in repr(answer)
+    assert "assumed: grpo, 400 tokens a prompt" in answer._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"prompts": 0}, "^prompts must be at least 1, got 0"),
+        ({"mean_tokens": 900}, "^mean_tokens must be from 1 to 95% of max_tokens .900., got 900"),
+        ({"link": "10"}, "^link: '10' needs a unit"),
+        ({"budget": "much"}, "^budget: 'much' is no number of dollars"),
+        ({"gpus": "4xFoo"}, "^gpus: no profile 'foo' in profiles/gpus; there is a100"),
+    ],
+)
+def test_a_wrong_answer_in_python_is_named_as_the_argument(wrong: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        api.first_answer(**{"model": "qwen3-8b", "gpus": "8xH100", "max_tokens": 900, **wrong})
+
+
+def test_a_wrong_change_of_a_first_answer_has_its_key() -> None:
+    with pytest.raises(RunError) as raised:
+        api.first_answer("qwen3-8b", "8xH100", changes={"plan.tolerance": -1})
+    assert raised.value.key == "plan.tolerance"

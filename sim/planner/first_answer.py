@@ -7,16 +7,20 @@ corrected by a few simulated steps of the plans that are named. `make_plan` then
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.runfile.config import Run
+from streamrl.runfile.formatting import format_dollars, format_duration, listing, long_time
+from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
@@ -24,6 +28,9 @@ from streamrl.sim.planner.objective import decide
 from streamrl.sim.planner.plan_description import describe
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SHAPE = "streamrl-codemath-20k"
 """The profile whose distribution of output lengths is scaled to the mean: DeepSeek-R1 on mathematics and code."""
@@ -178,6 +185,9 @@ class EstimatedPlan(NamedTuple):
     candidate: Candidate
 
 
+LIMITS_ASIDE = "by estimate no plan keeps the deadline and the budget: set aside here"
+
+
 class FirstAnswer(NamedTuple):
     """The plans to decide between, before the search."""
 
@@ -191,11 +201,61 @@ class FirstAnswer(NamedTuple):
     """Whether any plan keeps the deadline and the budgets, by estimate. If none does, limits are left aside."""
     rule: str
     """By what rule a plan is recommended."""
+    offer: Run
+    """The run that was planned, as it was given."""
+    assumptions: Sequence[str] = ()
+    """What was assumed of the question, one per line."""
 
     @property
     def recommended(self) -> EstimatedPlan:
         """The fastest plan that costs little more than the cheapest."""
         return self.plans[1]
+
+    @property
+    def run(self) -> Run:
+        """The run with the layout of the recommended plan, to simulate, plan or write it."""
+        laid_out = self.recommended.candidate.apply(self.offer)
+        return replace(laid_out, cluster=self.offer.cluster, plan=self.offer.plan)
+
+    def __repr__(self) -> str:
+        plan = self.recommended
+        figures = f"{format_dollars(plan.dollars)}, {long_time(plan.seconds)}, step {format_duration(plan.step_time)}"
+        return f"<First answer: {plan.choice}; {figures}; best of {self.num_plans:,} estimates>"
+
+    def _repr_html_(self) -> str:
+        """Return the table of `streamrl plan --model …` for a notebook."""
+        head, *rows = self.table_rows()
+        return html_table(self.title, rows, head, self.notes())
+
+    def to_frame(self) -> DataFrame:
+        """Return a row for each plan: what it is, seconds and dollars of the whole run, and seconds of a step."""
+        columns = [name for name in EstimatedPlan._fields if name != "candidate"]
+        return frame_of({name: getattr(plan, name) for name in columns} for plan in self.plans)
+
+    def table_rows(self) -> Iterator[list[str]]:
+        """Yield the heads of a table of the plans, then its rows; a plan that is best in two ways has one."""
+        yield ["", "whole run", "takes", "a step", "from", "plan"]
+        names: dict[Candidate, list[str]] = {}
+        for plan in self.plans:
+            names.setdefault(plan.candidate, []).append(plan.what)
+        for candidate, alike in names.items():
+            plan = next(each for each in self.plans if each.candidate == candidate)
+            steps = f"{plan.simulated_steps} steps" if plan.simulated_steps else "estimate"
+            dollars, seconds = format_dollars(plan.dollars), format_duration(plan.step_time)
+            figures = [dollars, long_time(plan.seconds), seconds]
+            yield [listing(alike), *figures, steps, plan.choice]
+
+    @property
+    def title(self) -> str:
+        """Return how many plans were estimated, and in which time."""
+        return f"First answer: {self.num_plans:,} plans estimated in {self.seconds:.0f} s"
+
+    def notes(self) -> Iterator[str]:
+        """Yield the rule of the recommendation, and what the plans rest on."""
+        yield f"recommended: {self.rule}"
+        if not self.keeps_limits:
+            yield LIMITS_ASIDE
+        yield from self.assumptions
 
 
 def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
@@ -217,7 +277,9 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
     plans = [_estimated(search, what, index, figures) for what, index in named.items()]
     keeps_limits = bool((search.over_limits() <= 1).any())
     rule = f"the fastest plan that costs at most {run.plan.tolerance:.0%} more than the cheapest"
-    return FirstAnswer(plans, len(search.space), time.perf_counter() - began, keeps_limits, rule)
+    return FirstAnswer(
+        plans, len(search.space), time.perf_counter() - began, keeps_limits, rule, run
+    )
 
 
 class _Figures(NamedTuple):

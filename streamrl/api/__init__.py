@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from streamrl.api.questions import first_answer
     from streamrl.api.studies import sweep
     from streamrl.engine.trace import Trace, read_trace
     from streamrl.executor.subscribers.stream_client import read_stream
@@ -44,6 +45,7 @@ PLACES = {
     "change_run": "streamrl.runfile.files:change_run",
     "write_run": "streamrl.runfile.files:write_run",
     "load_model": "streamrl.hardware.profiles:load_model",
+    "first_answer": "streamrl.api.questions:first_answer",
     "Plan": "streamrl.sim.planner.plan:Plan",
     "plan": "streamrl.sim.planner.planner:make_plan",
     "read_plan": "streamrl.sim.planner.plan:read_plan",
@@ -89,6 +91,7 @@ __all__ = [
     "bubble_table",
     "change_run",
     "compare_runs",
+    "first_answer",
     "generation_comparison",
     "generation_figure",
     "generation_notes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from streamrl.runfile.files import change_run, load_run
 from streamrl.runfile.python_values import Changes
 from streamrl.runfile.sweep import Values, axes_of, make_grid
 from streamrl.sim.studies.sweep import Watch, run_sweep
+
+OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")
 
 
 def sweep(
@@ -52,5 +55,10 @@ def sweep(
         grid = make_grid(study.load, (), axes, skips=skip_infeasible)
         grid, rows = run_sweep(grid, seeds, skips=skip_infeasible, watch=watch)
     except ValueError as error:
-        raise ValueError(str(error).removeprefix("--")) from None  # arguments, not options
+        raise named_as_arguments(error) from None
     return StudyResult(study, grid, rows)
+
+
+def named_as_arguments(error: ValueError) -> ValueError:
+    """Return an error of a command whose text names arguments: mean_tokens, not --mean-tokens."""
+    return ValueError(OPTION.sub(lambda option: option[1].replace("-", "_"), str(error)))

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from msgspec.structs import replace
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import Overrides, claim_file, stdout_console
-from streamrl.runfile.files import make_run, write_run
-from streamrl.runfile.formatting import format_dollars, format_duration, listing, long_time
-from streamrl.runfile.keys import override
-from streamrl.runfile.short_forms import count_of, model_name, read_offer
+from streamrl.runfile.files import write_run
 
 if TYPE_CHECKING:
-    from streamrl.runfile.config import Run
     from streamrl.sim.planner.first_answer import FirstAnswer, Question
-    from streamrl.sim.planner.space import Candidate
 
-
-MOST_SECONDS = 7.0
-"""Seconds after which a first answer simulates nothing more."""
-
-
-COUNTS = ("prompts", "group", "mean_tokens", "max_tokens", "prompt_tokens", "steps")
-"""Answers that are whole numbers, such as 32k."""
-ANSWERS = ("model", "gpus", "algorithm", *COUNTS, "link", "deadline", "budget")
-"""Parameters of `init` and `plan` that are the fields of a `Question`."""
 
 HARDWARE, TRAINING, LIMITS = "Model and GPUs", "Training", "Limits"
 """Panels of the answers in the help of a command."""
@@ -136,83 +120,6 @@ Budget = Annotated[
 ]
 
 
-def stated_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answers among a command's parameters that were given, numbers written out.
-
-    Raises:
-        ValueError: a number cannot be read.
-    """
-    stated = {name: parameters[name] for name in ANSWERS if parameters[name] is not None}
-    return {name: _answer(name, value) for name, value in stated.items()}
-
-
-def _answer(name: str, value: str) -> str | int | float:
-    """Return the answer to a question of one name."""
-    try:
-        if name == "budget":
-            return float(value.lstrip("$").replace(",", ""))
-        return count_of(value) if name in COUNTS else value
-    except ValueError as error:
-        text = f"{value!r} is no number of dollars" if name == "budget" else error
-        raise ValueError(f"--{name.replace('_', '-')}: {text}") from None
-
-
-def check_answers(stated: Mapping[str, Any]) -> None:
-    """Check each answer on its own, before any other is asked for.
-
-    Raises:
-        ValueError: there is no such model or GPU, or a value cannot be.
-    """
-    from streamrl.sim.planner.first_answer import check_lengths, check_units
-
-    if "model" in stated:
-        _check_known("model", "models", model_name(stated["model"]))
-    for pool in read_offer(stated["gpus"]).values() if "gpus" in stated else ():
-        _check_known("gpus", "gpus", pool["gpu"])
-    for name in COUNTS:
-        if stated.get(name, 1) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {stated[name]}")
-    if "mean_tokens" in stated and "max_tokens" in stated:
-        check_lengths(stated["mean_tokens"], stated["max_tokens"])
-    check_units(stated.get("link"), stated.get("deadline"))
-
-
-def _check_known(option: str, folder: str, name: str) -> None:
-    from streamrl.hardware.profiles import find_profile
-
-    try:
-        find_profile(folder, name, ".toml")
-    except ValueError as error:
-        raise ValueError(f"--{option}: {error}") from None
-
-
-def question_of(stated: dict[str, Any]) -> Question:
-    """Return the question that the options ask.
-
-    Raises:
-        ValueError: there is no model or no GPU.
-    """
-    from streamrl.sim.planner.first_answer import Question
-
-    for name, example in (("model", "Qwen/Qwen3-8B"), ("gpus", "16xH100@2.20")):
-        if name not in stated:
-            raise ValueError(
-                f"--{name} is missing, such as --{name} {example}; without a run file, --model and --gpus are needed"
-            )
-    check_answers(stated)
-    return Question(**stated)
-
-
-def run_of(question: Question, overrides: Iterable[str]) -> Run:
-    """Return the run of a question, with `--set` applied."""
-    from streamrl.sim.planner.first_answer import run_table_of
-
-    table = run_table_of(question)
-    for change in overrides:
-        override(table, change)
-    return make_run(table)
-
-
 def check_alone(run_file: Path | None, stated: Iterable[str]) -> None:
     """Refuse options that stand for a run file beside one."""
     if run_file is not None and stated:
@@ -222,26 +129,15 @@ def check_alone(run_file: Path | None, stated: Iterable[str]) -> None:
         )
 
 
-def estimate(run: Run) -> FirstAnswer:
-    """Estimate the plans that a decision is between."""
-    from streamrl.sim.planner.first_answer import first_answer
-
-    with ProcessPoolExecutor() as pool:
-        return first_answer(run, pool, MOST_SECONDS)
-
-
 def print_first_answer(answer: FirstAnswer, question: Question, stated: Iterable[str]) -> None:
     """Print the plans that a decision is between, and what they rest on."""
-    from streamrl.sim.planner.first_answer import assumptions_of
+    from streamrl.sim.planner.first_answer import LIMITS_ASIDE, assumptions_of
 
     lines = list(assumptions_of(question, set(stated)))
     if not answer.keeps_limits:
-        lines.insert(0, "by estimate no plan keeps the deadline and the budget: set aside here")
+        lines.insert(0, LIMITS_ASIDE)
     console = stdout_console()
-    console.print(
-        f"First answer: {answer.num_plans:,} plans estimated in {answer.seconds:.0f} s",
-        style="bold",
-    )
+    console.print(answer.title, style="bold")
     console.print(_table(answer))
     for line in [f"recommended: {answer.rule}", *lines]:
         console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
@@ -249,17 +145,11 @@ def print_first_answer(answer: FirstAnswer, question: Question, stated: Iterable
 
 
 def _table(answer: FirstAnswer) -> Table:
-    """Lay out the plans to decide between; one that is best in two ways has one row."""
-    table = Table("", "whole run", "takes", "a step", "from", "plan", box=None, pad_edge=False)
-    names: dict[Candidate, list[str]] = {}
-    for plan in answer.plans:
-        names.setdefault(plan.candidate, []).append(plan.what)
-    for candidate, alike in names.items():
-        plan = next(each for each in answer.plans if each.candidate == candidate)
-        steps = f"{plan.simulated_steps} steps" if plan.simulated_steps else "estimate"
-        dollars, seconds = format_dollars(plan.dollars), format_duration(plan.step_time)
-        name = listing(alike)
-        table.add_row(name, dollars, long_time(plan.seconds), seconds, steps, plan.choice)
+    """Lay out the plans to decide between."""
+    head, *rows = answer.table_rows()
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
     for column in table.columns[:-1]:
         column.no_wrap = True
     return table
@@ -318,6 +208,14 @@ def init(
 
     Example: streamrl init run.toml --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
     """
+    from streamrl.sim.planner.answers import (
+        check_answers,
+        estimate,
+        question_of,
+        run_of,
+        stated_of,
+    )
+
     if run_file.exists() and not force:
         raise ValueError(f"{run_file} exists already; use --force to replace it")
     claim_file(run_file)
@@ -328,10 +226,8 @@ def init(
     question = question_of(stated)
     run = run_of(question, overrides or ())
     answer = estimate(run)
-    chosen = answer.recommended
-    laid_out = replace(chosen.candidate.apply(run), cluster=run.cluster, plan=run.plan)
     run_file.parent.mkdir(parents=True, exist_ok=True)
-    write_run(laid_out, run_file, _notes(question, chosen.choice))
+    write_run(answer.run, run_file, _notes(question, answer.recommended.choice))
     run_file.write_text(_commented(run_file.read_text(encoding="utf-8")), encoding="utf-8")
     print_first_answer(answer, question, stated)
     typer.echo(f"written to {run_file}; next:")
@@ -350,11 +246,13 @@ def _notes(question: Question, choice: str) -> list[str]:
 
 def _ask_for_rest(stated: dict[str, Any]) -> None:
     """Ask for each answer that is not given, again after a wrong one."""
+    from streamrl.sim.planner.answers import check_answers, read_answer
+
     for name, text, default in ASKED:
         while name not in stated:
             written = typer.prompt(text, default=default)
             try:
-                answer = _answer(name, written.strip())
+                answer = read_answer(name, written.strip())
                 check_answers({**stated, name: answer})
             except ValueError as error:
                 typer.echo(f"  {error}")

@@ -24,11 +24,7 @@ from streamrl.cli.init import (
     PromptTokens,
     Steps,
     check_alone,
-    estimate,
     print_first_answer,
-    question_of,
-    run_of,
-    stated_of,
 )
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
@@ -48,6 +44,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.paths import paths_of
+from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
 from streamrl.targets.verdicts import Verdict

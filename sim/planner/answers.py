@@ -1,0 +1,107 @@
+"""Read the answers that stand for a run file, as people write them: "6k", "3 days", "16xH100@2.20".
+
+Commands and notebooks give the same answers. Errors name them as the options of `streamrl plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from streamrl.hardware.profiles import find_profile
+from streamrl.runfile.config import Run
+from streamrl.runfile.files import make_run
+from streamrl.runfile.python_values import Changes, apply_changes
+from streamrl.runfile.short_forms import count_of, model_name, read_offer
+from streamrl.sim.planner.first_answer import (
+    FirstAnswer,
+    Question,
+    check_lengths,
+    check_units,
+    first_answer,
+    run_table_of,
+)
+
+MOST_SECONDS = 7.0
+"""Seconds after which a first answer simulates nothing more."""
+
+
+COUNTS = ("prompts", "group", "mean_tokens", "max_tokens", "prompt_tokens", "steps")
+"""Answers that are whole numbers, such as 32k."""
+ANSWERS = ("model", "gpus", "algorithm", *COUNTS, "link", "deadline", "budget")
+"""Names of the answers, which are the fields of a `Question`."""
+
+
+def stated_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answers among a command's parameters that were given, numbers written out.
+
+    Raises:
+        ValueError: a number cannot be read.
+    """
+    stated = {name: parameters[name] for name in ANSWERS if parameters[name] is not None}
+    return {name: read_answer(name, value) for name, value in stated.items()}
+
+
+def read_answer(name: str, value: str | float) -> str | int | float:
+    """Return the answer to a question of one name: numbers stay, and texts are read."""
+    try:
+        if name == "budget":
+            return float(str(value).lstrip("$").replace(",", ""))
+        return count_of(str(value)) if name in COUNTS else str(value)
+    except ValueError as error:
+        text = f"{value!r} is no number of dollars" if name == "budget" else error
+        raise ValueError(f"--{name.replace('_', '-')}: {text}") from None
+
+
+def check_answers(stated: Mapping[str, Any]) -> None:
+    """Check each answer on its own, before any other is asked for.
+
+    Raises:
+        ValueError: there is no such model or GPU, or a value cannot be.
+    """
+    if "model" in stated:
+        _check_known("model", "models", model_name(stated["model"]))
+    for pool in read_offer(stated["gpus"]).values() if "gpus" in stated else ():
+        _check_known("gpus", "gpus", pool["gpu"])
+    for name in COUNTS:
+        if stated.get(name, 1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {stated[name]}")
+    if "mean_tokens" in stated and "max_tokens" in stated:
+        check_lengths(stated["mean_tokens"], stated["max_tokens"])
+    check_units(stated.get("link"), stated.get("deadline"))
+
+
+def _check_known(option: str, folder: str, name: str) -> None:
+    try:
+        find_profile(folder, name, ".toml")
+    except ValueError as error:
+        raise ValueError(f"--{option}: {error}") from None
+
+
+def question_of(stated: dict[str, Any]) -> Question:
+    """Return the question that the options ask.
+
+    Raises:
+        ValueError: there is no model or no GPU.
+    """
+    for name, example in (("model", "Qwen/Qwen3-8B"), ("gpus", "16xH100@2.20")):
+        if name not in stated:
+            raise ValueError(
+                f"--{name} is missing, such as --{name} {example}; without a run file, --model and --gpus are needed"
+            )
+    check_answers(stated)
+    return Question(**stated)
+
+
+def run_of(question: Question, changes: Changes) -> Run:
+    """Return the run of a question, with changes as `load_run` takes them."""
+    table = run_table_of(question)
+    apply_changes(table, changes)
+    return make_run(table)
+
+
+def estimate(run: Run) -> FirstAnswer:
+    """Estimate the plans that a decision is between."""
+    with ProcessPoolExecutor() as pool:
+        return first_answer(run, pool, MOST_SECONDS)
