@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
-from streamrl.report.page.band import MEASURED, ROOFLINE, UNCHECKED, Band
+from streamrl.record.band import MEASURED, ROOFLINE, UNCHECKED
+from streamrl.report.page.band import Band
 from streamrl.report.page.details import of_plan, of_run
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.sources import read_sources
@@ -69,11 +70,10 @@ def test_more_seconds_are_more_dollars_and_fewer_tokens(tmp_path: Path) -> None:
     (option,) = read_report(write_runs(tmp_path, run={})).options
     least, most = option.band.factors
     assert least < 1 < most
-    assert option.cost_range == (
-        option.cost_per_million_tokens * least,
-        option.cost_per_million_tokens * most,
-    )
-    assert option.goodput_range == (option.goodput / most, option.goodput / least)
+    cost = option.cost_per_million_tokens
+    assert option.cost_range == pytest.approx((cost * least, cost * most))
+    rates = option.goodput / most, option.goodput / least
+    assert option.goodput_range == pytest.approx(rates)
 
 
 def test_the_page_says_which_share_is_unmeasured(tmp_path: Path) -> None:

@@ -244,7 +244,8 @@ def test_the_first_thing_said_is_the_total_and_every_command_says_the_same(tmp_p
     done = streamrl("simulate", tmp_path / "run.toml", "-o", tmp_path / "run")
     figures = json.loads(streamrl("simulate", tmp_path / "run.toml", "--json").stdout)
     assert next(iter(figures)) == "whole_run"
-    whole = whole_of()
+    metrics = measured()
+    whole, error = metrics.whole_run, metrics.model_error
     assert figures["whole_run"]["dollars"] == whole.dollars
     assert done.stdout.splitlines()[0].startswith("whole run")
     assert dollars_text(whole) in done.stdout.splitlines()[0]
@@ -252,7 +253,7 @@ def test_the_first_thing_said_is_the_total_and_every_command_says_the_same(tmp_p
     assert page.stdout.startswith(f"{whole.steps} steps take {time_text(whole)} and cost")
     lines = (tmp_path / "page.md").read_text().splitlines()
     assert next(line for line in lines if line.startswith("**")).startswith(
-        f"**{headline(whole)}. With"
+        f"**{headline(whole, error)}. With"
     )
     found = json.loads(streamrl("report", tmp_path / "run", "--json").stdout)
     assert found["whole_run"] == figures["whole_run"]

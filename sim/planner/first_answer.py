@@ -18,12 +18,14 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.logs.imported_workload import scale_to_mean
+from streamrl.record.band import Band, ModelError, band_of, ends_of
 from streamrl.runfile.config import Run
-from streamrl.runfile.formatting import format_dollars, format_duration, listing, long_time
+from streamrl.runfile.formatting import format_step_time, listing, long_dollars, long_time
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
+from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.objective import decide
 from streamrl.sim.planner.plan_description import describe
 from streamrl.sim.planner.search import Search
@@ -167,6 +169,10 @@ def check_units(link: str | None, deadline: str | None) -> None:
 Floats = NDArray[np.float64]
 
 
+FEW_STEPS = 0.15
+"""Most by which figures of closed forms or of few steps differ from a whole simulation (`bench_first_answer`)."""
+
+
 class EstimatedPlan(NamedTuple):
     """One plan of a first answer."""
 
@@ -180,9 +186,20 @@ class EstimatedPlan(NamedTuple):
     """Dollars of the whole run."""
     step_time: float
     """Seconds of a step."""
+    seconds_band: Band
+    """Range in which `seconds` may truly be: model error, and the error of so few steps."""
+    dollars_band: Band
+    step_time_band: Band
+    model_error: ModelError
     simulated_steps: int
     """Steps that were simulated; 0 if all its figures are closed forms."""
     candidate: Candidate
+
+    def figures(self) -> Iterator[str]:
+        """Yield dollars and seconds of the whole run, and seconds of a step, with their bands."""
+        yield long_dollars(self.dollars, None, ends_of(self.dollars_band))
+        yield long_time(self.seconds, None, ends_of(self.seconds_band))
+        yield format_step_time(self.step_time, None, ends_of(self.step_time_band))
 
 
 LIMITS_ASIDE = "by estimate no plan keeps the deadline and the budget: set aside here"
@@ -219,7 +236,7 @@ class FirstAnswer(NamedTuple):
 
     def __repr__(self) -> str:
         plan = self.recommended
-        figures = f"{format_dollars(plan.dollars)}, {long_time(plan.seconds)}, step {format_duration(plan.step_time)}"
+        figures = "{}, {}, step {}".format(*plan.figures())
         return f"<First answer: {plan.choice}; {figures}; best of {self.num_plans:,} estimates>"
 
     def _repr_html_(self) -> str:
@@ -241,8 +258,7 @@ class FirstAnswer(NamedTuple):
         for candidate, alike in names.items():
             plan = next(each for each in self.plans if each.candidate == candidate)
             steps = f"{plan.simulated_steps} steps" if plan.simulated_steps else "estimate"
-            dollars, seconds = format_dollars(plan.dollars), format_duration(plan.step_time)
-            figures = [dollars, long_time(plan.seconds), seconds]
+            figures = (figure.replace(" (", "\n(") for figure in plan.figures())
             yield [listing(alike), *figures, steps, plan.choice]
 
     @property
@@ -250,9 +266,14 @@ class FirstAnswer(NamedTuple):
         """Return how many plans were estimated, and in which time."""
         return f"First answer: {self.num_plans:,} plans estimated in {self.seconds:.0f} s"
 
+    def band_notes(self) -> Iterator[str]:
+        """Yield what the bands rest on."""
+        yield f"{self.recommended.model_error.note}, and {FEW_STEPS:.0%} for so few steps"
+
     def notes(self) -> Iterator[str]:
         """Yield the rule of the recommendation, and what the plans rest on."""
         yield f"recommended: {self.rule}"
+        yield from self.band_notes()
         if not self.keeps_limits:
             yield LIMITS_ASIDE
         yield from self.assumptions
@@ -319,12 +340,22 @@ def _estimated(search: Search, what: str, index: int, figures: _Figures) -> Esti
     if speed is not None:
         spend = search.spend_of(speed)
         whole = spend.seconds, spend.whole
+    error = estimated_error(search, index)
     return EstimatedPlan(
         what=what,
         choice=describe(search.space.run.cluster.pools, candidate),
         seconds=whole[0],
         dollars=whole[1],
         step_time=float(figures.seconds[index]),
+        seconds_band=_band(whole[0], error),
+        dollars_band=_band(whole[1], error),
+        step_time_band=_band(float(figures.seconds[index]), error),
+        model_error=error,
         simulated_steps=0 if speed is None else len(speed.step_times),
         candidate=candidate,
     )
+
+
+def _band(value: float, error: ModelError) -> Band:
+    """Return the band of a figure that rests on few steps."""
+    return band_of(value, (value / (1 + FEW_STEPS), value * (1 + FEW_STEPS)), error)

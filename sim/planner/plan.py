@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.record.band import Band, ModelError
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.plan_config import ObjectiveName
@@ -34,6 +35,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated with the run's own seed. What-if results are relative to it."""
     median: float
     """Median over all simulated seeds. Plans are compared by it."""
+    band: Band | None = None
+    """Range in which `value` may truly be, with sampling error and model error."""
     unit: str
 
 
@@ -83,6 +86,14 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Number of features to set up, such as degrees above one, a second pool and each step of
     staleness.
     """
+    model_error: ModelError | None = None
+    """Range of true to simulated seconds. For a plan that was not measured in full it is an estimate. None if an
+    earlier version wrote the plan, as for all bands.
+    """
+    step_time_band: Band | None = None
+    """Range in which `step_time` may truly be: sampling error over all seeds, and model error."""
+    cost_per_step_band: Band | None = None
+    cost_per_million_tokens_band: Band | None = None
     least: float
     """Lowest objective within the 95 % interval of the step time, over all seeds."""
     most: float

@@ -11,6 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
+from streamrl.record.band import Band, ModelError, band_of, hull
+from streamrl.record.metrics import Metrics, StepBands, bands_of_speed
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import PoolConfig
@@ -18,6 +20,7 @@ from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
 from streamrl.sim.planner.layouts import Degrees, Replicas
+from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.objective import front, value_of
 from streamrl.sim.planner.plan import SHORT, Choice, ComparedPlan, PlannedSide, RunnerUp, plan_text
 from streamrl.sim.planner.race import Race
@@ -69,6 +72,7 @@ class PlanDescription:
         """Take the indices of the chosen plan and of the cheapest one, which is the chosen one by default."""
         self._search, self._race, self._index = search, race, chosen
         self._cheapest = chosen if cheapest is None else cheapest
+        self._errors: dict[int, ModelError] = {}
         self.chosen = self._choice(chosen, race.steady[chosen])
 
     def open_gap(self) -> float | None:
@@ -232,12 +236,27 @@ class PlanDescription:
             cost_per_step=speed.cost_per_step,
             cost_per_million_tokens=speed.cost_per_million_tokens,
             mean_staleness=speed.mean_staleness,
+            model_error=self._error(index, speed),
+            **self._bands(index, speeds)._asdict(),
             complexity=int(search.complexity[index]),
             least=min(least for least, _ in ranges),
             most=max(most for _, most in ranges),
             num_seeds=len(ranges),
             estimate=float(search.estimates.estimate().step[index]),
         )
+
+    def _error(self, index: int, speed: Speed) -> ModelError:
+        """Return the model error of a simulation, or that of its plan by estimate if it was not measured in full."""
+        if isinstance(speed, Metrics) and speed.model_error is not None:
+            return speed.model_error
+        if index not in self._errors:
+            self._errors[index] = estimated_error(self._search, index)
+        return self._errors[index]
+
+    def _bands(self, index: int, speeds: Sequence[Speed]) -> StepBands:
+        """Return the bands of the figures of a step, over all seeds."""
+        bands = [bands_of_speed(speed, self._error(index, speed)) for speed in speeds]
+        return StepBands(*(hull(of_seeds) for of_seeds in zip(*bands, strict=True)))
 
     def _runner(self, index: int) -> RunnerUp:
         """Describe a plan compared with the chosen one, on the same prompts and over as many steps.
@@ -276,8 +295,23 @@ class PlanDescription:
             own = (ours.step_time_interval[1] / ours.step_time) - 1
             step = figures["step_time"]
             interval = step * (1 - hypot(own, width)), step * (1 + hypot(own, width))
+        assert choice.model_error is not None, "every plan has one"
+        band = band_of(figures["step_time"], interval, choice.model_error)
+        bands = {
+            f"{key}_band": Band(
+                low=figures[key] * band.low / figures["step_time"],
+                high=figures[key] * band.high / figures["step_time"],
+            )
+            for key in ("step_time", "cost_per_step", "cost_per_million_tokens")
+        }
         return msgspec.structs.replace(
-            choice, **figures, step_time_interval=interval, note="", least=value, most=value
+            choice,
+            **figures,
+            **bands,
+            step_time_interval=interval,
+            note="",
+            least=value,
+            most=value,
         )
 
 

@@ -6,7 +6,7 @@ This is `streamrl plan`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from statistics import median
 from typing import NamedTuple
@@ -15,6 +15,9 @@ from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
 from streamrl.hardware.resolved import resolve
+from streamrl.record.band import Band, hull
+from streamrl.record.metrics import Metrics
+from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
@@ -29,7 +32,7 @@ from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_f
 from streamrl.sim.planner.bottleneck import find_binding, find_gains
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS
-from streamrl.sim.planner.plan import Change, Figure, Plan, PlannedFramework
+from streamrl.sim.planner.plan import Change, Choice, Figure, Plan, PlannedFramework
 from streamrl.sim.planner.plan_description import PlanDescription, describe, drafts_text
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
@@ -117,13 +120,14 @@ def _plan(
     value, bounds = search.value_of(metrics), search.bounds()
     found = PlanDescription(search, race, chosen, cheapest)
     plan = Plan(
-        whole_run=metrics.whole_run,
+        whole_run=_whole_run(race.steady[chosen]),
         allocation=found.chosen,
         objective=Figure(
             name=objective,
             value=value,
             median=median(map(search.value_of, race.steady[chosen])),
             unit=UNITS[objective],
+            band=_objective_band(search, found.chosen, metrics),
         ),
         candidates=len(search.space),
         systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
@@ -158,6 +162,33 @@ def _plan(
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
     return Planned(planned, plan)
+
+
+def _whole_run(of_seeds: Sequence[Metrics]) -> WholeRun | None:
+    """Return the totals with the run's own seed, and bands that hold those of all seeds."""
+    found = [metrics.whole_run for metrics in of_seeds if metrics.whole_run is not None]
+    bands = {
+        key: hull([band for whole in found if (band := getattr(whole, key)) is not None])
+        for key in ("seconds_band", "dollars_band")
+    }
+    return replace(found[0], **bands) if found else None
+
+
+def _objective_band(search: Search, chosen: Choice, metrics: Metrics) -> Band:
+    """Return the objective at both ends of the bands of a step."""
+    low, high = (
+        search.value_of(
+            replace(
+                metrics,
+                **{
+                    key: getattr(getattr(chosen, f"{key}_band"), end)
+                    for key in ("step_time", "cost_per_step", "cost_per_million_tokens")
+                },
+            )
+        )
+        for end in ("low", "high")
+    )
+    return Band(low=low, high=high)
 
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:

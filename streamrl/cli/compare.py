@@ -9,6 +9,7 @@ import typer
 
 from streamrl.cli.shared import (
     AsJson,
+    Intervals,
     Overrides,
     open_trace,
     print_json,
@@ -33,6 +34,7 @@ def compare(
         ),
     ] = None,
     overrides: Overrides = None,
+    intervals: Intervals = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare an executed run with its simulation.
@@ -59,7 +61,7 @@ def compare(
     if as_json:
         print_json(compare_metrics(expected, figures))
     else:
-        stdout_console().print(comparison_table(expected, figures))
+        stdout_console().print(comparison_table(expected, figures, intervals=intervals))
 
 
 def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:

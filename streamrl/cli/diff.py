@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
-from streamrl.cli.shared import AsJson, print_json, stdout_console
+from streamrl.cli.shared import AsJson, Intervals, print_json, stdout_console
 from streamrl.cli.simulate_against import compare
 from streamrl.record.run_comparison import Against
 from streamrl.report.diff_report import changed_keys, diff_markdown, diff_report
@@ -27,6 +27,7 @@ def diff(
             "--markdown", help="Print Markdown, for a pull request.", rich_help_panel=OUTPUT
         ),
     ] = False,
+    intervals: Intervals = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what differs between two plans or run files.
@@ -47,9 +48,9 @@ def diff(
             }
         )
     elif as_markdown:
-        typer.echo(diff_markdown(changes, against, why_not))
+        typer.echo(diff_markdown(changes, against, why_not, intervals=intervals))
     else:
-        stdout_console().print(diff_report(changes, against, why_not))
+        stdout_console().print(diff_report(changes, against, why_not, intervals=intervals))
 
 
 def _load(path: Path) -> Run:

@@ -139,7 +139,7 @@ def print_first_answer(answer: FirstAnswer, question: Question, stated: Iterable
     console = stdout_console()
     console.print(answer.title, style="bold")
     console.print(_table(answer))
-    for line in [f"recommended: {answer.rule}", *lines]:
+    for line in [f"recommended: {answer.rule}", *answer.band_notes(), *lines]:
         console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
     console.print()
 

@@ -30,6 +30,7 @@ from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
+    Intervals,
     Overrides,
     claim_directory,
     print_json,
@@ -77,6 +78,7 @@ def plan(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing plan.", rich_help_panel=OUTPUT)
     ] = False,
+    intervals: Intervals = False,
     as_json: AsJson = False,
     model: Model = None,
     gpus: Gpus = None,
@@ -124,7 +126,7 @@ def plan(
     if as_json:
         print_json(planned.plan)
     else:
-        stdout_console().print(plan_report(planned.plan))
+        stdout_console().print(plan_report(planned.plan, intervals=intervals))
     if output is not None:
         source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
         _write(planned, output, source, run_file.parent if run_file else Path())

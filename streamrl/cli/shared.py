@@ -32,6 +32,16 @@ AsJson = Annotated[
     typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel=OUTPUT),
 ]
 
+Intervals = Annotated[
+    bool,
+    typer.Option(
+        "--intervals",
+        help="Also show 95 % intervals: the sampling error alone, as ±.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+"""An option of commands that show bands."""
+
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="The directory of a running job (execute.output).")
 ]

@@ -12,6 +12,7 @@ from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
+    Intervals,
     Overrides,
     check_ledger,
     claim_directory,
@@ -105,6 +106,7 @@ def simulate(
             help="Leave out combinations that are not possible, such as those that do not fit in memory.",
         ),
     ] = False,
+    intervals: Intervals = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict time, cost and GPU idle time of a run.
@@ -137,7 +139,7 @@ def simulate(
         given = {"RUN.toml": run_file is not None, "--output": output is not None}
         given |= {"--against": against is not None, **others}
         _refuse_beside("--from, which takes the run file from its record", given)
-        simulate_again(recorded, overrides or (), as_json=as_json)
+        simulate_again(recorded, overrides or (), as_json=as_json, intervals=intervals)
         return
     if run_file is None:
         raise ValueError("RUN.toml is missing: name a run file, or a recorded run with --from")
@@ -145,7 +147,9 @@ def simulate(
         from streamrl.cli.simulate_against import simulate_against
 
         _refuse_beside("--against, which simulates two runs", others)
-        simulate_against(run_file, against, overrides or (), output, as_json=as_json)
+        simulate_against(
+            run_file, against, overrides or (), output, as_json=as_json, intervals=intervals
+        )
         return
     if output is not None:
         refuse_real_run(output)
@@ -163,7 +167,7 @@ def simulate(
     if as_json:
         print_json({"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts})
     else:
-        stdout_console().print(metrics_table(metrics))
+        stdout_console().print(metrics_table(metrics, intervals=intervals))
         for fact in facts:
             typer.echo(fact)
         typer.echo(ledger_line(metrics.ledger))

@@ -23,7 +23,13 @@ LETTERS = ("A", "B")
 
 
 def simulate_against(
-    run_file: Path, other: Path, overrides: Sequence[str], output: Path | None, *, as_json: bool
+    run_file: Path,
+    other: Path,
+    overrides: Sequence[str],
+    output: Path | None,
+    *,
+    as_json: bool,
+    intervals: bool,
 ) -> None:
     """Simulate run file A against run file B, and print whether A is worth it."""
     if output is not None:
@@ -39,7 +45,7 @@ def simulate_against(
     if as_json:
         print_json(comparison.as_json())
     else:
-        stdout_console().print(against_report(comparison.against, names))
+        stdout_console().print(against_report(comparison.against, names, intervals=intervals))
 
 
 def _load(path: Path, letter: str, overrides: Sequence[str]) -> tuple[str, Run]:
@@ -69,7 +75,9 @@ def compare(a: Run, b: Run) -> Against:
         return compare_runs(a, b, watch)
 
 
-def simulate_again(recorded: Path, changes: Sequence[str], *, as_json: bool) -> None:
+def simulate_again(
+    recorded: Path, changes: Sequence[str], *, as_json: bool, intervals: bool
+) -> None:
     """Simulate a recorded run unchanged and with changes, and print what the changes would have saved."""
     with make_progress() as progress:
         task = progress.add_task("step", total=None, facts="")
@@ -81,4 +89,4 @@ def simulate_again(recorded: Path, changes: Sequence[str], *, as_json: bool) -> 
     if as_json:
         print_json({**asdict(found), "verdict": verdict(found)})
     else:
-        stdout_console().print(rerun_report(found))
+        stdout_console().print(rerun_report(found, intervals=intervals))

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +23,7 @@ from streamrl.record.attribution import (
     AttributionReader,
     SidesAttribution,
 )
+from streamrl.record.band import Band, ModelError, band_of, read_model_error
 from streamrl.record.charges import PaidGpus, PaidReplicas, Pushes, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.ledger import Ledger, LedgerReader
@@ -208,6 +210,13 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """The ledger of all recorded rollouts and versions."""
     uncertainty: Uncertainty | None = None
     """Errors of simulated seconds, by stage and for the step; None for a real run."""
+    model_error: ModelError | None = None
+    """Range of true to simulated seconds; None for a real run. All bands include it."""
+    step_time_band: Band | None = None
+    """Range in which `step_time` may truly be, with sampling error and model error. For a real run it is the figure
+    itself."""
+    cost_per_step_band: Band | None = None
+    cost_per_million_tokens_band: Band | None = None
     selection: SelectionMetrics | None = None
     """Generated rollouts compared with those that were trained on."""
 
@@ -254,13 +263,17 @@ def measure_read(
     worked = _tiers(trace, _weights(trace.run.followers, shares, trace.facts))
     notes = [note for note in (speed.note, unmeasured_warning(worked)) if note]
     speed = msgspec.structs.replace(speed, note="; ".join(notes))
+    tiers = _tiers(
+        trace, [*_weights(trace.run.followers, shares, trace.facts), *_waits(trace, shares)]
+    )
+    error = read_model_error(trace, shares, tiers)
     return Metrics(
         world=trace.world,
         num_steps=len(speed.step_times),
         total_time=reader.end,
         whole_run=None
         if speed.unfinished
-        else make_whole_run(trace, speed, shares, reader.replicas.mean(*window)),
+        else make_whole_run(trace, speed, shares, reader.replicas.mean(*window), error),
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.whole.busy,
         idle=shares.whole.idle,
@@ -271,14 +284,38 @@ def measure_read(
         dropped=dict(leader.lost),
         wasted=_wasted(reader.flow, leader.made.num_tokens[first - 1 : last], window),
         trainers=list(_trainers(trace.run.followers, reader.flow, window)),
-        tiers=_tiers(
-            trace, [*_weights(trace.run.followers, shares, trace.facts), *_waits(trace, shares)]
-        ),
+        tiers=tiers,
         ledger=reader.ledger.balance(),
         selection=reader.flow.selection.metrics(),
         uncertainty=read_uncertainty(trace, shares),
+        model_error=error,
+        **bands_of_speed(speed, error)._asdict(),
         **msgspec.structs.asdict(speed),
     )
+
+
+class StepBands(NamedTuple):
+    """The bands of the figures of a step, by their keys in `Metrics`."""
+
+    step_time_band: Band
+    cost_per_step_band: Band
+    cost_per_million_tokens_band: Band
+
+
+def bands_of_speed(speed: Speed, error: ModelError | None) -> StepBands:
+    """Return the bands of the figures of a step. Egress does not grow with seconds.
+
+    Args:
+        speed: the figures.
+        error: the model error of their seconds; None if a clock measured them, which also leaves no sampling error.
+    """
+    interval = None if error is None else speed.step_time_interval
+    step = band_of(speed.step_time, interval, error)
+    egress = speed.egress_per_step
+    a_second = (speed.cost_per_step - egress) / speed.step_time
+    low, high = (egress + a_second * end for end in (step.low, step.high))
+    tokens = speed.cost_per_million_tokens / (speed.cost_per_step or 1.0)
+    return StepBands(step, Band(low=low, high=high), Band(low=low * tokens, high=high * tokens))
 
 
 def _measure_speed(

@@ -20,6 +20,7 @@ from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import SHARED, UNDERFILLED
+from streamrl.record.band import Band, ModelError
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, measure, measure_read, read_run
 from streamrl.record.steady_state import (
@@ -97,6 +98,12 @@ class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Mean idle GPU-seconds of a step, over all sides."""
     idle_cost: float
     """Dollars for these GPU-seconds."""
+    model_error: ModelError | None = None
+    """Range of true to simulated seconds; None if an earlier version wrote the file, as for all bands."""
+    step_time_band: Band | None = None
+    """Range in which `step_time` may truly be, with sampling error and model error."""
+    cost_per_step_band: Band | None = None
+    cost_per_million_tokens_band: Band | None = None
     whole_run: WholeRun
     """Totals of all training steps, as in `simulate`."""
     note: str
@@ -301,6 +308,10 @@ class MeasuredRun:
             staleness=metrics.mean_staleness,
             idle_gpu_seconds=float(self.idle.mean()),
             idle_cost=float(self.idle_dollars.mean()),
+            model_error=metrics.model_error,
+            step_time_band=metrics.step_time_band,
+            cost_per_step_band=metrics.cost_per_step_band,
+            cost_per_million_tokens_band=metrics.cost_per_million_tokens_band,
             whole_run=self.whole_run,
             note=metrics.note,
         )

@@ -3,7 +3,7 @@
     seconds  =  steps before the steady state  +  all other steps x mean step  +  checkpoints
 
 The mean step is that of the steady state. The 95 % interval of the total comes from the interval of this mean
-alone. It includes neither model errors nor an unforeseen drift of lengths.
+alone. The band also includes the model error. Neither includes an unforeseen drift of lengths.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import load_gpu, price_of
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
+from streamrl.record.band import Band, ModelError, band_of
 from streamrl.record.charges import PaidGpus, PaidSide
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
@@ -119,8 +120,12 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     seconds_interval: tuple[float, float] | None
     """95 % interval (sampling error), from the interval of the mean step; None if too few steps count."""
+    seconds_band: Band | None = None
+    """Range in which they may truly be, with sampling error and model error; None if an earlier version wrote the
+    file."""
     dollars: float
     dollars_interval: tuple[float, float] | None
+    dollars_band: Band | None = None
     gpu_hours: float
     pools: dict[str, PoolTotal]
     """Totals of each paid pool, by name."""
@@ -205,7 +210,11 @@ def whole_dollars(speed: Speed, time: WholeTime, seconds: float) -> float:
 
 
 def make_whole_run(
-    trace: Trace, speed: Speed, shares: SidesAttribution, num_replicas: float
+    trace: Trace,
+    speed: Speed,
+    shares: SidesAttribution,
+    num_replicas: float,
+    error: ModelError | None,
 ) -> WholeRun:
     """Return the totals of the whole run.
 
@@ -214,12 +223,14 @@ def make_whole_run(
         speed: its figures in the steady state.
         shares: its activities in the steady state.
         num_replicas: its mean number of replicas in the steady state.
+        error: the model error of its seconds; None for a real run.
     """
     run = trace.run
     time = whole_time(run, speed, is_recorded=trace.world == "real")
     hours = time.seconds / SECONDS_PER_HOUR
     paid = PaidGpus.of(run, num_replicas)
     energy = read_energy(paid, shares)
+    band = band_of(time.seconds, time.interval, error)
     pools = {}
     for name, count in paid.by_pool.items():
         pool, watts = run.cluster.pools[name], energy.watts[name]
@@ -238,12 +249,16 @@ def make_whole_run(
         steps=time.steps,
         seconds=time.seconds,
         seconds_interval=time.interval,
+        seconds_band=band,
         dollars=whole_dollars(speed, time, time.seconds),
         dollars_interval=None
         if time.interval is None
         else (
             whole_dollars(speed, time, time.interval[0]),
             whole_dollars(speed, time, time.interval[1]),
+        ),
+        dollars_band=Band(
+            low=whole_dollars(speed, time, band.low), high=whole_dollars(speed, time, band.high)
         ),
         gpu_hours=sum(pool.gpu_hours for pool in pools.values()),
         pools=pools,

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.record.band import ends_of
 from streamrl.record.run_comparison import (
     Against,
     BreakEvenBandwidth,
@@ -21,6 +22,7 @@ from streamrl.record.run_comparison import (
     PairedRun,
     is_significant,
 )
+from streamrl.report.run_tables import dollars_text, time_text
 from streamrl.runfile.formatting import (
     format_count,
     format_dollars,
@@ -35,20 +37,24 @@ AS_LONG = 0.005
 """Logarithm of the ratio of two times below which they read as equal: "1.00 times as fast"."""
 
 
-def against_report(against: Against, names: tuple[str, str]) -> RenderableType:
+def against_report(
+    against: Against, names: tuple[str, str], *, intervals: bool = False
+) -> RenderableType:
     """Lay out the comparison of two runs for a terminal.
 
     Args:
         against: their figures.
         names: a description of A and of B, one line each.
+        intervals: whether to show 95 % intervals (sampling error) of A and B as well.
     """
     heads = [Text(f"{letter}  {name}") for letter, name in zip("AB", names, strict=True)]
     table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    for row in figures(against):
+    for row in figures(against, intervals=intervals):
         table.add_row(*row)
     lines = [Text(line) for line in break_even_lines(against)]
+    lines += [Text(line) for line in band_lines(against)]
     doubts = [Text(note, style="yellow") for note in notes(against)]
     told = Text(verdict(against), style="bold")
     return Group(*heads, Text(), table, Text(), *lines, *doubts, told)
@@ -187,19 +193,35 @@ def notes(against: Against) -> Iterator[str]:
 # The table ----------------------------------------------------------------------------------------
 
 
-def figures(against: Against) -> Iterator[Row]:
-    """Yield the figures of both runs and their difference: name, A, B, A - B."""
+def band_lines(against: Against) -> Iterator[str]:
+    """Yield what the bands of A and B rest on."""
+    told = [run.model_error.note for run in (against.a, against.b) if run.model_error is not None]
+    if len(set(told)) == 1:
+        yield f"A and B: {told[0]}."
+    else:
+        yield from (f"{letter}: {note}." for letter, note in zip("AB", told, strict=False))
+
+
+def figures(against: Against, *, intervals: bool = False) -> Iterator[Row]:
+    """Yield the figures of both runs with their bands, and their difference: name, A, B, A - B.
+
+    Args:
+        against: the figures.
+        intervals: whether to show 95 % intervals (sampling error) of A and B as well.
+    """
     a, b = against.a, against.b
     seconds = _signed(format_duration)
     dollars = _signed(format_dollars)
-    steps = _each(a, b, lambda run: format_step_time(run.step_time, run.step_time_interval))
+    steps = _each(a, b, lambda run: _step_text(run, intervals=intervals))
     yield ("step", *steps, seconds(against.step_time))
     yield ("$ an hour", *_each(a, b, lambda run: format_dollars(run.dollars_per_hour)), "")
-    costs = _each(a, b, lambda run: format_dollars(run.cost_per_step))
+    costs = _each(
+        a, b, lambda run: format_dollars(run.cost_per_step, ends_of(run.cost_per_step_band))
+    )
     yield ("$ a step", *costs, dollars(against.cost_per_step))
     ratio = against.cost_ratio
     share = f"{(ratio.value - 1) * 100:+.1f} %{_plus_minus(ratio, format_share)}"
-    tokens = _each(a, b, lambda run: format_dollars(run.cost_per_million_tokens))
+    tokens = _each(a, b, _dollars_a_million)
     yield ("$ per million tokens", *tokens, share)
     yield ("tokens/s trained on", *_each(a, b, lambda run: format_count(run.goodput)), "")
     yield ("tokens/s generated", *_each(a, b, lambda run: format_count(run.throughput)), "")
@@ -215,10 +237,19 @@ def figures(against: Against) -> Iterator[Row]:
     idle = _each(a, b, lambda run: format_dollars(run.idle_cost))
     yield ("$ a step for idle GPUs", *idle, dollars(against.idle_cost))
     num = against.training_steps
-    times = _each(a, b, lambda run: format_duration(run.whole_run.seconds))
+    times = _each(a, b, lambda run: time_text(run.whole_run, intervals=intervals))
     yield (f"whole training, {num:,} steps", *times, seconds(against.training_time))
-    costs = _each(a, b, lambda run: format_dollars(run.whole_run.dollars))
+    costs = _each(a, b, lambda run: dollars_text(run.whole_run, intervals=intervals))
     yield ("  $", *costs, dollars(against.training_cost))
+
+
+def _step_text(run: PairedRun, *, intervals: bool) -> str:
+    interval = run.step_time_interval if intervals else None
+    return format_step_time(run.step_time, interval, ends_of(run.step_time_band))
+
+
+def _dollars_a_million(run: PairedRun) -> str:
+    return format_dollars(run.cost_per_million_tokens, ends_of(run.cost_per_million_tokens_band))
 
 
 def _each(a: PairedRun, b: PairedRun, show: Callable[[PairedRun], str]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.record.run_comparison import Against
-from streamrl.report.against_report import figures, verdict
+from streamrl.report.against_report import band_lines, figures, verdict
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import values_by_key
 
@@ -41,7 +41,7 @@ def changed_keys(a: Run, b: Run) -> list[ChangedKey]:
 
 
 def diff_report(
-    changes: Sequence[ChangedKey], against: Against | None, why_not: str
+    changes: Sequence[ChangedKey], against: Against | None, why_not: str, *, intervals: bool = False
 ) -> RenderableType:
     """Lay out what differs for a terminal; `why_not` says why there are no figures."""
     if not changes:
@@ -52,24 +52,28 @@ def diff_report(
     if against is None:
         return Group(keys, Text(), Text(why_not))
     table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
-    for row in _totals(against):
+    for row in _totals(against, intervals):
         table.add_row(*row)
-    return Group(keys, Text(), table, Text(), Text(verdict(against), style="bold"))
+    bands = [Text(line) for line in band_lines(against)]
+    return Group(keys, Text(), table, *bands, Text(), Text(verdict(against), style="bold"))
 
 
-def diff_markdown(changes: Sequence[ChangedKey], against: Against | None, why_not: str) -> str:
+def diff_markdown(
+    changes: Sequence[ChangedKey], against: Against | None, why_not: str, *, intervals: bool = False
+) -> str:
     """Return what differs as Markdown, for the description of a pull request."""
     if not changes:
         return "A and B are the same run."
     parts = [_table(("key", "A", "B"), [(f"`{c.key}`", _shown(c.a), _shown(c.b)) for c in changes])]
     if against is None:
         return "\n\n".join([*parts, why_not])
-    parts.append(_table(("", "A", "B", "A - B"), list(_totals(against))))
-    return "\n\n".join([*parts, verdict(against)])
+    parts.append(_table(("", "A", "B", "A - B"), list(_totals(against, intervals))))
+    return "\n\n".join([*parts, *band_lines(against), verdict(against)])
 
 
-def _totals(against: Against) -> Iterator[tuple[str, ...]]:
-    yield from (row for row in figures(against) if row[0].startswith(TOTALS))
+def _totals(against: Against, intervals: bool) -> Iterator[tuple[str, ...]]:
+    rows = figures(against, intervals=intervals)
+    yield from (row for row in rows if row[0].startswith(TOTALS))
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

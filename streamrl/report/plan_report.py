@@ -8,42 +8,73 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.record.band import ends_of
 from streamrl.record.uncertainty import unshared_error
 from streamrl.report.run_tables import fact_lines, headline
-from streamrl.runfile.formatting import format_dollars, format_duration, format_step_time
+from streamrl.runfile.formatting import (
+    OptionalInterval,
+    band_text,
+    format_dollars,
+    format_step_time,
+)
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.sim.planner.plan import Choice, Plan, PlannedFramework, RunnerUp
 
-VALUES: dict[ObjectiveName, Callable[[float], str]] = {
-    "cost-per-million-tokens": lambda value: f"{format_dollars(value)} per million tokens",
-    "cost-per-step": lambda value: f"{format_dollars(value)} a step",
-    "step-time": lambda value: f"{format_duration(value)} a step",
-    "pareto": "{:.0f} s x $ a step".format,
+Show = Callable[..., str]
+"""A function that writes a figure, and its band if it gets one."""
+
+
+def _seconds_a_step(value: float, band: OptionalInterval = None) -> str:
+    return f"{format_step_time(value, None, band)} a step"
+
+
+def _dollars_a_million(value: float, band: OptionalInterval = None) -> str:
+    return f"{format_dollars(value, band)} per million tokens"
+
+
+def _dollars_a_step(value: float, band: OptionalInterval = None) -> str:
+    return f"{format_dollars(value, band)} a step"
+
+
+def _product(value: float, band: OptionalInterval = None) -> str:
+    return f"{value:.0f} s x $ a step {band_text(band)}".rstrip()
+
+
+VALUES: dict[ObjectiveName, Show] = {
+    "cost-per-million-tokens": _dollars_a_million,
+    "cost-per-step": _dollars_a_step,
+    "step-time": _seconds_a_step,
+    "pareto": _product,
 }
 """How to write the figure that a plan is judged by, with the digits of `simulate`."""
 
 
-def plan_report(plan: Plan) -> RenderableType:
-    """Lay out a plan for a terminal."""
-    parts: list[RenderableType] = [Text(line) for line in head_lines(plan)]
+def plan_report(plan: Plan, *, intervals: bool = False) -> RenderableType:
+    """Lay out a plan for a terminal.
+
+    Args:
+        plan: the plan.
+        intervals: whether to show 95 % intervals (sampling error) as well.
+    """
+    parts: list[RenderableType] = [Text(line) for line in head_lines(plan, intervals=intervals)]
     parts += [Text(), _beside(plan), Text(), _choices(plan), Text(PAIRED)]
     if plan.pareto:
         parts += [Text(), _pareto(plan.pareto)]
     return Group(*parts, Text(), _sensitivity(plan), Text(), _infeasible(plan))
 
 
-def head_lines(plan: Plan) -> Iterator[str]:
+def head_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     """Yield a few lines with the choice and its reasons."""
     chosen, show = plan.allocation, VALUES[plan.objective.name]
     if plan.whole_run is not None:
-        yield f"whole run: {headline(plan.whole_run)}"
+        yield f"whole run: {headline(plan.whole_run, chosen.model_error, intervals=intervals)}"
     yield chosen.text
     yield (
-        f"  {show(plan.objective.value)}; a step {_step_text(chosen)} and "
-        f"{format_dollars(chosen.cost_per_step)}, "
+        f"  {show(plan.objective.value, ends_of(plan.objective.band))}; a step {_step_text(chosen, intervals=intervals)} "
+        f"and {format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))}, "
         f"${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
     )
-    if chosen.num_seeds > 1:
+    if chosen.num_seeds > 1 and intervals:
         yield f"  over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
     if chosen.note:
         yield f"  {chosen.note}"
@@ -173,7 +204,7 @@ def _cells(plan: Plan, runner: RunnerUp) -> tuple[str, ...]:
         _behind_text(plan, runner),
         _step_text(choice),
         f"{choice.mean_staleness:.2f}",
-        format_dollars(choice.cost_per_step),
+        format_dollars(choice.cost_per_step, ends_of(choice.cost_per_step_band)),
         f"{choice.dollars_per_hour:.2f}",
     )
 
@@ -181,13 +212,15 @@ def _cells(plan: Plan, runner: RunnerUp) -> tuple[str, ...]:
 def _pareto(choices: list[Choice]) -> Table:
     table = Table("none beats in time and cost", "step", "$ a step", box=None, pad_edge=False)
     for choice in choices:
-        table.add_row(choice.text, _step_text(choice), format_dollars(choice.cost_per_step))
+        dollars = format_dollars(choice.cost_per_step, ends_of(choice.cost_per_step_band))
+        table.add_row(choice.text, _step_text(choice), dollars)
     return table
 
 
-def _step_text(choice: Choice) -> str:
-    """Return the seconds of a step with half their interval."""
-    return format_step_time(choice.step_time, choice.step_time_interval)
+def _step_text(choice: Choice, *, intervals: bool = False) -> str:
+    """Return the seconds of a step with their band, and with half their interval if `intervals`."""
+    interval = choice.step_time_interval if intervals else None
+    return format_step_time(choice.step_time, interval, ends_of(choice.step_time_band))
 
 
 def _behind_text(plan: Plan, runner: RunnerUp) -> str:

@@ -10,12 +10,17 @@ from rich.text import Text
 
 from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.run_comparison import Rerun
-from streamrl.report.run_tables import LABELS, format_figure
-from streamrl.runfile.formatting import format_duration, format_share, format_step_time
+from streamrl.report.run_tables import LABELS, figure_text
+from streamrl.runfile.formatting import format_duration, format_share
 
 
-def rerun_report(rerun: Rerun) -> RenderableType:
-    """Lay out all three for a terminal, with the saving of the changes."""
+def rerun_report(rerun: Rerun, *, intervals: bool = False) -> RenderableType:
+    """Lay out all three for a terminal, with the saving of the changes.
+
+    Args:
+        rerun: the three runs.
+        intervals: whether to show 95 % intervals (sampling error) as well.
+    """
     first, last = rerun.recorded.counted_steps
     table = Table(
         f"steps {first} to {last}", "recorded", "simulated", "changed", box=None, pad_edge=False
@@ -23,7 +28,7 @@ def rerun_report(rerun: Rerun) -> RenderableType:
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     runs = (rerun.recorded, rerun.as_it_was, rerun.changed)
-    for figures in zip(*map(_figures, runs), strict=True):
+    for figures in zip(*(_figures(run, intervals) for run in runs), strict=True):
         table.add_row(figures[0][0], *(shown for _, shown in figures))
     notes = [Text(rerun.recorded.note, style="yellow")] if rerun.recorded.note else []
     told = Text(verdict(rerun), style="bold")
@@ -51,10 +56,10 @@ def error_line(rerun: Rerun) -> str:
     return f"As it was, a simulated step is {format_share(abs(error))} {way} than a recorded one."
 
 
-def _figures(run: Metrics) -> Iterator[tuple[str, str]]:
+def _figures(run: Metrics, intervals: bool) -> Iterator[tuple[str, str]]:
     """Yield the figures of a run's column, each with its label."""
-    yield LABELS["step_time"], format_step_time(run.step_time, run.step_time_interval)
+    yield LABELS["step_time"], figure_text(run, "step_time", intervals=intervals)
     yield "  all steps", format_duration(sum(run.step_times))
     for name in RATIOS[1:]:
-        yield LABELS[name], format_figure(name, getattr(run, name))
+        yield LABELS[name], figure_text(run, name)
     yield "idle", format_share(sum(run.idle.values()))

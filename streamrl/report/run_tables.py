@@ -9,11 +9,13 @@ from typing import TypeAlias
 from rich.table import Table
 
 from streamrl.record.attribution import UNDERFILLED
+from streamrl.record.band import ModelError, ends_of
 from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import PoolTotal, WholeRun
 from streamrl.runfile.formatting import (
+    OptionalInterval,
     format_count,
     format_dollars,
     format_duration,
@@ -24,30 +26,43 @@ from streamrl.runfile.formatting import (
 )
 
 
-def headline(whole: WholeRun) -> str:
-    """Return a line on the whole run: "200 steps take 15.68 h ± 0.14 and cost $892.7 ± 7.9 (95 % intervals)"."""
-    sure = " (95 % intervals)" if whole.seconds_interval is not None else ""
+def headline(whole: WholeRun, error: ModelError | None, *, intervals: bool = False) -> str:
+    """Return a line on the whole run: "200 steps take 15.7 h (12.6 to 21.4) and cost $893 (717 to 1,214); band: …".
+
+    Args:
+        whole: the totals.
+        error: the model error of its seconds.
+        intervals: whether to show 95 % intervals (sampling error) as well.
+    """
     noun, verbs = ("step", ("takes", "costs")) if whole.steps == 1 else ("steps", ("take", "cost"))
-    cost = f" and {verbs[1]} {dollars_text(whole)}" if whole.dollars else ""
-    return f"{whole.steps:,} {noun} {verbs[0]} {time_text(whole)}{cost}{sure}"
+    cost = f" and {verbs[1]} {dollars_text(whole, intervals=intervals)}" if whole.dollars else ""
+    time = time_text(whole, intervals=intervals)
+    return f"{whole.steps:,} {noun} {verbs[0]} {time}{cost}{_sure(whole, error, intervals)}"
 
 
-def price_note(whole: WholeRun) -> str:
-    """Return its cost and number of steps: "$892.7 ± 7.9 for 200 steps; 95 % intervals"."""
+def price_note(whole: WholeRun, error: ModelError | None, *, intervals: bool = False) -> str:
+    """Return its cost and number of steps: "$893 (717 to 1,214) for 200 steps; band: …"."""
     noun = "step" if whole.steps == 1 else "steps"
-    sure = "; 95 % intervals" if whole.seconds_interval is not None else ""
-    cost = f"{dollars_text(whole)} " if whole.dollars else ""
-    return f"{cost}for {whole.steps:,} {noun}{sure}"
+    cost = f"{dollars_text(whole, intervals=intervals)} " if whole.dollars else ""
+    return f"{cost}for {whole.steps:,} {noun}{_sure(whole, error, intervals)}"
 
 
-def time_text(whole: WholeRun) -> str:
-    """Return its duration: "15.68 h ± 0.14", "3.27 d ± 0.05 (78.5 h)"."""
-    return long_time(whole.seconds, whole.seconds_interval)
+def _sure(whole: WholeRun, error: ModelError | None, intervals: bool) -> str:
+    """Return what the band, and the interval if it is shown, mean."""
+    sure = "; ± is a 95 % interval" if intervals and whole.seconds_interval is not None else ""
+    return f"{sure}; {error.note}" if error is not None else sure
 
 
-def dollars_text(whole: WholeRun) -> str:
-    """Return its cost: "$892.7 ± 7.9"."""
-    return long_dollars(whole.dollars, whole.dollars_interval)
+def time_text(whole: WholeRun, *, intervals: bool = False) -> str:
+    """Return its duration: "15.7 h (12.6 to 21.4)"."""
+    interval = whole.seconds_interval if intervals else None
+    return long_time(whole.seconds, interval, ends_of(whole.seconds_band))
+
+
+def dollars_text(whole: WholeRun, *, intervals: bool = False) -> str:
+    """Return its cost: "$893 (717 to 1,214)"."""
+    interval = whole.dollars_interval if intervals else None
+    return long_dollars(whole.dollars, interval, ends_of(whole.dollars_band))
 
 
 def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
@@ -105,13 +120,18 @@ UNKNOWN_YIELD = (
 NUM_REWARDS = 5  # shown from the start and from the end of a run
 
 
-def metrics_table(metrics: Metrics) -> Table:
-    """Lay out the figures of one run: speed, cost, and the use of its GPU-seconds."""
+def metrics_table(metrics: Metrics, *, intervals: bool = False) -> Table:
+    """Lay out the figures of one run: speed, cost, and the use of its GPU-seconds.
+
+    Args:
+        metrics: the figures.
+        intervals: whether to show 95 % intervals (sampling error) as well.
+    """
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value, note in _summary(metrics):
+    for name, value, note in _summary(metrics, intervals):
         table.add_row(name, value, note)
     if len(metrics.trainers) > 1:
         table.add_row()
@@ -135,8 +155,14 @@ def metrics_table(metrics: Metrics) -> Table:
     return table
 
 
-def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
-    """Lay out a prediction next to its measurement, with the error."""
+def comparison_table(predicted: Metrics, measured: Metrics, *, intervals: bool = False) -> Table:
+    """Lay out a prediction next to its measurement, with the error.
+
+    Args:
+        predicted: the figures of the simulation.
+        measured: the figures of the executed run.
+        intervals: whether to show 95 % intervals (sampling error) as well.
+    """
     table = Table(box=None, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     for title in ("predicted", "measured", "error"):
@@ -145,13 +171,13 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
         ours, theirs = getattr(predicted, name), getattr(measured, name)
         if name in COSTS and not (ours or theirs):
             continue  # no GPU was rented
-        shown = [format_figure(name, value) for value in (ours, theirs)]
-        if name == "step_time":
-            shown = [
-                format_step_time(m.step_time, m.step_time_interval) for m in (predicted, measured)
-            ]
+        shown = [figure_text(each, name, intervals=intervals) for each in (predicted, measured)]
         table.add_row(LABELS[name], *shown, _relative(_relative_error(ours, theirs)))
-    table.add_row("", "", "", _beyond_text(are_apart(predicted, measured)))
+    is_within = is_within_band(predicted, measured)
+    if intervals or is_within is None:
+        table.add_row("", "", "", _beyond_text(are_apart(predicted, measured)))
+    else:
+        table.add_row("", "", "", f"{'within' if is_within else 'outside'} the band")
     table.add_row("seconds from", format_tiers(predicted.tiers), format_tiers(measured.tiers))
     kinds = (_comparable(predicted, measured), (predicted.idle, measured.idle))
     for title, (ours, theirs) in zip(("busy", "idle"), kinds, strict=True):
@@ -173,11 +199,14 @@ def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
     for name in RATIOS:
         ours, theirs = getattr(predicted, name), getattr(measured, name)
         figures[name] = _deviation(ours, theirs, _relative_error(ours, theirs))
+    figures["bands"] = {f"{name}_band": getattr(predicted, f"{name}_band") for name in BANDED}
+    figures["model_error"] = predicted.model_error
     figures["step_time_interval"] = {
         "predicted": predicted.step_time_interval,
         "measured": measured.step_time_interval,
     }
     figures["is_beyond_intervals"] = are_apart(predicted, measured)
+    figures["is_within_band"] = is_within_band(predicted, measured)
     figures["notes"] = {"predicted": predicted.note, "measured": measured.note}
     figures["busy"] = _share_deviations(*_comparable(predicted, measured))
     figures["idle"] = _share_deviations(predicted.idle, measured.idle)
@@ -209,6 +238,12 @@ def are_apart(one: Metrics, other: Metrics) -> bool | None:
     return high < least or most < low
 
 
+def is_within_band(predicted: Metrics, measured: Metrics) -> bool | None:
+    """Return whether the measured step time is in the band of the predicted one; None without a band."""
+    band = predicted.step_time_band
+    return None if band is None else band.low <= measured.step_time <= band.high
+
+
 def _beyond_text(is_apart: bool | None) -> str:
     match is_apart:
         case None:
@@ -229,10 +264,29 @@ LABELS = {
 }
 
 
-def format_figure(name: str, value: float) -> str:
+BANDED = ("step_time", "cost_per_step", "cost_per_million_tokens")
+"""Figures of a step that have a band."""
+
+
+def figure_text(metrics: Metrics, name: str, *, intervals: bool = False) -> str:
+    """Return a figure of a run with its band: "164.7 s (132 to 224)".
+
+    Args:
+        metrics: the figures of the run.
+        name: the name of the figure in `Metrics`.
+        intervals: whether to show half its 95 % interval (sampling error) as well.
+    """
+    band = ends_of(getattr(metrics, f"{name}_band")) if name in BANDED else None
+    if name == "step_time":
+        interval = metrics.step_time_interval if intervals else None
+        return format_step_time(metrics.step_time, interval, band)
+    return format_figure(name, getattr(metrics, name), band)
+
+
+def format_figure(name: str, value: float, band: OptionalInterval = None) -> str:
     """Return the figure that `Metrics` calls `name`, for people."""
     if name.startswith("cost"):
-        return format_dollars(value)
+        return format_dollars(value, band)
     if name == "step_time":
         return format_duration(value)
     return f"{format_count(value)}{'/s' if name == 'samples_per_second' else ' tokens/s'}"
@@ -255,30 +309,31 @@ def _errors(found: Uncertainty) -> tuple[str, str]:
     return whole, f"of the step; of models that no fit saw: {stages or 'none was checked'}"
 
 
-def _whole(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
+def _whole(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]]:
     """Yield duration and cost of the whole run, or that it is unfinished; this comes first."""
     whole = metrics.whole_run
     if whole is None:
         yield "NOT FINISHED", "", f"[red]{metrics.unfinished}[/]"
     else:
-        yield "whole run", time_text(whole), price_note(whole)
+        note = price_note(whole, metrics.model_error, intervals=intervals)
+        yield "whole run", time_text(whole, intervals=intervals), note
         yield from facts(whole)
     yield "", "", ""
 
 
-def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
-    yield from _whole(metrics)
+def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]]:
+    yield from _whole(metrics, intervals)
     first, last = (metrics.steps_before + step for step in metrics.counted_steps)
     steps = f"mean of steps {first} to {last}" if last > first else f"step {first} alone"
     total = format_duration(metrics.total_time)
     took = f"median {format_duration(metrics.median_step_time)}, {metrics.world}, {total} in all"
-    step_time = format_step_time(metrics.step_time, metrics.step_time_interval)
+    step_time = figure_text(metrics, "step_time", intervals=intervals)
     yield LABELS["step_time"], step_time, f"{steps}, {took}"
     if metrics.note:
         yield "", "", f"[yellow]{metrics.note}[/]"
     for name in RATIOS[1:]:
         if name not in COSTS or metrics.cost_per_step:
-            yield LABELS[name], format_figure(name, getattr(metrics, name)), ""
+            yield LABELS[name], figure_text(metrics, name), ""
     sides = ", ".join(f"{count} {side}" for side, count in metrics.num_gpus.items())
     yield "GPUs", str(sum(metrics.num_gpus.values())), sides
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from streamrl.record.band import Band, ends_of
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.formatting import format_dollars, format_step_time, listing
 from streamrl.runfile.gpu_pools import kind_name
@@ -92,7 +93,9 @@ GLOSSARY = {
     ),
     "MFU": "model FLOPs utilisation: the share of the GPUs' peak arithmetic that training uses",
     "pool": "GPUs of one kind in one place",
-    "band": "the range in which a figure may truly lie, as far as is known",
+    "band": (
+        "the range in which a figure may truly be: sampling error and model error together, each at its limit"
+    ),
     "measured, composed, roofline": "how a simulated second is known, from best to least",
 }
 
@@ -111,9 +114,9 @@ def seconds(value: float) -> str:
     return f"{value:,.0f}{NBSP}s" if value >= 100 else f"{value:.3g}{NBSP}s"
 
 
-def step_seconds(value: float, interval: tuple[float, float] | None) -> str:
-    """Return the seconds of a step with half their 95 % interval: "243.1 s ± 2"."""
-    return format_step_time(value, interval).replace(" ", NBSP)
+def step_seconds(value: float, band: Band | None) -> str:
+    """Return the seconds of a step with their band: "243.1 s (195 to 331)"."""
+    return format_step_time(value, None, ends_of(band)).replace(" ", NBSP)
 
 
 def rounded(value: float) -> str:

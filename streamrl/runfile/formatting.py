@@ -17,8 +17,16 @@ UNSURE = 3
 """Significant digits of a value without an interval."""
 
 
-def long_time(seconds: float, interval: OptionalInterval = None) -> str:
-    """Format the seconds of a whole run in a suitable unit."""
+def long_time(
+    seconds: float, interval: OptionalInterval = None, band: OptionalInterval = None
+) -> str:
+    """Format the seconds of a whole run in a suitable unit: "15.7 h (12.6 to 21.4)".
+
+    Args:
+        seconds: the seconds.
+        interval: their 95 % interval, to show half of it as well.
+        band: the range in which they may truly be.
+    """
     for unit, size in (("d", SECONDS_PER_DAY), ("h", SECONDS_PER_HOUR), ("min", 60.0)):
         if seconds >= (IN_DAYS if unit == "d" else size):
             break
@@ -27,12 +35,34 @@ def long_time(seconds: float, interval: OptionalInterval = None) -> str:
     text = _with_half(seconds, interval, size)
     value, *half = text.split(" ")
     text = " ".join([f"{value} {unit}", *half])
+    if ends := band_text(_scaled(band, 1 / size)):
+        return f"{text} {ends}"
     return f"{text} ({seconds / SECONDS_PER_HOUR:,.1f} h)" if unit == "d" else text
 
 
-def long_dollars(dollars: float, interval: OptionalInterval = None) -> str:
-    """Write the dollars of a whole run."""
-    return f"${_with_half(dollars, interval, 1.0)}"
+def long_dollars(
+    dollars: float, interval: OptionalInterval = None, band: OptionalInterval = None
+) -> str:
+    """Write the dollars of a whole run: "$893 (717 to 1,214)"."""
+    return f"${_with_half(dollars, interval, 1.0)} {band_text(band)}".rstrip()
+
+
+def band_text(band: OptionalInterval) -> str:
+    """Write a band behind its figure: "(717 to 1,214)". A band without a visible width is empty."""
+    ends = band_ends(band)
+    return f"({ends})" if ends else ""
+
+
+def band_ends(band: OptionalInterval) -> str:
+    """Write the ends of a band with three digits each: "717 to 1,214"; empty without a visible width."""
+    if band is None:
+        return ""
+    low, high = (f"{end:,.{_decimals(end, UNSURE)}f}" for end in band)
+    return f"{low} to {high}" if low != high else ""
+
+
+def _scaled(band: OptionalInterval, factor: float) -> OptionalInterval:
+    return None if band is None else (band[0] * factor, band[1] * factor)
 
 
 def _with_half(value: float, interval: OptionalInterval, size: float) -> str:
@@ -64,17 +94,36 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def format_step_time(step_time: float, interval: OptionalInterval) -> str:
-    """Write the seconds of a step with half their 95 % interval: "164.7 s ± 1.2", "13.5 ms ± 0.2", "12 min ± 0.9 %"."""
-    text = format_duration(step_time)
-    if interval is None:
+def format_step_time(
+    step_time: float, interval: OptionalInterval, band: OptionalInterval = None
+) -> str:
+    """Write the seconds of a step: "164.7 s (132 to 224)", "13.5 ms ± 0.2", "12 min ± 0.9 %".
+
+    Args:
+        step_time: the seconds.
+        interval: their 95 % interval, to show half of it as well.
+        band: the range in which they may truly be.
+    """
+    text = f"{format_duration(step_time)}{_half_of_step(step_time, interval)}"
+    if band is None or band[0] == band[1]:
         return text
+    if step_time >= SECONDS_PER_HOUR:
+        return f"{text} ({' to '.join(map(format_duration, band))})"
+    size = (
+        60.0 if step_time >= 600 else 1.0 if step_time >= 1 else 1e-3 if step_time >= 1e-3 else 1e-6
+    )
+    return f"{text} {band_text(_scaled(band, 1 / size))}".rstrip()
+
+
+def _half_of_step(step_time: float, interval: OptionalInterval) -> str:
+    if interval is None:
+        return ""
     half = (interval[1] - interval[0]) / 2
     if 1 <= step_time < 600:
-        return f"{text} ± {half:.2g}"
+        return f" ± {half:.2g}"
     if 1e-3 <= step_time < 1:
-        return f"{text} ± {half * 1e3:.2g}"
-    return f"{text} ± {half / step_time * 100:.2g} %"
+        return f" ± {half * 1e3:.2g}"
+    return f" ± {half / step_time * 100:.2g} %"
 
 
 def format_count(value: float) -> str:
@@ -85,9 +134,10 @@ def format_count(value: float) -> str:
     return f"{value:.3g}"
 
 
-def format_dollars(value: float) -> str:
-    """Write dollars with as many digits as matter."""
-    return f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
+def format_dollars(value: float, band: OptionalInterval = None) -> str:
+    """Write dollars with as many digits as matter: "$0.381 (0.306 to 0.518)"."""
+    text = f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
+    return f"{text} {band_text(band)}".rstrip()
 
 
 def format_share(share: float, digits: int = 1) -> str:

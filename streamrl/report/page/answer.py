@@ -12,6 +12,7 @@ from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
 from streamrl.report.run_tables import dollars_text, headline, time_text
 from streamrl.report.words import CAUSES, change, dollars, percent, rounded, step_seconds
+from streamrl.runfile.formatting import format_dollars
 
 SAME = 0.02  # relative difference of two costs that counts as equal: the effect of seeds on a run
 
@@ -112,7 +113,7 @@ def _whole(option: Option) -> str:
         return ""
     if option.is_complete:
         return f"{_measured_whole(option.whole_run)}. "
-    line = headline(option.whole_run)
+    line = headline(option.whole_run, option.model_error)
     if option.run is not None and option.run.is_under_way:
         made, steps = option.run.newest_step, option.run.run.algorithm.steps
         return f"Not at its end: {made:,} of {steps:,} steps are made. At their rate {line}. "
@@ -127,13 +128,11 @@ def _measured_whole(whole: WholeRun) -> str:
 
 
 def _step(option: Option) -> str:
-    return step_seconds(option.step_time, option.step_time_interval)
+    return step_seconds(option.step_time, option.step_time_band)
 
 
 def _cost(option: Option) -> str:
-    value = dollars(option.cost_per_million_tokens)
-    least, most = map(dollars, option.cost_range)
-    return f"about {value} ({least} to {most})" if least != most else value
+    return format_dollars(option.cost_per_million_tokens, option.cost_range)
 
 
 def _whole_tiles(option: Option, predicted: Metrics | None) -> Iterator[Tile]:
@@ -157,15 +156,14 @@ def tiles_of(option: Option, predicted: Metrics | None = None) -> list[Tile]:
         option: the option.
         predicted: the prediction of an executed run, for the notes under its measured figures.
     """
-    least, most = map(dollars, option.cost_range)
     slow, fast = map(rounded, option.goodput_range)
     tiles = list(_whole_tiles(option, predicted))
     if option.is_paid:
         tiles.append(
             Tile(
-                dollars(option.cost_per_million_tokens),
+                format_dollars(option.cost_per_million_tokens, option.cost_range),
                 "per million tokens trained on",
-                f"{least} to {most}" if least != most else "",
+                "",
             )
         )
     a_step = f"{dollars(option.cost_per_step)} a step" if option.is_paid else ""

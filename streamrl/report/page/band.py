@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from streamrl.hardware.tiers import Tier
+from streamrl.record.band import UNCHECKED, bounds_of, factors_of, model_error_of
 from streamrl.report.words import percent
 from streamrl.runfile.formatting import listing
 
-TIERS: tuple[Tier, ...] = ("measured", "composed", "roofline")
-MEASURED, ROOFLINE = (0.89, 1.11), (0.70, 3.00)
-"""Lowest and highest ratio of true to simulated seconds."""
-UNCHECKED = 0.32
-"""Bound of nine in ten errors of composed seconds, if the run does not have it. It is the widest that
-a profile states, for training mixtures (profiles/measured/training.toml).
-"""
 REASONS: dict[Tier, str] = {
     "measured": (
         "Runs on two CPU cores took 9 to 11 % more than their simulation from a profile of that machine "
@@ -53,6 +46,8 @@ class Band:
     """Share of busy seconds by tier; None if it was not recorded."""
     p90: Mapping[str, float] = field(default_factory=dict)
     """Bound of nine in ten errors of composed seconds, by operation, as its profiles state."""
+    unchecked: Sequence[str] = ()
+    """Operations with composed seconds whose error was never checked."""
     is_timed: bool = False
     """Whether the seconds were measured by a clock, so that there is no model error."""
 
@@ -69,22 +64,12 @@ class Band:
         """Return the factors from the tiers alone; both 1 if they are not recorded."""
         if self.is_timed or self.tiers is None:
             return 1.0, 1.0
-        shares = [(self.may_be(tier), self.tiers.get(tier, 0.0)) for tier in TIERS]
-        least, most = (sum(share * factors[end] for factors, share in shares) for end in (0, 1))
-        return least, most
+        error = model_error_of(self.tiers, self.p90.values(), self.unchecked)
+        return error.low, error.high
 
     def may_be(self, tier: Tier) -> tuple[float, float]:
         """Return the lowest and highest ratio of true to simulated seconds of a tier."""
-        match tier:
-            case "measured":
-                return MEASURED
-            case "roofline":
-                return ROOFLINE
-            case "composed":
-                widest = max(self.p90.values(), default=UNCHECKED)
-                return 1 / (1 + widest), 1 / (1 - widest)
-            case _:
-                assert_never(tier)
+        return factors_of(tier, bounds_of(self.p90.values(), self.unchecked))
 
     def reason(self, tier: Tier) -> str:
         """Return the reason for a tier's range."""

@@ -22,7 +22,7 @@ from streamrl.report.words import (
     tiers_text,
     tokens_per_second,
 )
-from streamrl.runfile.formatting import listing
+from streamrl.runfile.formatting import band_ends, listing
 from streamrl.sim.planner.plan import Plan
 
 MOST_ROWS = 30  # options of a table that people still read
@@ -111,7 +111,7 @@ def _beside(made: PlanMade) -> PageTable:
                     choice.text,
                     dollars(choice.cost_per_million_tokens),
                     change(runner.behind),
-                    step_seconds(choice.step_time, choice.step_time_interval),
+                    step_seconds(choice.step_time, choice.step_time_band),
                     f"{choice.mean_staleness:.2f}",
                 )
             )
@@ -123,7 +123,6 @@ NOT_RENTED = "not rented"
 
 
 def _row(option: Option, chosen: Option) -> list[PageCell]:
-    least, most = map(dollars, option.cost_range)
     if chosen.is_paid:
         against = option.cost_per_million_tokens / chosen.cost_per_million_tokens - 1
     else:
@@ -132,7 +131,8 @@ def _row(option: Option, chosen: Option) -> list[PageCell]:
         against = option.behind
     against_text = "" if option is chosen else change(against)
     seeds = "executed" if option.band.is_timed else _seeds(option.band.num_seeds)
-    band = f"{least} to {most}" if option.band.is_known else "band not known"
+    ends = band_ends(option.cost_range)
+    band = ends if option.has_band else "band not known"
     cost, a_step, an_hour = PageCell(NOT_RENTED), "", NOT_RENTED
     if option.is_paid:
         cost = PageCell(dollars(option.cost_per_million_tokens), band)
@@ -143,7 +143,7 @@ def _row(option: Option, chosen: Option) -> list[PageCell]:
         cost,
         PageCell("not finished" if option.unfinished else against_text),
         PageCell(
-            step_seconds(option.step_time, option.step_time_interval),
+            step_seconds(option.step_time, option.step_time_band),
             a_step,
         ),
         PageCell(tokens_per_second(option.goodput)),
@@ -165,7 +165,7 @@ def _why(made: PlanMade) -> Iterator[str]:
     stages = [f"{STAGES[name]} {seconds(alone[name])}" for name in STAGES if name in alone]
     yield (
         f"What a step of the plan waits for is {STAGES.get(plan.binding.stage, plan.binding.stage)}, limited by {plan.binding.resource}. Each alone would take: "
-        f"{listing(stages)}; a simulated step takes {step_seconds(plan.allocation.step_time, plan.allocation.step_time_interval)}."
+        f"{listing(stages)}; a simulated step takes {step_seconds(plan.allocation.step_time, plan.allocation.step_time_band)}."
     )
     yield (
         f"Of {plan.candidates:,} plans that fit, {plan.ruled_out:,} cannot be better than the chosen one even if nothing "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import BUSY, IDLE
+from streamrl.record.band import TIERS as COST_TIERS
 from streamrl.report.page import band
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds, tiers_by_operation
@@ -34,7 +35,7 @@ def whole_section(chosen: Option | None) -> Iterator[PageSection]:
     if chosen is None or chosen.whole_run is None:
         return
     section = PageSection("whole", "The whole run")
-    section.text.append(f"{headline(chosen.whole_run)}: {chosen.rent}.")
+    section.text.append(f"{headline(chosen.whole_run, chosen.model_error)}: {chosen.rent}.")
     section.notes.append(NOTE)
     rows = [
         [PageCell(name.strip()), PageCell(figure), PageCell(note)]
@@ -45,8 +46,8 @@ def whole_section(chosen: Option | None) -> Iterator[PageSection]:
 
 
 NOTE = (
-    "All training steps with the start: steps before the steady state as they were, all others at its mean. The interval is that "
-    "of the mean step; what the costs of kernels may be off by is not in it."
+    "All training steps with the start: steps before the steady state as they were, all others at its mean. The band combines the "
+    "95 % interval of the mean step and the model error."
 )
 
 
@@ -273,7 +274,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
             PageCell("{:.2f} to {:.2f} times".format(*chosen.band.may_be(tier))),
             PageCell(chosen.band.reason(tier)),
         ]
-        for tier in band.TIERS
+        for tier in COST_TIERS
     ]
     head = ("tier", f"share in {chosen.letter}", "a second may truly be", "because")
     section.tables.append(PageTable("", head, rows, numbers=(1,)))

@@ -6,7 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 from streamrl.hardware.profiles import price_of
+from streamrl.record.band import Band as FigureBand
+from streamrl.record.band import ModelError, hull
 from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
@@ -39,13 +43,16 @@ class Option:
     """Keys of the run file with their values, such as rollout.replicas."""
     world: str
     step_time: float
-    step_time_interval: tuple[float, float] | None = None
-    """Its 95 % interval; None with too few steps."""
+    step_time_band: FigureBand | None = None
+    """Range in which it may truly be; None if the file does not have it."""
     note: str = ""
     """Reason why its figures are less certain than requested."""
     goodput: float
     cost_per_step: float
     cost_per_million_tokens: float
+    cost_band: FigureBand | None = None
+    """Range in which `cost_per_million_tokens` may truly be; None if the file does not have it."""
+    model_error: ModelError | None = None
     dollars_per_hour: float
     band: Band
     staleness: float
@@ -79,12 +86,22 @@ class Option:
     @property
     def cost_range(self) -> tuple[float, float]:
         """Return the range of dollars per million tokens."""
+        if self.cost_band is not None:
+            return self.cost_band.low, self.cost_band.high
         least, most = self.band.factors
         return self.cost_per_million_tokens * least, self.cost_per_million_tokens * most
 
     @property
+    def has_band(self) -> bool:
+        """Return whether the model error of its figures is known: seeds alone do not show it."""
+        return self.cost_band is not None or self.band.is_known
+
+    @property
     def goodput_range(self) -> tuple[float, float]:
         """Return the range of trained tokens per second: more seconds mean fewer tokens."""
+        if self.step_time_band is not None:
+            tokens = self.goodput * self.step_time
+            return tokens / self.step_time_band.high, tokens / self.step_time_band.low
         least, most = self.band.factors
         return self.goodput / most, self.goodput / least
 
@@ -169,7 +186,9 @@ def _of_choice(
         config={**flatten(made.run, made.inputs), **choice.settings},
         world="simulated",
         step_time=choice.step_time,
-        step_time_interval=choice.step_time_interval,
+        step_time_band=choice.step_time_band,
+        cost_band=choice.cost_per_million_tokens_band,
+        model_error=choice.model_error,
         note=choice.note,
         goodput=per_second / cost * 1e6,
         cost_per_step=choice.cost_per_step,
@@ -180,6 +199,7 @@ def _of_choice(
             num_seeds=choice.num_seeds,
             tiers=tiers,
             p90=told.p90 if is_plan and told is not None else {},
+            unchecked=choice.model_error.unchecked if choice.model_error is not None else (),
         ),
         staleness=choice.mean_staleness,
         source=f"{made.name}/{made.path.name}",
@@ -200,7 +220,9 @@ def _of_run(run: RecordedRun) -> Option:
         config=flatten(config, run.inputs),
         world="executed" if metrics.world == "real" else "simulated",
         step_time=metrics.step_time,
-        step_time_interval=metrics.step_time_interval,
+        step_time_band=metrics.step_time_band,
+        cost_band=metrics.cost_per_million_tokens_band,
+        model_error=metrics.model_error,
         note=metrics.note,
         goodput=metrics.goodput,
         cost_per_step=metrics.cost_per_step,
@@ -211,6 +233,7 @@ def _of_run(run: RecordedRun) -> Option:
             tiers=metrics.tiers,
             is_timed=metrics.world == "real",
             p90=metrics.uncertainty.p90 if metrics.uncertainty is not None else {},
+            unchecked=metrics.model_error.unchecked if metrics.model_error is not None else (),
         ),
         staleness=metrics.mean_staleness,
         source=f"{run.name}/{run.path.name}",
@@ -259,8 +282,31 @@ def _merged(option: Option, run: RecordedRun) -> Option:
         ratio = run.metrics.cost_per_million_tokens / option.cost_per_million_tokens
         seeds = (min(band.seeds[0], ratio), max(band.seeds[1], ratio))
         band = replace(band, seeds=seeds, num_seeds=band.num_seeds + 1)
+        option = _with_seed(option, run)
     if band.tiers is None:
         told = run.metrics.uncertainty
         band = replace(band, tiers=run.metrics.tiers, p90=told.p90 if told is not None else {})
     whole = option.whole_run or run.metrics.whole_run
     return replace(option, band=band, run=option.run or run, whole_run=whole)
+
+
+def _with_seed(option: Option, run: RecordedRun) -> Option:
+    """Return the option with bands that also hold those of another seed."""
+    metrics, whole = run.metrics, option.whole_run
+    if whole is not None and (other := metrics.whole_run) is not None:
+        whole = msgspec.structs.replace(
+            whole,
+            seconds_band=_joined(whole.seconds_band, other.seconds_band),
+            dollars_band=_joined(whole.dollars_band, other.dollars_band),
+        )
+    return replace(
+        option,
+        step_time_band=_joined(option.step_time_band, metrics.step_time_band),
+        cost_band=_joined(option.cost_band, metrics.cost_per_million_tokens_band),
+        whole_run=whole,
+    )
+
+
+def _joined(*bands: FigureBand | None) -> FigureBand | None:
+    known = [band for band in bands if band is not None]
+    return hull(known) if known else None

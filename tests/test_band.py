@@ -1,0 +1,143 @@
+"""One band for every total: by pencil and paper, and the same on the terminal, in JSON and in the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.record.band import ROOFLINE, UNCHECKED, Band, band_of, hull, model_error_of
+from streamrl.record.metrics import bands_of_speed, measure
+from streamrl.report.page.page import make_page, read_report, render_html
+from streamrl.report.plan_report import head_lines
+from streamrl.report.run_tables import figure_text, headline, time_text
+from streamrl.runfile.files import write_run
+from streamrl.runfile.formatting import format_dollars, format_step_time, long_dollars, long_time
+from streamrl.sim.planner.plan import read_plan
+from tests.command_line import streamrl
+from tests.report_directories import write_planned
+from tests.runs import small_run
+from tests.test_agreement import printed
+from tests.test_metrics import two_steps
+from tests.test_report import PREDICTED, WHOLE
+from tests.test_whole_run import SPEED
+
+ERROR = model_error_of({"composed": 1.0}, [0.25, 0.1])
+
+
+# Arithmetic ---------------------------------------------------------------------------------------
+
+
+def test_a_band_is_the_interval_stretched_by_the_model_error() -> None:
+    assert (ERROR.low, ERROR.high) == pytest.approx((1 / 1.25, 1 / 0.75))
+    band = band_of(100.0, (90.0, 110.0), ERROR)
+    assert (band.low, band.high) == pytest.approx((90 / 1.25, 110 / 0.75))
+    assert band_of(100.0, None, None) == Band(low=100.0, high=100.0)
+
+
+def test_what_does_not_grow_with_seconds_is_in_no_band() -> None:
+    found = bands_of_speed(SPEED, ERROR)  # 10 s in (9, 11), $7 a step, of which $2 are egress
+    assert found.step_time_band.low == pytest.approx(9 / 1.25)
+    assert found.cost_per_step_band.low == pytest.approx(2 + 5 * 0.9 / 1.25)
+    assert found.cost_per_step_band.high == pytest.approx(2 + 5 * 1.1 / 0.75)
+    assert found.cost_per_million_tokens_band.high == pytest.approx((2 + 5 * 1.1 / 0.75) * 1000)
+
+
+def test_operations_that_were_never_checked_make_a_guess_of_the_widest_error() -> None:
+    guess = model_error_of({"composed": 1.0}, [0.1], ["train"])
+    assert guess.high == pytest.approx(1 / (1 - UNCHECKED))
+    assert guess.is_guess and guess.note == "band of a guess: errors of train were never checked"
+    assert not ERROR.is_guess and ERROR.note == "band: model error included"
+
+
+def test_a_band_from_datasheets_is_wide_and_says_so() -> None:
+    guess = model_error_of({"roofline": 0.7, "composed": 0.3}, [0.25])
+    assert guess.high == pytest.approx(0.7 * ROOFLINE[1] + 0.3 / 0.75)
+    assert guess.note == "band of a guess: 70 % of the seconds are from datasheets"
+    little = model_error_of({"roofline": 0.04, "composed": 0.96}, [0.25])
+    assert little.note == "band: model error included; 4 % of the seconds are from datasheets"
+
+
+def test_bands_of_several_seeds_are_joined() -> None:
+    bands = [Band(low=1.0, high=3.0), Band(low=2.0, high=4.0)]
+    assert hull(bands) == Band(low=1.0, high=4.0)
+
+
+def test_a_clock_leaves_no_band() -> None:
+    real = two_steps()
+    real.world = "real"
+    metrics = measure(real)
+    assert metrics.model_error is None and metrics.whole_run is not None
+    band = metrics.whole_run.dollars_band
+    assert band == Band(low=metrics.whole_run.dollars, high=metrics.whole_run.dollars)
+    assert long_dollars(5.0, None, (5.0, 5.0)) == "$5.00"
+
+
+# Text ---------------------------------------------------------------------------------------------
+
+
+def test_ends_have_three_digits_in_the_unit_of_the_figure() -> None:
+    assert long_dollars(849.1, None, (684.2, 1157.9)) == "$849 (684 to 1,158)"
+    assert long_time(56_440.0, None, (45_000.0, 77_000.0)) == "15.7 h (12.5 to 21.4)"
+    assert long_time(864_000.0, None, (700_000.0, 1.2e6)) == "10.0 d (8.10 to 13.9)"
+    assert format_step_time(164.7, None, (132.1, 224.0)) == "164.7 s (132 to 224)"
+    assert format_step_time(720.0, None, (577.0, 979.0)) == "12 min (9.62 to 16.3)"
+    assert (
+        format_step_time(7200.0, None, (5760.0, 9780.0)) == "2 h 0 min (1 h 36 min to 2 h 43 min)"
+    )
+    assert format_dollars(0.381, (0.306, 0.5182)) == "$0.381 (0.306 to 0.518)"
+
+
+# Everywhere ---------------------------------------------------------------------------------------
+
+
+def test_terminal_json_and_report_of_a_simulation_have_one_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    write_run(small_run({"simulate.max_steps": 12}), tmp_path / "run.toml")
+    shown = streamrl("simulate", tmp_path / "run.toml", "-o", tmp_path / "run").stdout
+    data = json.loads(streamrl("simulate", tmp_path / "run.toml", "--json").stdout)
+    whole, low_high = data["whole_run"], data["whole_run"]["dollars_band"]
+    assert low_high["low"] < whole["dollars"] < low_high["high"]
+    dollars = long_dollars(whole["dollars"], None, (low_high["low"], low_high["high"]))
+    step = data["step_time_band"]
+    step_time = format_step_time(data["step_time"], None, (step["low"], step["high"]))
+    html = render_html(make_page(read_report([tmp_path / "run"]))).replace("\xa0", " ")
+    for text in (shown, html):
+        assert dollars in text and step_time in text
+    assert " ± " not in shown.partition("error of kernels")[0]
+
+
+def test_intervals_are_shown_to_who_asks() -> None:
+    assert time_text(WHOLE, intervals=True) == "2.500 h ± 0.028"
+    assert headline(WHOLE, ERROR, intervals=True).endswith(
+        "; ± is a 95 % interval; band: model error included"
+    )
+    assert "±" not in headline(WHOLE, ERROR)
+    assert figure_text(PREDICTED, "step_time", intervals=True) == "90 s ± 1"
+
+
+def test_terminal_json_and_report_of_a_plan_have_one_band_and_runners_up_their_own(
+    tmp_path: Path,
+) -> None:
+    plan = read_plan(write_planned(tmp_path / "plan") / "plan.json")
+    whole, chosen = plan.whole_run, plan.allocation
+    assert (
+        whole is not None and whole.dollars_band is not None and chosen.step_time_band is not None
+    )
+    dollars = long_dollars(whole.dollars, None, (whole.dollars_band.low, whole.dollars_band.high))
+    band = chosen.step_time_band
+    step_time = format_step_time(chosen.step_time, None, (band.low, band.high))
+    head = "\n".join(head_lines(plan))
+    html = render_html(make_page(read_report([tmp_path / "plan"]))).replace("\xa0", " ")
+    for text in (head, printed(plan), html):
+        assert dollars in text and step_time in text
+    assert " ± " not in head
+    sampled = replace(plan, allocation=replace(chosen, step_time_interval=(1.0, 2.0)))
+    assert " ± " in "\n".join(head_lines(sampled, intervals=True))
+    for choice in (runner.choice for runner in plan.runners_up):
+        assert choice.cost_per_step_band is not None and choice.model_error is not None
+        assert choice.cost_per_step_band.low < choice.cost_per_step < choice.cost_per_step_band.high
