@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from streamrl.report.run_tables import metrics_table
     from streamrl.report.study_report import write_study
     from streamrl.runfile.config import Run
-    from streamrl.runfile.files import change_run, load_run, write_run
+    from streamrl.runfile.files import change_run, load_offer, load_run, write_run
     from streamrl.sim.planner.plan import Plan, read_plan, write_plan
     from streamrl.sim.planner.planner import make_plan as plan
     from streamrl.sim.steady_state import simulate_steady as simulate
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 PLACES = {
     "Run": "streamrl.runfile.config:Run",
     "load_run": "streamrl.runfile.files:load_run",
+    "load_offer": "streamrl.runfile.files:load_offer",
     "change_run": "streamrl.runfile.files:change_run",
     "write_run": "streamrl.runfile.files:write_run",
     "load_model": "streamrl.hardware.profiles:load_model",
@@ -96,6 +97,7 @@ __all__ = [
     "generation_figure",
     "generation_notes",
     "load_model",
+    "load_offer",
     "load_run",
     "measure",
     "metrics_table",

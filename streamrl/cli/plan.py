@@ -42,7 +42,7 @@ from streamrl.record.run_directory import keep_inputs
 from streamrl.report.next_steps import next_lines, verdict_lines
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
-from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.files import load_offer, write_run
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
@@ -110,7 +110,7 @@ def plan(
     if question is not None:
         run = run_of(question, overrides or ())
     else:
-        run = load_run(run_file or "", overrides or ())
+        run = load_offer(run_file or "", overrides or ())
     other = None if export is None else export_name(export, "--export")
     if output is None and (run_file or other):
         output = Path()

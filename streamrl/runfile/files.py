@@ -30,6 +30,7 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.staleness_study import read_staleness_model
+from streamrl.runfile.start_values import with_fitting_start
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 OUTPUT = "execute.output"
@@ -135,11 +136,30 @@ def load_run(source: Path | str | Mapping[str, Any], overrides: Changes = ()) ->
         RunError: one line that names the key, its value and what would be right.
         ValueError: there is no such file, or it is not TOML.
     """
+    return make_run(*_read_source(source, overrides))
+
+
+def load_offer(source: Path | str | Mapping[str, Any], overrides: Changes = ()) -> Run:
+    """Read a run file to plan for; see `load_run` for arguments and errors.
+
+    Start values that every plan replaces, such as replicas and degrees, need not fit.
+    """
+    table, base = _read_source(source, overrides)
+    table = in_full(table)
+    run = with_fitting_start(convert_run(table, base))
+    _refuse_unused(table)
+    return run
+
+
+def _read_source(
+    source: Path | str | Mapping[str, Any], overrides: Changes
+) -> tuple[dict[str, Any], Path]:
+    """Return a run file's table with changes applied, and the directory of its relative paths."""
     if isinstance(source, Mapping):
         table = plain_table(source)
         apply_changes(table, overrides)
-        return make_run(table)
-    return make_run(read_table(Path(source), overrides), Path(source).parent)
+        return table, Path()
+    return read_table(Path(source), overrides), Path(source).parent
 
 
 def change_run(run: Run, overrides: Changes) -> Run:
@@ -172,9 +192,13 @@ def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
     table = in_full(table)
     run = convert_run(table, base)
     check_run(run)
+    _refuse_unused(table)
+    return run
+
+
+def _refuse_unused(table: dict[str, Any]) -> None:
     for error in find_unused(table):
         raise error
-    return run
 
 
 def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
