@@ -344,6 +344,7 @@ def test_exit_status_is_0_without_errors_1_with_errors_and_2_where_nothing_can_b
     mended = [f"--set={key}={value}" for key, value in heads["changes"].items()]
     sound = streamrl("doctor", example, *mended)
     assert sound.returncode == 0 and "no errors" in sound.stdout and "✓" in sound.stdout
+    assert "next: streamrl simulate" in sound.stdout
     broken = tmp_path / "broken.toml"
     broken.write_text("[model\n")
     done = streamrl("doctor", broken)

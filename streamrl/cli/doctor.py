@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fal
         stdout_console().print(render(report))
     if report.count("error"):
         raise typer.Exit(1)
+    if not as_json:
+        verb = "execute" if table.get("model", {}).get("path") else "simulate"
+        typer.echo(f"next: {shlex.join(['streamrl', verb, str(run_file)])}")
 
 
 def examine(table: dict[str, Any], run_file: Path) -> Examination:
