@@ -11,7 +11,7 @@ from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.report.next_steps import next_lines, verdict_lines
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import TargetName
-from streamrl.targets.back_ends import with_back_ends
+from streamrl.targets.back_ends import for_target
 from streamrl.targets.execute_limits import check_back_ends
 from streamrl.targets.framework_rules import check_framework
 from streamrl.targets.verdicts import TARGETS, Verdict, verdict_of
@@ -69,7 +69,7 @@ def test_the_settings_of_a_verdict_are_those_that_execute_then_accepts() -> None
         "execute.launcher": "ray",
     }
     assert found.missing == ["model.path", "workload.prompts", "verifier.scorer"]
-    check_back_ends(with_back_ends(run))
+    check_back_ends(for_target(run, "execute"))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,9 @@ def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
     )
 
 
-def test_a_plan_that_nothing_can_run_has_no_command() -> None:
+def test_a_plan_that_nothing_can_run_has_a_way_out_instead_of_a_command() -> None:
     verdicts = verdicts_of({"rollout.pipeline_parallel": 2, "rollout.tensor_parallel": 2})
     assert not any(each.can_run for each in verdicts)
-    assert list(next_lines(verdicts, Path("plan.toml"))) == []
+    (line,) = next_lines(verdicts, Path("plan.toml"))
+    assert line.startswith("next: plan for what is to run it, such as --for execute")
     assert [line.partition(":")[0] for line in verdict_lines(verdicts)] == ["not by"]

@@ -26,6 +26,7 @@ from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 from streamrl.sim.planner.model_errors import estimated_error
+from streamrl.sim.planner.modes import keep_to_framework
 from streamrl.sim.planner.objective import decide
 from streamrl.sim.planner.plan_description import describe
 from streamrl.sim.planner.search import Search
@@ -286,7 +287,7 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
         ValueError: no plan fits.
     """
     began = time.perf_counter()
-    search = Search.open(run, began + most_seconds)
+    search = Search.open(keep_to_framework(run).run, began + most_seconds)
     while True:
         search.refine(pool, lambda *_: [*dict.fromkeys(_name(search, _figures(search)).values())])
         figures = _figures(search)

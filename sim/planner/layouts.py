@@ -10,7 +10,7 @@ one kind of replica.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from itertools import product
@@ -222,6 +222,8 @@ class TrainerRange:
     """Largest share of a GPU's memory that a trainer may use."""
     framework: FrameworkName | None = None
     """Try only layouts of this framework; None tries all layouts."""
+    refusal: Callable[[Degrees], str] = lambda _: ""
+    """Returns why what is to run the plan cannot run a trainer; "" if it can."""
 
 
 def fitting_replicas(
@@ -360,7 +362,7 @@ def fitting_trainers(
                 if zero == 3 and pipeline > 1 and len(among.zero) > 1:
                     cut[ZERO_STAGES] += 1
                     continue
-                if zero == 3 and data * context == 1 and len(among.zero) > 1:
+                if zero > 1 and data * context == 1 and len(among.zero) > 1:
                     cut[ZERO_ALONE] += 1
                     continue
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
@@ -394,16 +396,19 @@ def _ways_to_fit(
         cut[reason] += 1
         return []
     found: list[Degrees] = []
-    is_tight = False
+    is_tight, refused = False, ""
     for offload in (False, True):
         ways = _lightest_first(degrees._replace(offload=offload), among)
         if found:
             ways = ways[: ways.index(found[0]._replace(offload=offload, logits=ways[0].logits))]
+        reasons = [among.refusal(way) for way in ways]
+        ways = [way for way, reason in zip(ways, reasons, strict=True) if not reason]
+        refused = refused if ways or not reasons else reasons[0]
         way, is_close = _first_that_fits(trainer, ways, among.most_memory)
         found += [way] if way is not None else []
         is_tight = is_tight or is_close
     if not found:
-        cut[TIGHT if is_tight else TRAINER_MEMORY] += 1
+        cut[refused or (TIGHT if is_tight else TRAINER_MEMORY)] += 1
     return found
 
 

@@ -26,6 +26,7 @@ from streamrl.runfile.policies_config import (
 from streamrl.runfile.roles_config import NARROW, RolloutConfig
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.reward_replicas import RewardReplicas, find_reward_replicas
+from streamrl.targets.back_ends import for_target
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
     *("colocated", "stream-sync", "one-step-async", "stream-async"),
@@ -196,9 +197,14 @@ def keep_to_framework(run: Run) -> Scope:
         key: _kept(key, getattr(plan, key), getattr(wanted, key), getattr(able, key), framework)
         for key in able._fields
     }
+    if plan.target == "execute" and plan.systems is None:  # which has all systems
+        kept["systems"] = list(wanted.systems)
     left_out = list(_left_out(plan, framework, wanted, able))
     mixes = plan.mixes_replicas and framework.mixes_replicas
-    return Scope(replace(run, plan=replace(plan, mixes_replicas=mixes, **kept)), left_out)
+    found = replace(run, plan=replace(plan, mixes_replicas=mixes, **kept))
+    engine_name = for_target(run, plan.target).rollout.backend
+    rollout = replace(run.rollout, backend=engine_name)
+    return Scope(replace(found, rollout=rollout), left_out)
 
 
 def _check_engine(engine: str, framework: Framework) -> None:

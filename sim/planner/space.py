@@ -30,8 +30,9 @@ from streamrl.hardware.resolved import (
 )
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import load_framework
 from streamrl.runfile.gpu_pools import find_link, powers_of_two
-from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.plan_config import PlanConfig, TargetName, framework_of_target
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.allocation import refuse_profile
@@ -50,6 +51,8 @@ from streamrl.sim.planner.modes import Mode, find_modes
 from streamrl.sim.planner.objective import within_rent
 from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.stage_times import FallingLengths, TrainTimes, times_of_trainer
+from streamrl.sim.planner.target_rules import TargetRules
+from streamrl.targets.back_ends import for_target
 
 Indices = NDArray[np.int32]
 Floats = NDArray[np.float64]
@@ -77,6 +80,7 @@ def plans_of(
     trainers: Sequence[Degrees],
     modes: Sequence[Mode],
     cut: Counter[str],
+    rules: TargetRules | None = None,
 ) -> Plans:
     """Return every combination of both sides and a mode whose rent is within the hourly and daily budgets.
 
@@ -86,7 +90,10 @@ def plans_of(
     pairs = Pairs(cluster, replicas, trainers)
     parts = []
     for index, mode in enumerate(modes):
-        first, second = np.nonzero(pairs.open_to(mode, cut))
+        is_open = pairs.open_to(mode, cut)
+        if rules is not None:
+            is_open = rules.open_pairs(mode, replicas, trainers, is_open, cut)
+        first, second = np.nonzero(is_open)
         parts.append((first, second, np.full(len(first), index)))
     columns = (np.concatenate(column).astype(np.int32) for column in zip(*parts, strict=True))
     of_replicas, of_trainer, of_mode = columns
@@ -238,7 +245,8 @@ class Candidate(NamedTuple):
     def apply(self, run: Run) -> Run:
         """Return the run file of the plan, with the nodes that it rents."""
         rollout, trainer = self.replicas.change(run.rollout), self.trainer.change(run.trainer)
-        return with_rent(self.mode.apply(replace(run, rollout=rollout, trainer=trainer)))
+        laid_out = self.mode.apply(replace(run, rollout=rollout, trainer=trainer))
+        return with_rent(for_target(laid_out, run.plan.target))
 
 
 Part = TypeVar("Part")
@@ -259,6 +267,8 @@ class Space:
     """Dollars a second."""
     cut: Counter[str]
     """Number of sides or pairs that each reason ruled out."""
+    rules: TargetRules | None = None
+    """What the target of the plan can run; None if the run file names no target."""
 
     def __len__(self) -> int:
         return len(self.of_mode)
@@ -354,8 +364,10 @@ class Space:
             )
         cut: Counter[str] = Counter()
         replica, pools = resolve(run).replica, run.cluster.pools
-        replicas = find_replicas(replica, pools, run.plan, cut)
-        trainers, modes = find_trainers(run, cut, tight=tight), find_modes(run)
+        rules = None if run.plan.target is None else TargetRules(run, run.plan.target)
+        modes = find_modes(run) if rules is None else rules.keep_modes(find_modes(run), cut)
+        replicas = find_replicas(replica, pools, run.plan, cut, rules)
+        trainers = find_trainers(run, cut, tight=tight, rules=rules)
         if batches:
             own = (each.change(run.trainer) for each in trainers)
             times = [times_of_trainer(run, trainer, batches[:1]) for trainer in own]
@@ -367,11 +379,17 @@ class Space:
             ]
             num_rollouts = run.algorithm.rollouts_per_step
             replicas += _with_more_running(replicas, held, num_rollouts, run.plan.max_running)
-        plans = plans_of(run.cluster, run.plan, replicas, trainers, modes, cut)
+        plans = plans_of(run.cluster, run.plan, replicas, trainers, modes, cut, rules)
         if not len(plans.of_mode):
-            raise ValueError(f"no plan is left: {_why(cut)}")
+            raise ValueError(f"no plan is left: {_why(cut)}{_way_out(run.plan.target)}")
         space = cls(
-            run=run, replicas=replicas, trainers=trainers, modes=modes, cut=cut, **plans._asdict()
+            run=run,
+            replicas=replicas,
+            trainers=trainers,
+            modes=modes,
+            cut=cut,
+            rules=rules,
+            **plans._asdict(),
         )
         return space._without_unused()
 
@@ -404,6 +422,7 @@ class Space:
             [self.trainers[each] for each in trainers],
             [self.modes[each] for each in modes],
             Counter(),
+            self.rules,
         )
         added = (
             plans.of_replicas + len(self.replicas),
@@ -431,6 +450,7 @@ def find_replicas(
     pools: Mapping[str, PoolConfig],
     plan: PlanConfig,
     cut: Counter[str],
+    rules: TargetRules | None = None,
 ) -> list[Replicas]:
     """Return every layout of replicas that fits.
 
@@ -439,6 +459,7 @@ def find_replicas(
         pools: the offer.
         plan: the section `[plan]`.
         cut: counts reasons.
+        rules: what the target of the plan can run.
 
     Raises:
         ValueError: no layout fits.
@@ -455,19 +476,33 @@ def find_replicas(
             for choice in found
             if (experts := choice.tensor_parallel) > 1 and choice.expert_parallel == 1
         ]
+    if rules is not None:
+        found = _runnable(found, rules, cut)
     if not found:
         offer = ", ".join(plan.rollout_pools or pools)
-        raise ValueError(f"no replica can generate in pools {offer}: {_why(cut)}")
+        raise ValueError(
+            f"no replica can generate in pools {offer}: {_why(cut)}{_way_out(plan.target)}"
+        )
     return found
 
 
-def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[Degrees]:
+def _runnable(replicas: list[Replicas], rules: TargetRules, cut: Counter[str]) -> list[Replicas]:
+    """Return the replicas that the target of the plan can run."""
+    reasons = [rules.refuses_replicas(each) for each in replicas]
+    cut.update(reason for reason in reasons if reason)
+    return [each for each, reason in zip(replicas, reasons, strict=True) if not reason]
+
+
+def find_trainers(
+    run: Run, cut: Counter[str], *, tight: bool = False, rules: TargetRules | None = None
+) -> list[Degrees]:
     """Return every trainer that fits and leaves GPU memory free; if there is none, every trainer that fits.
 
     Args:
         run: the run file.
         cut: counts reasons.
         tight: return the other trainers instead, which fit but leave less memory free.
+        rules: what the target of the plan can run.
 
     Raises:
         ValueError: no trainer fits.
@@ -481,10 +516,12 @@ def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[D
         expert_tensor_parallel=plan.expert_tensor_parallel or [own.expert_tensor_parallel],
         context_parallel=plan.context_parallel or _context_degrees(own, trainer.longest_sequence),
         micro_batch=plan.micro_batch or MICRO_BATCHES,
-        zero=plan.zero or sorted({1, 3, own.zero}),
+        zero=plan.zero or _zero_stages(plan.target, own),
         recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
         framework=run.framework.name,
     )
+    if rules is not None:
+        among = replace_fields(among, refusal=rules.refuses_trainer)
     places = [
         (in_pool(trainer, pool, pools), num_gpus)
         for pool in plan.trainer_pools or pools
@@ -498,7 +535,8 @@ def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[D
         found = [each for each in _fitting(places, among, Counter()) if each not in roomier]
     if not found:
         offer = ", ".join(plan.trainer_pools or pools)
-        raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
+        why = f"{_why(cut - before)}{_way_out(plan.target)}"
+        raise ValueError(f"no trainer can train in pools {offer}: {why}")
     return found
 
 
@@ -572,6 +610,14 @@ def _sizes(pool: PoolConfig, unit: int | None, wanted: Sequence[int] | None) -> 
     return [num_gpus for num_gpus in wanted if num_gpus <= pool.num_gpus]
 
 
+def _zero_stages(target: TargetName | None, trainer: TrainerConfig) -> Sequence[int]:
+    """Return the ZeRO stages to try: all that the target of the plan has, else 1, 3 and the trainer's own."""
+    if target is None:
+        return sorted({1, 3, trainer.zero})
+    layouts = load_framework(framework_of_target(target)).layouts
+    return sorted({stage for layout in layouts for stage in layout.zero})
+
+
 def _expert_degrees(trainer: TrainerConfig, model: ModelShape) -> Sequence[int]:
     usual = [1] if model.experts is None else [1, 2, 4, 8, 16, 32, MOST_EXPERT_RANKS]
     return sorted({trainer.expert_parallel, *usual})
@@ -591,6 +637,11 @@ def _used(parts: list[Part], places: Indices) -> tuple[list[Part], Indices]:
     """Return the parts that plans use, and each plan's index among them."""
     kept, renumbered = np.unique(places, return_inverse=True)
     return [parts[place] for place in kept], renumbered.astype(np.int32)
+
+
+def _way_out(target: TargetName | None) -> str:
+    """Return what to change where the target of a plan may be the reason that none is left."""
+    return "" if target is None else f"; without plan.target = {target!r}, other plans may fit"
 
 
 def _why(cut: Counter[str]) -> str:

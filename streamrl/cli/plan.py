@@ -48,7 +48,7 @@ from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
-from streamrl.targets.verdicts import Verdict
+from streamrl.targets.verdicts import TARGETS, Verdict
 
 
 def plan(
@@ -73,6 +73,14 @@ def plan(
             "--export",
             metavar="NAME",
             help="Also write NAME.sh, the launch arguments of verl, nemo-rl, slime or openrlhf.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="NAME",
+            help="Search only plans that NAME can run: execute, verl, nemo-rl, slime, openrlhf or trl.",
         ),
     ] = None,
     force: Annotated[
@@ -102,15 +110,14 @@ def plan(
     Without a run file, --model and --gpus are enough. A first answer then comes within seconds.
 
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
+    Example: streamrl plan examples/plan-7b.toml --for verl -o plans/verl
     Example: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
     """
     stated = stated_of(locals())
     check_alone(run_file, stated)
     question = None if run_file else question_of(stated)
-    if question is not None:
-        run = run_of(question, overrides or ())
-    else:
-        run = load_offer(run_file or "", overrides or ())
+    changes = [*(overrides or ()), *_target_changes(target)]
+    run = load_offer(run_file or "", changes) if question is None else run_of(question, changes)
     other = None if export is None else export_name(export, "--export")
     if output is None and (run_file or other):
         output = Path()
@@ -134,6 +141,14 @@ def plan(
         _print_next(output, planned.plan.carried_by)
     if other is not None and output is not None:
         _export(planned.run, other, output, as_json=as_json)
+
+
+def _target_changes(target: str | None) -> Iterator[str]:
+    """Yield the setting that `--for` stands for."""
+    if target is not None and target not in TARGETS:
+        raise ValueError(f"--for must be one of {', '.join(TARGETS)}, got {target!r}")
+    if target is not None:
+        yield f"plan.target={target}"
 
 
 def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:

@@ -32,6 +32,8 @@ def next_lines(verdicts: Sequence[Verdict], plan_file: Path) -> Iterator[str]:
     """Yield the commands that start a plan, one per line, for the targets that can run it."""
     for place, command in enumerate(start_commands(verdicts, plan_file)):
         yield f"{'or:  ' if place else 'next:'} {command}"
+    if not any(each.can_run for each in verdicts):
+        yield "next: plan for what is to run it, such as --for execute or --for verl"
 
 
 def start_commands(verdicts: Sequence[Verdict], plan_file: Path) -> Iterator[str]:

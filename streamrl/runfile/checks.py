@@ -17,7 +17,7 @@ from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_b
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
 from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.paths import paths_of
-from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.plan_config import PlanConfig, TargetName, framework_of_target
 from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.roles_config import (
@@ -37,7 +37,12 @@ from streamrl.runfile.scorer_choice import (
     readers_of_reward_keys,
     scorer_names,
 )
-from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultConfig, FaultKind
+from streamrl.runfile.simulation_config import (
+    OF_REWARD_MODEL,
+    FaultConfig,
+    FaultKind,
+    FrameworkName,
+)
 from streamrl.runfile.workload_config import HUB, FreeRanker, LengthsConfig, WorkloadConfig
 
 PLAN_LISTS = (
@@ -57,7 +62,7 @@ PLAN_LISTS = (
     ),
     *("sync_modes", "order", "recompute", "max_running"),
 )
-LEAST_IN_PLAN = {"max_staleness": 0, "speculative": 0}
+LEAST_IN_PLAN = {"max_staleness": 0, "speculative": 0, "zero": 0}
 """Least entry of a list of numbers; 1 where it is not named."""
 MOST_IN_PLAN = {"speculative": MOST_DRAFTED}
 """Largest entry, where there is one."""
@@ -81,6 +86,17 @@ def check_plan(
             key = f"plan.{name}"
             text = f"{key}={named} applies to rewards on GPUs; set verifier.pool and gpus_per_worker there"
             raise RunError(key, named, None, text, ("verifier.pool",))
+
+
+def _check_target(target: TargetName | None, framework: FrameworkName | None) -> None:
+    """Raise `RunError` if costs are those of another framework than the one that is to run the plan."""
+    own = None if target is None else framework_of_target(target)
+    if own is not None and framework not in (None, own):
+        text = (
+            f"framework.name is {framework!r}, and plan.target {target!r} is planned with the costs of {own}; "
+            "remove one of them"
+        )
+        raise RunError("framework.name", framework, OneOf([own]), text, ("plan.target",))
 
 
 def _check_list(
@@ -594,6 +610,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_latencies(run.policies.latency, run.rollout.others),
     *POLICY_CHECKS,
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
+    lambda run: _check_target(run.plan.target, run.framework.name),
     lambda run: check_faults(run.faults, run.algorithm.steps, run.verifier.reward_model),
     lambda run: check_rewards(run.verifier, run.rollout.max_tokens),
     lambda run: check_prompt_sources(run.workload, run.verifier),

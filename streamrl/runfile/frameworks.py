@@ -21,6 +21,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DispatchName
 from streamrl.runfile.findings import value_of
 from streamrl.runfile.keys import full_key, place_of
+from streamrl.runfile.plan_config import framework_of_target
 from streamrl.runfile.policies_config import (
     OrderName,
     SyncConfig,
@@ -232,10 +233,14 @@ def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> 
 
 def fill_in(table: dict[str, Any]) -> dict[str, Any]:
     """Return a run file's table with the keys that its framework fills in. The table must have no errors."""
+    target = table.get("plan", {}).get("target")
     name = table.get("framework", {}).get("name")
+    if name is None and target is not None:
+        name = framework_of_target(target)
     if name is None:
         return table
     filled = copy.deepcopy(table)
+    filled.setdefault("framework", {})["name"] = name
     for setting in load_framework(name).settings:
         if setting.holds(lambda key: _value_in(filled, key)):
             place, last = _place_in(filled, setting.key)

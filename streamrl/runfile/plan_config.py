@@ -12,6 +12,7 @@ from streamrl.runfile.dispatch_choice import DispatchName
 from streamrl.runfile.policies_config import OrderName, SyncMode, SystemName
 from streamrl.runfile.roles_config import Recompute
 from streamrl.runfile.section import Section
+from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Duration
 
 ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]
@@ -51,6 +52,11 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Maximum dollars of the whole run (all `algorithm.steps`)."""
     deadline: Duration | None = None
     """Maximum time of the whole run, such as "3 d"."""
+    target: TargetName | None = None
+    """What is to run the plan: `streamrl execute`, or a framework. Only plans that it can run are
+    searched. It also sets `framework.name` where that is absent: its own name, or streamrl for
+    execute.
+    """
     rollout_pools: list[str] | None = None
     """Pools that may generate; all where absent."""
     trainer_pools: list[str] | None = None
@@ -97,8 +103,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Of the trainer; 1 and its own where absent, and powers of two where rollouts are of 32K tokens and more."""
     micro_batch: list[int] | None = None
     """1, 2, 4 and 8 where absent."""
-    zero: list[Literal[1, 3]] | None = None
-    """1 where absent, and 3 without pipeline stages."""
+    zero: list[Literal[0, 1, 2, 3]] | None = None
+    """1 where absent, and 3 without pipeline stages; with `target`, all that it has."""
     recompute: list[Recompute] | None = None
     """What a backward pass may make again: none, selective and full where absent. The least that fits is taken."""
     max_running: list[int] | None = None
@@ -139,3 +145,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
         """Whether a plan that is faster is chosen for a little more than the cheapest costs."""
         decides_otherwise = self.deadline is not None or self.value_of_hour > 0
         return self.objective in COSTS and self.tolerance > 0 and not decides_otherwise
+
+
+def framework_of_target(target: TargetName) -> FrameworkName:
+    """Return the framework whose costs, systems and layouts are those of what is to run a plan."""
+    return "streamrl" if target == "execute" else target

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
-from streamrl.runfile.gpu_pools import device_of
+from streamrl.runfile.gpu_pools import Side, device_of, gpus_used, sides_of
+from streamrl.runfile.plan_config import TargetName
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 
-def with_back_ends(run: Run) -> Run:
-    """Return a run with the back ends and the launcher that its layout needs.
+def for_target(run: Run, target: TargetName | None) -> Run:
+    """Return a run with the settings that a target needs for its layout.
 
-    Classes from outside this package stay.
+    For execute these are the back ends and the launcher. Classes from outside this package stay.
     """
+    if target != "execute":
+        return run
     rollout, trainer, execute, pools = run.rollout, run.trainer, run.execute, run.cluster.pools
     launcher = execute.launcher
-    if launcher == "local" and num_nodes(rollout, trainer, pools, run.policies.shares_gpus) > 1:
+    if launcher == "local" and num_nodes(sides_of(run), pools) > 1:
         launcher = "ray"
     return replace(
         run,
@@ -33,7 +36,7 @@ def with_back_ends(run: Run) -> Run:
 def back_end_settings(
     rollout: RolloutConfig, trainer: TrainerConfig, execute: ExecuteConfig
 ) -> dict[str, str]:
-    """Return the keys that `with_back_ends` sets, with the values that a run has."""
+    """Return the keys that `for_target` sets for execute, with the values that a run has."""
     return {
         "rollout.backend": rollout.backend,
         "trainer.backend": trainer.backend,
@@ -41,19 +44,11 @@ def back_end_settings(
     }
 
 
-def num_nodes(
-    rollout: RolloutConfig, trainer: TrainerConfig, pools: dict[str, PoolConfig], shares_gpus: bool
-) -> int:
-    """Return the nodes with GPUs that both sides of a run use, of all pools together."""
-    taken: Counter[str] = Counter()
-    for kind in rollout.kinds:
-        taken[kind.pool] += kind.num_gpus
-    if shares_gpus:
-        taken[trainer.pool] = max(taken[trainer.pool], trainer.num_gpus)
-    else:
-        taken[trainer.pool] += trainer.num_gpus
-    on_gpus = {name: num for name, num in taken.items() if pools[name].gpu != "cpu"}
-    return sum(-(-num // pools[name].gpus_per_node) for name, num in on_gpus.items())
+def num_nodes(sides: Iterable[Side], pools: dict[str, PoolConfig]) -> int:
+    """Return the nodes with GPUs that the sides of a run use, of all pools together."""
+    on_gpus = {name: pool for name, pool in pools.items() if pool.gpu != "cpu"}
+    own = list(sides)
+    return sum(-(-gpus_used(own, name) // pool.gpus_per_node) for name, pool in on_gpus.items())
 
 
 def _engine_of(rollout: RolloutConfig, device: str, pools: dict[str, PoolConfig]) -> str:

@@ -12,9 +12,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import TargetName
 from streamrl.runfile.roles_config import VerifierConfig
-from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.workload_config import WorkloadConfig
-from streamrl.targets.back_ends import back_end_settings, with_back_ends
+from streamrl.targets.back_ends import back_end_settings, for_target
 from streamrl.targets.execute_limits import check_back_ends
 from streamrl.targets.framework_rules import check_framework
 
@@ -51,7 +50,7 @@ TARGETS: tuple[TargetName, ...] = get_args(TargetName)
 
 def verdict_of(run: Run, name: TargetName) -> Verdict:
     """Return whether a target can run a plan."""
-    adapted = with_back_ends(run) if name == "execute" else run
+    adapted = for_target(run, name)
     try:
         check_target(adapted, name)
     except RunError as error:
@@ -89,8 +88,3 @@ def missing_inputs(
         yield "workload.prompts"
     if not verifier.rewards:
         yield "verifier.scorer"
-
-
-def framework_of_target(name: TargetName) -> FrameworkName:
-    """Return the framework whose costs, systems and layouts are those of a target."""
-    return "streamrl" if name == "execute" else name

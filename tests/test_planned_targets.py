@@ -1,0 +1,137 @@
+"""Plans for a target: everything that is searched is something that the target runs, by its own checks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.plan_config import TargetName
+from streamrl.sim.planner.modes import find_modes, keep_to_framework
+from streamrl.sim.planner.space import Space
+from streamrl.targets.execute_limits import check_back_ends
+from streamrl.targets.verdicts import TARGETS, check_target, verdict_of
+from tests.command_line import streamrl
+from tests.runs import small_run
+from tests.target_offers import offer_for
+
+SMALL = "1.5b, single GPUs"
+
+
+def planned_space(run: Run) -> Space:
+    """Return the plans that a run file leaves open, of trainers with micro-batches of one size."""
+    return Space.open(keep_to_framework(run).run)
+
+
+def sample(space: Space, num: int) -> list[Run]:
+    """Return the run files of a few plans."""
+    places = random.Random(0).sample(range(len(space)), min(num, len(space)))
+    return [space.candidate(place).apply(space.run) for place in places]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_runs_every_plan_that_is_searched_for_it(target: TargetName) -> None:
+    space = planned_space(offer_for(SMALL, target, micro_batch=[2]))
+    for run in sample(space, 40):
+        check_target(run, target)
+
+
+@pytest.mark.parametrize("target", ["execute", "slime"])
+def test_a_target_runs_every_plan_of_a_mixture(target: TargetName) -> None:
+    offer = offer_for("16b mixture, 27 layers", target, micro_batch=[2], recompute=["full"])
+    for run in sample(planned_space(offer), 40):
+        check_target(run, target)
+
+
+def test_most_plans_of_an_open_search_are_not_run_by_execute() -> None:
+    space = planned_space(offer_for(SMALL, None, micro_batch=[2]))
+    verdicts = [verdict_of(run, "execute").can_run for run in sample(space, 40)]
+    assert sum(verdicts) < 20
+
+
+def test_what_a_target_does_not_run_is_counted_by_its_key() -> None:
+    space = planned_space(offer_for(SMALL, "execute", micro_batch=[2]))
+    assert space.cut["not run by execute: trainer.offload"] > 0
+    space = planned_space(offer_for(SMALL, "nemo-rl", micro_batch=[2]))
+    (key,) = (each for each in space.cut if "alike on both sides" in each)
+    assert space.cut[key] > 0 and key.startswith("not run by nemo-rl: ")
+
+
+def test_trainers_of_execute_have_back_ends_that_shard_as_planned() -> None:
+    space = planned_space(offer_for(SMALL, "execute", micro_batch=[2]))
+    found = {(run.trainer.zero, run.trainer.backend) for run in sample(space, len(space))}
+    assert {(0, "torch"), (2, "deepspeed"), (3, "deepspeed")} <= found
+    assert {backend for zero, backend in found if zero > 1} == {"deepspeed"}
+
+
+def test_a_target_plans_with_the_costs_of_its_framework() -> None:
+    run = offer_for(SMALL, "verl")
+    assert run.framework.name == "verl" and run.framework.optimizer_steps == 4
+    assert offer_for(SMALL, "execute").framework.name == "streamrl"
+    assert offer_for(SMALL, None).framework.name is None
+
+
+def test_execute_is_searched_in_the_usual_systems_and_verl_in_its_own() -> None:
+    systems = {
+        target: {
+            mode.system for mode in find_modes(keep_to_framework(offer_for(SMALL, target)).run)
+        }
+        for target in ("execute", "verl")
+    }
+    assert "fully-async" not in systems["execute"] and "stream-async" in systems["execute"]
+    assert systems["verl"] == {"colocated", "fully-async"}
+
+
+def test_costs_of_one_framework_say_nothing_of_another() -> None:
+    with pytest.raises(RunError, match=r"framework\.name is 'slime', and plan\.target 'verl'"):
+        small_run({"framework.name": "slime", "plan.target": "verl"})
+
+
+def test_a_run_file_that_execute_refuses_in_every_mode_names_the_key() -> None:
+    run = offer_for(SMALL, "execute")
+    table = {"rollout.admission": "reserve", "plan.target": "execute"}
+    with pytest.raises(
+        RunError, match=r"plan\.target 'execute' can run no plan .*rollout\.admission"
+    ):
+        planned_space(small_run(table))
+    assert run.rollout.admission == "on-demand"
+
+
+def test_a_target_that_no_layout_fits_says_what_was_left_out() -> None:
+    run = offer_for("7b, two pools", "trl", zero=[1], trainer_gpus=[1])
+    with pytest.raises(ValueError, match=r"without plan\.target = 'trl', other plans may fit"):
+        planned_space(run)
+
+
+def test_a_plan_for_execute_is_written_as_execute_takes_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    own = offer_for(SMALL, None, time_limit="3 s", trainer_gpus=[2], rollout_gpus=[2])
+    write_run(own, path)
+    done = streamrl("plan", path, "--for", "execute", "-o", tmp_path / "plan")
+    assert done.returncode == 0, done.stderr
+    run = load_run(tmp_path / "plan" / "plan.toml")
+    check_back_ends(run)
+    assert run.rollout.backend == "vllm" and run.plan.target is None
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    by_name = {each["name"]: each for each in found["carried_by"]}
+    assert by_name["execute"]["can_run"] and by_name["execute"]["settings"] == {}
+    *_, command = (line for line in done.stdout.splitlines() if line.startswith("next:"))
+    assert command.startswith(
+        f"next: streamrl execute {tmp_path / 'plan' / 'plan.toml'} --set model"
+    )
+
+
+def test_an_unknown_target_is_one_line_and_status_two(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    write_run(offer_for(SMALL, None), path)
+    done = streamrl("plan", path, "--for", "areal", "-o", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert (
+        "--for must be one of execute, verl, nemo-rl, slime, openrlhf, trl, got 'areal'"
+        in done.stderr
+    )
