@@ -17,7 +17,7 @@ from streamrl.runfile.roles_config import TrainerConfig, VerifierConfig
 from streamrl.sim.planner.estimates import Estimates
 from streamrl.sim.planner.layouts import Replicas
 from streamrl.sim.planner.plan import Binding
-from streamrl.sim.planner.race import FINAL_STEPS, Race
+from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
@@ -48,7 +48,7 @@ class RelaxedRun(NamedTuple):
 def find_gains(
     race: Race, index: int, pool: Executor, watch: Callable[[], None] = lambda: None
 ) -> dict[RelaxedLimit, float]:
-    """Return the share of a step that each relaxed limit saves, over as many steps as finalists have.
+    """Return the share of a step that each relaxed limit saves, over the few steps of the search.
 
     Only limits that may bind are relaxed: first both stages, if they overlap and have similar
     times. The caps of generation follow, unless faster training saves more than faster generation.
@@ -56,10 +56,11 @@ def find_gains(
     """
     run = race.search.space.run
     until = time.perf_counter() + TIME_SHARE * run.plan.time_limit
-    before = race.finals[index][0].step_time
+    search = race.search
+    before, portions = search.speeds[index].step_time, search.portions[index]
 
     def gains_of(reliefs: Iterable[RelaxedRun]) -> dict[RelaxedLimit, float]:
-        trials = [(each.what, _trial(each)) for each in reliefs]
+        trials = [(each.what, _trial(each, portions)) for each in reliefs]
         speeds = run_all(pool, short_speed_of, trials, watch, until)
         return {
             what: 1 - speed.step_time / before
@@ -67,14 +68,15 @@ def find_gains(
             if not isinstance(speed, Unfinished)
         }
 
-    found = gains_of(_of_stages(race.search, index))
+    found = gains_of(_of_stages(search, index))
     if found.get("generation", 0.0) < found.get("training", 0.0):
         return found
-    return {**found, **gains_of(_of_caps(race.search, index))}
+    return {**found, **gains_of(_of_caps(search, index))}
 
 
-def _trial(relief: RelaxedRun) -> Trial:
-    return Trial(shortened(relief.run, relief.run.seed, FINAL_STEPS), relief.candidate)
+def _trial(relief: RelaxedRun, portions: int) -> Trial:
+    base = shortened(relief.run, relief.run.seed)
+    return Trial(base, relief.candidate, portions=portions)
 
 
 def _of_stages(search: Search, index: int) -> Iterator[RelaxedRun]:

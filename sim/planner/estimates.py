@@ -196,6 +196,10 @@ class Estimates:
         """Indices of replicas that differ only in their number."""
         self._least: list[LeastTimes] = []
         self._shards: dict[Degree, list[LeastTimes]] = {}
+        self._counts: Floats = np.zeros(0)
+        """Number of replicas of each side."""
+        self._bounds: dict[int, Floats] = {}
+        """Lower bounds of the generation time of all replicas, by mode."""
         self._bound_replicas()
         trained = [
             times_of_trainer(run, trainer.change(run.trainer), trains) for trainer in space.trainers
@@ -209,6 +213,8 @@ class Estimates:
         self._push, self._load, self._egress = sync_times(space)
         self._rewards = list(self._find_rewards())
         """Seconds of the rewards of a step, by mode."""
+        self._estimated: StageSeconds | None = None
+        """The estimate of every plan, until something is learned."""
 
     def _find_rewards(self) -> Iterator[RewardTimes]:
         """Yield the seconds of the rewards of a step, for each mode."""
@@ -222,7 +228,7 @@ class Estimates:
 
     def widen(self, space: Space) -> None:
         """Replace the space by one with more replicas, whose new plans come after the existing ones."""
-        first, self.space = len(self.space), space
+        first, self.space, self._estimated = len(self.space), space, None
         self._bound_replicas()
         more = sync_times(space, first)
         self._push = np.concatenate([self._push, more.push])
@@ -239,6 +245,8 @@ class Estimates:
             candidate = space.candidate(int(np.argmax(space.of_replicas == place)))
             kinds = [(own.replicas, self._shard(own, candidate)) for own in each.kinds]
             self._least.append(_together(kinds))
+        self._counts = np.array([float(each.num_replicas) for each in space.replicas])
+        self._bounds = {}
 
     def _shard(self, replicas: Replicas, candidate: Candidate) -> list[LeastTimes]:
         """Return the bounds of one kind of replica on every batch. They depend only on pool and degrees."""
@@ -274,7 +282,7 @@ class Estimates:
 
     def learn(self, asked: Asked, found: GenerationTime) -> None:
         """Store a simulated generation time."""
-        self._times[asked] = found
+        self._times[asked], self._estimated = found, None
 
     def learn_step(self, index: int, step_time: float) -> None:
         """Update the pace of a simulated plan's replicas.
@@ -288,6 +296,7 @@ class Estimates:
         if self._overlaps[mode] and others < BINDS * step_time:
             paced = Paced(self.space.replicas[replicas], self.space.modes[mode])
             self._paces[paced] = step_time / float(self._unpaced(mode)[replicas])
+            self._estimated = None
 
     def unchecked(self, indices: Iterable[int]) -> dict[Passes, int]:
         """Return the passes of some plans that were not computed one by one, each with a plan that has them."""
@@ -301,12 +310,13 @@ class Estimates:
     def learn_passes(self, passes: Passes, error: float) -> None:
         """Correct a closed form by the ratio of passes computed one by one to it."""
         self._checked.add(passes)
+        self._estimated = None
         part = "stream" if passes.streaming == "stream" else "whole"
         self._trained[part][passes.trainer] *= error
 
     def take_paces(self, other: Estimates) -> None:
         """Copy the paces that were learned for another workload."""
-        self._paces = dict(other._paces)
+        self._paces, self._estimated = dict(other._paces), None
 
     def training_parts(self, index: int) -> tuple[float, float]:
         """Return a plan's seconds of arithmetic in training, and of all work of its trainer."""
@@ -323,14 +333,16 @@ class Estimates:
         return other
 
     def _take_offer(self, space: Space) -> None:
-        self.space = space
+        self.space, self._estimated = space, None
         self._push, self._load, self._egress = sync_times(space)
 
     # Steps ----------------------------------------------------------------------------------------
 
     def estimate(self) -> StageSeconds:
         """Return the seconds of every plan. Generation that was not simulated has its lower bound."""
-        return self._put_together(is_bound=False)
+        if self._estimated is None:
+            self._estimated = self._put_together(is_bound=False)
+        return self._estimated
 
     def bound(self) -> Floats:
         """Return a lower bound on the seconds of a steady step of each plan."""
@@ -451,8 +463,7 @@ class Estimates:
         Fewer replicas take longer for a batch. N times as many replicas are at most N times as
         fast.
         """
-        counts = np.array([each.num_replicas for each in self.space.replicas])
-        table = bounds.copy()
+        counts, table = self._counts, bounds.copy()
         for degree, known in seen.items():
             places = np.array(self._alike[degree])
             for replicas, seconds in known:
@@ -464,11 +475,13 @@ class Estimates:
         return table
 
     def _bounds_of(self, mode: int) -> Floats:
-        return np.array([self._bound_of(each, mode) for each in range(len(self._least))])
-
-    def _bound_of(self, replicas: int, mode: int) -> float:
-        longest, work = self._least_of(replicas, mode)
-        return max(0.0 if self._leaves_stragglers(mode) else longest, work)
+        if mode not in self._bounds:
+            longest, work = np.array(self._least).T
+            work = work / self._counts
+            if not self._leaves_stragglers(mode):
+                work = np.maximum(longest / self._batches_under_way(mode), work)
+            self._bounds[mode] = work
+        return self._bounds[mode]
 
     def _least_of(self, replicas: int, mode: int) -> LeastTimes:
         """Return the lower bounds for replicas in a mode.
@@ -476,9 +489,11 @@ class Estimates:
         If steps overlap, several of them share the seconds of the longest rollout. Each step takes
         at least the time of all its tokens.
         """
-        least, num_replicas = self._least[replicas], self.space.replicas[replicas].num_replicas
-        num_batches = 1 + self.space.systems[mode].staleness_bound if self._overlaps[mode] else 1
-        return LeastTimes(least.longest / num_batches, least.work / num_replicas)
+        least, num_replicas = self._least[replicas], float(self._counts[replicas])
+        return LeastTimes(least.longest / self._batches_under_way(mode), least.work / num_replicas)
+
+    def _batches_under_way(self, mode: int) -> int:
+        return 1 + self.space.systems[mode].staleness_bound if self._overlaps[mode] else 1
 
     def _leaves_stragglers(self, mode: int) -> bool:
         """Whether a step may complete without its longest rollouts."""

@@ -6,7 +6,7 @@ Compare the finalists for longer on the same prompts, choose the best, and simul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from itertools import chain
 from statistics import median
@@ -31,9 +31,9 @@ from streamrl.sim.planner.trial import (
     whole,
 )
 
-FINAL_STEPS = 24
+FINAL_STEPS = 16
 """Most steps by which finalists are compared. Comparisons on the same prompts need no more."""
-LONGER_STEPS = 72
+LONGER_STEPS = 32
 """Most steps by which the cost of a faster plan is compared with the cheapest plan's."""
 EQUAL = 4
 """Significant digits to which objectives are compared. Paired steps are no more exact."""
@@ -60,10 +60,6 @@ class Race:
         """Per plan for comparison: the speed over as many steps, with the run's own seed."""
         self.cheapest: int | None = None
         """The plan whose cost `plan.tolerance` refers to, once the search looks for faster plans.
-        """
-        self.longer: dict[int, Speed] = {}
-        """Per finalist: the speed over more steps. It decides whether a plan is within
-        `plan.tolerance` before a full simulation.
         """
         self._limited: dict[int, Run] = {}
         """Run file of each full simulation, with the number of steps that time allowed."""
@@ -179,18 +175,13 @@ class Race:
             return True
         if not self.is_tolerable(index):
             return False
-        run = self.search.space.run
+        run, candidate = self.search.space.run, self.search.space.candidate
         most = min(run.simulate.max_steps, LONGER_STEPS)
         base = whole(replace(run, simulate=replace(run.simulate, max_steps=most)), run.seed)
-        new = [each for each in (index, self.cheapest) if each not in self.longer]
-        trials = [(each, Trial(base, self.search.space.candidate(each))) for each in new]
-        for each, speed in run_all(pool, short_speed_of, trials, watch).items():
-            if isinstance(speed, Unfinished):
-                self.search.give_up(each, speed)
-                self.finals.pop(each, None)
-                return False
-            self.longer[each] = speed
-        return self.is_tolerable(index)
+        new = [each for each in (index, self.cheapest) if not self.as_known(each)]
+        trials = [(each, Trial(base, candidate(each))) for each in new]
+        self._take_beside(run_all(pool, short_speed_of, trials, watch))
+        return index in self.finals and self.is_tolerable(index)
 
     def _second_value(self, index: int) -> float:
         """Return the value that orders plans of the same objective: seconds, or dollars if the objective is time."""
@@ -241,13 +232,16 @@ class Race:
         trials = [(index, Trial(whole(run, run.seed), candidate(index))) for index in new]
         until = max(time.perf_counter(), self.search.deadline) + SETTLING * run.plan.time_limit
         found = run_all(pool, steady_speed_of, trials, watch, until)
+        self._take_beside(found)
+        return len(found) == len(new)
+
+    def _take_beside(self, found: Mapping[int, Speed | Unfinished]) -> None:
         for index, speed in found.items():
             if isinstance(speed, Unfinished):
                 self.search.give_up(index, speed)
                 self.finals.pop(index, None)
             else:
                 self.beside[index] = speed
-        return len(found) == len(new)
 
     def as_known(self, index: int) -> list[Speed]:
         """Return the steady speed of a plan by seed, the run's own first; empty if only a few steps were simulated."""
@@ -326,8 +320,6 @@ class Race:
         ours, theirs = self.as_known(index), self.as_known(other)
         if num := min(len(ours), len(theirs)):
             return ours[:num], theirs[:num]
-        if index in self.longer and other in self.longer:
-            return [self.longer[index]], [self.longer[other]]
         if index in self.finals and other in self.finals:
             return self.finals[index], self.finals[other]
         return [self.search.speeds[index]], [self.search.speeds[other]]

@@ -11,7 +11,7 @@ from streamrl.runfile.units import Duration
 class SimulateConfig(Section, frozen=True, kw_only=True):
     """When to stop a simulation: the mean step time is precise enough, or the step limit is reached."""
 
-    interval: float = 0.01
+    interval: float = 0.02
     """Half the 95 % interval of the mean step time, as a share of that mean, at which the
     simulation stops.
     """
