@@ -122,7 +122,7 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was simulated on the same prompts but not chosen.
 
     Plans for comparison are simulated for as many steps as the chosen one, and have their own
-    figures. A finalist was compared with the chosen plan over up to 24 steps. Its figures are those
+    figures. A finalist was compared with the chosen plan over up to 16 steps. Its figures are those
     of the chosen plan, scaled by the ratio over these steps.
     """
 

@@ -152,7 +152,7 @@ def search_text(plan: Plan) -> str:
 
 PAIRED = (
     "all on the chosen plan's prompts, ± is a 95 % interval; what stands beside it was simulated for as long as the chosen "
-    "plan, of runners-up two dozen steps"
+    "plan, of runners-up sixteen steps"
 )
 UNSAID = (".max_running", ".micro_batch", ".zero", ".recompute", ".logits", ".order", "_staleness")
 """Ends of keys that the line of a plan does not show."""

@@ -88,7 +88,7 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
 
 SCALED = (
     "All were simulated on the chosen plan's prompts. What it is seen beside was simulated for as long as the chosen plan; "
-    "seconds and dollars of other runners-up are the chosen plan's times what both differ by over two dozen steps."
+    "seconds and dollars of other runners-up are the chosen plan's times what both differ by over sixteen steps."
 )
 
 
