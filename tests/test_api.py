@@ -124,3 +124,55 @@ def test_a_trace_and_its_timeline_are_frames() -> None:
 def test_a_notebook_shows_texts_and_runs_no_html_of_theirs() -> None:
     run = api.load_run(RUN_FILE, {"model.name": None, "model.path": "<script>alert(1)</script>"})
     assert "<script>" not in run._repr_html_() and "&lt;script&gt;" in run._repr_html_()
+
+
+def test_metrics_are_frames_of_steps_stages_and_figures() -> None:
+    metrics = api.measure(api.simulate(api.load_run(RUN_FILE, [*SMALL, *QUICK])))
+    steps = metrics.to_frame()
+    assert list(steps["seconds"]) == metrics.step_times
+    first, last = metrics.counted_steps
+    assert list(steps.loc[steps["counts"], "step"]) == [*range(first, last + 1)]
+    stages = metrics.to_frame("stages").groupby("side")["share"].sum()
+    assert set(stages.index) == {"rollout", "trainer"} and stages.values == pytest.approx(1)
+    figures = metrics.to_frame("figures").set_index("figure")
+    whole, band = metrics.whole_run, metrics.step_time_band
+    assert whole is not None and band is not None
+    assert figures.loc["whole_run.dollars", "value"] == whole.dollars
+    assert list(figures.loc["step_time", ["low", "high"]]) == [band.low, band.high]
+    with pytest.raises(ValueError, match="'figures', got 'step'"):
+        metrics.to_frame("step")  # type: ignore[arg-type]  # a wrong name
+
+
+def test_metrics_tell_cost_and_time_with_the_band_of_the_command() -> None:
+    changes = [*SMALL, *QUICK]
+    metrics = api.measure(api.simulate(api.load_run(RUN_FILE, changes)))
+    settings = [text for key in changes for text in ("--set", key)]
+    told = " ".join(streamrl("simulate", RUN_FILE, *settings).stdout.split())
+    shown = dict(metrics.summary())
+    for name in ("cost", "time", "million tokens"):
+        assert shown[name] in told and shown[name] in metrics._repr_html_(), name
+    assert shown["cost"] in repr(metrics) and "\n" not in repr(metrics)
+    error = metrics.model_error
+    assert error is not None and error.note in metrics._repr_html_()
+
+
+def test_two_runs_are_a_frame_of_figures_with_their_difference() -> None:
+    run = api.load_run(RUN_FILE, [*SMALL, *QUICK])
+    against = api.compare_runs(run, api.change_run(run, {"policies.system": "stream-sync"}))
+    frame = against.to_frame().set_index("figure")
+    assert frame.loc["step_time", "a"] == against.a.step_time
+    difference = frame.loc["step_time", "a"] - frame.loc["step_time", "b"]
+    assert frame.loc["step_time", "difference"] == pytest.approx(difference)
+    assert repr(against).startswith("<A against B: step time -")
+    assert against.outcome in against._repr_html_()
+
+
+def test_a_rerun_is_a_frame_of_three_runs(tmp_path: Path) -> None:
+    trace = api.simulate(api.load_run(RUN_FILE, [*SMALL, *QUICK]))
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(trace.encode())
+    again = api.rerun(trace, file, ["policies.order=fifo"])
+    frame = again.to_frame().set_index("figure")
+    assert list(frame.columns) == ["recorded", "as_it_was", "changed"]
+    assert frame.loc["step_time", "recorded"] == again.recorded.step_time
+    assert "policies.order=fifo" in repr(again) and "<td" in again._repr_html_()

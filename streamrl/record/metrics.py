@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -23,7 +23,7 @@ from streamrl.record.attribution import (
     AttributionReader,
     SidesAttribution,
 )
-from streamrl.record.band import Band, ModelError, band_of, read_model_error
+from streamrl.record.band import Band, ModelError, band_of, ends_of, read_model_error
 from streamrl.record.charges import PaidGpus, PaidReplicas, Pushes, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.ledger import Ledger, LedgerReader
@@ -46,8 +46,21 @@ from streamrl.record.uncertainty import (
     unmeasured_warning,
 )
 from streamrl.record.whole_run import WholeRun, make_whole_run
+from streamrl.runfile.formatting import (
+    format_count,
+    format_dollars,
+    format_share,
+    format_step_time,
+    listing,
+    long_dollars,
+    long_time,
+)
 from streamrl.runfile.gpu_pools import sides_of, trainer_names
+from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 RATIOS = (
     "step_time",
@@ -219,6 +232,97 @@ class Metrics(Speed, frozen=True, kw_only=True):
     cost_per_million_tokens_band: Band | None = None
     selection: SelectionMetrics | None = None
     """Generated rollouts compared with those that were trained on."""
+
+    def __repr__(self) -> str:
+        figures = ", ".join(figure for name, figure in self.summary() if name in IN_SHORT)
+        return f"<Metrics of a {self.world} run: {figures}>"
+
+    def _repr_html_(self) -> str:
+        """Return the main figures as a table for a notebook."""
+        notes = [self.note if self.model_error is None else self.model_error.note, self.note]
+        title = f"Metrics of a {self.world} run"
+        return html_table(title, self.summary(), notes=dict.fromkeys(notes))
+
+    def summary(self) -> Iterator[tuple[str, str]]:
+        """Yield the main figures with their bands, each with its name."""
+        whole = self.whole_run
+        if whole is None:
+            yield "whole run", f"not finished: it {self.unfinished}"
+        else:
+            yield "steps", f"{whole.steps:,} steps"
+            if whole.dollars:
+                yield "cost", long_dollars(whole.dollars, band=ends_of(whole.dollars_band))
+            yield "time", long_time(whole.seconds, band=ends_of(whole.seconds_band))
+        step_time = format_step_time(self.step_time, None, ends_of(self.step_time_band))
+        yield "step", f"{step_time} a step"
+        yield "throughput", f"{format_count(self.throughput)} tokens/s"
+        if self.cost_per_step:
+            band = ends_of(self.cost_per_million_tokens_band)
+            yield "million tokens", format_dollars(self.cost_per_million_tokens, band)
+        yield "GPUs", listing([f"{count} {side}" for side, count in self.num_gpus.items()])
+        for name, shares in (("busy", self.busy), ("idle", self.idle)):
+            parts = (f"{what} {format_share(part)}" for what, part in shares.items() if part > 0)
+            yield name, f"{format_share(sum(shares.values()))}: {', '.join(parts)}"
+        yield "seconds from", ", ".join(f"{format_share(v, 0)} {k}" for k, v in self.tiers.items())
+
+    def to_frame(self, what: Frame = "steps") -> DataFrame:
+        """Return a data frame.
+
+        Args:
+            what: "steps" has a row for each step: seconds, tokens trained on, and whether the step counts.
+                "stages" has a row for each side and activity or cause: its share of the side's GPU-seconds.
+                "figures" has a row for each figure of speed and cost, with the ends of its band.
+
+        Raises:
+            ValueError: there is no such frame.
+        """
+        rows = {"steps": self._step_rows, "stages": self._stage_rows, "figures": self._figure_rows}
+        if what not in rows:
+            raise ValueError(f"what must be one of {', '.join(map(repr, rows))}, got {what!r}")
+        return frame_of(rows[what](), FRAMES[what])
+
+    def _step_rows(self) -> Iterator[dict[str, object]]:
+        first, last = self.counted_steps
+        for step, seconds in enumerate(self.step_times, start=1):
+            yield {
+                "step": self.steps_before + step,
+                "seconds": seconds,
+                "tokens": self.step_tokens[step - 1] if self.step_tokens else None,
+                "reward": self.rewards[step - 1] if self.world == "real" else None,
+                "counts": first <= step <= last,
+            }
+
+    def _stage_rows(self) -> Iterator[dict[str, object]]:
+        for side, shares in self.sides.items():
+            for kind, by_stage in (("busy", shares.busy), ("idle", shares.idle)):
+                for stage, share in by_stage.items():
+                    yield {"side": side, "kind": kind, "stage": stage, "share": share}
+
+    def _figure_rows(self) -> Iterator[dict[str, object]]:
+        whole = self.whole_run
+        if whole is not None:
+            for name in ("seconds", "dollars"):
+                band = getattr(whole, f"{name}_band")
+                yield _figure_row(f"whole_run.{name}", getattr(whole, name), band)
+        for name in RATIOS:
+            yield _figure_row(name, getattr(self, name), getattr(self, f"{name}_band", None))
+        yield _figure_row("mean_staleness", self.mean_staleness, None)
+
+
+IN_SHORT = ("whole run", "steps", "cost", "time", "step")
+"""Names of the figures in the line of a run."""
+Frame: TypeAlias = Literal["steps", "stages", "figures"]
+FRAMES: dict[Frame, tuple[str, ...]] = {
+    "steps": ("step", "seconds", "tokens", "reward", "counts"),
+    "stages": ("side", "kind", "stage", "share"),
+    "figures": ("figure", "value", "low", "high"),
+}
+"""Columns of each frame."""
+
+
+def _figure_row(name: str, value: float, band: Band | None) -> dict[str, object]:
+    low, high = ends_of(band) or (None, None)
+    return {"figure": name, "value": value, "low": low, "high": high}
 
 
 def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metrics:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import SHARED, UNDERFILLED
 from streamrl.record.band import Band, ModelError
 from streamrl.record.charges import PaidGpus
-from streamrl.record.metrics import Metrics, measure, measure_read, read_run
+from streamrl.record.metrics import RATIOS, Metrics, measure, measure_read, read_run
 from streamrl.record.steady_state import (
     LeaderSteps,
     Speed,
@@ -34,8 +34,12 @@ from streamrl.record.uncertainty import unshared_error
 from streamrl.record.whole_run import WholeRun, steps_for_one
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import SideKind, sides_of
+from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Outcome: TypeAlias = Literal[
     "no difference",
@@ -173,6 +177,57 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
     bandwidths: list[BreakEvenBandwidth] = []
     note: str = ""
     """Why the difference is not known with the requested precision; empty if it is."""
+
+    def __repr__(self) -> str:
+        step, cost = (_change(ratio.value) for ratio in (self.step_time_ratio, self.cost_ratio))
+        return f"<A against B: step time {step}, cost of a token {cost}; {self.outcome}>"
+
+    def _repr_html_(self) -> str:
+        """Return the figures of both runs and their differences as a table for a notebook."""
+        rows = [
+            [row["figure"], *(_shown(row[key]) for key in COLUMNS), _ends(row)]
+            for row in self._rows()
+        ]
+        head = ("", "A", "B", "A - B", "95 % interval")
+        return html_table(f"A against B: {self.outcome}", rows, head, [self.note])
+
+    def to_frame(self) -> DataFrame:
+        """Return a row for each figure: of A, of B, their difference, and its 95 % interval where it is known."""
+        return frame_of(self._rows(), ("figure", *COLUMNS, "low", "high"))
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        known = {key: getattr(self, key) for key in KNOWN}
+        for key in (*KNOWN, *UNKNOWN):
+            a, b = getattr(self.a, key), getattr(self.b, key)
+            yield _figure_row(key, a, b, known.get(key))
+        whole_a, whole_b = self.a.whole_run, self.b.whole_run
+        yield _figure_row("run_seconds", whole_a.seconds, whole_b.seconds, self.training_time)
+        yield _figure_row("run_dollars", whole_a.dollars, whole_b.dollars, self.training_cost)
+
+
+COLUMNS = ("a", "b", "difference")
+KNOWN = ("step_time", "cost_per_step", "idle_gpu_seconds", "idle_cost")
+"""Figures of both runs whose difference has an interval."""
+UNKNOWN = ("cost_per_million_tokens", "throughput", "goodput", "staleness", "dollars_per_hour")
+
+
+def _figure_row(key: str, a: float, b: float, known: Known | None) -> dict[str, Any]:
+    difference = a - b if known is None else known.value
+    low, high = (known and known.interval) or (None, None)
+    return {"figure": key, "a": a, "b": b, "difference": difference, "low": low, "high": high}
+
+
+def _change(ratio: float) -> str:
+    """Return a relative change with its sign: "+12.0 %"."""
+    return f"{(ratio - 1) * 100:+.1f} %"
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def _ends(row: Mapping[str, Any]) -> str:
+    return "" if row["low"] is None else f"{_shown(row['low'])} to {_shown(row['high'])}"
 
 
 def ratio_half_width(one: Speed, other: Speed) -> float | None:
@@ -523,6 +578,26 @@ class Rerun(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated seconds of a step: with the changes, divided by without."""
     prediction_error: float
     """Relative error of the simulated step time without changes: simulated / recorded - 1."""
+
+    def __repr__(self) -> str:
+        change = _change(self.step_time_ratio.value)
+        return f"<Rerun with {', '.join(self.changes) or 'no change'}: step time {change}>"
+
+    def _repr_html_(self) -> str:
+        """Return the figures of all three runs as a table for a notebook."""
+        rows = [[key, *map(_shown, figures)] for key, *figures in self._rows()]
+        error = f"error of the simulated step as it was: {_change(1 + self.prediction_error)}"
+        title = f"Rerun with {', '.join(self.changes) or 'no change'}"
+        return html_table(title, rows, ("", "recorded", "simulated", "changed"), [error])
+
+    def to_frame(self) -> DataFrame:
+        """Return a row for each figure: recorded, simulated as it was, and simulated with the changes."""
+        names = ("figure", "recorded", "as_it_was", "changed")
+        return frame_of((dict(zip(names, row, strict=True)) for row in self._rows()), names)
+
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        for key in RATIOS:
+            yield key, *(getattr(r, key) for r in (self.recorded, self.as_it_was, self.changed))
 
 
 def compare_rerun(traces: tuple[Trace, Trace, Trace], changes: list[str]) -> Rerun:
