@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
+from streamrl.report.against_report import figures
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -22,7 +24,9 @@ from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Space
 from streamrl.sim.planner.trial import Trial, short_speed_of
 from streamrl.sim.steady_state import measure_steady
+from streamrl.sim.studies.comparison import compare_runs
 from tests.measured_profile import model_directory
+from tests.runs import small_run
 from tests.test_plan import FEW, FEW_PLANS, Here
 from tests.test_search_space import OFFER, offer
 
@@ -203,3 +207,33 @@ def test_a_plan_names_the_gpus_of_its_reward_model_and_what_they_cost(tmp_path: 
     read = load_run(tmp_path / "plan.toml")
     assert (read.verifier.pool, read.verifier.workers) == ("l40s", 2)
     assert measure_steady(read).step_time == chosen.step_time
+
+
+FEW_STEPS = {"simulate.max_steps": 3}
+
+
+def with_workers(workers: int) -> Run:
+    """Return a small run whose rewards take half a second on each GPU."""
+    pools = {"cluster.pools.third": {"gpu": "a100", "gpus_per_node": 4, "price": 1.0}}
+    keys = {"pool": "third", "gpus_per_worker": 1, "workers": workers, "time": "0.5 s"}
+    return small_run(
+        {**FEW_STEPS, **pools, **{f"verifier.{key}": value for key, value in keys.items()}}
+    )
+
+
+def test_two_runs_are_compared_by_the_gpus_of_their_reward_models() -> None:
+    two, one, none = with_workers(2), with_workers(1), small_run(FEW_STEPS)
+    against = compare_runs(two, one)
+    assert against.a.rewards is not None and against.b.rewards is not None
+    assert (against.a.rewards.num_gpus, against.b.rewards.num_gpus) == (2, 1)
+    assert 0 < against.b.rewards.idle < against.a.rewards.idle < 1
+    other = compare_runs(two, none)
+    rows = {name: cells for name, *cells in figures(other)}
+    assert rows["GPUs that compute rewards"][:2] == ["2", ""]
+
+
+def test_a_launch_script_says_which_gpus_compute_rewards() -> None:
+    run = with_workers(2)
+    told = "\n#   verifier.pool = third\n#   verifier.workers x gpus_per_worker = 2\n"
+    assert told in launch_script(find_arguments(run, "verl"))
+    assert "verifier" not in launch_script(find_arguments(small_run(), "verl"))

@@ -361,11 +361,11 @@ def test_what_a_run_rents_names_every_side() -> None:
     )
     assert plain(rent_text(team, "stream-sync")) == (
         "1 H20 in far to generate, 1 H800 in near to train, 2 H800 in near to train second and "
-        "2 H800 in near to verify"
+        "2 H800 in near to compute rewards"
     )
     assert plain(sides_text(team, "stream-sync")) == (
         "1 H20 in far generate (1 replica), 1 H800 in near train (one GPU), 2 H800 in near train second "
-        "(TP2), 2 H800 in near verify, stream-sync"
+        "(TP2), 2 H800 in near compute rewards, stream-sync"
     )
 
 

@@ -19,7 +19,7 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run, num_extra
 from streamrl.runfile.frameworks import Layout, Value
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
-from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
@@ -56,6 +56,7 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
         *_algorithm(run.algorithm),
         *_policies(run.policies, run.algorithm, run.framework.optimizer_steps),
         *_sync(run.sync),
+        *_rewards(run.verifier),
     ]
     return {value.name: value for value in found}
 
@@ -324,6 +325,20 @@ def _late_groups(
     yield PlannedValue("prompts_drawn", key, drawn)
     left = policies.left_over if share > 1 else None
     yield PlannedValue("left_over", "policies.left_over", left, (None, "drop"))
+
+
+def _rewards(verifier: VerifierConfig) -> Iterator[PlannedValue]:
+    """Yield the GPUs that compute rewards, if there are any, and the model on them."""
+    if verifier.pool is None:
+        return
+    gpus = "verifier.workers x gpus_per_worker"
+    yield PlannedValue("reward_pool", "verifier.pool", verifier.pool, ALWAYS)
+    yield PlannedValue("reward_gpus", gpus, verifier.num_gpus, ALWAYS)
+    for place, reward in enumerate(verifier.reward):
+        if reward.model is not None:
+            yield PlannedValue(
+                "reward_model", f"verifier.reward.{place}.model", reward.model, ALWAYS
+            )
 
 
 def _sync(sync: SyncConfig) -> Iterator[PlannedValue]:

@@ -66,7 +66,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of the GPUs that generate, or of those that train. Shared GPUs are in both."""
+    """The use of the GPUs that generate, train or compute rewards. Shared GPUs generate and train."""
 
     num_gpus: float
     idle: float
@@ -96,6 +96,8 @@ class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
     generation: GpuUse
     training: GpuUse
     """Of the primary trainer."""
+    rewards: GpuUse | None = None
+    """Of the GPUs that compute rewards, if there are any."""
     staleness: float
     """Mean versions that rollouts were behind when they were trained on."""
     idle_gpu_seconds: float
@@ -360,6 +362,7 @@ class MeasuredRun:
             shares_gpus=run.policies.shares_gpus,
             generation=self._use("rollout"),
             training=self._use("trainer"),
+            rewards=self._use("verifier") if run.verifier.num_gpus else None,
             staleness=metrics.mean_staleness,
             idle_gpu_seconds=float(self.idle.mean()),
             idle_cost=float(self.idle_dollars.mean()),
@@ -372,8 +375,11 @@ class MeasuredRun:
         )
 
     def _use(self, kind: SideKind) -> GpuUse:
-        """Return the use of the GPUs of all replicas, or of the primary trainer. Shared GPUs count as both."""
-        if self.run.policies.shares_gpus:
+        """Return the use of the GPUs of all replicas, of the primary trainer, or of rewards.
+
+        Shared GPUs count as those of replicas and of the trainer.
+        """
+        if self.run.policies.shares_gpus and kind != "verifier":
             counts = {SHARED: float(self.run.num_gpus)}
         else:
             sides = self._paid.sides

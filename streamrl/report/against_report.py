@@ -231,6 +231,9 @@ def figures(against: Against, *, intervals: bool = False) -> Iterator[Row]:
     yield ("GPUs that train", *_each(a, b, lambda run: _gpus(run, run.training)), "")
     yield ("  idle", *_each(a, b, lambda run: format_share(run.training.idle)), "")
     yield ("  underfilled", *_each(a, b, lambda run: _underfilled(run.training)), "")
+    if a.rewards is not None or b.rewards is not None:
+        yield ("GPUs that compute rewards", *_each(a, b, _rewards), "")
+        yield ("  idle", *_each(a, b, _rewards_idle), "")
     yield ("staleness, mean", *_each(a, b, lambda run: f"{run.staleness:.2f}"), "")
     idle = _each(a, b, lambda run: format_count(run.idle_gpu_seconds))
     yield ("idle GPU-seconds a step", *idle, _signed(format_count)(against.idle_gpu_seconds))
@@ -258,6 +261,14 @@ def _each(a: PairedRun, b: PairedRun, show: Callable[[PairedRun], str]) -> tuple
 
 def _gpus(run: PairedRun, use: GpuUse) -> str:
     return f"{use.num_gpus:g}{' in turn' if run.shares_gpus else ''}"
+
+
+def _rewards(run: PairedRun) -> str:
+    return "" if run.rewards is None else f"{run.rewards.num_gpus:g}"
+
+
+def _rewards_idle(run: PairedRun) -> str:
+    return "" if run.rewards is None else format_share(run.rewards.idle)
 
 
 def _underfilled(use: GpuUse) -> str:

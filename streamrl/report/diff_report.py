@@ -20,6 +20,7 @@ IGNORED = ("execute.output",)
 TOTALS = (
     *("step", "$ a step", "$ per million tokens", "  idle", "staleness, mean"),
     *("$ a step for idle GPUs", "whole training", "  $", "GPUs that generate", "GPUs that train"),
+    "GPUs that compute rewards",
 )
 """Figures that are shown, by the beginning of their name."""
 

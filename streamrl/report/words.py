@@ -175,7 +175,7 @@ def planned_sides_of(
     others = {f"generate as {kind_name(kind)}": own for kind, own in enumerate(more, start=1)}
     others |= {f"train {each.name}": _trainer_side(pools, each) for each in followers}
     if verifier.pool is not None and verifier.num_gpus:
-        others["verify"] = _side(pools, verifier.pool, verifier.num_gpus, {})
+        others["compute rewards"] = _side(pools, verifier.pool, verifier.num_gpus, {})
     return PlannedSides(first, _trainer_side(pools, trainer), others)
 
 

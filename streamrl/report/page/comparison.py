@@ -27,7 +27,12 @@ from streamrl.sim.planner.plan import Plan
 
 MOST_ROWS = 30  # options of a table that people still read
 MOST_KEYS = 24  # differing keys of run files; more are shown as a number
-STAGES = {"generation": "generation", "training": "training", "sync": "weight sync"}
+STAGES = {
+    "generation": "generation",
+    "training": "training",
+    "sync": "weight sync",
+    "rewards": "rewards",
+}
 WORK = (
     *("model.name", "model.path", "algorithm.name", "algorithm.prompts_per_step"),
     *("algorithm.group_size", "rollout.max_tokens", "workload.informative_share"),
