@@ -389,7 +389,7 @@ def test_a_layout_that_a_framework_does_not_have_is_refused_with_the_remedy(
     with pytest.raises(RunError) as caught:
         find_arguments(load_run(MAIN, settings), name)
     assert caught.value.key == key and part in str(caught.value)
-    assert f'Set framework.name = "{name}" and plan again' in str(caught.value)
+    assert f"Plan again with --for {name}: " in str(caught.value)
 
 
 def test_a_refused_layout_is_one_line_and_status_two(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_a_refused_layout_is_one_line_and_status_two(tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     done = streamrl("export", MAIN, "--framework", "openrlhf", *stages, "-o", path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not path.exists()
-    assert "trainer.pipeline_parallel=2" in done.stderr and "plan again" in done.stderr
+    assert "trainer.pipeline_parallel=2" in done.stderr and "Plan again" in done.stderr
 
 
 def test_a_mini_batch_that_does_not_come_out_even_is_one_line() -> None:

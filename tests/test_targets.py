@@ -11,6 +11,7 @@ from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.report.next_steps import next_lines, verdict_lines
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import TargetName
+from streamrl.sim.planner.plan import PlannedSide, plan_text
 from streamrl.targets.back_ends import for_target
 from streamrl.targets.execute_limits import check_back_ends
 from streamrl.targets.framework_rules import check_framework
@@ -130,3 +131,13 @@ def test_a_plan_that_nothing_can_run_has_a_way_out_instead_of_a_command() -> Non
     (line,) = next_lines(verdicts, Path("plan.toml"))
     assert line.startswith("next: plan for what is to run it, such as --for execute")
     assert [line.partition(":")[0] for line in verdict_lines(verdicts)] == ["not by"]
+
+
+def test_a_line_names_the_zero_stage_that_is_not_the_usual_one() -> None:
+    def text(zero: int, ranks: int) -> str:
+        degrees = {"data_parallel": ranks, "tensor_parallel": 1, "zero": zero}
+        side = PlannedSide(pool="a", gpu="h100", num_gpus=ranks, degrees=degrees)
+        return plan_text(side, side, {"policies.system": "stream-async", "sync.mode": "full"})
+
+    assert "4 a (DP4 TP1 ZeRO 2) train" in text(2, 4) and "4 a (DP4 TP1 ZeRO 0) train" in text(0, 4)
+    assert "4 a (DP4 TP1) train" in text(1, 4) and "1 a (one GPU) train" in text(0, 1)

@@ -343,8 +343,9 @@ def _degrees_text(side: PlannedSide) -> str:
         value = side.degrees.get(key, 1)
         if value > 1 or (key == "tensor_parallel" and parts):
             parts.append(f"{name}{value}")
-    if side.degrees.get("zero") == 3:
-        parts.append("ZeRO 3")
+    zero = side.degrees.get("zero", 1)
+    if zero > 1 or (not zero and side.degrees.get("data_parallel", 1) > 1):
+        parts.append(f"ZeRO {zero}")
     if side.degrees.get("offload"):
         parts.append("offload")
     return " ".join(parts) or "one GPU"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -21,6 +23,11 @@ from streamrl.targets.verdicts import check_target
 Mask = NDArray[np.bool_]
 
 
+class _Size(NamedTuple):
+    pool: str
+    num_gpus: int
+
+
 class TargetRules:
     """What a target can run. Each part of a plan is judged beside a plain layout of the rest.
 
@@ -35,7 +42,8 @@ class TargetRules:
         self._zero = min(framework.layouts[0].zero)
         self._modes: dict[bool, Mode] = {}
         """The first mode with sides that share GPUs, and the first with sides that do not."""
-        self._known: dict[object, str] = {}
+        self._known: dict[tuple[Replicas | Degrees, bool], str] = {}
+        """Answers about each layout of a side, and whether the sides share GPUs."""
 
     def keep_modes(self, modes: Iterable[Mode], cut: Counter[str]) -> list[Mode]:
         """Return the modes that the target can run.
@@ -83,10 +91,11 @@ class TargetRules:
         generate = np.array([not self._of_replicas(each, shares) for each in replicas])
         train = np.array([not self._of_trainer(each, shares) for each in trainers])
         found: Mask = is_open & generate[:, None] & train[None, :]
-        for first, second in np.argwhere(found):
-            if reason := self._of_sizes(replicas[first], trainers[second], shares):
-                found[first, second] = False
-                cut[reason] += 1
+        for (first, rows), (second, columns) in product(_by_size(replicas), _by_size(trainers)):
+            if reason := self._of_sizes(first, second, shares):
+                block = np.ix_(rows, columns)
+                cut[reason] += int(found[block].sum())
+                found[block] = False
         return found
 
     def _of_trainer(self, trainer: Degrees, shares: bool) -> str:
@@ -94,31 +103,29 @@ class TargetRules:
         alike = trainer._replace(micro_batch=1, recompute="full")
         if self._target != "execute":
             alike = trainer.layout
-        replicas = self._plain_replicas(trainer.pool, trainer.num_gpus)
-        return self._judge((alike, shares), replicas, alike, shares)
+        if (alike, shares) not in self._known:
+            plain = self._plain_replicas(trainer.pool, trainer.num_gpus)
+            self._known[alike, shares] = self._judge(plain, alike, shares)
+        return self._known[alike, shares]
 
     def _of_replicas(self, replicas: Replicas, shares: bool) -> str:
         """Return why replicas cannot run beside a plain trainer on as many GPUs as the first kind."""
         alike, first = replicas.layout, replicas.kinds[0]
-        trainer = self._plain_trainer(first.pool, first.num_gpus)
-        return self._judge((alike, shares), replicas, trainer, shares)
+        if (alike, shares) not in self._known:
+            plain = self._plain_trainer(first.pool, first.num_gpus)
+            self._known[alike, shares] = self._judge(replicas, plain, shares)
+        return self._known[alike, shares]
 
-    def _of_sizes(self, replicas: Replicas, trainer: Degrees, shares: bool) -> str:
+    def _of_sizes(self, generate: _Size, train: _Size, shares: bool) -> str:
         """Return why two sides of these sizes cannot run beside each other."""
         if shares or self._target == "execute":
             return ""
-        first = replicas.kinds[0]
-        plain_replicas = self._plain_replicas(first.pool, first.num_gpus)
-        plain_trainer = self._plain_trainer(trainer.pool, trainer.num_gpus)
-        key = (plain_replicas, plain_trainer)
-        return self._judge(key, plain_replicas, plain_trainer, shares)
+        return self._judge(self._plain_replicas(*generate), self._plain_trainer(*train), shares)
 
-    def _judge(self, key: object, replicas: Replicas, trainer: Degrees, shares: bool) -> str:
-        if key not in self._known:
-            mode = self._modes.get(shares)
-            error = None if mode is None else self._error(replicas, trainer, mode)
-            self._known[key] = "" if error is None else self._reason(error)
-        return self._known[key]
+    def _judge(self, replicas: Replicas, trainer: Degrees, shares: bool) -> str:
+        mode = self._modes.get(shares)
+        error = None if mode is None else self._error(replicas, trainer, mode)
+        return "" if error is None else self._reason(error)
 
     def _error(self, replicas: Replicas, trainer: Degrees, mode: Mode) -> RunError | None:
         own = self._run
@@ -138,6 +145,15 @@ class TargetRules:
     def _plain_trainer(self, pool: str, num_gpus: int) -> Degrees:
         split = (pool, num_gpus, 1, 1, 1, 1, self._zero)
         return Degrees(*split, "full", None, False)
+
+
+def _by_size(sides: Sequence[Replicas | Degrees]) -> list[tuple[_Size, list[int]]]:
+    """Return the pool and GPUs of each side, of replicas those of the first kind, with the indices of such sides."""
+    found: dict[_Size, list[int]] = defaultdict(list)
+    for index, side in enumerate(sides):
+        first = side.kinds[0] if isinstance(side, Replicas) else side
+        found[_Size(first.pool, first.num_gpus)].append(index)
+    return list(found.items())
 
 
 def _shares_gpus(mode: Mode) -> bool:

@@ -51,8 +51,13 @@ def launch_script(found: Launchable) -> str:
     Raises:
         RunError: the framework's own rules forbid the plan.
     """
-    check_relations(found.table.relations, {arg.option.name: arg.value for arg in found.arguments})
+    check_options(found)
     return "\n".join(_lines(found)) + "\n"
+
+
+def check_options(found: Launchable) -> None:
+    """Raise `RunError` if the options of a plan contradict each other by the framework's own rules."""
+    check_relations(found.table.relations, {arg.option.name: arg.value for arg in found.arguments})
 
 
 def find_arguments(run: Run, name: ExportName) -> Launchable:

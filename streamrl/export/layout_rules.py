@@ -30,7 +30,7 @@ def layout_of(framework: Framework, trainer: TrainerConfig) -> Layout:
     key, value = next(iter(min(unsupported.values(), key=len).items()))
     text = (
         f"no training back end of {framework.name} splits the trainer as planned: {', '.join(each)}. "
-        f'Set framework.name = "{framework.name}" and plan again: the search then keeps to its layouts'
+        f"Plan again with --for {framework.name}: the search then keeps to its layouts"
     )
     raise RunError(key, value, text=text)
 
