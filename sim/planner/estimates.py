@@ -332,6 +332,12 @@ class Estimates:
         other._take_offer(self.space.priced(cluster))
         return other
 
+    def with_sync(self, sync: SyncTimes) -> Estimates:
+        """Return estimates with other times of the weight sync, with the same workload and the same plans."""
+        other = copy(self)
+        other._push, other._load, other._egress = sync
+        return other
+
     def _take_offer(self, space: Space) -> None:
         self.space, self._estimated = space, None
         self._push, self._load, self._egress = sync_times(space)

@@ -196,6 +196,53 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
+class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan of the what-if grid."""
+
+    choice: str
+    """The plan in one line."""
+    settings: dict[str, str | int | float | bool]
+    """All keys of the run file that the plan sets."""
+    rollout_gpus: int
+    trainer_gpus: int
+    paid: dict[str, float]
+    """GPUs that are paid for, by pool."""
+    mean_staleness: float
+    other_dollars: float
+    """Dollars of the whole run besides the rent of the GPUs, such as traffic between pools."""
+    is_simulated: bool
+    """Whether its hours without a change are from a simulation."""
+    hours: list[list[list[float | None]]]
+    """Hours of the whole run by lengths, cap and links; None where the plan does not fit."""
+
+
+class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+    """Estimates of plans near the front for other lengths, caps and links.
+
+    Prices, the value of an hour and a deadline need no grid: dollars are hours x GPUs x price.
+    """
+
+    lengths: list[float]
+    """Factors on all output lengths, before the cap cuts them off."""
+    caps: list[int]
+    """Values of rollout.max_tokens."""
+    links: list[float]
+    """Factors on the bandwidth of all links."""
+    unchanged: tuple[int, int, int]
+    """Place of the run file's own lengths, cap and links."""
+    mean_tokens: list[list[float]]
+    """Mean output tokens of a rollout, by lengths and cap."""
+    prices: dict[str, float]
+    """Dollars an hour of a GPU, by pool."""
+    objective: ObjectiveName
+    tolerance: float
+    value_of_hour: float
+    deadline: float | None
+    """Hours."""
+    plans: list[WhatIfPlan]
+    """The chosen plan comes first."""
+
+
 class PlannedFramework(msgspec.Struct, frozen=True, kw_only=True):
     """The framework that the run file names."""
 
@@ -277,6 +324,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
     uncertainty: Uncertainty | None = None
     """Possible error of its simulated seconds."""
+    what_if: WhatIf | None = None
+    """Estimates for other lengths, caps and links, which the report page explores. None if no time was left."""
     framework: PlannedFramework | None = None
     carried_by: list[Verdict] = []
     """What can run the plan, and the first rule of each other target that it breaks. Empty if an earlier

@@ -38,6 +38,7 @@ from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import Verdict, judge
 from streamrl.sim.planner.trial import open_trial
+from streamrl.sim.planner.what_if import make_grid
 from streamrl.targets.verdicts import TARGETS, verdict_of
 
 MOST_RETURNS = 3
@@ -157,6 +158,7 @@ def _plan(
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,
+        what_if=make_grid(search, race, chosen, pool),
         framework=_of_framework(planned, scope),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),

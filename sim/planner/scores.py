@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,6 +216,15 @@ class Scores:
         A plan with at most 1 keeps all limits.
         """
         return self._over_limits(self.estimates.estimate().step)
+
+    def usual_over(self) -> Floats:
+        """Return, by mode, the median ratio of a simulated step to its estimate; 1 if none was simulated."""
+        seen = [self._over[mode.system] for mode in self.space.modes]
+        return np.array([median(ratios) if ratios else 1.0 for ratios in seen])
+
+    def least_lag(self, index: int) -> float:
+        """Return the lowest mean staleness of a plan, in versions."""
+        return float(self._lags[index])
 
     def _least_over(self) -> Floats:
         """Return, by mode, the lowest expected ratio of a simulated step to its estimate."""

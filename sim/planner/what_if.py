@@ -1,0 +1,404 @@
+"""Estimate plans near the front for other lengths, caps and links, and choose among them by the rule of `[plan]`.
+
+The grid is computed once, with closed forms. The hours of a plan at a point of the grid are
+
+    simulated hours without a change  x  estimate at the point / estimate without a change
+
+so errors that both estimates share cancel. Prices, the value of an hour and a deadline need no grid. The report
+page has the grid and the same rule in JavaScript.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from itertools import product
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from streamrl.hardware.profiles import price_of
+from streamrl.hardware.resolved import resolve
+from streamrl.hardware.side_memory import trainer_side
+from streamrl.record.charges import PaidGpus
+from streamrl.record.whole_run import WholeRun, steps_for_one
+from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import ObjectiveName
+from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
+from streamrl.sim.planner.estimates import Estimates, SyncTimes, sync_times
+from streamrl.sim.planner.objective import distance_to_front
+from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
+from streamrl.sim.planner.plan_description import describe, settings_of
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.space import Candidate, Pairs, Space
+from streamrl.sim.planner.trial import counted_batches, open_trial, shortened
+
+Floats = NDArray[np.float64]
+Part = TypeVar("Part", bound=Hashable)
+LENGTHS = (0.5, 0.7, 1.0, 1.4, 2.0)
+CAPS = (0.5, 1.0, 2.0)
+LINKS = (0.1, 0.3, 1.0, 3.0, 10.0)
+"""Factors of the grid. Lengths matter most, so they have most points."""
+MOST_PLANS = 40
+"""Plans of the grid. More plans make the page larger, and few of them would ever be chosen."""
+MOST_BATCHES = 1
+"""Batches of each estimate. Both estimates of a ratio have the same prompts."""
+
+
+# The rule ---------------------------------------------------------------------------------------
+
+
+class WhatIfQuestion(NamedTuple):
+    """One position of all sliders."""
+
+    lengths: int
+    cap: int
+    links: int
+    """Places in the grid."""
+    prices: Mapping[str, float]
+    value_of_hour: float = 0.0
+    deadline: float | None = None
+    """Hours."""
+    most_rollout: int | None = None
+    most_trainer: int | None = None
+    """Most GPUs that generate, and that train; None for any number."""
+
+
+class PricedPlan(NamedTuple):
+    """One plan at a position of the sliders."""
+
+    place: int
+    hours: float
+    dollars: float
+
+
+def unchanged_question(grid: WhatIf) -> WhatIfQuestion:
+    """Return the question that the run file asks."""
+    return WhatIfQuestion(*grid.unchanged, grid.prices, grid.value_of_hour, grid.deadline)
+
+
+def priced_plans(grid: WhatIf, question: WhatIfQuestion) -> list[PricedPlan]:
+    """Return the hours and dollars of every plan that fits and has at most the allowed GPUs."""
+    found = []
+    for place, plan in enumerate(grid.plans):
+        hours = plan.hours[question.lengths][question.cap][question.links]
+        is_small = plan.rollout_gpus <= (question.most_rollout or plan.rollout_gpus)
+        is_small &= plan.trainer_gpus <= (question.most_trainer or plan.trainer_gpus)
+        if hours is not None and is_small:
+            rent = sum(count * question.prices[pool] for pool, count in plan.paid.items())
+            found.append(PricedPlan(place, hours, hours * rent + plan.other_dollars))
+    return found
+
+
+def recommend(grid: WhatIf, question: WhatIfQuestion) -> PricedPlan | None:
+    """Return the plan that the rule of `[plan]` chooses, or None if no plan fits.
+
+    A deadline chooses the cheapest plan that keeps it, and the fastest if none does. A value of an
+    hour is added to the dollars. Otherwise the fastest plan is chosen that costs at most
+    `tolerance` more than the cheapest.
+    """
+    plans = priced_plans(grid, question)
+    if not plans:
+        return None
+    if question.deadline is not None:
+        in_time = [plan for plan in plans if plan.hours <= question.deadline]
+        if not in_time:
+            return min(plans, key=lambda plan: plan.hours)
+        plans = in_time
+    return _by_objective(grid.objective, plans, question, grid.tolerance)
+
+
+def _by_objective(
+    objective: ObjectiveName, plans: list[PricedPlan], question: WhatIfQuestion, tolerance: float
+) -> PricedPlan:
+    if objective == "step-time":
+        return min(plans, key=lambda plan: plan.hours)
+    if objective == "pareto":
+        return min(plans, key=lambda plan: plan.hours * plan.dollars)
+    if question.deadline is not None or question.value_of_hour > 0:
+        worth = question.value_of_hour
+        return min(plans, key=lambda plan: plan.dollars + worth * plan.hours)
+    most = (1 + tolerance) * min(plan.dollars for plan in plans)
+    return min((plan for plan in plans if plan.dollars <= most), key=lambda plan: plan.hours)
+
+
+# The grid ---------------------------------------------------------------------------------------
+
+
+def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf | None:
+    """Return the grid of a finished search, or None if it has no time left or no whole run."""
+    (metrics, *_) = race.steady[chosen]
+    if search.is_late or metrics.whole_run is None:
+        return None
+    run = search.space.run
+    kept = _near_front(search, race, chosen)
+    hours = _unchanged_hours(search, race, chosen, metrics.whole_run)
+    candidates = [search.space.candidate(index) for index in kept]
+    points = _points(run)
+    links = LINKS if run.cluster.links else (1.0,)
+    base_space = _space_of(run, candidates)
+    syncs = [_sync_at(base_space, factor) for factor in links]
+    jobs = [_Job(shortened(point, run.seed), candidates, syncs) for point in points.runs]
+    found = list(pool.map(_estimate, jobs))
+    base = found[points.unchanged].steps[:, links.index(1.0)]
+    ratios = [each.steps / base[:, None] for each in found]
+    shape = (len(points.lengths), len(points.caps))
+    grid = WhatIf(
+        lengths=points.lengths,
+        caps=points.caps,
+        links=list(links),
+        unchanged=(*divmod(points.unchanged, len(points.caps)), links.index(1.0)),
+        mean_tokens=np.reshape([each.mean_tokens for each in found], shape).tolist(),
+        prices={name: price_of(each) for name, each in run.cluster.pools.items()},
+        objective=run.plan.objective,
+        tolerance=run.plan.tolerance if run.plan.takes_faster else 0.0,
+        value_of_hour=run.plan.value_of_hour,
+        deadline=None if run.plan.deadline is None else run.plan.deadline / SECONDS_PER_HOUR,
+        plans=[
+            _plan(
+                search,
+                index,
+                hours[index],
+                _nested(ratios, place, hours[index], shape),
+                metrics.whole_run if index == chosen else None,
+            )
+            for place, index in enumerate(kept)
+        ],
+    )
+    return _pruned(_settled(grid), len(set(race.steady) | set(race.beside)))
+
+
+def _pruned(grid: WhatIf, num_shown: int) -> WhatIf:
+    """Remove plans that another plan beats at every point with at most as many GPUs; the first ones are kept."""
+    hours = np.array([plan.hours for plan in grid.plans], dtype=float)
+    hours = np.where(np.isnan(hours), np.inf, hours)
+    kept: list[int] = list(range(min(num_shown, len(grid.plans))))
+    order = sorted(
+        range(len(kept), len(grid.plans)), key=lambda place: sum(grid.plans[place].paid.values())
+    )
+    for place in order:
+        if not any(_beats(grid.plans[o], hours[o], grid.plans[place], hours[place]) for o in kept):
+            kept.append(place)
+    return replace(grid, plans=[grid.plans[place] for place in sorted(kept)])
+
+
+def _beats(one: WhatIfPlan, hours: Floats, other: WhatIfPlan, other_hours: Floats) -> bool:
+    is_smaller = all(count <= other.paid.get(pool, 0.0) for pool, count in one.paid.items())
+    is_smaller &= one.rollout_gpus <= other.rollout_gpus and one.trainer_gpus <= other.trainer_gpus
+    is_cheap = one.other_dollars <= other.other_dollars
+    return is_smaller and is_cheap and bool((hours <= other_hours).all())
+
+
+def _nested(
+    ratios: Sequence[Floats], place: int, hours: float, shape: tuple[int, int]
+) -> list[list[list[float | None]]]:
+    """Return the hours of one plan by lengths, cap and links."""
+    flat = [
+        [None if np.isnan(ratio) else float(f"{hours * ratio:.5g}") for ratio in each[place]]
+        for each in ratios
+    ]
+    return [flat[first * shape[1] : (first + 1) * shape[1]] for first in range(shape[0])]
+
+
+def _settled(grid: WhatIf) -> WhatIf:
+    """Remove the plans that the rule would choose without a change, although simulations decided otherwise.
+
+    These are estimates that are too low, and plans that differ by chance.
+    """
+    while (best := recommend(grid, unchanged_question(grid))) is not None and best.place != 0:
+        plans = priced_plans(grid, unchanged_question(grid))
+        chosen, cheapest = plans[0], min(plans, key=lambda plan: plan.dollars)
+        is_dear = chosen.dollars > (1 + grid.tolerance) * cheapest.dollars
+        out = cheapest.place if is_dear else best.place
+        kept = [plan for place, plan in enumerate(grid.plans) if place != out]
+        grid = replace(grid, plans=kept)
+    return grid
+
+
+def _near_front(search: Search, race: Race, chosen: int) -> list[int]:
+    """Return the chosen plan, the plans beside it, and the best layout of other sizes and systems near the front."""
+    seconds = _corrected_steps(search)
+    for index, speed in search.speeds.items():
+        seconds[index] = speed.step_time
+    seconds[list(search.unfinished)] = np.inf
+    dollars = seconds * search.space.prices
+    first = list(dict.fromkeys([chosen, *race.steady, *race.beside]))
+    best: dict[object, int] = {_size_of(search, index): index for index in reversed(first)}
+    for index in np.argsort(seconds, kind="stable").tolist():
+        if np.isfinite(seconds[index]):
+            best.setdefault(_size_of(search, index), index)
+    others = np.array([index for index in best.values() if index not in first], dtype=int)
+    far = distance_to_front(seconds[others], dollars[others]) if len(others) else np.zeros(0)
+    order = others[np.argsort(far, kind="stable")].tolist()
+    return [*first, *order][:MOST_PLANS]
+
+
+def _size_of(search: Search, index: int) -> object:
+    """Return the GPUs of each side and the system of a plan."""
+    replicas, trainer, mode = search.space.candidate(index)
+    generate = tuple((kind.pool, kind.num_gpus) for kind in replicas.kinds)
+    return generate, trainer.pool, trainer.num_gpus, mode.system
+
+
+def _corrected_steps(search: Search) -> Floats:
+    """Return the estimated seconds of every plan, corrected by the simulations of its system."""
+    steps = search.estimates.estimate().step
+    return np.array(steps * search.usual_over()[search.space.of_mode])
+
+
+def _unchanged_hours(
+    search: Search, race: Race, chosen: int, whole: WholeRun
+) -> Mapping[int, float]:
+    """Return the hours of the whole run of every plan.
+
+    Those of simulated plans are the chosen plan's, times the ratio of their steps on the same prompts.
+    """
+    plan, corrected = search.space.run.plan, _corrected_steps(search)
+    own = search.speeds[chosen].step_time
+    ratios = dict(enumerate(corrected / own))
+    for index in search.speeds:
+        ours, theirs = race.pair(index, chosen)
+        more = steps_for_one(plan, ours[0].mean_staleness)
+        less = steps_for_one(plan, theirs[0].mean_staleness)
+        ratios[index] = ours[0].step_time / theirs[0].step_time * more / less
+    hours = whole.seconds / SECONDS_PER_HOUR
+    return {index: float(hours * ratio) for index, ratio in ratios.items()} | {chosen: hours}
+
+
+def _plan(
+    search: Search,
+    index: int,
+    hours: float,
+    grid: list[list[list[float | None]]],
+    whole: WholeRun | None,
+) -> WhatIfPlan:
+    """Return a plan of the grid; `whole` is the whole run of the chosen plan."""
+    run, candidate = search.space.run, search.space.candidate(index)
+    paid = PaidGpus.of(candidate.apply(run)).by_pool
+    speed = search.speeds.get(index)
+    steps = run.algorithm.steps
+    other = float(search.estimates.egress(search.estimates.estimate().step)[index]) * steps
+    if whole is not None:
+        prices = run.cluster.pools
+        rent = sum(count * price_of(prices[name]) for name, count in paid.items()) * hours
+        other = whole.dollars - rent
+    return WhatIfPlan(
+        choice=describe(run.cluster.pools, candidate),
+        settings=settings_of(candidate),
+        rollout_gpus=sum(kind.num_gpus for kind in candidate.replicas.kinds),
+        trainer_gpus=candidate.trainer.num_gpus,
+        paid={name: float(count) for name, count in paid.items()},
+        mean_staleness=speed.mean_staleness if speed is not None else search.least_lag(index),
+        other_dollars=round(other, 2),
+        is_simulated=speed is not None,
+        hours=grid,
+    )
+
+
+class _Points(NamedTuple):
+    """The run files of the grid, by lengths and then cap."""
+
+    lengths: list[float]
+    caps: list[int]
+    runs: list[Run]
+    unchanged: int
+
+
+def _points(run: Run) -> _Points:
+    lengths = run.workload.lengths
+    factors = list(LENGTHS) if lengths is not None else [1.0]
+    caps = [round(run.rollout.max_tokens * factor) for factor in CAPS]
+    runs = [_changed(run, factor, cap) for factor, cap in product(factors, caps)]
+    unchanged = factors.index(1.0) * len(caps) + CAPS.index(1.0)
+    return _Points(factors, caps, runs, unchanged)
+
+
+def _changed(run: Run, factor: float, cap: int) -> Run:
+    """Return the run with other lengths and another cap."""
+    rollout, lengths = replace(run.rollout, max_tokens=cap), run.workload.lengths
+    if lengths is not None:
+        scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
+        lengths = replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
+    return replace(run, rollout=rollout, workload=replace(run.workload, lengths=lengths))
+
+
+class _Job(NamedTuple):
+    """One point of the grid."""
+
+    base: bytes
+    """The encoded run file."""
+    candidates: list[Candidate]
+    syncs: list[SyncTimes]
+    """Times of the weight sync of all plans, by factor of the links. They do not depend on lengths."""
+
+
+class _Found(NamedTuple):
+    """Estimates at one point."""
+
+    mean_tokens: float
+    steps: Floats
+    """Seconds of a step by plan and factor of the links; not a number where a plan does not fit."""
+
+
+def _estimate(job: _Job) -> _Found:
+    """Estimate the plans at one point of the grid."""
+    run, _ = open_trial(job.base)
+    batches = counted_batches(job.base)[:MOST_BATCHES]
+    drawn = [length for batch in batches for draw in batch.drawn for length in draw.lengths]
+    found = np.full((len(job.candidates), len(job.syncs)), np.nan)
+    fitting = [place for place, each in enumerate(job.candidates) if _fits(run, each)]
+    if fitting:
+        space = _space_of(run, [job.candidates[place] for place in fitting])
+        estimates = Estimates(space, batches)
+        for column, sync in enumerate(job.syncs):
+            own = SyncTimes(*(times[fitting] for times in sync))
+            found[fitting, column] = estimates.with_sync(own).estimate().step
+    return _Found(float(np.mean(drawn)), found)
+
+
+def _fits(run: Run, candidate: Candidate) -> bool:
+    """Return whether both sides of a plan fit their memory."""
+    resolved = resolve(candidate.apply(run))
+    side = trainer_side(resolved.trainer)
+    fits = candidate.replicas.fits(resolve(run).replica, run.cluster.pools)
+    return fits and side.need <= side.capacity
+
+
+def _sync_at(space: Space, factor: float) -> SyncTimes:
+    """Return the sync times of all plans if links have another bandwidth."""
+    if factor == 1.0:
+        return sync_times(space)
+    cluster = space.run.cluster
+    links = [replace(link, bandwidth=Bandwidth(link.bandwidth * factor)) for link in cluster.links]
+    return sync_times(space.priced(replace(cluster, links=links)))
+
+
+def _space_of(run: Run, candidates: Sequence[Candidate]) -> Space:
+    """Return a space of some plans."""
+    replicas, of_replicas = _numbered(candidate.replicas for candidate in candidates)
+    trainers, of_trainer = _numbered(candidate.trainer for candidate in candidates)
+    modes, of_mode = _numbered(candidate.mode for candidate in candidates)
+    is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
+    prices = Pairs(run.cluster, replicas, trainers).prices(is_shared, of_replicas, of_trainer)
+    return Space(
+        run=run,
+        replicas=replicas,
+        trainers=trainers,
+        modes=modes,
+        of_replicas=of_replicas,
+        of_trainer=of_trainer,
+        of_mode=of_mode,
+        prices=prices,
+        cut=Counter(),
+    )
+
+
+def _numbered(parts: Iterable[Part]) -> tuple[list[Part], NDArray[np.int32]]:
+    """Return the distinct parts, and the place of each part among them."""
+    places: dict[Part, int] = {}
+    of_each = [places.setdefault(part, len(places)) for part in parts]
+    return list(places), np.array(of_each, dtype=np.int32)
