@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,13 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true in the page."""
+        until = time.monotonic() + PATIENCE
+        while not self.evaluate(f"Boolean({expression})"):
+            assert time.monotonic() < until, expression
+            time.sleep(0.05)
 
     def complaints(self) -> list[str]:
         """Return everything that the console would show since the page was opened."""

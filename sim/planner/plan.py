@@ -232,6 +232,10 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """Place of the run file's own lengths, cap and links."""
     mean_tokens: list[list[float]]
     """Mean output tokens of a rollout, by lengths and cap."""
+    bandwidth: float | None
+    """Bytes a second of the slowest link of the offer; None without links."""
+    gpus: dict[str, str]
+    """The GPU of each pool of the offer."""
     prices: dict[str, float]
     """Dollars an hour of a GPU, by pool."""
     objective: ObjectiveName
@@ -325,7 +329,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     uncertainty: Uncertainty | None = None
     """Possible error of its simulated seconds."""
     what_if: WhatIf | None = None
-    """Estimates for other lengths, caps and links, which the report page explores. None if no time was left."""
+    """Estimates for other lengths, caps and links, which the report page explores. None if an earlier
+    version wrote the plan.
+    """
     framework: PlannedFramework | None = None
     carried_by: list[Verdict] = []
     """What can run the plan, and the first rule of each other target that it breaks. Empty if an earlier

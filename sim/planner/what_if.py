@@ -28,6 +28,7 @@ from streamrl.record.whole_run import WholeRun, steps_for_one
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.estimates import Estimates, SyncTimes, sync_times
 from streamrl.sim.planner.objective import distance_to_front
 from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
@@ -130,17 +131,17 @@ def _by_objective(
 
 
 def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf | None:
-    """Return the grid of a finished search, or None if it has no time left or no whole run."""
+    """Return the grid of a finished search, or None if the chosen plan has no whole run."""
     (metrics, *_) = race.steady[chosen]
-    if search.is_late or metrics.whole_run is None:
+    if metrics.whole_run is None:
         return None
     run = search.space.run
     kept = _near_front(search, race, chosen)
     hours = _unchanged_hours(search, race, chosen, metrics.whole_run)
     candidates = [search.space.candidate(index) for index in kept]
-    points = _points(run)
+    points = _points(search.space)
     links = LINKS if run.cluster.links else (1.0,)
-    base_space = _space_of(run, candidates)
+    base_space = _space_of(search.base, candidates)
     syncs = [_sync_at(base_space, factor) for factor in links]
     jobs = [_Job(shortened(point, run.seed), candidates, syncs) for point in points.runs]
     found = list(pool.map(_estimate, jobs))
@@ -153,6 +154,8 @@ def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf
         links=list(links),
         unchanged=(*divmod(points.unchanged, len(points.caps)), links.index(1.0)),
         mean_tokens=np.reshape([each.mean_tokens for each in found], shape).tolist(),
+        bandwidth=min((float(link.bandwidth) for link in run.cluster.links), default=None),
+        gpus={name: each.gpu for name, each in run.cluster.pools.items()},
         prices={name: price_of(each) for name, each in run.cluster.pools.items()},
         objective=run.plan.objective,
         tolerance=run.plan.tolerance if run.plan.takes_faster else 0.0,
@@ -308,22 +311,25 @@ class _Points(NamedTuple):
     unchanged: int
 
 
-def _points(run: Run) -> _Points:
-    lengths = run.workload.lengths
-    factors = list(LENGTHS) if lengths is not None else [1.0]
-    caps = [round(run.rollout.max_tokens * factor) for factor in CAPS]
-    runs = [_changed(run, factor, cap) for factor, cap in product(factors, caps)]
-    unchanged = factors.index(1.0) * len(caps) + CAPS.index(1.0)
-    return _Points(factors, caps, runs, unchanged)
+def _points(space: Space) -> _Points:
+    run = space.run
+    lengths, rollout = run.workload.lengths, run.rollout
+    factors = [1.0] if lengths is None else list(LENGTHS)
+    caps = [round(rollout.max_tokens * factor) for factor in CAPS]
+    works = [replace(run.workload, lengths=_scaled(lengths, factor)) for factor in factors]
+    runs = [
+        replace(run, workload=work, rollout=replace(rollout, max_tokens=cap))
+        for work, cap in product(works, caps)
+    ]
+    return _Points(factors, caps, runs, factors.index(1.0) * len(caps) + CAPS.index(1.0))
 
 
-def _changed(run: Run, factor: float, cap: int) -> Run:
-    """Return the run with other lengths and another cap."""
-    rollout, lengths = replace(run.rollout, max_tokens=cap), run.workload.lengths
-    if lengths is not None:
-        scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
-        lengths = replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
-    return replace(run, rollout=rollout, workload=replace(run.workload, lengths=lengths))
+def _scaled(lengths: LengthsConfig | None, factor: float) -> LengthsConfig | None:
+    if lengths is None:
+        return None
+    scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
+    scaled: LengthsConfig = replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
+    return scaled
 
 
 class _Job(NamedTuple):
@@ -346,24 +352,24 @@ class _Found(NamedTuple):
 
 def _estimate(job: _Job) -> _Found:
     """Estimate the plans at one point of the grid."""
-    run, _ = open_trial(job.base)
     batches = counted_batches(job.base)[:MOST_BATCHES]
     drawn = [length for batch in batches for draw in batch.drawn for length in draw.lengths]
     found = np.full((len(job.candidates), len(job.syncs)), np.nan)
-    fitting = [place for place, each in enumerate(job.candidates) if _fits(run, each)]
+    space = _space_of(job.base, job.candidates)
+    fitting = [place for place in range(len(space)) if _fits(space, place)]
     if fitting:
-        space = _space_of(run, [job.candidates[place] for place in fitting])
-        estimates = Estimates(space, batches)
+        kept = _space_of(job.base, [job.candidates[place] for place in fitting])
+        estimates = Estimates(kept, batches)
         for column, sync in enumerate(job.syncs):
             own = SyncTimes(*(times[fitting] for times in sync))
             found[fitting, column] = estimates.with_sync(own).estimate().step
     return _Found(float(np.mean(drawn)), found)
 
 
-def _fits(run: Run, candidate: Candidate) -> bool:
+def _fits(space: Space, index: int) -> bool:
     """Return whether both sides of a plan fit their memory."""
-    resolved = resolve(candidate.apply(run))
-    side = trainer_side(resolved.trainer)
+    run, candidate = space.run, space.candidate(index)
+    side = trainer_side(resolve(candidate.apply(run)).trainer)
     fits = candidate.replicas.fits(resolve(run).replica, run.cluster.pools)
     return fits and side.need <= side.capacity
 
@@ -377,13 +383,14 @@ def _sync_at(space: Space, factor: float) -> SyncTimes:
     return sync_times(space.priced(replace(cluster, links=links)))
 
 
-def _space_of(run: Run, candidates: Sequence[Candidate]) -> Space:
-    """Return a space of some plans."""
+def _space_of(base: bytes, candidates: Sequence[Candidate]) -> Space:
+    """Return a space of some plans of an encoded run file."""
+    run, _ = open_trial(base)
     replicas, of_replicas = _numbered(candidate.replicas for candidate in candidates)
     trainers, of_trainer = _numbered(candidate.trainer for candidate in candidates)
     modes, of_mode = _numbered(candidate.mode for candidate in candidates)
-    is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
-    prices = Pairs(run.cluster, replicas, trainers).prices(is_shared, of_replicas, of_trainer)
+    pairs = Pairs(run.cluster, replicas, trainers)
+    prices = pairs.prices(modes, of_replicas, of_trainer, of_mode)
     return Space(
         run=run,
         replicas=replicas,

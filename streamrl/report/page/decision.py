@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping
-from datetime import date, timedelta
-from math import ceil
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def time_in_words(seconds: float) -> str:
     for word, size in (("days", SECONDS_PER_DAY), ("hours", SECONDS_PER_HOUR)):
         if seconds >= (FEW_DAYS * size if word == "days" else size):
             return f"{seconds / size:.3g}{NBSP}{word}"
-    return f"{seconds / 60:.2g}{NBSP}minutes"
+    return f"{seconds / 60:.3g}{NBSP}minutes"
 
 
 def title_of(made: PlanMade) -> str:
@@ -54,13 +55,12 @@ def title_of(made: PlanMade) -> str:
 def gpus_by_pool(choice: Choice) -> dict[str, int]:
     """Return the GPUs that a plan uses in each pool. Colocated sides share theirs."""
     sides = [choice.trainer, choice.rollout]
-    if choice.rollout.beside is not None:
-        sides.append(choice.rollout.beside)
+    sides += [side for side in (choice.rollout.beside, choice.verifier) if side is not None]
     found: dict[str, int] = {}
     is_shared = choice.settings["policies.system"] == "colocated"
     for side in sides:
-        before = found.get(side.pool, 0)
-        found[side.pool] = max(before, side.num_gpus) if is_shared else before + side.num_gpus
+        before, takes_turns = found.get(side.pool, 0), is_shared and side is not choice.verifier
+        found[side.pool] = max(before, side.num_gpus) if takes_turns else before + side.num_gpus
     return found
 
 
@@ -110,13 +110,14 @@ def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
 
 
 def _end_tile(whole: WholeRun, factors: tuple[float, float], today: date) -> Tile:
-    """Return the day of the end if the run starts on the day of the page."""
+    """Return the day of the end if the run starts at noon on the day of the page."""
+    noon = datetime.combine(today, time(12))
 
     def end(factor: float) -> date:
-        return today + timedelta(days=ceil(whole.seconds * factor / SECONDS_PER_DAY))
+        return (noon + timedelta(seconds=whole.seconds * factor)).date()
 
     first, last = end(factors[0]), end(factors[1])
-    note = f"if it starts on {day_text(today, has_year=False)}"
+    note = f"if it starts on {day_text(today, has_year=False)} at noon"
     if first != last:
         note += f"; likely {day_text(first, has_year=False)} to {day_text(last, has_year=False)}"
     return Tile(day_text(end(1.0)), "done by", note)
@@ -139,29 +140,52 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
             "See one step of the plan and what its GPUs wait for: simulate it, then report again."
         )
         yield NextStep(text=text, command=f"streamrl simulate {plan_file} -o {made.name}")
-    yield NextStep(
-        text="Check the plan against this machine and its limits before you rent.",
-        command=f"streamrl doctor {plan_file}",
-    )
-    verdicts = made.plan.carried_by
-    text = "; ".join(verdict_lines(verdicts)).replace("can", "Can", 1)
-    for command in start_commands(verdicts, Path(plan_file)):
-        yield NextStep(text=f"{text}.", command=command)
-        text = "Or write the launch script"
-    yield from _better_elsewhere(made.plan)
+    for command in start_commands(made.plan.carried_by, Path(plan_file)):
+        yield NextStep(text=_told_of(command), command=command)
+    if not any(verdict.can_run for verdict in made.plan.carried_by):
+        told = "; ".join(verdict_lines(made.plan.carried_by))
+        text = f"No framework here can run this plan as it is: {told}." if told else ""
+        yield NextStep(
+            text=text or "See what can run the plan.",
+            command=shlex.join(["streamrl", "doctor", plan_file]),
+        )
+    yield from _better_elsewhere(made)
 
 
-def _better_elsewhere(plan: Plan) -> Iterator[NextStep]:
+def _told_of(command: str) -> str:
+    """Return what a command does with the plan."""
+    if command.startswith("streamrl execute"):
+        return "Carry it out."
+    return "Write the launch script of a framework that can run it."
+
+
+def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
     """Yield better plans that the search left out."""
+    plan = made.plan
     if plan.parts is not None:
         yield NextStep(
             text=f"{percent(plan.parts.gain)} cheaper if you can rent parts of a node: {plan.parts.choice}.",
-            command="streamrl plan RUN.toml --set plan.unit=1",
+            command=plan_command(made, {"plan.unit": "1"}),
         )
     if plan.tighter is not None:
         yield NextStep(
             text=f"{percent(plan.tighter.gain)} cheaper, but the trainer uses {percent(plan.tighter.memory)} of GPU memory: {plan.tighter.choice}."
         )
+
+
+SOURCE = re.compile(r"^# Chosen by `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE)
+"""The comment of a plan file with the command that made it."""
+
+
+def plan_command(made: PlanMade, changes: Mapping[str, str]) -> str:
+    """Return the command that plans again with other settings, as the plan file names it."""
+    found = SOURCE.search((made.path.parent / PLAN_TOML).read_text(encoding="utf-8"))
+    try:
+        words = shlex.split(found["words"]) if found is not None else []
+    except ValueError:  # a quote without its end
+        words = []
+    settings = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    return shlex.join(["streamrl", "plan", *(words or ["RUN.toml"]), *settings])
 
 
 class PlanRow(NamedTuple):
@@ -216,7 +240,7 @@ def options_section(made: PlanMade) -> Iterator[PageSection]:
     rows = plan_rows(made)
     section = PageSection("options", "Options that differ" if len(rows) > 1 else "The option")
     section.pictures.append(cost_time_picture("cost-time", list(_points(made, rows))))
-    head = ("", "option", "total cost", "takes", "cost to A", "speed to A", "staleness")
+    head = ("", "option", "total cost", "takes", "cost vs A", "speed vs A", "staleness")
     table = [_cells(row, rows[0]) for row in rows]
     section.tables.append(
         PageTable("", head, table, numbers=(2, 3, 4, 5, 6), strong_row=0, is_cards=True)

@@ -33,6 +33,7 @@ from streamrl.report.page.details import (
     uncertainty_section,
     whole_section,
 )
+from streamrl.report.page.explorer import explorer_data
 from streamrl.report.page.identity import facts_of
 from streamrl.report.page.learning import (
     learning_json,
@@ -101,6 +102,7 @@ def make_page(
         steps=list(next_steps(made, chosen)) if made is not None and chosen is not None else [],
         sections=list(_sections(sources, options, prediction)),
         terms=GLOSSARY,
+        explorer=None if made is None else explorer_data(made),
         facts=list(facts_of(sources, day)),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from markupsafe import Markup
+
 from streamrl.report.page.answer import Tile
 from streamrl.report.pictures.drawing import Picture
 
@@ -69,6 +71,8 @@ class Page:
     steps: list[NextStep]
     sections: list[PageSection]
     terms: dict[str, str]
+    explorer: Markup | None = None
+    """Data for the what-if part, as JSON."""
     facts: list[tuple[str, str]]
     """When and from what the page was made: a name and a value each."""
 

@@ -19,6 +19,8 @@ from streamrl.report.words import dollars
 WIDTH, HEIGHT = 900.0, 380.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 28.0, 30.0, 54.0
 MARGIN = 0.08  # of the range, around the outermost points
+MINUTE, FEW_HOURS = 1 / 60, 2.0
+"""Hours of a minute, and hours below which the axis is in minutes."""
 PLACES: tuple[tuple[float, float, Anchor], ...] = (
     (11, -9, "start"),
     (11, 19, "start"),
@@ -90,9 +92,11 @@ def _draw_axes(
 ) -> None:
     floor = HEIGHT - BOTTOM
     hours, paid = _range([p.hours for p in points]), _range([p.dollars for p in points])
-    drawing.ticks_below(ticks(*hours), across, (TOP, floor), "{:,g}".format)
+    unit, word = (MINUTE, "minutes") if hours[1] < FEW_HOURS else (1.0, "hours")
+    marks = [mark * unit for mark in ticks(hours[0] / unit, hours[1] / unit)]
+    drawing.ticks_below(marks, across, (TOP, floor), lambda mark: f"{mark / unit:,.4g}")
     drawing.ticks_beside(ticks(*paid), up, (LEFT, WIDTH - RIGHT), dollars)
-    drawing.text(WIDTH - RIGHT, HEIGHT - 10, "hours of the whole run", "small", "end")
+    drawing.text(WIDTH - RIGHT, HEIGHT - 10, f"{word} of the whole run", "small", "end")
     drawing.text(0, 14, "dollars of the whole run", "small")
 
 

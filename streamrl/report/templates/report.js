@@ -10,15 +10,17 @@ openTarget();
 
 /* A link to a folded section opens it. */
 function openTarget() {
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1).split("?")[0]));
   if (target && target.tagName === "DETAILS") target.open = true;
 }
 
 /* A page that was opened from a disk may not use the clipboard API, so an older way is tried too. */
 function copy(button, text) {
+  const words = button.dataset.words ?? button.textContent;
+  button.dataset.words = words;
   const told = (done) => {
     button.textContent = done ? "Copied" : "Select and copy";
-    setTimeout(() => (button.textContent = "Copy"), 2000);
+    setTimeout(() => (button.textContent = words), 2000);
   };
   const older = () => {
     const area = document.createElement("textarea");
@@ -31,4 +33,286 @@ function copy(button, text) {
   };
   if (navigator.clipboard) navigator.clipboard.writeText(text).then(() => told(true), () => told(older()));
   else told(older());
+}
+
+/* The what-if part. Its rule is that of streamrl/sim/planner/what_if.py, and a test compares both. */
+const grid = JSON.parse(document.getElementById("what-if-grid")?.textContent ?? "null");
+const unchanged = grid && {
+  lengths: grid.unchanged[0], cap: grid.unchanged[1], links: grid.unchanged[2], prices: { ...grid.prices },
+  worth: grid.value_of_hour, deadline: grid.deadline, rollout: null, trainer: null, plan: null,
+};
+let asked = grid && { ...unchanged, prices: { ...grid.prices } };
+
+/* Return the hours and dollars of every plan that fits and has at most the allowed GPUs. */
+function pricedPlans(question) {
+  return grid.plans.flatMap((plan, place) => {
+    const hours = plan.hours[question.lengths][question.cap][question.links];
+    const isSmall = plan.rollout_gpus <= (question.rollout || plan.rollout_gpus) && plan.trainer_gpus <= (question.trainer || plan.trainer_gpus);
+    if (hours === null || !isSmall) return [];
+    const rent = Object.entries(plan.paid).reduce((sum, [pool, count]) => sum + count * question.prices[pool], 0);
+    return [{ place, hours, dollars: hours * rent + plan.other_dollars }];
+  });
+}
+
+function least(plans, value) {
+  return plans.reduce((best, plan) => (value(plan) < value(best) ? plan : best));
+}
+
+/* Return the plan that the rule chooses, or null if no plan fits. */
+function recommend(question) {
+  let plans = pricedPlans(question);
+  if (!plans.length) return null;
+  if (question.deadline !== null) {
+    const inTime = plans.filter((plan) => plan.hours <= question.deadline);
+    if (!inTime.length) return least(plans, (plan) => plan.hours);
+    plans = inTime;
+  }
+  if (grid.objective === "step-time") return least(plans, (plan) => plan.hours);
+  if (grid.objective === "pareto") return least(plans, (plan) => plan.hours * plan.dollars);
+  if (question.deadline !== null || question.worth > 0) return least(plans, (plan) => plan.dollars + question.worth * plan.hours);
+  const most = (1 + grid.tolerance) * Math.min(...plans.map((plan) => plan.dollars));
+  return least(plans.filter((plan) => plan.dollars <= most), (plan) => plan.hours);
+}
+
+const money = (value) => "$" + (value >= 100 ? Math.round(value).toLocaleString("en-US") : value.toFixed(2));
+const digits = (value) => Number(value.toPrecision(3)).toLocaleString("en-US");
+const time = (hours) => (hours >= 48 ? digits(hours / 24) + " days" : hours >= 1 ? digits(hours) + " hours" : digits(hours * 60) + " minutes");
+
+function make(tag, properties = {}, ...children) {
+  const one = Object.assign(document.createElement(tag), properties);
+  one.append(...children);
+  return one;
+}
+
+/* One slider over a list of values: its label, the values, how to show one, and how to read and set it. */
+function slider(label, values, show, get, set) {
+  const output = make("output");
+  const input = make("input", { type: "range", min: 0, max: values.length - 1, step: 1 });
+  input.setAttribute("aria-label", label);
+  const row = make("label", { className: "slider" }, make("span", { textContent: label }), output, input);
+  row.refresh = () => {
+    const value = get(asked);
+    const place = values.reduce((best, each, at) => (far(each, value) < far(values[best], value) ? at : best), 0);
+    input.value = place;
+    output.textContent = show(value);
+    input.setAttribute("aria-valuetext", show(value));
+    row.classList.toggle("moved", get(unchanged) !== value);
+  };
+  input.addEventListener("input", () => {
+    set(asked, values[input.value]);
+    asked.plan = null;
+    update();
+  });
+  return row;
+}
+
+/* The distance of two values of a slider; null stands for "any" and is near nothing else. */
+function far(one, other) {
+  return one === other ? 0 : one === null || other === null ? Infinity : Math.abs(one - other);
+}
+
+const sorted = (values) => [...new Set(values)].sort((a, b) => a - b);
+const any = (value, text) => (value === null ? "any" : text(value));
+
+function pricesAround(price) {
+  const steps = Array.from({ length: 56 }, (_, at) => (at + 5) / 20);
+  return price ? sorted(steps.map((step) => Number((price * step).toFixed(3))).concat(price)) : Array.from({ length: 41 }, (_, at) => at / 4);
+}
+
+function deadlines() {
+  const hours = grid.plans.flatMap((plan) => plan.hours.flat(2)).filter((each) => each !== null);
+  const [low, high] = [Math.min(...hours), Math.max(...hours)];
+  const steps = Array.from({ length: 24 }, (_, at) => Number((low * (high / low) ** (at / 23)).toPrecision(2)));
+  return [...sorted(steps.concat(grid.deadline ?? [])), null];
+}
+
+function controls() {
+  const group = (title, ...rows) => make("fieldset", {}, make("legend", { textContent: title }), ...rows.filter(Boolean));
+  const axis = (values) => values.map((_, at) => at);
+  const tokens = (count) => Math.round(count).toLocaleString("en-US") + " tokens";
+  const most = (key) => sorted(grid.plans.map((plan) => plan[key]));
+  const gpus = (key, name, label) =>
+    most(key).length > 1 && slider(label, [...most(key).slice(0, -1), null], (value) => any(value, String), (q) => q[name], (q, value) => (q[name] = value));
+  return [
+    group("The work",
+      grid.lengths.length > 1 && slider("Mean length", axis(grid.lengths), (at) => tokens(grid.mean_tokens[at][asked.cap]), (q) => q.lengths, (q, at) => (q.lengths = at)),
+      slider("Cap on length", axis(grid.caps), (at) => tokens(grid.caps[at]), (q) => q.cap, (q, at) => (q.cap = at))),
+    group("The offer",
+      ...Object.entries(grid.prices).map(([pool, price]) =>
+        slider(`${grid.gpus[pool]}${grid.gpus[pool].toLowerCase() === pool.toLowerCase() ? "" : " in " + pool}, $ an hour`, pricesAround(price), (value) => "$" + value.toFixed(2), (q) => q.prices[pool], (q, value) => (q.prices[pool] = value))),
+      grid.links.length > 1 && slider("Link between pools", axis(grid.links), (at) => digits((grid.bandwidth * grid.links[at] * 8) / 1e9) + " Gbit/s", (q) => q.links, (q, at) => (q.links = at)),
+      gpus("rollout_gpus", "rollout", "GPUs that generate, at most"),
+      gpus("trainer_gpus", "trainer", "GPUs that train, at most")),
+    group("The decision",
+      slider("An hour of waiting costs you", sorted([0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, grid.value_of_hour]), (value) => "$" + value, (q) => q.worth, (q, value) => (q.worth = value)),
+      slider("Deadline", deadlines(), (value) => (value === null ? "none" : time(value)), (q) => q.deadline, (q, value) => (q.deadline = value))),
+  ];
+}
+
+/* The state is in the fragment of the address, so a copied address shows the same. */
+const NAMES = { lengths: "len", cap: "cap", links: "link", worth: "hour", deadline: "deadline", rollout: "gen", trainer: "train", plan: "plan" };
+
+function fragment() {
+  const found = new URLSearchParams();
+  for (const [key, name] of Object.entries(NAMES)) if (asked[key] !== unchanged[key]) found.set(name, asked[key] ?? "none");
+  for (const [pool, price] of Object.entries(asked.prices)) if (price !== unchanged.prices[pool]) found.set("price." + pool, price);
+  const text = found.toString();
+  return text ? "#what-if?" + text : "";
+}
+
+function restore() {
+  const found = new URLSearchParams(location.hash.split("?")[1] ?? "");
+  asked = { ...unchanged, prices: { ...unchanged.prices } };
+  const sizes = { lengths: grid.lengths.length, cap: grid.caps.length, links: grid.links.length, plan: grid.plans.length };
+  for (const [key, name] of Object.entries(NAMES)) {
+    if (!found.has(name)) continue;
+    const value = found.get(name) === "none" ? null : Number(found.get(name));
+    const isPlace = key in sizes;
+    if (value === null ? !isPlace || key === "plan" : value >= 0 && (!isPlace || (Number.isInteger(value) && value < sizes[key]))) asked[key] = value;
+  }
+  for (const pool of Object.keys(asked.prices)) {
+    const price = Number(found.get("price." + pool) ?? NaN);
+    if (price >= 0) asked.prices[pool] = price;
+  }
+}
+
+function update() {
+  document.querySelectorAll(".slider").forEach((row) => row.refresh());
+  const plans = pricedPlans(asked);
+  const found = recommend(asked);
+  const best = plans.find((plan) => plan.place === found?.place);
+  const shown = plans.find((plan) => plan.place === asked.plan) ?? best;
+  showResult(plans, best, shown);
+  drawChart(plans, best, shown);
+  rank(plans, best, shown);
+  history.replaceState(null, "", fragment() || location.href.split("#")[0]);
+}
+
+const line = (className, text) => make("p", { className, textContent: text });
+
+function showResult(plans, best, shown) {
+  const box = document.querySelector(".result");
+  if (!best) return box.replaceChildren(line("plan", "No plan of this page fits these values."));
+  const isMoved = fragment() !== "" && fragment() !== "#what-if?plan=" + asked.plan;
+  const own = plans.find((plan) => plan.place === 0);
+  const isLate = asked.deadline !== null && best.hours > asked.deadline;
+  const state = shown !== best ? "A plan that you picked" : isLate ? "No plan keeps the deadline; the fastest is" : !isMoved ? "As planned" : best.place === 0 ? "The recommended plan stays the best" : "Another plan would be recommended";
+  const plan = grid.plans[shown.place];
+  const lines = [
+    line("state", state),
+    line("plan", plan.choice),
+    line("figures", `${money(shown.dollars)} \u00b7 ${time(shown.hours)}`),
+    line("state", `${plan.system}; staleness ${plan.staleness}${plan.is_simulated ? "" : "; never simulated"}`),
+  ];
+  if (shown.place !== 0) lines.push(line("state", own ? `The plan of this page would cost ${money(own.dollars)} and take ${time(own.hours)}.` : "The plan of this page does not fit these values."));
+  const copyCommand = make("button", { type: "button", textContent: "Copy command", title: plan.command });
+  copyCommand.dataset.copy = plan.command;
+  const copyLink = make("button", { type: "button", textContent: "Copy link" });
+  copyLink.dataset.copy = location.href.split("#")[0] + fragment();
+  const reset = make("button", { type: "button", textContent: "Reset" });
+  reset.addEventListener("click", () => ((asked = { ...unchanged, prices: { ...unchanged.prices } }), update()));
+  box.replaceChildren(...lines, make("p", { className: "actions" }, copyCommand, copyLink, reset));
+}
+
+function pick(place) {
+  asked.plan = place;
+  update();
+  copy(document.querySelector(".result [data-copy]"), grid.plans[place].command);
+}
+
+/* Return the plans that no other beats in both, the fastest first. */
+function front(plans) {
+  const byTime = [...plans].sort((a, b) => a.hours - b.hours || a.dollars - b.dollars);
+  return byTime.filter((plan, at) => byTime.slice(0, at).every((other) => other.dollars > plan.dollars));
+}
+
+function ticks(low, high, most) {
+  const size = 10 ** Math.floor(Math.log10((high - low) / most));
+  const step = [1, 2, 5, 10, 20].map((n) => n * size).find((each) => (high - low) / each <= most - 1);
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, at) => (first + at) * step);
+}
+
+function drawChart(plans, best, shown) {
+  const box = document.querySelector(".chart");
+  const width = Math.max(box.clientWidth, 280), height = width < 480 ? 260 : 320;
+  const edge = { left: 58, right: 18, top: 26, bottom: 46 };
+  const svg = (tag, attributes, text) => {
+    const one = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [key, value] of Object.entries(attributes)) one.setAttribute(key, value);
+    if (text !== undefined) one.textContent = text;
+    return one;
+  };
+  const range = (values) => {
+    const low = Math.min(...values), high = Math.max(...values), margin = 0.08 * (high - low) || 0.1 * high || 1;
+    return [Math.max(0, low - margin), high + margin];
+  };
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Cost against time of each plan" });
+  box.replaceChildren(picture);
+  if (!plans.length) return;
+  const [fast, slow] = range(plans.map((plan) => plan.hours)), [cheap, dear] = range(plans.map((plan) => plan.dollars));
+  const inMinutes = slow < 2;
+  const x = (hours) => edge.left + ((hours - fast) / (slow - fast)) * (width - edge.left - edge.right);
+  const y = (dollars) => height - edge.bottom - ((dollars - cheap) / (dear - cheap)) * (height - edge.top - edge.bottom);
+  const unit = inMinutes ? 1 / 60 : 1;
+  for (const value of ticks(fast / unit, slow / unit, width < 480 ? 4 : 6)) {
+    const at = x(value * unit);
+    picture.append(svg("polyline", { class: "grid", points: `${at},${edge.top} ${at},${height - edge.bottom}` }));
+    picture.append(svg("text", { class: "t muted small", "text-anchor": "middle", x: at, y: height - edge.bottom + 18 }, digits(value)));
+  }
+  for (const value of ticks(cheap, dear, 5)) {
+    picture.append(svg("polyline", { class: "grid", points: `${edge.left},${y(value)} ${width - edge.right},${y(value)}` }));
+    picture.append(svg("text", { class: "t muted small", "text-anchor": "end", x: edge.left - 8, y: y(value) + 4 }, "$" + digits(value)));
+  }
+  picture.append(svg("text", { class: "t small", x: 0, y: 12 }, "dollars of the whole run"));
+  picture.append(svg("text", { class: "t small", "text-anchor": "end", x: width - edge.right, y: height - 8 }, (inMinutes ? "minutes" : "hours") + " of the whole run"));
+  const corners = front(plans);
+  const stairs = corners.flatMap((plan, at) => (at ? [[x(plan.hours), y(corners[at - 1].dollars)]] : []).concat([[x(plan.hours), y(plan.dollars)]]));
+  picture.append(svg("polyline", { class: "front", points: stairs.map((each) => each.join(",")).join(" ") }));
+  const order = [...plans].sort((a, b) => (a === best) - (b === best));
+  for (const plan of order) {
+    const kind = plan === best ? "dot chosen" : corners.includes(plan) ? "dot on-front" : "dot";
+    const spot = svg("circle", { class: kind + " spot", cx: x(plan.hours), cy: y(plan.dollars), r: plan === best ? 7 : 5.5, tabindex: 0, role: "button", "aria-label": told(plan) });
+    spot.append(svg("title", {}, told(plan)));
+    spot.addEventListener("click", () => pick(plan.place));
+    spot.addEventListener("keydown", (event) => event.key === "Enter" && pick(plan.place));
+    picture.append(spot);
+  }
+  if (shown) picture.append(svg("circle", { class: "ring", cx: x(shown.hours), cy: y(shown.dollars), r: 11 }));
+}
+
+const told = (plan) => `${grid.plans[plan.place].choice}: ${money(plan.dollars)}, ${time(plan.hours)}`;
+
+/* List the plans on the front, and the recommended and the shown plan. */
+function rank(plans, best, shown) {
+  const table = document.querySelector(".ranked");
+  const kept = front(plans);
+  for (const plan of [best, shown]) if (plan && !kept.includes(plan)) kept.push(plan);
+  kept.sort((a, b) => a.dollars - b.dollars);
+  const heads = ["plan", "total cost", "takes", "staleness", ""];
+  const cell = (text, at) => make("td", { textContent: text, className: at && at < 4 ? "number" : "" });
+  const rows = kept.slice(0, 8).map((plan) => {
+    const one = grid.plans[plan.place];
+    const row = make("tr", { className: plan === shown ? "chosen" : "" });
+    [one.choice, money(plan.dollars), time(plan.hours), String(one.staleness), plan === best ? "recommended" : ""].forEach((text, at) => {
+      const made = cell(text, at);
+      made.dataset.head = heads[at];
+      row.append(made);
+    });
+    row.addEventListener("click", () => pick(plan.place));
+    return row;
+  });
+  const head = make("tr", {}, ...heads.map((text, at) => make("th", { scope: "col", textContent: text, className: at && at < 4 ? "number" : "" })));
+  table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
+}
+
+if (grid) {
+  restore();
+  document.querySelector(".controls").append(...controls());
+  document.querySelector(".controls").addEventListener("submit", (event) => event.preventDefault());
+  update();
+  addEventListener("resize", update);
+  addEventListener("hashchange", () => (restore(), update()));
+  if (location.hash.startsWith("#what-if")) document.getElementById("what-if").scrollIntoView();
+  window.whatIf = { recommend, pricedPlans, grid };
 }

@@ -1,0 +1,251 @@
+"""What-if estimates: the grid of a plan, the rule on it, and the same rule in the page."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.report.page.page import make_page, read_report, render_html
+from streamrl.sim.planner.plan import Plan, WhatIf, WhatIfPlan, read_plan
+from streamrl.sim.planner.what_if import (
+    WhatIfQuestion,
+    priced_plans,
+    recommend,
+    unchanged_question,
+)
+from tests.chromium import Browser, find_chromium, open_browser
+from tests.report_directories import write_planned
+
+needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no chromium on PATH")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_planned(tmp_path_factory.mktemp("what-if") / "plan")
+
+
+@pytest.fixture(scope="module")
+def plan(directory: Path) -> Plan:
+    return read_plan(directory / "plan.json")
+
+
+@pytest.fixture(scope="module")
+def grid(plan: Plan) -> WhatIf:
+    assert plan.what_if is not None
+    return plan.what_if
+
+
+def small_plan(gpus: int, hours: float | None) -> WhatIfPlan:
+    return WhatIfPlan(
+        choice=f"{gpus} GPUs",
+        settings={"policies.system": "colocated"},
+        rollout_gpus=gpus,
+        trainer_gpus=gpus,
+        paid={"a": float(gpus)},
+        mean_staleness=0.0,
+        other_dollars=0.0,
+        is_simulated=True,
+        hours=[[[hours]]],
+    )
+
+
+def small_grid(*plans: WhatIfPlan) -> WhatIf:
+    return WhatIf(
+        lengths=[1.0],
+        caps=[100],
+        links=[1.0],
+        unchanged=(0, 0, 0),
+        mean_tokens=[[50.0]],
+        bandwidth=None,
+        gpus={"a": "h20"},
+        prices={"a": 1.0},
+        objective="cost-per-million-tokens",
+        tolerance=0.1,
+        value_of_hour=0.0,
+        deadline=None,
+        plans=list(plans),
+    )
+
+
+def questions(grid: WhatIf, count: int) -> Iterator[WhatIfQuestion]:
+    """Yield positions of all sliders, at random from a seed."""
+    draw = random.Random(7)
+    hours = [h for plan in grid.plans for rows in plan.hours for row in rows for h in row if h]
+    for _ in range(count):
+        yield WhatIfQuestion(
+            lengths=draw.randrange(len(grid.lengths)),
+            cap=draw.randrange(len(grid.caps)),
+            links=draw.randrange(len(grid.links)),
+            prices={
+                pool: round(price * draw.uniform(0.2, 3), 2) for pool, price in grid.prices.items()
+            },
+            value_of_hour=draw.choice([0.0, 0.0, draw.uniform(0, 500)]),
+            deadline=draw.choice([None, None, draw.uniform(0.8 * min(hours), max(hours))]),
+            most_rollout=draw.choice([None, *{plan.rollout_gpus for plan in grid.plans}]),
+            most_trainer=draw.choice([None, *{plan.trainer_gpus for plan in grid.plans}]),
+        )
+
+
+# The rule -----------------------------------------------------------------------------------------
+
+
+def test_the_rule_is_that_of_the_plan() -> None:
+    grid = small_grid(small_plan(1, 100.0), small_plan(2, 54.0), small_plan(8, 30.0))
+    asked = unchanged_question(grid)  # dollars: 100, 108, 240
+
+    def choose(question: WhatIfQuestion) -> int:
+        found = recommend(grid, question)
+        assert found is not None
+        return found.place
+
+    assert choose(asked) == 1
+    assert choose(asked._replace(deadline=40.0)) == 2
+    assert choose(asked._replace(deadline=60.0)) == 1
+    assert choose(asked._replace(deadline=1.0)) == 2, "none keeps it, so the fastest"
+    assert choose(asked._replace(value_of_hour=10.0)) == 2
+    assert choose(asked._replace(value_of_hour=0.1)) == 0
+    assert choose(asked._replace(most_rollout=1)) == 0
+    assert choose(asked._replace(prices={"a": 5.0})) == 1
+
+
+def test_where_no_plan_fits_there_is_no_recommendation() -> None:
+    grid = small_grid(small_plan(1, None))
+    assert recommend(grid, unchanged_question(grid)) is None
+
+
+# The grid -----------------------------------------------------------------------------------------
+
+
+def test_without_a_change_the_grid_recommends_the_plan_at_its_own_total(
+    plan: Plan, grid: WhatIf
+) -> None:
+    assert plan.whole_run is not None
+    best = recommend(grid, unchanged_question(grid))
+    assert best is not None and best.place == 0
+    assert grid.plans[0].choice == plan.allocation.text
+    assert best.dollars == pytest.approx(plan.whole_run.dollars, rel=1e-3)
+    assert best.hours == pytest.approx(plan.whole_run.seconds / 3600, rel=1e-3)
+
+
+def test_longer_outputs_take_longer_and_a_dearer_pool_costs_more(grid: WhatIf) -> None:
+    asked = unchanged_question(grid)
+    longest = asked._replace(lengths=len(grid.lengths) - 1)
+    dear = asked._replace(prices={pool: 2 * price for pool, price in grid.prices.items()})
+    hours = {p.place: p for p in priced_plans(grid, asked)}
+    for plan in priced_plans(grid, longest):
+        assert plan.hours > hours[plan.place].hours
+    for plan in priced_plans(grid, dear):
+        assert plan.dollars == pytest.approx(2 * hours[plan.place].dollars, rel=0.01)
+    means = [row[grid.unchanged[1]] for row in grid.mean_tokens]
+    assert means == sorted(means)
+
+
+def test_a_plan_file_without_a_grid_has_a_page_without_it(directory: Path, tmp_path: Path) -> None:
+    for name in ("plan.json", "plan.toml"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    table = json.loads((tmp_path / "plan.json").read_text())
+    del table["what_if"]
+    (tmp_path / "plan.json").write_text(json.dumps(table))
+    page = make_page(read_report([tmp_path]))
+    assert page.explorer is None and 'id="what-if-grid"' not in render_html(page)
+
+
+# In the page --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(directory: Path) -> Path:
+    path = directory / "report.html"
+    path.write_text(render_html(make_page(read_report([directory]))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_the_page_chooses_as_the_planner_does(browser: Browser, page: Path, grid: WhatIf) -> None:
+    browser.open(page)
+    chosen = set()
+    for asked in questions(grid, 60):
+        table = {
+            "lengths": asked.lengths,
+            "cap": asked.cap,
+            "links": asked.links,
+            "prices": asked.prices,
+            "worth": asked.value_of_hour,
+            "deadline": asked.deadline,
+            "rollout": asked.most_rollout,
+            "trainer": asked.most_trainer,
+        }
+        theirs = browser.evaluate(f"whatIf.recommend({json.dumps(table)})")
+        ours = recommend(grid, asked)
+        assert (theirs is None) == (ours is None), asked
+        if ours is not None:
+            chosen.add(ours.place)
+            assert theirs == {
+                "place": ours.place,
+                "hours": ours.hours,
+                "dollars": pytest.approx(ours.dollars),
+            }
+    assert len(chosen) > 1, "the questions tell rules apart"
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_moved_slider_is_in_the_address_and_survives_a_reload(
+    browser: Browser, page: Path
+) -> None:
+    browser.open(page)
+    before = browser.evaluate("document.querySelector('.result').textContent")
+    browser.evaluate(
+        "(() => { const one = document.querySelector('.slider input'); one.value = one.max;"
+        " one.dispatchEvent(new Event('input')); })()"
+    )
+    moved = browser.evaluate("document.querySelector('.result').textContent")
+    assert moved != before and browser.evaluate("location.hash").startswith("#what-if?len=")
+    browser.evaluate("window.isOld = true; location.reload()")
+    browser.wait_for("!window.isOld && document.readyState == 'complete'")
+    assert browser.evaluate("document.querySelector('.slider.moved') !== null")
+    assert browser.evaluate("document.querySelector('.result').textContent") == moved
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_click_on_a_point_shows_that_plan_with_its_command(
+    browser: Browser, page: Path, grid: WhatIf
+) -> None:
+    browser.open(page)
+    browser.evaluate(
+        "document.querySelector('.spot:not(.chosen)').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    shown = browser.evaluate("document.querySelector('.result .plan').textContent")
+    assert shown in {plan.choice for plan in grid.plans[1:]}
+    command = browser.evaluate("document.querySelector('.result [data-copy]').dataset.copy")
+    assert command.startswith("streamrl plan ") and "plan.trainer_gpus=" in command
+
+
+def test_a_hostile_name_ends_neither_the_data_nor_the_script(
+    directory: Path, tmp_path: Path
+) -> None:
+    hostile = "</script><script>alert(1)</script>"
+    plan = read_plan(directory / "plan.json")
+    assert plan.what_if is not None
+    first, *others = plan.what_if.plans
+    changed = replace(plan.what_if, plans=[replace(first, choice=hostile), *others])
+    for name in ("plan.json", "plan.toml"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    table = json.loads((tmp_path / "plan.json").read_text())
+    table["what_if"]["plans"][0]["choice"] = changed.plans[0].choice
+    (tmp_path / "plan.json").write_text(json.dumps(table))
+    assert hostile not in render_html(make_page(read_report([tmp_path])))
