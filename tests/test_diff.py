@@ -99,3 +99,14 @@ def test_a_run_that_cannot_be_simulated_is_an_error(
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     done = streamrl("diff", tmp_path / "a.toml", tmp_path)
     assert done.returncode == 2 and "no such run file" in done.stderr
+
+
+def test_a_pool_that_one_side_lacks_is_one_row(files: tuple[Path, Path]) -> None:
+    a, b = files
+    more = '[cluster.pools.h20]\ngpu = "H20"\nprice = 1\nnodes = 2\n[[cluster.links]]\n'
+    more += 'between = ["h100", "h20"]\nbandwidth = "80 Gbps"\n[rollout]'
+    (b / "plan.toml").write_text(RUN.replace("[rollout]", more))
+    lines = streamrl("diff", a, b, "--markdown").stdout.splitlines()
+    assert "| `cluster.pools.h20` | absent | 16 h20 at $1 |" in lines
+    assert "| `cluster.links` | none | h100 to h20: 80 Gbps |" in lines
+    assert sum("cluster.pools" in line for line in lines) == 1

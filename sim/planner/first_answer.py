@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.record.band import Band, ModelError, band_of, ends_of
 from streamrl.runfile.config import Run
-from streamrl.runfile.formatting import format_step_time, listing, long_dollars, long_time
+from streamrl.runfile.formatting import format_step_time, long_dollars, long_time
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
@@ -260,7 +260,7 @@ class FirstAnswer(NamedTuple):
             plan = next(each for each in self.plans if each.candidate == candidate)
             steps = f"{plan.simulated_steps} steps" if plan.simulated_steps else "estimate"
             figures = (figure.replace(" (", "\n(") for figure in plan.figures())
-            yield [listing(alike), *figures, steps, plan.choice]
+            yield [",\n".join(alike), *figures, steps, plan.choice]
 
     @property
     def title(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -171,6 +172,10 @@ def simulate(
         for fact in facts:
             typer.echo(fact)
         typer.echo(ledger_line(metrics.ledger))
+        if output is not None:
+            typer.echo(
+                f"written to {output}; next: {shlex.join(['streamrl', 'report', str(output)])}"
+            )
     check_ledger(metrics.ledger)
     if metrics.unfinished:
         raise UnfinishedError(metrics.unfinished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
@@ -13,6 +14,7 @@ from streamrl.record.run_comparison import Against
 from streamrl.report.against_report import band_lines, figures, verdict
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import values_by_key
+from streamrl.runfile.units import BITS_PER_BYTE
 
 ABSENT = "absent"
 IGNORED = ("execute.output",)
@@ -48,8 +50,8 @@ def diff_report(
     if not changes:
         return Text("A and B are the same run.")
     keys = Table("key", "A", "B", box=None, pad_edge=False)
-    for change in changes:
-        keys.add_row(change.key, _shown(change.a), _shown(change.b))
+    for change in _rows(changes):
+        keys.add_row(*change)
     if against is None:
         return Group(keys, Text(), Text(why_not))
     table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
@@ -65,11 +67,45 @@ def diff_markdown(
     """Return what differs as Markdown, for the description of a pull request."""
     if not changes:
         return "A and B are the same run."
-    parts = [_table(("key", "A", "B"), [(f"`{c.key}`", _shown(c.a), _shown(c.b)) for c in changes])]
+    rows = [(f"`{key}`", *values) for key, *values in _rows(changes)]
+    parts = [_table(("key", "A", "B"), rows)]
     if against is None:
         return "\n\n".join([*parts, why_not])
     parts.append(_table(("", "A", "B", "A - B"), list(_totals(against, intervals))))
     return "\n\n".join([*parts, *band_lines(against), verdict(against)])
+
+
+def _rows(changes: Sequence[ChangedKey]) -> Iterator[tuple[str, str, str]]:
+    """Yield the changes for a table. A pool that only one side has is one row."""
+    for pool, alike in groupby(changes, _pool_of):
+        group = list(alike)
+        ours, theirs = ([getattr(each, side) for each in group] for side in ("a", "b"))
+        if pool and not (_is_known(ours) and _is_known(theirs)):
+            yield pool, _pool_text(group, ours), _pool_text(group, theirs)
+        else:
+            yield from ((each.key, _shown(each.a), _shown(each.b)) for each in group)
+
+
+def _is_known(values: Sequence[object]) -> bool:
+    """Return whether a side has any of these keys."""
+    return any(value is not None for value in values)
+
+
+def _pool_of(change: ChangedKey) -> str:
+    """Return the pool that a key describes; "" for keys of other sections."""
+    return change.key.rpartition(".")[0] if change.key.startswith("cluster.pools.") else ""
+
+
+def _pool_text(changes: Sequence[ChangedKey], values: Sequence[object]) -> str:
+    """Return the GPUs of a pool, and their price: "16 h100 at $2.2"."""
+    found = {
+        each.key.rpartition(".")[2]: value for each, value in zip(changes, values, strict=True)
+    }
+    match found:
+        case {"gpu": str(gpu), "nodes": int(nodes), "gpus_per_node": int(each), **rest}:
+            price = rest.get("price")
+            return f"{nodes * each} {gpu}" + (f" at ${_shown(price)}" if price is not None else "")
+    return ABSENT
 
 
 def _totals(against: Against, intervals: bool) -> Iterator[tuple[str, ...]]:
@@ -85,6 +121,19 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return ABSENT if value is None else str(value)
+    """Return a value as a run file has it, a list of tables without its brackets."""
+    match value:
+        case None:
+            return ABSENT
+        case bool():
+            return str(value).lower()
+        case float():
+            return f"{value:g}"
+        case list():
+            return "; ".join(_shown(each) for each in value) or "none"
+        case {"between": [str(one), str(other)], "bandwidth": float(bandwidth)}:
+            return f"{one} to {other}: {bandwidth * BITS_PER_BYTE / 1e9:g} Gbps"
+        case dict():
+            return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
+        case _:
+            return str(value)

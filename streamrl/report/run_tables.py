@@ -14,6 +14,7 @@ from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import PoolTotal, WholeRun
+from streamrl.report.words import CAUSES_IN_SHORT
 from streamrl.runfile.formatting import (
     OptionalInterval,
     format_count,
@@ -145,7 +146,10 @@ def metrics_table(metrics: Metrics, *, intervals: bool = False) -> Table:
         table.add_row(title, format_share(sum(shares.values())), "of all GPU-seconds")
         for name, share in shares.items():
             if share > 0:
-                table.add_row(f"  {name}", format_share(share), f"[{colour}]{_bar(share)}[/]")
+                waits = CAUSES_IN_SHORT.get(name, "") if title == "idle" else ""
+                table.add_row(
+                    f"  {name}", format_share(share), f"[{colour}]{_bar(share)}[/] {waits}".rstrip()
+                )
         if title == "busy" and metrics.underfilled_from == "unknown" and metrics.busy.get("decode"):
             table.add_row(f"  {UNDERFILLED}", "?", UNKNOWN_YIELD)
     if len(metrics.sides) > len(TWO_SIDES):
