@@ -193,14 +193,13 @@ def test_another_plan_is_named_only_where_it_is_clearly_better() -> None:
 # What the page says -------------------------------------------------------------------------------
 
 
-def test_a_page_says_why_what_stands_beside_and_how_stale_each_is(directory: Path) -> None:
+def test_a_page_says_why_and_shows_each_option_with_its_staleness(directory: Path) -> None:
     plan = read_plan(directory / "plan.json")
     text = render_markdown(make_page(read_report([directory]))).replace(NBSP, " ")
     assert f"It was chosen as {plan.why}." in text
-    for beside in plan.beside:
-        (row,) = [line for line in text.splitlines() if line.startswith(f"| {beside.what} |")]
-        if beside.runner is not None and beside.runner.choice != plan.allocation:
-            assert f"{beside.runner.choice.mean_staleness:.2f} |" in row
+    for option in plan.options:
+        label = ", ".join(option.labels)
+        assert f"{label[0].upper()}{label[1:]} ({option.text})" in text
     assert "none of the plans that were not simulated is better by more than 1 %" in text
     assert "staleness is taken to cost no progress" in text
 
@@ -241,12 +240,16 @@ def test_a_charge_for_staleness_is_in_no_dollars_that_simulate_has(tmp_path: Pat
     )
 
 
-def test_runners_up_of_one_line_are_told_apart() -> None:
+def test_variants_of_a_plan_are_one_row_that_names_their_differences() -> None:
     plan = planned(few(SMALL, max_running=[64, 128])).plan
-    twin = plan.allocation.settings | {"rollout.max_running": 7}
     (runner, *_) = plan.runners_up
-    alike = replace(runner, choice=replace(plan.allocation, settings=twin))
-    assert "max_running 7" in printed(replace(plan, runners_up=[alike]))
+    base = replace(runner, choice=plan.allocation, behind=0.01, variant_of=None, variants=[])
+    other = replace(plan.allocation.trainer, degrees={"tensor_parallel": 8})
+    settings = plan.allocation.settings | {"rollout.max_running": 7}
+    twin = replace(base, choice=replace(plan.allocation, settings=settings), behind=0.02)
+    split = replace(base, choice=replace(plan.allocation, trainer=other), behind=0.03)
+    text = printed(replace(plan, runners_up=[replace(base, variants=[twin, split])]))
+    assert f"2 more to +3.0%: max_running 7; {other.num_gpus} {other.pool} (TP8)" in text
 
 
 def test_the_front_has_the_chosen_plan_as_it_was_simulated() -> None:

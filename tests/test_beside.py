@@ -14,7 +14,8 @@ from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.planner.bottleneck import besides_arithmetic, find_binding, find_gains
 from streamrl.sim.planner.layouts import sizes
 from streamrl.sim.planner.objective import value_of
-from streamrl.sim.planner.plan_description import PlanDescription, settings_of
+from streamrl.sim.planner.plan_description import PlanDescription
+from streamrl.sim.planner.plan_settings import candidate_of, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.sensitivity import _narrowed, shifts
@@ -30,21 +31,20 @@ def test_what_stands_beside_a_plan_has_the_figures_of_its_own_simulation_as_long
     plan = planned(run).plan
     space = Search.open(run).space
     by_settings = {str(settings_of(c)): c for c in map(space.candidate, range(len(space)))}
-    runners = [each.runner for each in plan.beside if each.runner is not None]
-    others = [each for each in runners if each.choice != plan.allocation]
-    assert others
-    for runner in others:
-        assert runner.choice.steps > 20
-        candidate = by_settings[str(runner.choice.settings)]
+    others = [option for option in plan.options[1:] if option.is_offered]
+    assert others and plan.options[0].choice == plan.allocation
+    for option in others:
+        assert option.choice.steps > 20
+        candidate = by_settings[str(option.choice.settings)]
+        assert candidate == candidate_of(option.choice.settings)
         alone = metrics_of(Trial(whole(run, run.seed), candidate))
-        assert runner.choice.step_time == alone.step_time
-        assert runner.choice.step_time_interval == alone.step_time_interval is not None
-        assert runner.value == pytest.approx(alone.cost_per_million_tokens)
-        assert runner.behind_interval is not None
-        least, most = runner.behind_interval
-        assert least < runner.behind < most
-        assert runner.behind == pytest.approx(runner.value / plan.objective.value - 1)
-    assert all(each.behind > -ALIKE for each in runners)
+        assert option.choice.step_time == alone.step_time
+        assert option.choice.step_time_interval == alone.step_time_interval is not None
+        assert option.whole_run == alone.whole_run and plan.whole_run is not None
+        assert option.cost_ratio == pytest.approx(
+            option.whole_run.dollars / plan.whole_run.dollars, rel=1e-3
+        )
+        assert option.ratio_half_width is not None
 
 
 def test_a_runner_up_of_a_few_steps_stands_in_the_units_of_the_steady_state_of_the_plan() -> None:
@@ -57,7 +57,8 @@ def test_a_runner_up_of_a_few_steps_stands_in_the_units_of_the_steady_state_of_t
     steady, paired = race.steady[chosen][0], race.finals[chosen][0]
     assert len(steady.step_times) > len(paired.step_times)
     by_settings = {str(settings_of(search.space.candidate(index))): index for index in race.finals}
-    runners = PlanDescription(search, race, chosen).runners_up()
+    groups = PlanDescription(search, race, chosen).runners_up({chosen: 1})
+    runners = [each for group in groups for each in (group, *group.variants)]
     finalists = {by_settings.get(str(each.choice.settings)): each.choice for each in runners}
     of_few = {index: choice for index, choice in finalists.items() if index not in race.steady}
     assert len(of_few.keys() & race.finals.keys()) >= 2
@@ -123,12 +124,12 @@ def test_a_plan_that_is_faster_for_little_more_is_chosen_over_the_cheapest() -> 
     assert plan.whole_run is not None and cheapest.whole_run is not None
     assert plan.whole_run.dollars <= 1.3 * cheapest.whole_run.dollars
     assert plan.allocation.step_time < 0.98 * cheapest.allocation.step_time
-    named = {each.what: each.runner for each in plan.beside}
-    assert named["cheapest"] is not None
-    assert named["cheapest"].choice.step_time > plan.allocation.step_time
-    assert named["cheapest"].behind < 0
+    (other,) = [option for option in plan.options if "cheapest" in option.labels]
+    assert other.choice.step_time > plan.allocation.step_time
+    assert other.cost_ratio is not None and other.cost_ratio < 1 < other.time_ratio
+    assert " % cheaper, takes " in other.relation
     assert "dearer, " in plan.why and " times as fast as " in plan.why
-    assert "cheapest" not in {each.what for each in cheapest.beside}
+    assert cheapest.options[0].labels[:2] == ["recommended", "cheapest"]
 
 
 def test_a_deadline_or_the_value_of_an_hour_decides_instead_of_the_tolerance() -> None:
@@ -165,21 +166,6 @@ def test_a_plan_that_fits_still_fits_where_outputs_are_shorter() -> None:
         found = after.space.candidate(place)
         assert found.replicas.layout == candidate.replicas.layout
         assert found.trainer.layout == candidate.trainer.layout
-
-
-def test_plans_between_the_chosen_and_the_fastest_are_named() -> None:
-    plan = planned(few(SMALL, tolerance=0.0)).plan
-    named = [each.runner for each in plan.beside if each.what == "faster"]
-    runners = [runner for runner in named if runner is not None]
-    for runner in runners:
-        assert runner.choice.step_time < 0.76 * plan.allocation.step_time
-    assert len(named) == len(runners) <= 2
-    others = {
-        str(each.runner.choice.settings)
-        for each in plan.beside
-        if each.what != "faster" and each.runner
-    }
-    assert not others & {str(runner.choice.settings) for runner in runners}
 
 
 def test_the_chosen_trainer_stays_in_a_what_if_even_where_others_are_faster() -> None:

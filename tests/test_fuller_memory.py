@@ -12,12 +12,11 @@ from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
-from streamrl.runfile.findings import changed
-from streamrl.sim.planner.plan_description import settings_of
+from streamrl.sim.planner.plan_settings import candidate_of, settings_of
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.search import ALIKE
 from streamrl.sim.planner.space import Space
-from streamrl.sim.planner.trial import SEARCH_STEPS, Trial, short_speed_of, shortened
+from streamrl.sim.planner.trial import Trial, short_speed_of, shortened
 from streamrl.sim.steady_state import measure_steady
 from tests.test_plan import SMALL, few
 
@@ -87,19 +86,13 @@ def test_no_plan_is_named_that_is_no_better() -> None:
     assert not [line for line in head_lines(plan) if "with less room" in line]
 
 
-def test_a_plan_names_the_better_one_on_parts_of_a_node() -> None:
+def test_the_best_plan_on_parts_of_a_node_is_a_row_of_its_own() -> None:
     run = few(SMALL, systems=["stream-sync"])
     plan = make_plan(run).plan
-    parts = plan.parts
-    assert parts is not None and parts.gain > ALIKE
-    sides = ("rollout.replicas", "rollout.tensor_parallel")
-    assert int(parts.settings[sides[0]]) * int(parts.settings[sides[1]]) < 8
-    few_steps = replace(run, simulate=replace(run.simulate, max_steps=SEARCH_STEPS))
-    ours, theirs = (
-        measure_steady(changed(few_steps, dict(settings))).cost_per_million_tokens
-        for settings in (plan.allocation.settings, parts.settings)
-    )
-    assert 1 - theirs / ours == pytest.approx(parts.gain, abs=0.05)
-    (line,) = [line for line in head_lines(plan) if "on parts of a node" in line]
-    assert parts.choice in line and f"{parts.gain:.0%} better" in line
-    assert make_plan(few(SMALL, systems=["stream-sync"], unit=8)).plan.parts is None
+    (parts,) = [option for option in plan.options if "on parts of a node" in option.labels]
+    assert parts.choice.rollout.num_gpus < 8 and not parts.is_offered
+    assert parts.cost_ratio is not None and parts.cost_ratio < 1 - ALIKE
+    alone = measure_steady(candidate_of(parts.choice.settings).apply(run))
+    assert alone.cost_per_million_tokens == parts.choice.cost_per_million_tokens
+    whole = make_plan(few(SMALL, systems=["stream-sync"], unit=8)).plan
+    assert not any("on parts of a node" in option.labels for option in whole.options)

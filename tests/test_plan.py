@@ -24,7 +24,7 @@ from streamrl.runfile.units import Bandwidth
 from streamrl.sim.fidelity.paper import Case, make_case
 from streamrl.sim.planner.objective import front, value_of
 from streamrl.sim.planner.plan import read_plan, write_plan
-from streamrl.sim.planner.plan_description import settings_of
+from streamrl.sim.planner.plan_settings import settings_of
 from streamrl.sim.planner.planner import Planned, make_plan
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
@@ -177,7 +177,7 @@ def test_a_plan_says_what_was_cut_what_binds_and_how_far_the_bound_is() -> None:
     assert 0 < plan.ruled_out < plan.candidates
     assert plan.allocation.least <= plan.objective.value <= plan.allocation.most
     assert sum(plan.tiers.values()) == pytest.approx(1.0)
-    assert plan.runners_up and all(runner.behind > -0.02 for runner in plan.runners_up)
+    assert all(runner.behind > -0.02 for runner in plan.runners_up)
 
 
 def test_a_plan_says_what_was_not_looked_at() -> None:
@@ -187,8 +187,8 @@ def test_a_plan_says_what_was_not_looked_at() -> None:
     named = replace(plan, systems=["fully-async"])
     assert "fully-async, whose" not in "\n".join(head_lines(named))
     assert plan.whole_nodes == ["h20", "h800"]
-    whole = "\n".join(head_lines(replace(plan, parts=None)))
-    assert "whole nodes of h20 and h800: --set plan.unit=1" in whole
+    whole = "\n".join(head_lines(replace(plan, options=plan.options[:1])))
+    assert "whole nodes of h20 and h800; no plan on parts of a node" in whole
     told = "\n".join(head_lines(planned(few(unit=8)).plan))
     assert "whole nodes" not in told, "the run file says how they are divided"
 
@@ -351,7 +351,7 @@ def test_plan_prints_what_scripts_rely_on_and_never_replaces_a_plan_unasked(
     done = streamrl("plan", written, "--json", "-o", tmp_path)
     assert done.returncode == 0 and done.stderr == ""
     found = json.loads(done.stdout)
-    for key in ("allocation", "objective", "candidates", "seconds", "binding", "runners_up"):
+    for key in ("allocation", "objective", "candidates", "seconds", "binding", "options"):
         assert found[key]
     assert found == json.loads((tmp_path / "plan.json").read_text())
     again = streamrl("plan", written, "-o", tmp_path)
@@ -360,7 +360,7 @@ def test_plan_prints_what_scripts_rely_on_and_never_replaces_a_plan_unasked(
     figures = json.loads(simulated.stdout)
     assert figures["cost_per_million_tokens"] == found["objective"]["value"]
     forced = streamrl("plan", written, "-o", tmp_path, "--force", "--set", "plan.finalists=1")
-    assert forced.returncode == 0 and "runner-up" in forced.stdout
+    assert forced.returncode == 0 and "1  recommended" in forced.stdout
 
 
 def test_a_plan_of_a_framework_says_what_it_left_out_and_is_exported_beside_it(

@@ -14,7 +14,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.sim.planner.layouts import mixed_fleets
-from streamrl.sim.planner.plan_description import drafts_text, settings_of
+from streamrl.sim.planner.plan_description import drafts_text
+from streamrl.sim.planner.plan_settings import settings_of
 from streamrl.sim.planner.scores import complexities
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate, Space

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.runfile.config import Run
-from streamrl.sim.planner.plan import OverMemoryLimit, PartialNodePlan
-from streamrl.sim.planner.plan_description import describe, settings_of
+from streamrl.sim.planner.plan import OverMemoryLimit
+from streamrl.sim.planner.plan_settings import describe, settings_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 
@@ -49,7 +49,7 @@ def find_with_fuller_memory(
 
 def find_on_partial_nodes(
     search: Search, chosen: int, pool: Executor, watch: Callable[[], None]
-) -> PartialNodePlan | None:
+) -> Candidate | None:
     """Return the best plan on the GPUs of one node of each pool, or None.
 
     It has the chosen plan's system and pools. The result is None if no such plan is clearly better,
@@ -59,13 +59,7 @@ def find_on_partial_nodes(
     nodes = {name: replace(each, nodes=1) for name, each in run.cluster.pools.items()}
     run = replace(run, cluster=replace(run.cluster, pools=nodes))
     found = _find(search, run, chosen, pool, watch, tight=False)
-    if found is None:
-        return None
-    return PartialNodePlan(
-        choice=describe(run.cluster.pools, found.candidate),
-        settings=settings_of(found.candidate),
-        gain=found.gain,
-    )
+    return None if found is None else found.candidate
 
 
 def _alike(search: Search, chosen: int) -> Run:

@@ -28,7 +28,7 @@ from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.modes import keep_to_framework
 from streamrl.sim.planner.objective import decide
-from streamrl.sim.planner.plan_description import describe
+from streamrl.sim.planner.plan_settings import describe
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
 

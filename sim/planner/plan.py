@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -25,6 +26,20 @@ SHORT = {
     "context_parallel": "CP",
 }
 """Usual abbreviations of the degrees."""
+OptionLabel: TypeAlias = Literal[
+    "recommended",
+    "cheapest",
+    "faster",
+    "fastest",
+    "best synchronous",
+    "best colocated",
+    "another layout",
+    "your own file",
+    "on parts of a node",
+]
+"""Why a plan is a row of the answer. "faster" is between the recommended and the fastest plan.
+"another layout" fills a table that would have fewer than three rows.
+"""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,25 +153,61 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the difference is larger than its 95 % interval, on the same prompts and lengths.
     None if too few steps were simulated.
     """
-
-
-class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that is always reported next to the chosen one."""
-
-    what: str
-    """One of: cheapest, best synchronous, best colocated, fastest. Or faster, for plans between the
-    chosen and the fastest.
+    variants: list[RunnerUp] = []
+    """Further plans on the same GPUs in the same system, the best first. They differ in degrees,
+    dispatch, sync mode, or how the trainer fits its memory.
     """
-    runner: RunnerUp | None
-    """The plan, which may be the chosen one. None if the offer or `[plan]` has none, or if no time
-    was left to simulate it.
+    variant_of: int | None = None
+    """Number of the option on the same GPUs in the same system; None if no option is."""
+
+
+class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the answer: a plan to decide for, simulated for as many steps as the recommended one."""
+
+    number: int
+    """Its number in the table and in `--take`, from 1. The recommended plan has 1."""
+    labels: list[OptionLabel]
+    """The reasons why it is in the table."""
+    text: str
+    """The plan in one line: the GPUs that generate, the GPUs that train, and the mode."""
+    choice: Choice
+    whole_run: WholeRun
+    """Time and cost of all training steps."""
+    tiers: dict[str, float]
+    """Share of its seconds by the source of their costs."""
+    uncertainty: Uncertainty | None = None
+    """Possible error of its simulated seconds."""
+    trains_on: str
+    """Age of its rollouts, such as "trains on rollouts 1 step old"."""
+    cost_ratio: float | None
+    """Dollars of the whole run, divided by those of the recommended plan; None if GPUs are free."""
+    time_ratio: float
+    """Time of the whole run, divided by that of the recommended plan."""
+    ratio_half_width: float | None = None
+    """Half the 95 % interval (sampling error) of both ratios, as a share. None if too few steps were
+    simulated.
     """
-    not_simulated: str = ""
-    """The plan in one line, if no time was left to simulate it for as long as the chosen one."""
+    relation: str
+    """Both ratios in words, such as "11.5 % dearer, 1.8 times as fast"; empty for the recommended
+    plan.
+    """
+    is_offered: bool = True
+    """Whether the offer and `[plan]` allow it. A plan on parts of a node is not offered if pools are
+    rented by the node. Neither is the layout of a run file that `[plan]` excludes.
+    """
+    note: str = ""
+    """A limit of `[plan]` that it exceeds; empty if it keeps all."""
 
 
-class PartialNodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A clearly better plan that the search skipped, because it uses parts of a node."""
+class LeftOutOption(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of plan that has no row, and the reason."""
+
+    label: OptionLabel
+    reason: str
+
+
+class OverMemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """A clearly better plan that was not chosen, because its trainer leaves too little GPU memory free."""
 
     choice: str
     """The plan in one line."""
@@ -164,11 +215,6 @@ class PartialNodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """All keys of the run file that the plan sets."""
     gain: float
     """Share by which its objective is below the chosen plan's, on the same prompts."""
-
-
-class OverMemoryLimit(PartialNodePlan, frozen=True, kw_only=True):
-    """A clearly better plan that was not chosen, because its trainer leaves too little GPU memory free."""
-
     memory: float
     """Share of a GPU's memory that its trainer uses."""
 
@@ -288,14 +334,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
     why: str = ""
     """Why this plan was chosen, and not another one of about the same cost."""
-    beside: list[ComparedPlan] = []
-    """The best synchronous, the best colocated and the fastest plan. The cheapest comes first if
-    another was chosen.
+    options: list[PlanOption] = []
+    """Three to five plans that differ, the recommended one first and the others by rising cost. Your
+    own file and a plan on parts of a node are further rows. Empty if an earlier version wrote the
+    plan.
     """
-    parts: PartialNodePlan | None = None
-    """A better plan on parts of a node. None if no such plan is clearly better, if no time was
-    left, or if `whole_nodes` is empty.
-    """
+    left_out: list[LeftOutOption] = []
+    """Kinds of plan without a row of `options`."""
     tighter: OverMemoryLimit | None = None
     """A better plan that leaves less GPU memory free. None if no such plan is clearly better, or if
     no time was left.
@@ -318,6 +363,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     own_bound: float
     """Objective that the bound of the chosen plan allows."""
     runners_up: list[RunnerUp]
+    """The best plans that are no options, at most five. Variants of a plan are members of one entry.
+    """
     pareto: list[Choice]
     """Plans that no other beats in both seconds and dollars of a step; empty for other objectives.
     """
@@ -370,11 +417,11 @@ def plan_text(
     verifier: PlannedSide | None = None,
 ) -> str:
     """Return a plan in one line: the GPUs that generate, train and compute rewards, and the mode."""
-    gpus = f"{_side_text(rollout)} generate, {_side_text(trainer)} train"
+    gpus = f"{side_text(rollout)} generate, {side_text(trainer)} train"
     if settings["policies.system"] == "colocated":
-        gpus = f"{_side_text(rollout)} generate and train ({_degrees_text(trainer)})"
+        gpus = f"{side_text(rollout)} generate and train ({_degrees_text(trainer)})"
     if verifier is not None:
-        gpus += f", {_side_text(verifier)} compute rewards"
+        gpus += f", {side_text(verifier)} compute rewards"
     mode = [str(settings["policies.system"])]
     if dispatch := settings.get("policies.dispatch"):
         mode.append(str(dispatch))
@@ -385,8 +432,9 @@ def plan_text(
     return f"{gpus}; {', '.join(mode)}"
 
 
-def _side_text(side: PlannedSide) -> str:
-    others = "" if side.beside is None else f" and {_side_text(side.beside)}"
+def side_text(side: PlannedSide) -> str:
+    """Return the GPUs of a side and its degrees: "8 h800 (DP4 TP2)"."""
+    others = "" if side.beside is None else f" and {side_text(side.beside)}"
     return f"{side.num_gpus} {side.pool} ({_degrees_text(side)}){others}"
 
 

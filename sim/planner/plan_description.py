@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Hashable, Mapping, Sequence
 from math import exp, hypot
 from statistics import median
 
@@ -15,18 +14,24 @@ from streamrl.record.band import Band, ModelError, band_of, hull
 from streamrl.record.metrics import Metrics, StepBands, bands_of_speed
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
+from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
-from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.objective import front, value_of
-from streamrl.sim.planner.plan import SHORT, Choice, ComparedPlan, PlannedSide, RunnerUp, plan_text
+from streamrl.sim.planner.plan import Choice, RunnerUp
+from streamrl.sim.planner.plan_settings import (
+    describe,
+    group_of,
+    reward_side_of,
+    settings_of,
+    side_of,
+)
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.search import ALIKE, Search
-from streamrl.sim.planner.space import Candidate
 
 
 def drafts_text(drafts: SpeculativeConfig | None, counts: Sequence[int] | None) -> str:
@@ -50,30 +55,28 @@ def drafts_text(drafts: SpeculativeConfig | None, counts: Sequence[int] | None) 
     )
 
 
-DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
 SCALED = ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens")
 """Figures of a finalist that are scaled from the chosen plan's. The factor is their ratio over the
 steps that both share.
 """
-MUCH_FASTER, MOST_FASTER = 0.75, 2
-"""A plan is much faster if its step time is below this share of the last reported plan's. The
-second value is the most plans reported so.
-"""
-RUNNERS_UP = 8
-"""Most plans that are reported after the chosen one."""
+RUNNERS_UP = 5
+"""Most groups of plans that are reported after the options."""
+
+
+def _grouped(members: list[RunnerUp], option: int | None) -> RunnerUp:
+    """Return the best of a group with the others as its variants."""
+    best, *others = sorted(members, key=lambda runner: runner.behind)
+    return msgspec.structs.replace(best, variants=others, variant_of=option)
 
 
 class PlanDescription:
     """Describes simulated plans for the plan file."""
 
-    def __init__(
-        self, search: Search, race: Race, chosen: int, cheapest: int | None = None
-    ) -> None:
-        """Take the indices of the chosen plan and of the cheapest one, which is the chosen one by default."""
+    def __init__(self, search: Search, race: Race, chosen: int) -> None:
+        """Take the index of the chosen plan."""
         self._search, self._race, self._index = search, race, chosen
-        self._cheapest = chosen if cheapest is None else cheapest
-        self._errors: dict[int, ModelError] = {}
-        self.chosen = self._choice(chosen, race.steady[chosen])
+        self._cheapest = chosen if race.cheapest is None else race.cheapest
+        self.chosen = choice_of(search, chosen, race.steady[chosen])
 
     def open_gap(self) -> float | None:
         """Return how much better a plan without a simulation may be, or None if the search converged."""
@@ -101,11 +104,10 @@ class PlanDescription:
         tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
         if cheapest == self._index:
             return f"the cheapest: no plan that costs at most {tolerance:.0%} more is faster"
-        dearer = self._race.behind(self._index, cheapest)
-        times = 1 / self._ratio("step_time", self._index, cheapest)
+        dollars, seconds = self._race.ratios(self._index, cheapest)
         return (
-            f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dearer:.1%} dearer, "
-            f"{times:.2g} times as fast as {self._text(cheapest)}"
+            f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dollars - 1:.1%} dearer, "
+            f"{1 / seconds:.2g} times as fast as {self._text(cheapest)}"
         )
 
     def _better_in_second(self, best: int) -> str:
@@ -115,75 +117,36 @@ class PlanDescription:
             return "simplest"
         return "cheapest" if key == "cost_per_step" else "fastest"
 
-    def beside(self) -> list[ComparedPlan]:
-        """Return the plans for comparison: the best of each kind, and the cheapest if another is chosen."""
-        kinds, known = self._kinds(), self._race.as_known
-        if kinds["fastest"] is not None and known(kinds["fastest"]):
-            those = [index for index in self._ranking() if known(index)]
-            kinds["fastest"] = min(those, key=lambda index: known(index)[0].step_time)
-        named = [self._beside(what, index) for what, index in kinds.items()]
-        faster = (index for index in self._faster() if index not in kinds.values())
-        return [*named, *(self._beside("faster", index) for index in islice(faster, MOST_FASTER))]
+    def runners_up(self, rows: Mapping[int, int]) -> list[RunnerUp]:
+        """Return the best other plans, grouped: plans on the same GPUs in the same system are one.
 
-    def _beside(self, what: str, index: int | None) -> ComparedPlan:
-        if index is None:
-            return ComparedPlan(what=what, runner=None)
-        if not self._race.as_known(index) and index not in self._race.finals:
-            return ComparedPlan(what=what, runner=None, not_simulated=self._text(index))
-        return ComparedPlan(what=what, runner=self._runner(index))
+        Only plans with more simulated steps than the search needs are returned.
 
-    def wanted(self) -> list[int]:
-        """Return the plans for comparison, which need as many simulated steps as the chosen one."""
-        found = [index for index in self._kinds().values() if index is not None]
-        if self._search.space.run.plan.objective == "pareto":
-            speeds = self._search.speeds
-            points = [(speeds[i].step_time, speeds[i].cost_per_step) for i in self._ranking()]
-            found += [self._ranking()[place] for place in front(points)]
-        return list(dict.fromkeys(found))
-
-    def _kinds(self) -> dict[str, int | None]:
-        """Return the best plan of each kind, by the comparison of finalists or by the few steps of the search."""
-        ranking, speeds = self._ranking(), self._search.speeds
-        kinds: dict[str, Callable[[int], bool]] = {
-            **({"cheapest": lambda index: index == self._cheapest} if self._is_faster else {}),
-            "best synchronous": lambda index: not self._search.space.system(index).staleness_bound,
-            "best colocated": lambda index: self._mode(index) == "colocated",
-        }
-        found = {what: next(filter(is_kind, ranking), None) for what, is_kind in kinds.items()}
-        return {**found, "fastest": min(ranking, key=lambda index: speeds[index].step_time)}
-
-    def _faster(self) -> Iterator[int]:
-        """Yield plans that are much faster than the chosen one, the cheapest first.
-
-        Each is also much faster than the one before it.
+        Args:
+            rows: number of each option by its index. Options are left out.
         """
-        known = [self._index, *self._known()]
-        points = {i: (self._times(i, "step_time"), self._times(i, "cost_per_step")) for i in known}
-        by_cost = sorted(known, key=lambda index: points[index][1])
-        last = 1.0
-        for index in by_cost:
-            if points[index][0] < MUCH_FASTER * last:
-                last = points[index][0]
-                yield index
+        like = {self._group(index): number for index, number in reversed(list(rows.items()))}
+        groups: dict[Hashable, list[RunnerUp]] = {}
+        for index in self._known():
+            if index not in rows:
+                groups.setdefault(self._group(index), []).append(self._runner(index))
+        found = [_grouped(members, like.get(group)) for group, members in groups.items()]
+        return sorted(found, key=lambda runner: runner.behind)[:RUNNERS_UP]
 
-    def _ranking(self) -> list[int]:
-        return [self._index, *self._others()]
-
-    def runners_up(self) -> list[RunnerUp]:
-        """Return the best other plans, among those with more simulated steps than the search needs."""
-        found = [self._runner(index) for index in self._known()[:RUNNERS_UP]]
-        return sorted(found, key=lambda runner: runner.behind)
-
-    def _others(self) -> list[int]:
-        """Return all other plans, finalists first, each group ordered from the best."""
-        race, others = self._race, [i for i in self._search.ranking() if i != self._index]
-        finals = sorted((i for i in others if i in race.finals), key=race.value)
-        return [*finals, *(i for i in others if i not in race.finals)]
+    def _group(self, index: int) -> Hashable:
+        return group_of(self._search.space.candidate(index))
 
     def _known(self) -> list[int]:
         """Return the other plans that are finalists, or have as many steps as the chosen plan."""
         race = self._race
-        return [i for i in self._others() if race.as_known(i) or i in race.finals]
+        others = [index for index in self._search.ranking() if index != self._index]
+        return [i for i in others if race.as_known(i) or i in race.finals]
+
+    def on_front(self) -> list[int]:
+        """Return the plans that no other beats in seconds and dollars, over the few steps of the search."""
+        ranking, speeds = self._search.ranking(), self._search.speeds
+        points = [(speeds[i].step_time, speeds[i].cost_per_step) for i in ranking]
+        return [ranking[place] for place in front(points)]
 
     def pareto(self) -> list[Choice]:
         """Return the plans that no other beats in seconds and dollars of a step, the fastest first."""
@@ -205,58 +168,8 @@ class PlanDescription:
         )
         return float(ours / theirs)
 
-    @property
-    def _is_faster(self) -> bool:
-        """Whether the chosen plan is not the cheapest, but costs little more and is faster."""
-        return self._search.space.run.plan.takes_faster and self._cheapest != self._index
-
-    def _mode(self, index: int) -> str:
-        return self._search.space.candidate(index).mode.system
-
     def _text(self, index: int) -> str:
         return describe(self._search.space.run.cluster.pools, self._search.space.candidate(index))
-
-    def _choice(self, index: int, speeds: Sequence[Speed]) -> Choice:
-        """Describe a simulated plan."""
-        search = self._search
-        run, candidate, (speed, *_) = search.space.run, search.space.candidate(index), speeds
-        ranges = [_range(value_of(run.plan, each), each) for each in speeds]
-        return Choice(
-            rollout=side_of(run.cluster.pools, candidate, "rollout"),
-            trainer=side_of(run.cluster.pools, candidate, "trainer"),
-            verifier=reward_side_of(run.cluster.pools, candidate.mode.rewards),
-            settings=settings_of(candidate),
-            dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
-            verifier_dollars_per_hour=_reward_price(run.cluster.pools, candidate.mode.rewards),
-            step_time=speed.step_time,
-            step_time_interval=speed.step_time_interval,
-            median_step_time=speed.median_step_time,
-            steps=len(speed.step_times),
-            note=speed.note,
-            cost_per_step=speed.cost_per_step,
-            cost_per_million_tokens=speed.cost_per_million_tokens,
-            mean_staleness=speed.mean_staleness,
-            model_error=self._error(index, speed),
-            **self._bands(index, speeds)._asdict(),
-            complexity=int(search.complexity[index]),
-            least=min(least for least, _ in ranges),
-            most=max(most for _, most in ranges),
-            num_seeds=len(ranges),
-            estimate=float(search.estimates.estimate().step[index]),
-        )
-
-    def _error(self, index: int, speed: Speed) -> ModelError:
-        """Return the model error of a simulation, or that of its plan by estimate if it was not measured in full."""
-        if isinstance(speed, Metrics) and speed.model_error is not None:
-            return speed.model_error
-        if index not in self._errors:
-            self._errors[index] = estimated_error(self._search, index)
-        return self._errors[index]
-
-    def _bands(self, index: int, speeds: Sequence[Speed]) -> StepBands:
-        """Return the bands of the figures of a step, over all seeds."""
-        bands = [bands_of_speed(speed, self._error(index, speed)) for speed in speeds]
-        return StepBands(*(hull(of_seeds) for of_seeds in zip(*bands, strict=True)))
 
     def _runner(self, index: int) -> RunnerUp:
         """Describe a plan compared with the chosen one, on the same prompts and over as many steps.
@@ -270,7 +183,7 @@ class PlanDescription:
             )
         behind = race.behind(index, self._index)
         (one, *more), (other, *_) = race.pair(index, self._index)
-        choice = self._choice(index, [one, *more])
+        choice = choice_of(search, index, [one, *more])
         width = ratio_half_width(one, other)
         if not race.as_known(index):
             choice = self._scaled(choice, index, behind, width)
@@ -315,6 +228,63 @@ class PlanDescription:
         )
 
 
+def choice_of(search: Search, index: int, speeds: Sequence[Speed]) -> Choice:
+    """Describe a simulated plan of a search, given its speeds by seed."""
+    run, candidate, (speed, *_) = search.space.run, search.space.candidate(index), speeds
+    ranges = [_range(value_of(run.plan, each), each) for each in speeds]
+    return Choice(
+        rollout=side_of(run.cluster.pools, candidate, "rollout"),
+        trainer=side_of(run.cluster.pools, candidate, "trainer"),
+        verifier=reward_side_of(run.cluster.pools, candidate.mode.rewards),
+        settings=settings_of(candidate),
+        dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
+        verifier_dollars_per_hour=_reward_price(run.cluster.pools, candidate.mode.rewards),
+        step_time=speed.step_time,
+        step_time_interval=speed.step_time_interval,
+        median_step_time=speed.median_step_time,
+        steps=len(speed.step_times),
+        note=speed.note,
+        cost_per_step=speed.cost_per_step,
+        cost_per_million_tokens=speed.cost_per_million_tokens,
+        mean_staleness=speed.mean_staleness,
+        model_error=_error_of(search, index, speed),
+        **_bands_of(search, index, speeds)._asdict(),
+        complexity=int(search.complexity[index]),
+        least=min(least for least, _ in ranges),
+        most=max(most for _, most in ranges),
+        num_seeds=len(ranges),
+        estimate=float(search.estimates.estimate().step[index]),
+    )
+
+
+def _reward_price(pools: Mapping[str, PoolConfig], rewards: RewardReplicas | None) -> float:
+    """Return the dollars per hour of the GPUs that compute rewards."""
+    return 0.0 if rewards is None else rewards.num_gpus * price_of(pools[rewards.pool])
+
+
+def _error_of(search: Search, index: int, speed: Speed) -> ModelError:
+    """Return the model error of a simulation, or that of its plan by estimate if it was not measured in full."""
+    if isinstance(speed, Metrics) and speed.model_error is not None:
+        return speed.model_error
+    return estimated_error(search, index)
+
+
+def _bands_of(search: Search, index: int, speeds: Sequence[Speed]) -> StepBands:
+    """Return the bands of the figures of a step, over all seeds."""
+    bands = [bands_of_speed(speed, _error_of(search, index, speed)) for speed in speeds]
+    return StepBands(*(hull(of_seeds) for of_seeds in zip(*bands, strict=True)))
+
+
+def whole_run_of(of_seeds: Sequence[Metrics]) -> WholeRun | None:
+    """Return the totals with the run's own seed, and bands that hold those of all seeds."""
+    found = [metrics.whole_run for metrics in of_seeds if metrics.whole_run is not None]
+    bands = {
+        key: hull([band for whole in found if (band := getattr(whole, key)) is not None])
+        for key in ("seconds_band", "dollars_band")
+    }
+    return replace(found[0], **bands) if found else None
+
+
 def _around(ratio: float, width: float) -> tuple[float, float]:
     """Return the ends of the interval of `ratio - 1`, given half the width of the interval of log(ratio)."""
     return ratio * exp(-width) - 1, ratio * exp(width) - 1
@@ -324,89 +294,3 @@ def _range(value: float, speed: Speed) -> tuple[float, float]:
     """Return the range of an objective that is proportional to the step time, from the step time's interval."""
     least, most = speed.spread
     return value * least, value * most
-
-
-def side_of(pools: Mapping[str, PoolConfig], candidate: Candidate, section: str) -> PlannedSide:
-    """Describe one side of a plan: "rollout" or "trainer"."""
-    kinds: Sequence[Replicas | Degrees] = (candidate.trainer,)
-    if section == "rollout":
-        kinds = candidate.replicas.kinds
-    found: PlannedSide | None = None
-    for side in reversed(kinds):
-        found = PlannedSide(
-            pool=side.pool,
-            gpu=pools[side.pool].gpu,
-            num_gpus=side.num_gpus,
-            degrees=_degrees(side),
-            beside=found,
-        )
-    assert found is not None
-    return found
-
-
-def reward_side_of(
-    pools: Mapping[str, PoolConfig], rewards: RewardReplicas | None
-) -> PlannedSide | None:
-    """Describe the GPUs of a plan that compute rewards; None if none does."""
-    if rewards is None:
-        return None
-    return PlannedSide(
-        pool=rewards.pool,
-        gpu=pools[rewards.pool].gpu,
-        num_gpus=rewards.num_gpus,
-        degrees={"workers": rewards.workers, "gpus_per_worker": rewards.gpus_per_worker},
-    )
-
-
-def _reward_price(pools: Mapping[str, PoolConfig], rewards: RewardReplicas | None) -> float:
-    """Return the dollars per hour of the GPUs that compute rewards."""
-    return 0.0 if rewards is None else rewards.num_gpus * price_of(pools[rewards.pool])
-
-
-def _degrees(side: Replicas | Degrees) -> dict[str, int]:
-    own = side._asdict().items()
-    return {key: int(value) for key, value in own if key in DEGREES and value is not None}
-
-
-def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
-    """Return the keys of the run file that a plan sets."""
-    mode = candidate.mode
-    found: dict[str, str | int | float | bool | None] = {
-        **{f"rollout.{key}": value for key, value in candidate.replicas.own.items()},
-        **{
-            f"rollout.others.{place}.{key}": value
-            for place, kind in enumerate(candidate.replicas.kinds[1:])
-            for key, value in kind.own.items()
-        },
-        **_drafts(candidate.replicas.drafted),
-        **{f"trainer.{key}": value for key, value in candidate.trainer._asdict().items()},
-        "policies.system": mode.system,
-        "policies.max_staleness": mode.max_staleness,
-        "policies.dispatch": mode.dispatch,
-        "policies.order": mode.order,
-        "sync.mode": mode.sync_mode,
-        **_verifier_keys(mode.rewards),
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _verifier_keys(rewards: RewardReplicas | None) -> dict[str, str | int]:
-    return (
-        {}
-        if rewards is None
-        else {f"verifier.{k}": value for k, value in rewards._asdict().items()}
-    )
-
-
-def _drafts(drafted: int | None) -> dict[str, int | bool | None]:
-    if drafted is None:
-        return {}
-    key = "rollout.speculative"
-    return {f"{key}.enabled": drafted > 0, f"{key}.tokens": drafted or None}
-
-
-def describe(pools: Mapping[str, PoolConfig], candidate: Candidate) -> str:
-    """Return one line that describes a plan."""
-    rollout, trainer = (side_of(pools, candidate, name) for name in ("rollout", "trainer"))
-    rewards = reward_side_of(pools, candidate.mode.rewards)
-    return plan_text(rollout, trainer, settings_of(candidate), rewards)

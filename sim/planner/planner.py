@@ -6,7 +6,7 @@ This is `streamrl plan`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from statistics import median
 from typing import NamedTuple
@@ -15,9 +15,8 @@ from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
 from streamrl.hardware.resolved import resolve
-from streamrl.record.band import Band, hull
+from streamrl.record.band import Band
 from streamrl.record.metrics import Metrics
-from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
@@ -32,11 +31,14 @@ from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_f
 from streamrl.sim.planner.bottleneck import find_binding, find_gains
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS
+from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
 from streamrl.sim.planner.plan import Change, Choice, Figure, Plan, PlannedFramework
-from streamrl.sim.planner.plan_description import PlanDescription, describe, drafts_text
+from streamrl.sim.planner.plan_description import PlanDescription, drafts_text, whole_run_of
+from streamrl.sim.planner.plan_settings import describe, own_candidate
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import Verdict, judge
+from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import open_trial
 from streamrl.sim.planner.what_if import make_grid
 from streamrl.targets.verdicts import TARGETS, verdict_of
@@ -53,7 +55,9 @@ class Planned(NamedTuple):
     plan: Plan
 
 
-def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> Planned:
+def make_plan(
+    run: Run, watch: Callable[[int, str], None] = lambda *_: None, *, shows_own: bool = True
+) -> Planned:
     """Choose a plan among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
     Faults that the run file plans are left out of the search and of the plan's file.
@@ -61,8 +65,9 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
     Args:
         run: the run file.
         watch: called with the number of finished simulations and the name of the current phase.
-            Phases are: simulating, finalists, faster plans, the chosen plan, what if, beside it,
+            Phases are: simulating, finalists, faster plans, the chosen plan, what if, options,
             what binds, with less room, parts of a node.
+        shows_own: whether the layout of the run file is a row of the answer.
 
     Raises:
         ValueError: no plan fits, or none is within budget. The error names the constraint.
@@ -75,7 +80,8 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
     scope = keep_to_framework(replace(run, faults=()))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
     with ProcessPoolExecutor() as pool:
-        return _plan(scope, search, pool, _Progress(watch), started_at)
+        own = own_candidate(run.rollout, run.trainer, run.policies, run.sync, run.verifier)
+        return _plan(scope, search, pool, _Progress(watch), started_at, own if shows_own else None)
 
 
 def _check_trainers(num_trainers: int) -> None:
@@ -97,7 +103,12 @@ def _check_prices(pools: Mapping[str, PoolConfig], objective: ObjectiveName) -> 
 
 
 def _plan(
-    scope: Scope, search: Search, pool: Executor, progress: _Progress, started_at: float
+    scope: Scope,
+    search: Search,
+    pool: Executor,
+    progress: _Progress,
+    started_at: float,
+    own: Candidate | None,
 ) -> Planned:
     run = scope.run
     search.run(pool, progress.on("simulating"))
@@ -105,23 +116,26 @@ def _plan(
     if run.plan.takes_faster:
         _look_for_faster(search, race, pool, progress)
     chosen, verdicts = _choose(search, race, pool, progress)
-    chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
+    chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts, own)
     search.aim_at(run.plan)
-    cheapest = race.cheapest_beside(chosen)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_with_fuller_memory(search, chosen, pool, progress.on("with less room"))
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
-    on_parts = progress.on("parts of a node")
-    parts = find_on_partial_nodes(search, cheapest, pool, on_parts) if whole_nodes else None
+    options, others = Options(search, race, chosen), OtherRows(race, chosen)
+    if own is not None:
+        others.add("your own file", own)
+    if whole_nodes and (on_parts := _on_parts(race, chosen, pool, progress)) is not None:
+        others.add("on parts of a node", on_parts)
+    rows = options.rows(others.simulate(pool, progress.on("options")))
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = race.planned(chosen)
     losses = expected_losses(planned, metrics.step_time)
     planned = replace(planned, policies=with_restarts(planned.policies, losses))
     check_run(planned)
     value, bounds = search.value_of(metrics), search.bounds()
-    found = PlanDescription(search, race, chosen, cheapest)
+    found = PlanDescription(search, race, chosen)
     plan = Plan(
-        whole_run=_whole_run(race.steady[chosen]),
+        whole_run=whole_run_of(race.steady[chosen]),
         allocation=found.chosen,
         objective=Figure(
             name=objective,
@@ -133,7 +147,6 @@ def _plan(
         candidates=len(search.space),
         systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
         whole_nodes=whole_nodes,
-        parts=parts,
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),
         seconds=time.perf_counter() - started_at,
@@ -141,13 +154,14 @@ def _plan(
         time_limit=float(run.plan.time_limit),
         steps_in_time=race.steps_in_time(chosen),
         why=found.why(),
-        beside=found.beside(),
+        options=describe_rows(rows),
+        left_out=[*options.left_out(rows), *others.left_out],
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
         binding=find_binding(search.estimates, chosen, metrics, gains),
         lower_bound=float(bounds.min()),
         gap=value / float(bounds.min()) - 1,
         own_bound=float(bounds[chosen]),
-        runners_up=found.runners_up(),
+        runners_up=found.runners_up(numbers_of(rows, search)),
         pareto=found.pareto(),
         sensitivity=[_change(search, chosen, verdict, value) for verdict in verdicts],
         tighter=tighter,
@@ -164,16 +178,6 @@ def _plan(
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
     return Planned(planned, plan)
-
-
-def _whole_run(of_seeds: Sequence[Metrics]) -> WholeRun | None:
-    """Return the totals with the run's own seed, and bands that hold those of all seeds."""
-    found = [metrics.whole_run for metrics in of_seeds if metrics.whole_run is not None]
-    bands = {
-        key: hull([band for whole in found if (band := getattr(whole, key)) is not None])
-        for key in ("seconds_band", "dollars_band")
-    }
-    return replace(found[0], **bands) if found else None
 
 
 def _objective_band(search: Search, chosen: Choice, metrics: Metrics) -> Band:
@@ -267,24 +271,39 @@ def _settle(
     progress: _Progress,
     chosen: int,
     verdicts: list[Verdict],
+    own: Candidate | None,
 ) -> tuple[int, list[Verdict]]:
-    """Simulate the plans for comparison for as long as the chosen plan; choose one of them if it is better."""
+    """Simulate the options for as long as the chosen plan; choose one of them if it is better."""
     for _ in range(MOST_RETURNS):
-        wanted = _wanted(search, race, chosen)
-        if not wanted or not race.stand_beside(pool, chosen, wanted, progress.on("beside it")):
+        wanted = _wanted(search, race, chosen, own)
+        is_last = not wanted
+        if wanted:
+            is_last = not race.stand_beside(pool, chosen, wanted, progress.on("options"))
+        race.take_cheaper()
+        better = race.better_beside(chosen)
+        if better is not None:
+            chosen = race.settle(pool, better, progress.on("the chosen plan"))
+            verdicts = [] if search.is_late else _judge(search, chosen, pool, progress)
+        elif is_last:
             break
-        if (better := race.better_beside(chosen)) is None:
-            continue
-        chosen = race.settle(pool, better, progress.on("the chosen plan"))
-        verdicts = [] if search.is_late else _judge(search, chosen, pool, progress)
     return chosen, verdicts
 
 
-def _wanted(search: Search, race: Race, chosen: int) -> list[int]:
-    """Return the plans for comparison that have fewer simulated steps than the chosen one."""
+def _wanted(search: Search, race: Race, chosen: int, own: Candidate | None) -> list[int]:
+    """Return the options that have fewer simulated steps than the chosen plan."""
+    place = None if own is None else search.space.index_of(own)
     with search.judged_by(search.space.run.plan):
-        wanted = PlanDescription(search, race, chosen, race.cheapest).wanted()
-    return [index for index in wanted if not race.as_known(index)]
+        wanted = Options(search, race, chosen).wanted()
+        if search.goal.objective == "pareto":
+            wanted += PlanDescription(search, race, chosen).on_front()
+    wanted += [] if place is None else [place]
+    return [index for index in dict.fromkeys(wanted) if not race.as_known(index)]
+
+
+def _on_parts(race: Race, chosen: int, pool: Executor, progress: _Progress) -> Candidate | None:
+    """Return the best plan on parts of a node, if it is better than the cheapest."""
+    cheapest = chosen if race.cheapest is None else race.cheapest
+    return find_on_partial_nodes(race.search, cheapest, pool, progress.on("parts of a node"))
 
 
 class _Progress:

@@ -6,19 +6,21 @@ Compare the finalists for longer on the same prompts, choose the best, and simul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from itertools import chain
 from statistics import median
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from streamrl.record.metrics import Metrics
-from streamrl.record.run_comparison import is_beyond_chance
+from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
-from streamrl.sim.planner.objective import excess, limits_of
+from streamrl.sim.planner.objective import Spend, excess, limits_of
 from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import (
     SEARCH_STEPS,
     Trial,
@@ -27,10 +29,10 @@ from streamrl.sim.planner.trial import (
     run_all,
     short_speed_of,
     shortened,
-    steady_speed_of,
     whole,
 )
 
+Key = TypeVar("Key", bound=Hashable)
 FINAL_STEPS = 16
 """Most steps by which finalists are compared. Comparisons on the same prompts need no more."""
 LONGER_STEPS = 32
@@ -56,8 +58,8 @@ class Race:
         """Per finalist: the speed over the compared steps, one per seed."""
         self.steady: dict[int, list[Metrics]] = {}
         """Per plan that may be chosen: the steady state, one per seed."""
-        self.beside: dict[int, Speed] = {}
-        """Per plan for comparison: the speed over as many steps, with the run's own seed."""
+        self.beside: dict[int, Metrics] = {}
+        """Per plan for comparison: the figures over as many steps, with the run's own seed."""
         self.cheapest: int | None = None
         """The plan whose cost `plan.tolerance` refers to, once the search looks for faster plans.
         """
@@ -150,21 +152,22 @@ class Race:
         alike = [i for i in ranking if self.is_alike(i, ranking[0])]
         least = min(map(self._second_value, alike))
         ties = [i for i in alike if self._second_value(i) <= (1 + ALIKE) * least]
-        return min(ties, key=self._preference)
+        best = [i for i in ties if not any(self.dominates(other, i) for other in ranking)]
+        return min(best or ties, key=self._preference)
 
     def _is_open(self, index: int) -> bool:
         """Whether a finalist keeps the limits and costs at most `plan.tolerance` more than the cheapest plan."""
-        return all(map(self.search.keeps_limits, self.finals[index])) and self.is_tolerable(index)
+        return self._keeps_limits(index) and self.is_tolerable(index)
+
+    def _keeps_limits(self, index: int) -> bool:
+        return all(map(self.search.keeps_limits, self.finals[index]))
 
     def is_tolerable(self, index: int) -> bool:
         """Whether a plan costs at most `plan.tolerance` more than the cheapest, over the same steps."""
         if self.cheapest is None:
             return True
-        ours, theirs = (
-            median(self.search.spend_of(speed).whole for speed in speeds)
-            for speeds in self.pair(index, self.cheapest)
-        )
-        return ours <= (1 + self.search.space.run.plan.tolerance) * theirs
+        dollars, _ = self.ratios(index, self.cheapest)
+        return dollars <= 1 + self.search.space.run.plan.tolerance
 
     def _stays_tolerable(self, pool: Executor, index: int, watch: Callable[[], None]) -> bool:
         """Whether a finalist is still tolerable over more steps.
@@ -180,7 +183,7 @@ class Race:
         base = whole(replace(run, simulate=replace(run.simulate, max_steps=most)), run.seed)
         new = [each for each in (index, self.cheapest) if not self.as_known(each)]
         trials = [(each, Trial(base, candidate(each))) for each in new]
-        self._take_beside(run_all(pool, short_speed_of, trials, watch))
+        self._take_beside(run_all(pool, metrics_of, trials, watch))
         return index in self.finals and self.is_tolerable(index)
 
     def _second_value(self, index: int) -> float:
@@ -225,51 +228,108 @@ class Race:
         Return whether all were simulated. Plans that did not start within `SETTLING` of
         `plan.time_limit` after the limit are left out.
         """
-        run, candidate = self._limited[chosen], self.search.space.candidate
-        most = min(run.simulate.max_steps, len(self.steady[chosen][0].step_times))
-        run = replace(run, simulate=replace(run.simulate, max_steps=most))
-        new = [index for index in indices if not self.as_known(index)]
-        trials = [(index, Trial(whole(run, run.seed), candidate(index))) for index in new]
-        until = max(time.perf_counter(), self.search.deadline) + SETTLING * run.plan.time_limit
-        found = run_all(pool, steady_speed_of, trials, watch, until)
+        new = {i: self.search.space.candidate(i) for i in indices if not self.as_known(i)}
+        found = self.simulate_as_long(pool, chosen, new, watch)
         self._take_beside(found)
         return len(found) == len(new)
 
-    def _take_beside(self, found: Mapping[int, Speed | Unfinished]) -> None:
-        for index, speed in found.items():
-            if isinstance(speed, Unfinished):
-                self.search.give_up(index, speed)
+    def _take_beside(self, found: Mapping[int, Metrics | Unfinished]) -> None:
+        for index, metrics in found.items():
+            if isinstance(metrics, Unfinished):
+                self.search.give_up(index, metrics)
                 self.finals.pop(index, None)
             else:
-                self.beside[index] = speed
+                self.beside[index] = metrics
 
-    def as_known(self, index: int) -> list[Speed]:
-        """Return the steady speed of a plan by seed, the run's own first; empty if only a few steps were simulated."""
+    def simulate_as_long(
+        self,
+        pool: Executor,
+        chosen: int,
+        candidates: Mapping[Key, Candidate],
+        watch: Callable[[], None],
+    ) -> dict[Key, Metrics | Unfinished]:
+        """Simulate plans for at most as many steps as the chosen one, and return those that started in time."""
+        run = self._limited[chosen]
+        most = min(run.simulate.max_steps, len(self.steady[chosen][0].step_times))
+        base = whole(replace(run, simulate=replace(run.simulate, max_steps=most)), run.seed)
+        trials = [(key, Trial(base, candidate)) for key, candidate in candidates.items()]
+        until = max(time.perf_counter(), self.search.deadline) + SETTLING * run.plan.time_limit
+        return run_all(pool, metrics_of, trials, watch, until)
+
+    def as_known(self, index: int) -> list[Metrics]:
+        """Return the figures of a plan by seed, the run's own first; empty if only a few steps were simulated."""
         if index in self.steady:
-            return [*self.steady[index]]
+            return self.steady[index]
         return [self.beside[index]] if index in self.beside else []
 
+    def known(self) -> list[int]:
+        """Return the plans with as many steps as the chosen one that keep the limits."""
+        plans = dict.fromkeys([*self.steady, *self.beside])
+        return [i for i in plans if self.search.keeps_limits(self.as_known(i)[0])]
+
+    def take_cheaper(self) -> None:
+        """Let `plan.tolerance` refer to the cheapest plan that was simulated for long."""
+        known = self.known()
+        if self.cheapest in known:
+            self.cheapest = min(known, key=lambda index: self.spend(index).whole)
+
+    def spend(self, index: int) -> Spend[float]:
+        """Return the dollars and seconds of a plan that was simulated for as long as the chosen one."""
+        return self.search.spend_of(self.as_known(index)[0])
+
     def better_beside(self, chosen: int) -> int | None:
-        """Return the best plan with as many steps as the chosen one if it is clearly better, else None.
+        """Return the plan to choose instead, among those with as many steps as the chosen one, or None.
 
-        The few steps of the search differ from the steady state, and more so if steps overlap.
+        It is clearly better, or it is both cheaper and faster by more than chance. The few steps of
+        the search differ from the steady state, and more so if steps overlap.
         """
-        speeds = {index: self.as_known(index)[0] for index in (*self.beside, *self.steady)}
-        values = {index: self.search.value_of(speed) for index, speed in speeds.items()}
-        kept = [
-            index
-            for index, speed in speeds.items()
-            if self.search.keeps_limits(speed) and self.is_tolerable(index)
-        ]
-        best = min(kept, key=lambda index: values[index], default=chosen)
-        return best if values[best] < (1 - ALIKE) * values[chosen] else None
+        kept = [index for index in self.known() if self.is_tolerable(index)]
+        if not kept:
+            return None
+        values = {i: self.search.value_of(self.as_known(i)[0]) for i in (*kept, chosen)}
+        best = min(kept, key=lambda index: values[index])
+        if chosen not in kept or values[best] < (1 - ALIKE) * values[chosen]:
+            return best
+        ahead = [index for index in kept if self.dominates(index, chosen)]
+        return min(ahead, key=lambda index: values[index], default=None)
 
-    def cheapest_beside(self, chosen: int) -> int:
-        """Return the plan with the best goal among the chosen plan and those with as many steps."""
-        kept = [
-            i for i in (*self.beside, *self.steady) if self.search.keeps_limits(self.as_known(i)[0])
+    def dominates(self, index: int, other: int) -> bool:
+        """Whether a plan is both cheaper and faster than another, by more than chance."""
+        if index == other:
+            return False
+        (one, *_), (another, *_) = self.pair(index, other)
+        return all(_is_below(ratio, one, another) for ratio in self.ratios(index, other))
+
+    def ratios(self, index: int, other: int) -> tuple[float, float]:
+        """Return the ratios of a plan's dollars and seconds to another's, for the whole run.
+
+        Both have the same prompts and as many steps. If GPUs are free, the first ratio is 1.
+        """
+        pair = self.pair(index, other)
+
+        def ratio(key: str) -> float:
+            ours, theirs = (
+                median(getattr(self.search.spend_of(speed), key) for speed in speeds)
+                for speeds in pair
+            )
+            return float(ours / theirs) if theirs else 1.0
+
+        return ratio("whole"), ratio("seconds")
+
+    def ahead_over_few_steps(self, chosen: int) -> list[int]:
+        """Return the finalists that need more steps, because they may be better than they were judged.
+
+        Over the steps that both have, they are cheaper and faster than the chosen plan, or clearly
+        cheaper than the cheapest plan.
+        """
+        short = [i for i in self.finals if not self.as_known(i) and self._keeps_limits(i)]
+        cheapest = self.cheapest
+        return [
+            index
+            for index in short
+            if self.dominates(index, chosen)
+            or (cheapest is not None and self.ratios(index, cheapest)[0] < 1 - ALIKE)
         ]
-        return min([chosen, *kept], key=lambda index: self.search.value_of(self.as_known(index)[0]))
 
     def _in_time(self, index: int) -> Run:
         """Return the run with at most the steps that time allows, estimated from the simulations of the search."""
@@ -319,7 +379,14 @@ class Race:
         """
         ours, theirs = self.as_known(index), self.as_known(other)
         if num := min(len(ours), len(theirs)):
-            return ours[:num], theirs[:num]
+            return [*ours[:num]], [*theirs[:num]]
         if index in self.finals and other in self.finals:
             return self.finals[index], self.finals[other]
         return [self.search.speeds[index]], [self.search.speeds[other]]
+
+
+def _is_below(ratio: float, one: Speed, other: Speed) -> bool:
+    """Whether a ratio of two plans is below 1 by more than its interval, or by `ALIKE` if it has none."""
+    if ratio_half_width(one, other) is None:
+        return ratio < 1 - ALIKE
+    return ratio < 1 and bool(is_beyond_chance(one, other, ratio))

@@ -128,6 +128,12 @@ class Search(Scores):
         space = Space.open(run, falling, tight=tight, kept=kept)
         return cls(space=space, estimates=Estimates(space, batches), base=base, deadline=deadline)
 
+    def only(self, candidate: Candidate) -> Search:
+        """Return a search with a single plan, to describe it."""
+        space = self.space.only(candidate)
+        estimates = Estimates(space, counted_batches(self.base))
+        return Search(space=space, estimates=estimates, base=self.base, deadline=self.deadline)
+
     @property
     def is_late(self) -> bool:
         """Whether `plan.time_limit` has passed."""

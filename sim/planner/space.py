@@ -28,6 +28,8 @@ from streamrl.hardware.resolved import (
     check_precision,
     resolve,
 )
+from streamrl.hardware.side_memory import trainer_side
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import load_framework
@@ -38,6 +40,8 @@ from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.allocation import refuse_profile
 from streamrl.sim.planner.layouts import (
     RECOMPUTES,
+    ROLLOUT_MEMORY,
+    TRAINER_MEMORY,
     Degrees,
     Replicas,
     TrainerRange,
@@ -306,6 +310,16 @@ class Space:
                 return int(np.argmax(found))
         return None
 
+    def index_of(self, candidate: Candidate) -> int | None:
+        """Return the index of exactly this plan, or None."""
+        replicas, trainer, mode = candidate
+        if replicas not in self.replicas or trainer not in self.trainers or mode not in self.modes:
+            return None
+        found = self.of_replicas == self.replicas.index(replicas)
+        found &= self.of_trainer == self.trainers.index(trainer)
+        found &= self.of_mode == self.modes.index(mode)
+        return int(np.argmax(found)) if found.any() else None
+
     def _alike_replicas(self, replicas: Replicas) -> list[int]:
         """Return the indices of replicas with the same layout, ordered by how near their `max_running` is."""
         alike = [p for p, each in enumerate(self.replicas) if each.layout == replicas.layout]
@@ -392,6 +406,35 @@ class Space:
             **plans._asdict(),
         )
         return space._without_unused()
+
+    def only(self, candidate: Candidate) -> Space:
+        """Return a space with a single plan, which `[plan]` may exclude."""
+        replicas, trainer, mode = candidate
+        pairs = Pairs(self.run.cluster, [replicas], [trainer])
+        first = np.zeros(1, dtype=np.int32)
+        return Space(
+            run=self.run,
+            replicas=[replicas],
+            trainers=[trainer],
+            modes=[mode],
+            of_replicas=first,
+            of_trainer=first,
+            of_mode=first,
+            prices=pairs.prices([mode], first, first, first),
+            cut=Counter(),
+        )
+
+    def refusal_of(self, candidate: Candidate) -> str:
+        """Return why a plan, which `[plan]` may exclude, cannot run on the offer; empty if it can."""
+        try:
+            planned = candidate.apply(self.run)
+            check_run(planned)
+            trainer = trainer_side(resolve(planned).trainer)
+            if not candidate.replicas.fits(resolve(self.run).replica, self.run.cluster.pools):
+                return ROLLOUT_MEMORY
+        except ValueError as error:
+            return str(error)
+        return TRAINER_MEMORY if trainer.need > trainer.capacity else ""
 
     def _without_unused(self) -> Space:
         """Return the same plans without sides and modes that no plan uses."""

@@ -192,11 +192,6 @@ def metrics_of(trial: Trial) -> Metrics | Unfinished:
     return _if_finished(_measure_steady, trial)
 
 
-def steady_speed_of(trial: Trial) -> Speed | Unfinished:
-    """Simulate the steady state of a plan and measure only its seconds and dollars."""
-    return _if_finished(_measure_steady_speed, trial)
-
-
 def _if_finished(measure: Callable[[Trial], Figures], trial: Trial) -> Figures | Unfinished:
     try:
         found = measure(trial)
@@ -230,11 +225,6 @@ def timed_speed_of(trial: Trial) -> tuple[Speed | Unfinished, float]:
 def _measure_steady(trial: Trial) -> Metrics:
     run, workload = _planned(trial)
     return measure_steady(run, workload=workload)
-
-
-def _measure_steady_speed(trial: Trial) -> Speed:
-    run, workload = _planned(trial)
-    return measure_speed(simulate_steady(run, workload=workload))
 
 
 def counted_steps(max_steps: int) -> tuple[int, int]:

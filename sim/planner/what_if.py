@@ -32,7 +32,7 @@ from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.estimates import Estimates, SyncTimes, sync_times
 from streamrl.sim.planner.objective import distance_to_front
 from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
-from streamrl.sim.planner.plan_description import describe, settings_of
+from streamrl.sim.planner.plan_settings import describe, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate, Pairs, Space

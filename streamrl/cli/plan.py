@@ -129,7 +129,7 @@ def plan(
         limit = format_duration(run.plan.time_limit)
         typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
     with _progress() as watch:
-        planned = make_plan(run, watch)
+        planned = make_plan(run, watch, shows_own=question is None)
     if as_json:
         print_json(planned.plan)
     else:

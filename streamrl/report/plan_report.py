@@ -10,7 +10,7 @@ from rich.text import Text
 
 from streamrl.record.band import ends_of
 from streamrl.record.uncertainty import unshared_error
-from streamrl.report.run_tables import fact_lines, headline
+from streamrl.report.run_tables import dollars_text, fact_lines, headline, time_text
 from streamrl.runfile.formatting import (
     OptionalInterval,
     band_text,
@@ -18,7 +18,14 @@ from streamrl.runfile.formatting import (
     format_step_time,
 )
 from streamrl.runfile.plan_config import ObjectiveName
-from streamrl.sim.planner.plan import Choice, Plan, PlannedFramework, RunnerUp
+from streamrl.sim.planner.plan import (
+    Choice,
+    Plan,
+    PlannedFramework,
+    PlanOption,
+    RunnerUp,
+    side_text,
+)
 
 Show = Callable[..., str]
 """A function that writes a figure, and its band if it gets one."""
@@ -57,7 +64,10 @@ def plan_report(plan: Plan, *, intervals: bool = False) -> RenderableType:
         intervals: whether to show 95 % intervals (sampling error) as well.
     """
     parts: list[RenderableType] = [Text(line) for line in head_lines(plan, intervals=intervals)]
-    parts += [Text(), _beside(plan), Text(), _choices(plan), Text(PAIRED)]
+    parts += [Text(), _options(plan.options, intervals=intervals), *_left_out(plan)]
+    if plan.runners_up:
+        parts += [Text(), _choices(plan)]
+    parts.append(Text(PAIRED))
     if plan.pareto:
         parts += [Text(), _pareto(plan.pareto)]
     return Group(*parts, Text(), _sensitivity(plan), Text(), _infeasible(plan))
@@ -92,15 +102,10 @@ def head_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
             f"  systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "
             "steps old: plan.systems names it where it is wanted"
         )
-    if plan.parts is not None:
+    if plan.whole_nodes and not any("on parts of a node" in each.labels for each in plan.options):
         yield (
-            f"  on parts of a node {plan.parts.gain:.0%} better than the cheapest: {plan.parts.choice}; "
-            "--set plan.unit=1 looks at all of those"
-        )
-    elif plan.whole_nodes:
-        yield (
-            f"  each side has whole nodes of {' and '.join(plan.whole_nodes)}: --set plan.unit=1 looks at parts of a node "
-            "too, which may be cheaper where little is enough"
+            f"  each side has whole nodes of {' and '.join(plan.whole_nodes)}; no plan on parts of a node that was "
+            "tried is better"
         )
     if plan.tighter is not None:
         yield (
@@ -151,51 +156,78 @@ def search_text(plan: Plan) -> str:
 
 
 PAIRED = (
-    "all on the chosen plan's prompts, ± is a 95 % interval; what stands beside it was simulated for as long as the chosen "
-    "plan, of runners-up sixteen steps"
+    "All plans have the same prompts. Options were simulated for as long as the recommended plan, runners-up for sixteen "
+    "steps. ± is half a 95 % interval (sampling error)."
 )
-UNSAID = (".max_running", ".micro_batch", ".zero", ".recompute", ".logits", ".order", "_staleness")
-"""Ends of keys that the line of a plan does not show."""
 HEAD = ("behind", "step", "staleness", "$ a step", "$ an hour")
+SAID = ("policies.dispatch", "sync.mode", "rollout.speculative.tokens")
+"""Keys that the line of a plan shows besides its GPUs and degrees."""
+OPTIONS_HEAD = ("option", "whole run", "$/M tokens", "step", "against 1")
 
 
-def _beside(plan: Plan) -> Table:
-    table = Table("beside it", *HEAD, box=None, pad_edge=False)
-    for beside in plan.beside:
-        if beside.not_simulated:
-            table.add_row(f"{beside.what}: {beside.not_simulated}", "no time left")
-        elif beside.runner is None:
-            table.add_row(f"{beside.what}: none is open")
-        elif beside.runner.choice == plan.allocation:
-            table.add_row(f"{beside.what}: the chosen plan")
-        else:
-            table.add_row(
-                f"{beside.what}: {beside.runner.choice.text}", *_cells(plan, beside.runner)
-            )
+def _options(options: list[PlanOption], *, intervals: bool = False) -> Table:
+    """Lay out the answer: one row for each plan to decide for."""
+    table = Table("", *OPTIONS_HEAD, box=None, pad_edge=False)
+    for option in options:
+        choice, whole = option.choice, option.whole_run
+        dollars = f"{dollars_text(whole, intervals=intervals)}\n" if whole.dollars else ""
+        table.add_row(
+            str(option.number),
+            f"{', '.join(option.labels)}\n{option.text}",
+            f"{dollars}{time_text(whole, intervals=intervals)}",
+            format_dollars(choice.cost_per_million_tokens),
+            _step_text(choice, intervals=intervals),
+            "\n".join(each for each in (option.relation, option.trains_on, option.note) if each),
+        )
     return table
+
+
+def _left_out(plan: Plan) -> Iterator[Text]:
+    """Yield a line for each kind of plan without a row."""
+    for each in plan.left_out:
+        yield Text(f"no row for {each.label}: {each.reason}")
 
 
 def _choices(plan: Plan) -> Table:
-    """Lay out the runners-up. Plans with equal lines also show which other keys they set."""
+    """Lay out the runners-up, one row for all variants of a plan."""
     table = Table("runner-up", *HEAD, box=None, pad_edge=False)
-    seen = {plan.allocation.text}
     for runner in plan.runners_up:
-        text, is_known = runner.choice.text, runner.choice.text in seen
-        seen.add(text)
-        text += f", {_unsaid(plan.allocation, runner.choice)}" if is_known else ""
-        table.add_row(text, *_cells(plan, runner))
+        table.add_row(_runner_text(plan, runner), *_cells(plan, runner))
     return table
 
 
-def _unsaid(chosen: Choice, other: Choice) -> str:
-    """Return the keys that differ from the chosen plan, if both plans have the same line."""
-    ours, theirs = chosen.settings, other.settings
-    found = [
-        f"{key.partition('.')[2]} {theirs.get(key, 'default')}"
-        for key in dict.fromkeys([*ours, *theirs])
-        if key.endswith(UNSAID) and ours.get(key) != theirs.get(key)
-    ]
+def _runner_text(plan: Plan, runner: RunnerUp) -> str:
+    """Return a runner-up, and how its variants and the option on the same GPUs differ from it."""
+    text = runner.choice.text
+    if runner.variant_of is not None:
+        option = plan.options[runner.variant_of - 1]
+        text = f"variant of {option.number}: {difference_text(option.choice, runner.choice)}"
+    if runner.variants:
+        base = runner.choice
+        others = [difference_text(base, each.choice) for each in runner.variants]
+        text += f"\n{len(others)} more to {runner.variants[-1].behind:+.1%}: {'; '.join(others)}"
+    return text
+
+
+def difference_text(base: Choice, other: Choice) -> str:
+    """Return in what a variant differs from another plan on the same GPUs.
+
+    The keys that the line of a plan does not show are named only if nothing else differs.
+    """
+    sides = [(base.rollout, other.rollout), (base.trainer, other.trainer)]
+    found = [side_text(theirs) for ours, theirs in sides if side_text(ours) != side_text(theirs)]
+    ours, theirs = base.settings, other.settings
+    differing = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+    found += [_setting_text(key, theirs.get(key)) for key in differing if key in SAID]
+    found = found or [_setting_text(key, theirs.get(key)) for key in differing]
     return ", ".join(found) or "otherwise the same"
+
+
+def _setting_text(key: str, value: str | float | bool | None) -> str:
+    """Return a setting in a few words: "full sync", "max_running 128"."""
+    if key == "policies.dispatch":
+        return f"{value or 'usual'} dispatch"
+    return f"{value} sync" if key == "sync.mode" else f"{key.rpartition('.')[2]} {value}"
 
 
 def _cells(plan: Plan, runner: RunnerUp) -> tuple[str, ...]:

@@ -86,42 +86,14 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
             strong_row=shown.index(chosen) if chosen in shown else None,
         )
     )
-    section.tables += [_beside(made) for made in sources.plans if made.plan.beside]
     section.notes += [SCALED for made in sources.plans[:1] if made.plan.runners_up]
     return section
 
 
 SCALED = (
-    "All were simulated on the chosen plan's prompts. What it is seen beside was simulated for as long as the chosen plan; "
-    "seconds and dollars of other runners-up are the chosen plan's times what both differ by over sixteen steps."
+    "All plans were simulated on the same prompts. Options of the plan were simulated for as long as the chosen plan. "
+    "Seconds and dollars of other runners-up are the chosen plan's, times the ratio of both over sixteen steps."
 )
-
-
-def _beside(made: PlanMade) -> PageTable:
-    """Return the best plans of other kinds next to the choice, however far behind they are."""
-    rows = []
-    for each in made.plan.beside:
-        what, runner = each.what, each.runner
-        if each.not_simulated:
-            rows.append(cells(what, each.not_simulated, "no time left", "", "", ""))
-        elif runner is None:
-            rows.append(cells(what, "none is open", "", "", "", ""))
-        elif runner.choice == made.plan.allocation:
-            rows.append(cells(what, "the chosen plan", "", "", "", ""))
-        else:
-            choice = runner.choice
-            rows.append(
-                cells(
-                    what,
-                    choice.text,
-                    dollars(choice.cost_per_million_tokens),
-                    change(runner.behind),
-                    step_seconds(choice.step_time, choice.step_time_band),
-                    f"{choice.mean_staleness:.2f}",
-                )
-            )
-    head = ("beside it", "plan", "$ per million tokens", "behind", "step", "staleness")
-    return PageTable("What the choice is seen beside.", head, rows, numbers=(2, 3, 4, 5))
 
 
 NOT_RENTED = "not rented"

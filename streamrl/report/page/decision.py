@@ -14,7 +14,7 @@ from streamrl.record.whole_run import WholeRun
 from streamrl.report.next_steps import start_commands, verdict_lines
 from streamrl.report.page.answer import Tile
 from streamrl.report.page.identity import day_text
-from streamrl.report.page.options import Option
+from streamrl.report.page.options import LETTERS, Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
@@ -162,11 +162,12 @@ def _told_of(command: str) -> str:
 def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
     """Yield better plans that the search left out."""
     plan = made.plan
-    if plan.parts is not None:
-        yield NextStep(
-            text=f"{percent(plan.parts.gain)} cheaper if you can rent parts of a node: {plan.parts.choice}.",
-            command=plan_command(made, {"plan.unit": "1"}),
-        )
+    for option in plan.options:
+        if "on parts of a node" in option.labels:
+            yield NextStep(
+                text=f"If you can rent parts of a node: {option.text}. It is {option.relation}.",
+                command=plan_command(made, {"plan.unit": "1"}),
+            )
     if plan.tighter is not None:
         yield NextStep(
             text=f"{percent(plan.tighter.gain)} cheaper, but the trainer uses {percent(plan.tighter.memory)} of GPU memory: {plan.tighter.choice}."
@@ -201,27 +202,18 @@ class PlanRow(NamedTuple):
 
 
 def plan_rows(made: PlanMade) -> list[PlanRow]:
-    """Return the chosen plan and the options beside it. Options that are one plan are one row."""
-    plan = made.plan
-    labels: dict[str, list[str]] = {}
-    choices: dict[str, Choice] = {}
-    for what, choice in _named(plan):
-        key = choice.text
-        labels.setdefault(key, []).append(what)
-        choices.setdefault(key, choice)
-    rows = []
-    for letter, (key, choice) in zip("ABCDEFGHIJKL", choices.items(), strict=False):
-        seconds, dollars = totals_of(plan, choice)
-        hours, is_chosen = seconds / SECONDS_PER_HOUR, choice == plan.allocation
-        rows.append(PlanRow(letter, ", ".join(labels[key]), choice, hours, dollars, is_chosen))
-    return rows
-
-
-def _named(plan: Plan) -> Iterator[tuple[str, Choice]]:
-    yield "recommended", plan.allocation
-    for each in plan.beside:
-        if each.runner is not None:
-            yield each.what, each.runner.choice
+    """Return the options of a plan, the recommended one first."""
+    return [
+        PlanRow(
+            LETTERS[option.number - 1],
+            ", ".join(option.labels),
+            option.choice,
+            option.whole_run.seconds / SECONDS_PER_HOUR,
+            option.whole_run.dollars,
+            option.number == 1,
+        )
+        for option in made.plan.options
+    ]
 
 
 def totals_of(plan: Plan, choice: Choice) -> tuple[float, float]:
@@ -235,7 +227,7 @@ def totals_of(plan: Plan, choice: Choice) -> tuple[float, float]:
 
 def options_section(made: PlanMade) -> Iterator[PageSection]:
     """Yield the options that differ, as a table and a chart."""
-    if made.plan.whole_run is None:
+    if made.plan.whole_run is None or not made.plan.options:
         return
     rows = plan_rows(made)
     section = PageSection("options", "Options that differ" if len(rows) > 1 else "The option")

@@ -1,0 +1,328 @@
+"""Choose the rows of the answer: three to five plans that differ in cost, time or staleness.
+
+Rows are the recommended, the cheapest, the fastest, the best synchronous and the best colocated
+plan. Plans of one system whose cost and time differ by less than `ALIKE` are one row. A faster plan
+and another layout fill a short table. The user's own file and a plan on parts of a node are further
+rows. Every row was simulated for as many steps as the recommended plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+from streamrl.record.metrics import Metrics
+from streamrl.record.run_comparison import ratio_half_width
+from streamrl.record.steady_state import Speed
+from streamrl.sim.planner.objective import Spend, limits_of, value_of
+from streamrl.sim.planner.plan import LeftOutOption, OptionLabel, PlanOption
+from streamrl.sim.planner.plan_description import choice_of, whole_run_of
+from streamrl.sim.planner.plan_settings import describe, group_of
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.trial import Unfinished
+
+MOST_ROWS, FEWEST_ROWS = 5, 3
+"""Rows of plans that the offer allows. The own file and parts of a node are further rows."""
+MUCH_FASTER = 0.75
+"""A plan is much faster if its time is below this share of another plan's."""
+TIMES = 1.2
+"""Ratio of times from which words are "times as fast" and not a percentage."""
+EQUAL = 0.0005
+"""Smallest difference that words mention: 0.05 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One plan of the table, with its figures."""
+
+    labels: tuple[OptionLabel, ...]
+    search: Search
+    index: int
+    speeds: Sequence[Metrics]
+    """Figures by seed, the run's own first."""
+    is_offered: bool = True
+
+    @property
+    def metrics(self) -> Metrics:
+        """The figures with the run's own seed."""
+        return self.speeds[0]
+
+    @property
+    def system(self) -> str:
+        """The name of the system."""
+        return self.search.space.candidate(self.index).mode.system
+
+    @property
+    def group(self) -> Hashable:
+        """A key that variants of the plan share."""
+        return group_of(self.search.space.candidate(self.index))
+
+    @property
+    def spend(self) -> Spend[float]:
+        """Dollars and seconds."""
+        return self.search.spend_of(self.metrics)
+
+    def is_like(self, other: Row) -> bool:
+        """Whether two rows are one: about the same cost and time with the same system.
+
+        A plan that the offer does not include also needs the same GPUs.
+        """
+        ours, theirs = self.spend, other.spend
+        figures = [(ours.seconds, theirs.seconds), (ours.whole, theirs.whole)]
+        is_alike = all(abs(one - another) <= ALIKE * another for one, another in figures)
+        is_offered = self.is_offered and other.is_offered
+        return (
+            is_alike and self.system == other.system and (is_offered or self.group == other.group)
+        )
+
+
+class Options:
+    """The plans of the table, among those that a search simulated."""
+
+    def __init__(self, search: Search, race: Race, chosen: int) -> None:
+        self._search, self._race, self._chosen = search, race, chosen
+        space, systems = search.space, search.space.modes
+        self._kinds: dict[OptionLabel, Callable[[int], bool]] = {
+            "cheapest": lambda index: True,
+            "fastest": lambda index: True,
+            "best synchronous": lambda index: not space.system(index).staleness_bound,
+            "best colocated": lambda index: systems[space.of_mode[index]].system == "colocated",
+        }
+        """Test of each kind that has a row."""
+        if not space.prices.any():
+            del self._kinds["cheapest"]
+
+    # Plans to simulate ----------------------------------------------------------------------------
+
+    def wanted(self) -> list[int]:
+        """Return the plans that need as many simulated steps as the chosen one."""
+        few = {index: self._search.speeds[index] for index in self._ranking()}
+        first = [index for label in self._kinds if (index := self._first(label)) is not None]
+        found = [*first, *self._between(few)[:1], *self._race.ahead_over_few_steps(self._chosen)]
+        groups = {self._group(index) for index in (self._chosen, *found)}
+        if len(groups) < FEWEST_ROWS:
+            found += [i for i in self._ranking() if self._group(i) not in groups][:1]
+        return list(dict.fromkeys(found))
+
+    def _first(self, label: OptionLabel) -> int | None:
+        """Return the best plan of a kind by the few steps of the search; None if there is none."""
+        if label == "cheapest" and self._race.cheapest is not None:
+            return self._race.cheapest
+        return self._best(label, {i: self._search.speeds[i] for i in self._ranking()})
+
+    def _best(self, label: OptionLabel, speeds: Mapping[int, Speed]) -> int | None:
+        """Return the best of some plans of one kind; None if none is of this kind."""
+        fits = {index: speed for index, speed in speeds.items() if self._kinds[label](index)}
+        if label == "cheapest":
+            return min(fits, key=lambda index: self._search.spend_of(fits[index]).whole)
+        if label == "fastest":
+            return min(fits, key=lambda index: self._search.spend_of(fits[index]).seconds)
+        return recommended_of(self._search, fits) if fits else None
+
+    def _ranking(self) -> list[int]:
+        """Return the simulated plans, the chosen one first, then those with more steps."""
+        others = [index for index in self._search.ranking() if index != self._chosen]
+        finals = sorted((i for i in others if i in self._race.finals), key=self._race.value)
+        return [self._chosen, *finals, *(i for i in others if i not in self._race.finals)]
+
+    def _between(self, speeds: Mapping[int, Speed]) -> list[int]:
+        """Return the plans that are much faster than the chosen one and much slower than the fastest, the cheapest first."""
+        spends = {index: self._search.spend_of(speed) for index, speed in speeds.items()}
+        least = min(spend.seconds for spend in spends.values()) / MUCH_FASTER
+        most = MUCH_FASTER * spends[self._chosen].seconds
+        between = [index for index, spend in spends.items() if least < spend.seconds < most]
+        return sorted(between, key=lambda index: spends[index].whole)
+
+    def _group(self, index: int) -> Hashable:
+        return group_of(self._search.space.candidate(index))
+
+    # Rows -----------------------------------------------------------------------------------------
+
+    def rows(self, others: Iterable[Row]) -> list[Row]:
+        """Return the rows: the recommended plan, then the others by rising cost.
+
+        Args:
+            others: rows of plans that are not in this search.
+        """
+        known = {index: self._race.as_known(index)[0] for index in self._race.known()}
+        rows = [self._row("recommended", self._chosen)]
+        for label in self._kinds:
+            if (index := self._best(label, known)) is not None:
+                _add(rows, self._row(label, index))
+        for row in self._fillers(known):
+            most = FEWEST_ROWS if "another layout" in row.labels else MOST_ROWS
+            if len(rows) < most and not any(row.is_like(each) for each in rows):
+                rows.append(row)
+        for row in others:
+            _add(rows, row)
+        return [rows[0], *sorted(rows[1:], key=lambda row: (row.spend.whole, row.spend.seconds))]
+
+    def _row(self, label: OptionLabel, index: int) -> Row:
+        speeds = self._race.as_known(index)
+        return Row(labels=(label,), search=self._search, index=index, speeds=speeds)
+
+    def _fillers(self, known: Mapping[int, Speed]) -> Iterator[Row]:
+        """Yield a plan between the recommended and the fastest one, then other layouts."""
+        yield from (self._row("faster", index) for index in self._between(known)[:1])
+        yield from (
+            self._row("another layout", index) for index in self._ranking() if index in known
+        )
+
+    def left_out(self, rows: Sequence[Row]) -> Iterator[LeftOutOption]:
+        """Yield each kind without a row, and why."""
+        shown = {label for row in rows for label in row.labels}
+        for label in self._kinds:
+            if label not in shown:
+                index = self._first(label)
+                reason = "the offer and [plan] have none"
+                if index is not None:
+                    reason = f"no time was left to simulate it: {self._text(index)}"
+                yield LeftOutOption(label=label, reason=reason)
+
+    def _text(self, index: int) -> str:
+        space = self._search.space
+        return describe(space.run.cluster.pools, space.candidate(index))
+
+
+def recommended_of(search: Search, speeds: Mapping[int, Speed]) -> int:
+    """Return the plan to choose among some plans: the best, or the fastest that costs little more."""
+    plan = search.space.run.plan
+    best = min(speeds, key=lambda index: value_of(plan, speeds[index]))
+    if not plan.takes_faster:
+        return best
+    spends = {index: search.spend_of(speed) for index, speed in speeds.items()}
+    most = (1 + plan.tolerance) * min(spend.whole for spend in spends.values())
+    return min(
+        (index for index, spend in spends.items() if spend.whole <= most),
+        key=lambda index: spends[index].seconds,
+    )
+
+
+def _add(rows: list[Row], row: Row) -> None:
+    """Add a row, or its labels to a row that is like it."""
+    for place, other in enumerate(rows):
+        if row.is_like(other):
+            labels = dict.fromkeys([*other.labels, *row.labels])
+            rows[place] = replace(other, labels=tuple(labels))
+            return
+    rows.append(row)
+
+
+class OtherRows:
+    """Rows of plans that the search does not have: the layout of the run file, and parts of a node."""
+
+    def __init__(self, race: Race, chosen: int) -> None:
+        self._race, self._chosen = race, chosen
+        self._candidates: dict[OptionLabel, Candidate] = {}
+        self._indices: dict[OptionLabel, int] = {}
+        self.left_out: list[LeftOutOption] = []
+        """Plans without a row, and why."""
+
+    def add(self, label: OptionLabel, candidate: Candidate) -> None:
+        """Add a plan, or record why it cannot run."""
+        index = self._race.search.space.index_of(candidate)
+        if index is not None and self._race.as_known(index):
+            self._indices[label] = index
+        elif reason := self._race.search.space.refusal_of(candidate):
+            self._leave_out(label, reason)
+        else:
+            self._candidates[label] = candidate
+
+    def simulate(self, pool: Executor, watch: Callable[[], None]) -> Iterator[Row]:
+        """Simulate the plans for as long as the chosen one, and yield their rows."""
+        search, race = self._race.search, self._race
+        for label, index in self._indices.items():
+            speeds = race.as_known(index)
+            yield Row(labels=(label,), search=search, index=index, speeds=speeds)
+        found = race.simulate_as_long(pool, self._chosen, self._candidates, watch)
+        for label, candidate in self._candidates.items():
+            metrics = found.get(label)
+            if metrics is None or isinstance(metrics, Unfinished):
+                reason = "no time was left to simulate it" if metrics is None else metrics.reason
+                self._leave_out(label, reason)
+                continue
+            alone = search.only(candidate)
+            is_offered = search.space.index_of(candidate) is not None
+            yield Row(
+                labels=(label,), search=alone, index=0, speeds=[metrics], is_offered=is_offered
+            )
+
+    def _leave_out(self, label: OptionLabel, reason: str) -> None:
+        self.left_out.append(LeftOutOption(label=label, reason=reason))
+
+
+def numbers_of(rows: Sequence[Row], search: Search) -> dict[int, int]:
+    """Return the number of each row of a search, by the index of its plan."""
+    return {row.index: number for number, row in enumerate(rows, start=1) if row.search is search}
+
+
+# Description --------------------------------------------------------------------------------------
+
+
+def describe_rows(rows: Sequence[Row]) -> list[PlanOption]:
+    """Return the table of the answer."""
+    return [_option(number, row, rows[0]) for number, row in enumerate(rows, start=1)]
+
+
+def _option(number: int, row: Row, first: Row) -> PlanOption:
+    whole, metrics = whole_run_of(row.speeds), row.metrics
+    assert whole is not None, "only finished runs are options"
+    choice, ours, theirs = choice_of(row.search, row.index, row.speeds), row.spend, first.spend
+    cost_ratio = ours.whole / theirs.whole if theirs.whole else None
+    width = ratio_half_width(metrics, first.metrics)
+    return PlanOption(
+        number=number,
+        labels=list(row.labels),
+        text=choice.text,
+        choice=choice,
+        whole_run=whole,
+        tiers=metrics.tiers,
+        uncertainty=metrics.uncertainty,
+        trains_on=age_text(metrics.mean_staleness),
+        cost_ratio=cost_ratio,
+        time_ratio=ours.seconds / theirs.seconds,
+        ratio_half_width=None if row is first else width,
+        relation="" if row is first else relation_text(cost_ratio, ours.seconds / theirs.seconds),
+        is_offered=row.is_offered,
+        note=_exceeds(row),
+    )
+
+
+def _exceeds(row: Row) -> str:
+    """Return the limits of `[plan]` that a plan exceeds."""
+    limits = limits_of(row.search.space.run.plan)
+    broken = [f"plan.{limit.key}" for limit in limits if row.spend[limit.place] > limit.most]
+    return f"exceeds {' and '.join(broken)}" if broken else ""
+
+
+def age_text(staleness: float) -> str:
+    """Return the age of rollouts: "trains on rollouts 1 step old"."""
+    age = f"{staleness:.1f}".removesuffix(".0")
+    if age == "0":
+        return "trains on fresh rollouts"
+    return f"trains on rollouts {age} step{'' if age == '1' else 's'} old"
+
+
+def relation_text(cost_ratio: float | None, time_ratio: float) -> str:
+    """Return two ratios to the recommended plan in words: "11.5 % dearer, 1.8 times as fast"."""
+    parts = [] if cost_ratio is None else [_cost_text(cost_ratio)]
+    return ", ".join([*parts, _time_text(time_ratio)])
+
+
+def _cost_text(ratio: float) -> str:
+    if abs(ratio - 1) < EQUAL:
+        return "costs the same"
+    return f"{abs(ratio - 1) * 100:.1f} % {'dearer' if ratio > 1 else 'cheaper'}"
+
+
+def _time_text(ratio: float) -> str:
+    if abs(ratio - 1) < EQUAL:
+        return "as fast"
+    if ratio >= TIMES:
+        return f"takes {ratio:.1f} times as long"
+    if 1 / ratio >= TIMES:
+        return f"{1 / ratio:.1f} times as fast"
+    return f"takes {abs(ratio - 1) * 100:.1f} % {'longer' if ratio > 1 else 'less time'}"

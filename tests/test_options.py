@@ -1,0 +1,169 @@
+"""The answer of a plan is a few options that differ, and no option is both cheaper and faster than the recommended one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace as replace_fields
+from itertools import combinations
+from operator import attrgetter
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.runfile.config import Run
+from streamrl.sim.planner.layouts import ROLLOUT_MEMORY, TRAINER_MEMORY, Degrees, Replicas
+from streamrl.sim.planner.options import FEWEST_ROWS, MOST_ROWS, age_text, relation_text
+from streamrl.sim.planner.plan import Plan, PlanOption
+from streamrl.sim.planner.plan_settings import candidate_of, group_of, own_candidate, settings_of
+from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.space import Candidate, Space
+from tests.test_plan import SMALL, Here, few, planned
+
+SEVERAL: dict[str, Any] = {"algorithm.steps": 30, "simulate.max_steps": 30}
+SECTIONS = attrgetter("rollout", "trainer", "policies", "sync", "verifier")
+OFFERS: dict[str, Run] = {
+    "two pools": few(SMALL | SEVERAL),
+    "one pool": few(SMALL | SEVERAL, rollout_pools=["h800"]),
+    "fastest": few(SMALL, objective="step-time"),
+    "value of an hour": few(SMALL, value_of_hour=20.0),
+}
+
+
+@pytest.mark.parametrize("name", OFFERS)
+def test_an_answer_is_a_few_options_of_which_none_is_cheaper_and_faster_than_the_recommended(
+    name: str,
+) -> None:
+    """One test of three claims, because a plan takes seconds."""
+    plan = planned(OFFERS[name]).plan
+    _check_that_none_dominates(plan)
+    _check_that_options_differ(plan)
+    _check_that_runners_up_are_grouped(plan)
+
+
+COMPARED = ("step_time", "cost_per_step")
+
+
+def _check_that_none_dominates(plan: Plan) -> None:
+    for option in plan.options[1:]:
+        if option.is_offered and not option.note:
+            assert option.cost_ratio is not None
+            width = ALIKE if option.ratio_half_width is None else option.ratio_half_width
+            assert max(option.cost_ratio, option.time_ratio) >= 1 - width, option.relation
+    for runner in plan.runners_up:
+        ratios = [getattr(runner.choice, key) / getattr(plan.allocation, key) for key in COMPARED]
+        assert max(ratios) >= 1 - ALIKE, runner.choice.text
+
+
+def _check_that_options_differ(plan: Plan) -> None:
+    offered = [option for option in plan.options if option.is_offered]
+    assert FEWEST_ROWS <= len(offered) <= MOST_ROWS + 1
+    assert [option.number for option in plan.options] == [*range(1, len(plan.options) + 1)]
+    assert plan.options[0].labels[0] == "recommended" and plan.options[0].relation == ""
+    dollars = [option.whole_run.dollars for option in plan.options[1:]]
+    assert dollars == sorted(dollars)
+    labels = Counter(label for option in plan.options for label in option.labels)
+    assert set(labels.values()) == {1}
+    assert {"recommended", "cheapest", "fastest"} <= set(labels)
+    assert not any(_is_alike(one, other) for one, other in combinations(offered, 2))
+
+
+def _is_alike(one: PlanOption, other: PlanOption) -> bool:
+    ratios = (
+        one.whole_run.dollars / other.whole_run.dollars,
+        one.whole_run.seconds / other.whole_run.seconds,
+    )
+    same = one.choice.settings["policies.system"] == other.choice.settings["policies.system"]
+    return same and all(abs(ratio - 1) <= ALIKE for ratio in ratios)
+
+
+def _check_that_runners_up_are_grouped(plan: Plan) -> None:
+    assert len(plan.runners_up) <= 5
+    groups = [group_of(candidate_of(each.choice.settings)) for each in plan.runners_up]
+    assert len(set(groups)) == len(groups)
+    for runner, group in zip(plan.runners_up, groups, strict=True):
+        for variant in runner.variants:
+            assert group_of(candidate_of(variant.choice.settings)) == group
+            assert variant.behind >= runner.behind and not variant.variants
+        like = [option.number for option in plan.options if _group(option) == group]
+        assert runner.variant_of == (like[0] if like else None)
+
+
+def _group(option: PlanOption) -> object:
+    return group_of(candidate_of(option.choice.settings)) if option.is_offered else None
+
+
+# The user's own file ------------------------------------------------------------------------------
+
+
+def test_the_layout_of_the_run_file_is_a_row_with_its_own_figures() -> None:
+    run = OFFERS["two pools"]
+    plan = planned(run).plan
+    (own,) = [option for option in plan.options if "your own file" in option.labels]
+    assert candidate_of(own.choice.settings) == own_candidate(*SECTIONS(run))
+    assert own.choice.rollout.num_gpus == run.rollout.num_gpus
+
+
+def test_a_layout_that_cannot_run_is_left_out_with_the_reason() -> None:
+    run = few(SMALL)
+    own, space = own_candidate(*SECTIONS(run)), Space.open(run)
+    assert space.refusal_of(own) == ""
+    uneven = own._replace(trainer=own.trainer._replace(tensor_parallel=3))
+    assert "tensor_parallel" in space.refusal_of(uneven)
+    larger = replace(run, model=replace(run.model, name="qwen2.5-72b"))
+    large = replace_fields(space, run=larger)
+    assert large.refusal_of(own) == ROLLOUT_MEMORY
+    wide = own.replicas._replace(tensor_parallel=8, replicas=1)
+    assert large.refusal_of(own._replace(replicas=wide)) == TRAINER_MEMORY
+
+
+# Settings and words -------------------------------------------------------------------------------
+
+
+def test_settings_of_a_plan_give_the_plan_back() -> None:
+    search = Search.open(few(SMALL))
+    for index in range(0, len(search.space), 7):
+        candidate = search.space.candidate(index)
+        assert candidate_of(settings_of(candidate)) == candidate
+        assert search.space.index_of(candidate) == index
+    beside = Replicas("h20", 2, 1, 1, 64)
+    (replicas, trainer, mode) = candidate
+    mixed = Candidate(replicas._replace(beside=beside), Degrees(*trainer), mode)
+    assert candidate_of(settings_of(mixed)) == mixed
+    assert search.space.index_of(mixed) is None
+    assert len(search.space.only(mixed)) == 1
+
+
+def test_ratios_and_ages_are_said_in_words() -> None:
+    assert relation_text(1.115, 1 / 1.8) == "11.5 % dearer, 1.8 times as fast"
+    assert relation_text(0.91, 2.31) == "9.0 % cheaper, takes 2.3 times as long"
+    assert relation_text(1.0, 1.08) == "costs the same, takes 8.0 % longer"
+    assert relation_text(None, 0.93) == "takes 7.0 % less time"
+    assert age_text(0.0) == "trains on fresh rollouts"
+    assert age_text(1.0) == "trains on rollouts 1 step old"
+    assert age_text(0.52) == "trains on rollouts 0.5 steps old"
+
+
+def test_a_plan_that_is_cheaper_and_faster_by_more_than_chance_takes_the_place_of_a_simpler_one() -> (
+    None
+):
+    search = Search.open(few(SMALL | SEVERAL))
+    chosen, other, *_ = search.run(Here(), lambda: None)
+    race = Race(search)
+    race.settle(Here(), race.run(Here(), lambda: None), lambda: None)
+    race.stand_beside(Here(), next(iter(race.steady)), [chosen, other], lambda: None)
+    ours = race.as_known(chosen)[0]
+    race.steady.clear()
+    for share, better in ((0.99, other), (1.0, None)):
+        faster = replace(
+            ours,
+            step_time=share * ours.step_time,
+            step_times=[share * seconds for seconds in ours.step_times],
+            cost_per_step=share * ours.cost_per_step,
+            cost_per_million_tokens=share * ours.cost_per_million_tokens,
+        )
+        race.beside = {chosen: ours, other: faster}
+        assert race.better_beside(chosen) == better
+        assert race.dominates(other, chosen) == (better is not None)
+    assert not race.dominates(chosen, other) and isinstance(planned(few(SMALL)).plan, Plan)
