@@ -85,7 +85,7 @@ def test_a_start_is_as_long_as_its_steps_are_longer_and_never_less_than_nothing(
 
 def test_dollars_are_gpus_by_the_second_and_egress_by_the_step() -> None:
     time = whole_time(run_of(100), SPEED)
-    assert whole_dollars(SPEED, time, time.seconds) == pytest.approx(1022 * 0.5 + 100 * 2)
+    assert whole_dollars(SPEED, time) == pytest.approx(1022 * 0.5 + 100 * 2)
 
 
 def test_steps_of_a_real_run_took_what_they_took() -> None:

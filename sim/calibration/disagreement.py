@@ -33,10 +33,11 @@ OF_THE_RUN = ("model", "cluster", "rollout", "trainer", "algorithm", "sync", "po
 NOT_OF_SPEED = (
     *("model.path", "algorithm.steps", "algorithm.learning_rate", "policies.latency"),
     *("policies.context_time", "rollout.temperature", "verifier.scorer", "verifier.reward"),
+    "cluster.billing",
 )
 
 
-PRICES = (".price", ".price_per_gb")
+PRICES = (".price", ".price_per_gb", ".billing_unit", ".minimum_term")
 """Ends of keys that are prices. The machine of an executed run costs nothing."""
 
 

@@ -33,7 +33,9 @@ from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
 from streamrl.hardware.resolved import resolve
+from streamrl.record.billing import adds_nothing, billing_ratios
 from streamrl.record.charges import egress_dollars
+from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import StreamingName
@@ -366,7 +368,23 @@ class Estimates:
         """
         plan, prices, egress = plan or self.space.run.plan, self.space.prices, self.egress(steps)
         lags = np.zeros(len(steps)) if lags is None else lags
-        return values_of(plan, steps, prices, self.tokens, lags, egress)
+        billed = self.billed(steps, lags, plan)
+        return values_of(plan, steps, prices, self.tokens, lags, egress, billed)
+
+    def billed(self, steps: Floats, lags: Floats, plan: PlanConfig) -> Floats | float:
+        """Return the bill of every plan's whole run, relative to what its steps cost; see `billing_ratio`.
+
+        Args:
+            steps: seconds of a step of each plan.
+            lags: mean staleness of each plan in versions.
+            plan: the section with the cost of staleness.
+        """
+        cluster = self.space.run.cluster
+        if adds_nothing(cluster):
+            return 1.0
+        num_steps = self.space.run.algorithm.steps * steps_for_one(plan, lags)
+        egress = num_steps * self.egress(steps)
+        return billing_ratios(cluster, self.space.rents(), egress, num_steps * steps)
 
     def egress(self, steps: Floats) -> Floats:
         """Return the dollars of a step for traffic between pools.

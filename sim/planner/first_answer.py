@@ -305,7 +305,7 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
 
 
 class _Figures(NamedTuple):
-    """Seconds and dollars of a step of every plan: simulated if known, else estimated."""
+    """Seconds and dollars of a step of every plan: simulated if known, else estimated. Dollars are as billed."""
 
     seconds: Floats
     dollars: Floats
@@ -314,8 +314,9 @@ class _Figures(NamedTuple):
 def _figures(search: Search) -> _Figures:
     seconds = search.estimates.estimate().step.copy()
     dollars = seconds * search.space.prices + search.estimates.egress(seconds)
+    dollars *= search.estimates.billed(seconds, np.zeros(len(seconds)), search.goal)
     for index, speed in search.speeds.items():
-        seconds[index], dollars[index] = speed.step_time, speed.cost_per_step
+        seconds[index], dollars[index] = speed.step_time, speed.cost_per_step * speed.billing_ratio
     return _Figures(seconds, dollars)
 
 

@@ -28,21 +28,21 @@ def value_of(plan: PlanConfig, speed: Speed) -> float:
     """Return the objective of a simulated plan.
 
     For the Pareto set it is the product of seconds and dollars. All values are scaled to the
-    progress of a step without staleness (`plan.staleness_cost`). Dollars include those of waiting
-    (`plan.value_of_hour`).
+    progress of a step without staleness (`plan.staleness_cost`). Dollars are those of the bill of the
+    whole run, for each of its steps, and include those of waiting (`plan.value_of_hour`).
     """
-    steps = steps_for_one(plan, speed.mean_staleness)
+    steps, billed = steps_for_one(plan, speed.mean_staleness), speed.billing_ratio
     waiting = plan.value_of_hour / SECONDS_PER_HOUR * speed.step_time
     match plan.objective:
         case "cost-per-million-tokens":
-            paid = 1 + waiting / speed.cost_per_step if waiting else 1.0
+            paid = billed + waiting / speed.cost_per_step if waiting else billed
             return speed.cost_per_million_tokens * paid * steps
         case "cost-per-step":
-            return (speed.cost_per_step + waiting) * steps
+            return (speed.cost_per_step * billed + waiting) * steps
         case "step-time":
             return speed.step_time * steps
         case "pareto":
-            return speed.step_time * speed.cost_per_step * steps**2
+            return speed.step_time * speed.cost_per_step * billed * steps**2
         case _:
             assert_never(plan.objective)
 
@@ -54,6 +54,7 @@ def values_of(
     tokens_per_step: float,
     lags: Floats,
     egress: Floats,
+    billed: Floats | float = 1.0,
 ) -> Floats:
     """Estimate the objective of every plan.
 
@@ -64,9 +65,10 @@ def values_of(
         tokens_per_step: output tokens that a step trains on.
         lags: mean staleness in versions.
         egress: dollars a step for traffic between pools.
+        billed: bill of the whole run, relative to these dollars.
     """
     steps: Floats = steps_for_one(plan, np.asarray(lags))
-    seconds, dollars = seconds * steps, (seconds * prices + egress) * steps
+    seconds, dollars = seconds * steps, (seconds * prices + egress) * steps * billed
     waiting = plan.value_of_hour / SECONDS_PER_HOUR * seconds
     match plan.objective:
         case "cost-per-million-tokens":
@@ -136,7 +138,7 @@ class Spend(NamedTuple, Generic[Figure]):
     whole: Figure
     """Dollars of the whole run."""
     seconds: Figure
-    """Seconds of the whole run."""
+    """Seconds of the whole run, with set-up and failed attempts."""
 
 
 class Ceiling(NamedTuple):
@@ -194,8 +196,7 @@ def limits_of(plan: PlanConfig) -> list[Ceiling]:
 def spend_of(time: WholeTime, speed: Speed) -> Spend[float]:
     """Return the dollars and seconds of a simulated plan, given the time of its whole run."""
     per_day = speed.cost_per_step / speed.step_time * SECONDS_PER_DAY
-    whole = whole_dollars(speed, time, time.seconds)
-    return Spend(speed.cost_per_step, per_day, whole, time.seconds)
+    return Spend(speed.cost_per_step, per_day, whole_dollars(speed, time), time.rented)
 
 
 def excess(plan: PlanConfig, spend: Spend[Figure]) -> Figure | float:

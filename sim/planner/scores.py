@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
+from streamrl.record.billing import rented_time
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import steps_for_one, whole_time
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH
@@ -206,7 +207,9 @@ class Scores:
         dollars = self._dollars(steps)
         num_steps = self.space.run.algorithm.steps * steps_for_one(self.goal, self._lags)
         per_day = dollars / steps * SECONDS_PER_DAY
-        spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
+        whole = num_steps * dollars * self.estimates.billed(steps, self._lags, self.goal)
+        seconds = rented_time(self.space.run.cluster.billing, num_steps * steps)
+        spend = Spend(dollars, per_day, whole, seconds)
         found: Floats = np.asarray(excess(self.goal, spend))
         return found
 

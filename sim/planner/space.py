@@ -126,10 +126,11 @@ class Pairs:
             [0.0 if pool.owned else price_per_second(pool) for pool in offer.values()]
         )
         """Dollars a second of one GPU of each pool, if it is rented."""
-        self._owned = sum(
-            pool.num_gpus * price_per_second(pool) for pool in offer.values() if pool.owned
+        self._owned_rents = np.array(
+            [pool.num_gpus * price_per_second(pool) * pool.owned for pool in offer.values()]
         )
-        """Dollars a second of all pools that are owned. Every plan includes them."""
+        """Dollars a second of each pool that is owned. Every plan includes them."""
+        self._owned = self._owned_rents.sum()
         self._together = self._generate[:, None, :] + self._train[None, :, :]
         apart = np.array([[a != b and not _has_link(links, a, b) for b in names] for a in names])
         self._unlinked = (self._generate > 0).astype(int) @ apart @ (self._train > 0).T > 0
@@ -161,6 +162,18 @@ class Pairs:
         rented = np.where(is_shared, np.maximum(generate, train), generate + train)
         found: Floats = rented + rewards + self._owned
         return found
+
+    def rents(
+        self, modes: Sequence[Mode], first: Indices, second: Indices, of_mode: Indices
+    ) -> dict[str, Floats]:
+        """Return the price of each plan in dollars a second, by pool."""
+        is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
+        generate, train = self._generate[first], self._train[second]
+        rewards = np.array([self._rewards_of(mode) for mode in modes])[of_mode]
+        apart = generate + train
+        gpus = np.where(is_shared[:, None], np.maximum(generate, train), apart) + rewards
+        rents = gpus * self._rent + self._owned_rents
+        return {name: rents[:, place] for place, name in enumerate(self._names)}
 
     def _rewards_of(self, mode: Mode) -> Indices:
         """Return the GPUs of each pool that compute rewards."""
@@ -339,6 +352,11 @@ class Space:
             return each.split != trainer.split, each.offload != trainer.offload
 
         return sorted(alike, key=differences)
+
+    def rents(self) -> dict[str, Floats]:
+        """Return the price of each plan in dollars a second, by pool."""
+        pairs = Pairs(self.run.cluster, self.replicas, self.trainers)
+        return pairs.rents(self.modes, self.of_replicas, self.of_trainer, self.of_mode)
 
     def priced(self, cluster: ClusterConfig) -> Space:
         """Return the same plans with the prices and links of another offer."""

@@ -25,6 +25,7 @@ from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.steady_state import START, Speed, read_steps
+from streamrl.record.whole_run import billing_ratio_of, whole_time
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -207,7 +208,10 @@ def _measure_short(trial: Trial) -> Speed:
     costs = costs_of_portion(Costs.load(run), trial.portions)
     portion = portion_of(run, trial.portions)
     trace = simulate_steady(portion, workload=open_portion(trial.run, trial.portions), costs=costs)
-    return speed_of_all(_speed_of(trace), PaidGpus.of(run).dollars_per_second, trial.portions)
+    paid = PaidGpus.of(run)
+    speed = speed_of_all(_speed_of(trace), paid.dollars_per_second, trial.portions)
+    ratio = billing_ratio_of(run.cluster, whole_time(run, speed), speed, paid)
+    return replace(speed, billing_ratio=ratio)
 
 
 def _speed_of(trace: Trace) -> Speed:

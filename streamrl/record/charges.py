@@ -116,6 +116,14 @@ class PaidGpus:
         return {name: count for name, count in {**paid, **owned}.items() if count}
 
     @property
+    def rents(self) -> dict[str, float]:
+        """Return the dollars per second of the paid GPUs of each pool."""
+        return {
+            name: num_gpus * price_of(self.pools[name]) / SECONDS_PER_HOUR
+            for name, num_gpus in self.by_pool.items()
+        }
+
+    @property
     def dollars_per_second(self) -> float:
         """Return the dollars per second of all paid GPUs."""
         prices = (num_gpus * price_of(self.pools[name]) for name, num_gpus in self.by_pool.items())

@@ -45,7 +45,7 @@ from streamrl.record.uncertainty import (
     read_uncertainty,
     unmeasured_warning,
 )
-from streamrl.record.whole_run import WholeRun, make_whole_run
+from streamrl.record.whole_run import WholeRun, billing_ratio_of, make_whole_run, whole_time
 from streamrl.runfile.formatting import (
     format_count,
     format_dollars,
@@ -443,7 +443,7 @@ def _measure_speed(
     )
     step_times = leader.step_times()
     unfinished = describe_unfinished(trace.run.algorithm.steps, steps.version, reader.stopped_for)
-    return Speed(
+    speed = Speed(
         step_time=steady.step_time,
         step_time_interval=steady.interval,
         median_step_time=median(step_times[first:last]),
@@ -463,6 +463,9 @@ def _measure_speed(
         else 0.0,
         mean_staleness=_mean_of(leader.made.staleness(first, last)),
     )
+    time = whole_time(trace.run, speed, is_recorded=trace.world == "real")
+    ratio = billing_ratio_of(trace.run.cluster, time, speed, paid)
+    return msgspec.structs.replace(speed, billing_ratio=ratio)
 
 
 def _wasted(flow: Flow, trained: Sequence[int], window: tuple[float, float]) -> dict[str, float]:

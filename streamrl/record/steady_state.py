@@ -144,6 +144,9 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """The part of it for link traffic (`price_per_gb`)."""
     cost_per_million_tokens: float
     """Dollars per million output tokens trained on."""
+    billing_ratio: float = 1.0
+    """Bill of the whole run, relative to the dollars that its steps cost at the figures above. It is 1 without keys of
+    `cluster.billing`, `billing_unit` and `minimum_term`."""
     mean_staleness: float
     """Mean number of versions that a rollout was behind when the primary trainer trained on it."""
 

@@ -1,6 +1,7 @@
 """Compute the totals of a whole run: seconds, GPU-hours, dollars, tokens and kWh of all training steps.
 
     seconds  =  steps before the steady state  +  all other steps x mean step  +  checkpoints
+    dollars  =  the bill of these seconds (`billing.py`)
 
 The mean step is that of the steady state. The 95 % interval of the total comes from the interval of this mean
 alone. The band also includes the model error. Neither includes an unforeseen drift of lengths.
@@ -8,7 +9,7 @@ alone. The band also includes the model error. Neither includes an unforeseen dr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import ceil
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
@@ -17,11 +18,21 @@ import msgspec
 
 from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
-from streamrl.hardware.profiles import load_gpu, price_of
+from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
 from streamrl.record.band import Band, ModelError, band_of
+from streamrl.record.billing import (
+    Bill,
+    adds_nothing,
+    bill_of,
+    billed_time,
+    billing_ratio,
+    rented_time,
+    uncounted,
+)
 from streamrl.record.charges import PaidGpus, PaidSide
 from streamrl.record.steady_state import Speed
+from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -107,6 +118,7 @@ class PoolTotal(msgspec.Struct, frozen=True, kw_only=True):
     """Mean number of paid GPUs."""
     is_owned: bool
     gpu_hours: float
+    """GPU-hours that are billed."""
     dollars: float
     kwh: float | None
     """Energy of the GPUs alone; None if there is no power data."""
@@ -131,6 +143,14 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of each paid pool, by name."""
     egress: float
     """Dollars for the weights that cross links."""
+    storage: float = 0.0
+    """Dollars for storage."""
+    setup_time: float = 0.0
+    """Seconds for which GPUs are rented before the first step. They are not part of `seconds`."""
+    failed_time: float = 0.0
+    """Seconds of failed attempts that are repeated. They are not part of `seconds`."""
+    uncounted: list[str] = []
+    """Parts of the bill that are zero, because the run file does not set their keys."""
     start_time: float
     """Extra seconds of the first steps, compared with mean steps, up to the first step that is not longer. Replicas
     start then, and no rollouts are ready. Later steps before the steady state count only in `seconds`."""
@@ -159,6 +179,8 @@ class WholeTime(NamedTuple):
     start_time: float
     start_interval: tuple[float, float] | None
     checkpoint_time: float
+    rented: float
+    """Seconds for which GPUs are rented: `seconds`, set-up and failed attempts."""
 
 
 def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTime:
@@ -182,14 +204,16 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
         least, most = speed.step_time_interval
         interval = (known + rest * least, known + rest * most)
         start_interval = (_start_delay(start, most), _start_delay(start, least))
+    seconds = known + rest * speed.step_time
     return WholeTime(
         steps,
         num_before,
-        known + rest * speed.step_time,
+        seconds,
         interval,
         _start_delay(start, speed.step_time),
         start_interval,
         saving,
+        rented_time(run.cluster.billing, seconds),
     )
 
 
@@ -203,10 +227,19 @@ def _start_delay(step_times: Sequence[float], step_time: float) -> float:
     return sum((seconds - step_time for seconds in longer), 0.0)
 
 
-def whole_dollars(speed: Speed, time: WholeTime, seconds: float) -> float:
-    """Return the dollars of a whole run that takes `seconds`. GPUs are paid by time, egress by step."""
+def whole_dollars(speed: Speed, time: WholeTime) -> float:
+    """Return the dollars of a whole run: GPUs are paid by time, egress by step, and both as they are billed."""
     rent = (speed.cost_per_step - speed.egress_per_step) / speed.step_time
-    return seconds * rent + time.steps * speed.egress_per_step
+    return (time.seconds * rent + time.steps * speed.egress_per_step) * speed.billing_ratio
+
+
+def billing_ratio_of(
+    cluster: ClusterConfig, time: WholeTime, speed: Speed, paid: PaidGpus
+) -> float:
+    """Return the bill of a whole run, relative to what its steps cost at the figures of a step."""
+    if adds_nothing(cluster):
+        return 1.0
+    return billing_ratio(cluster, paid.rents, time.steps * speed.egress_per_step, time.seconds)
 
 
 def make_whole_run(
@@ -225,44 +258,36 @@ def make_whole_run(
         num_replicas: its mean number of replicas in the steady state.
         error: the model error of its seconds; None for a real run.
     """
-    run = trace.run
+    run, billing = trace.run, trace.run.cluster.billing
     time = whole_time(run, speed, is_recorded=trace.world == "real")
-    hours = time.seconds / SECONDS_PER_HOUR
     paid = PaidGpus.of(run, num_replicas)
+    rents, egress = paid.rents, time.steps * speed.egress_per_step
+
+    def bill(seconds: float) -> Bill:
+        return bill_of(run.cluster, rents, egress, seconds)
+
+    billed, band = bill(time.seconds), band_of(time.seconds, time.interval, error)
     energy = read_energy(paid, shares)
-    band = band_of(time.seconds, time.interval, error)
-    pools = {}
-    for name, count in paid.by_pool.items():
-        pool, watts = run.cluster.pools[name], energy.watts[name]
-        pools[name] = PoolTotal(
-            gpu=pool.gpu,
-            num_gpus=count,
-            is_owned=pool.owned,
-            gpu_hours=count * hours,
-            dollars=count * hours * price_of(pool),
-            kwh=None if watts is None else watts * hours / 1e3,
-        )
+    pools = dict(_pool_totals(paid, billed, time.rented, energy.watts))
     known = [pool.kwh for pool in pools.values() if pool.kwh is not None]
     trained = speed.step_tokens[: time.num_before]
     usual = speed.step_time * speed.goodput
+    least, most = time.interval or (time.seconds, time.seconds)
     return WholeRun(
         steps=time.steps,
         seconds=time.seconds,
         seconds_interval=time.interval,
         seconds_band=band,
-        dollars=whole_dollars(speed, time, time.seconds),
-        dollars_interval=None
-        if time.interval is None
-        else (
-            whole_dollars(speed, time, time.interval[0]),
-            whole_dollars(speed, time, time.interval[1]),
-        ),
-        dollars_band=Band(
-            low=whole_dollars(speed, time, band.low), high=whole_dollars(speed, time, band.high)
-        ),
+        dollars=billed.total,
+        dollars_interval=None if time.interval is None else (bill(least).total, bill(most).total),
+        dollars_band=Band(low=bill(band.low).total, high=bill(band.high).total),
         gpu_hours=sum(pool.gpu_hours for pool in pools.values()),
         pools=pools,
-        egress=time.steps * speed.egress_per_step,
+        egress=billed.egress,
+        storage=billed.storage,
+        setup_time=float(billing.setup_time),
+        failed_time=time.seconds * billing.failed_share,
+        uncounted=uncounted(run.cluster),
         start_time=time.start_time,
         start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,
@@ -271,6 +296,25 @@ def make_whole_run(
         kwh=sum(known) if len(known) == len(pools) else None,
         unknown_power=energy.unknown,
     )
+
+
+def _pool_totals(
+    paid: PaidGpus, bill: Bill, rented: float, watts: Mapping[str, float | None]
+) -> Iterator[tuple[str, PoolTotal]]:
+    """Yield the totals of each paid pool. GPUs use power while they are rented."""
+    for name, count in paid.by_pool.items():
+        pool, of_pool = paid.pools[name], watts[name]
+        yield (
+            name,
+            PoolTotal(
+                gpu=pool.gpu,
+                num_gpus=count,
+                is_owned=pool.owned,
+                gpu_hours=count * billed_time(pool, rented) / SECONDS_PER_HOUR,
+                dollars=bill.pools[name],
+                kwh=None if of_pool is None else of_pool * rented / SECONDS_PER_HOUR / 1e3,
+            ),
+        )
 
 
 def steps_for_one(plan: PlanConfig, lag: Lag) -> Lag:

@@ -22,6 +22,7 @@ from streamrl.runfile.formatting import (
     format_duration,
     format_share,
     format_step_time,
+    listing,
     long_dollars,
     long_time,
 )
@@ -72,6 +73,10 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
         yield f"  {name}", f"${pool.dollars:,.2f}" if pool.dollars else "free", _pool_text(pool)
     if whole.egress:
         yield "  links", f"${whole.egress:,.2f}", "for weights that cross them"
+    if whole.storage:
+        yield "  storage", f"${whole.storage:,.2f}", "while GPUs are rented"
+    if whole.dollars and whole.uncounted:
+        yield "  not counted", "", f"{listing(whole.uncounted)}: {BILLING_KEYS}"
     yield "  GPU-hours", f"{whole.gpu_hours:,.4g}", _parts_text(whole)
     yield "  trained on", f"{_count(whole.tokens)} tokens", f"{whole.rollouts:,} rollouts"
     if whole.kwh is not None:
@@ -83,10 +88,14 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
         yield "  energy", "not known", f"no measured watts of {gpus}{rest}"
 
 
+BILLING_KEYS = "set cluster.billing, and billing_unit or minimum_term of a pool"
+"""How to count what is missing in a bill."""
+
+
 def fact_lines(whole: WholeRun) -> Iterator[str]:
     """Yield the same facts as lines of text."""
     for name, figure, note in facts(whole):
-        yield f"{name}: {figure}; {note}"
+        yield f"{name}: {'; '.join(text for text in (figure, note) if text)}"
 
 
 def _pool_text(pool: PoolTotal) -> str:
@@ -95,7 +104,12 @@ def _pool_text(pool: PoolTotal) -> str:
 
 
 def _parts_text(whole: WholeRun) -> str:
-    parts = {"the start": whole.start_time, "checkpoints": whole.checkpoint_time}
+    parts = {
+        "the start": whole.start_time,
+        "checkpoints": whole.checkpoint_time,
+        "set-up": whole.setup_time,
+        "failed attempts": whole.failed_time,
+    }
     told = [f"{long_time(seconds)} for {what}" for what, seconds in parts.items() if seconds > 0]
     return ", ".join(["of them all", *told]) if told else ""
 

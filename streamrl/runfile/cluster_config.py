@@ -34,6 +34,10 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     """Dollars per GPU-hour; the GPU's own figure where absent."""
     owned: bool = False
     """Whether its GPUs are yours: all of them are charged at `price`, idle or busy, and no plan hands one back."""
+    billing_unit: Duration = Duration(0.0)
+    """Time by which a rental of it is billed, such as "1 h": each rental is rounded up to whole units. 0: by the second."""
+    minimum_term: Duration = Duration(0.0)
+    """Shortest time that a rental of it is billed for, such as "24 h"."""
     spot_failures_per_gpu_day: float = 0.0
     """Times in 24 hours that a rented GPU of it is taken away, on average: beside `failures.per_gpu_day`, and for
     trainers too."""
@@ -73,8 +77,22 @@ class LinkConfig(Section, frozen=True, kw_only=True):
     """Dollars of 10^9 bytes that cross it, as providers charge egress: each push of weights."""
 
 
+class BillingConfig(Section, frozen=True, kw_only=True):
+    """What a run is billed for beside the GPU-hours of its steps and the traffic over links."""
+
+    setup_time: Duration = Duration(0.0)
+    """Time for which all GPUs are rented before the first step, such as "2 h": images, weights, tests."""
+    failed_share: float = 0.0
+    """Time lost in failed attempts that are repeated, as a share of the run's time: 0.1 for a tenth."""
+    storage: Size = Size(0.0)
+    """Checkpoints and data that are stored while GPUs are rented, such as "2 TB"."""
+    storage_price: float = 0.0
+    """Dollars a month for 10^9 bytes of storage."""
+
+
 class ClusterConfig(Section, frozen=True, kw_only=True):
     """The pools and the links between them; within a pool the GPU's own network counts."""
 
     pools: dict[str, PoolConfig]
     links: list[LinkConfig] = msgspec.field(default_factory=list)
+    billing: BillingConfig = BillingConfig()

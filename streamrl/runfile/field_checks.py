@@ -29,7 +29,7 @@ import msgspec
 from streamrl.runfile.algorithm_config import AlgorithmConfig, CorrectionName
 from streamrl.runfile.algorithms import readers_of
 from streamrl.runfile.choices import choices_of
-from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
+from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, say, shown
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
@@ -380,7 +380,15 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "nvlink_domain": Bounds(1),
         "unit": Bounds(1),
         "price": MONEY,
+        "billing_unit": SECONDS,
+        "minimum_term": SECONDS,
         "spot_failures_per_gpu_day": Bounds(0),
+    },
+    BillingConfig: {
+        "setup_time": SECONDS,
+        "failed_share": SHARE,
+        "storage": Bounds(0),
+        "storage_price": MONEY,
     },
     LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": MONEY},
     RolloutConfig: {

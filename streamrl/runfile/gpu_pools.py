@@ -214,6 +214,15 @@ def _check_owned(pools: dict[str, PoolConfig]) -> None:
             key, rate = pool_key(name, "spot_failures_per_gpu_day"), pool.spot_failures_per_gpu_day
             text = f"{key}={rate:g} applies to rented GPUs, but the pool is owned; set failures.per_gpu_day, which applies to both"
             raise RunError(key, rate, Bounds(0, 0), text, (pool_key(name, "owned"),))
+        for key in ("billing_unit", "minimum_term"):
+            _check_rented(name, pool, key)
+
+
+def _check_rented(name: str, pool: PoolConfig, field: str) -> None:
+    if pool.owned and (seconds := getattr(pool, field)):
+        key = pool_key(name, field)
+        text = f"{key}={seconds:g} s applies to rented GPUs, but the pool is owned; remove the key"
+        raise RunError(key, seconds, Bounds(0, 0), text, (pool_key(name, "owned"),))
 
 
 def _check_domains(pools: dict[str, PoolConfig]) -> None:

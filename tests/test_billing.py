@@ -1,0 +1,167 @@
+"""What a run is billed: units of time, minimum terms, set-up, failed attempts and storage, by pencil and paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streamrl.record.billing import adds_nothing, bill_of, billed_time, billing_ratios, uncounted
+from streamrl.record.charges import PaidGpus
+from streamrl.record.metrics import measure
+from streamrl.record.whole_run import whole_dollars, whole_time
+from streamrl.report.run_tables import facts
+from streamrl.runfile.cluster_config import BillingConfig, ClusterConfig, LinkConfig, PoolConfig
+from streamrl.runfile.units import Bandwidth, Duration, Size
+from streamrl.sim.planner.objective import value_of
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.trial import Trial, short_speed_of
+from tests.runs import small_run
+from tests.test_metrics import two_steps
+from tests.test_plan import Here, few
+from tests.test_plan_limits import STEPS
+from tests.test_whole_run import measured
+
+HOUR = 3600.0
+CLUSTER = ClusterConfig(
+    pools={
+        "near": PoolConfig(gpu="h800", billing_unit=Duration(HOUR)),
+        "far": PoolConfig(gpu="h20", minimum_term=Duration(24 * HOUR)),
+    },
+    links=[LinkConfig(between=("near", "far"), bandwidth=Bandwidth(1e9), price_per_gb=0.1)],
+    billing=BillingConfig(
+        setup_time=Duration(2 * HOUR), failed_share=0.1, storage=Size(2e12), storage_price=0.073
+    ),
+)
+RENTS = {"near": 40 / HOUR, "far": 10 / HOUR}
+BILLED: dict[str, Any] = {
+    "cluster.billing": {
+        "setup_time": "2 h",
+        "failed_share": 0.1,
+        "storage": "2 TB",
+        "storage_price": 0.073,
+    },
+    "cluster.pools.near.billing_unit": "1 h",
+    "cluster.pools.far.minimum_term": "24 h",
+}
+
+
+# By hand ------------------------------------------------------------------------------------------
+
+
+def test_a_rental_is_rounded_up_to_whole_units_and_to_its_minimum_term() -> None:
+    hourly, daily = CLUSTER.pools.values()
+    assert [billed_time(hourly, hours * HOUR) / HOUR for hours in (0.1, 3.0, 3.01)] == [1, 3, 4]
+    assert billed_time(daily, 5 * HOUR) == 24 * HOUR and billed_time(daily, 25 * HOUR) == 25 * HOUR
+    assert billed_time(PoolConfig(gpu="h20"), 5.5) == 5.5
+
+
+def test_a_bill_by_hand() -> None:
+    bill = bill_of(CLUSTER, RENTS, 50.0, 10 * HOUR)  # rented for 2 + 10 x 1.1 = 13 h
+    assert bill.pools == pytest.approx({"near": 13 * 40, "far": 24 * 10})
+    assert bill.egress == pytest.approx(55)
+    assert bill.storage == pytest.approx(2000 * 0.073 * 13 / 730)
+    assert bill.total == pytest.approx(520 + 240 + 55 + 2.6)
+
+
+def test_without_keys_the_bill_is_the_rent_and_the_egress() -> None:
+    plain = ClusterConfig(pools={"near": PoolConfig(gpu="h800"), "far": PoolConfig(gpu="h20")})
+    assert bill_of(plain, RENTS, 7.0, 10 * HOUR).total == pytest.approx(507)
+    assert adds_nothing(plain) and not adds_nothing(CLUSTER) and uncounted(CLUSTER) == []
+    assert uncounted(plain) == [
+        *("set-up", "failed attempts", "storage"),
+        *("egress", "billing units", "minimum terms"),
+    ]
+
+
+def test_many_runs_are_billed_as_each_alone() -> None:
+    seconds = np.array([0.5, 10.0, 30.0]) * HOUR
+    rents = {"near": np.array([1.0, 2.0, 0.0]), "far": np.array([0.0, 1.0, 3.0])}
+    ratios = billing_ratios(CLUSTER, rents, np.full(3, 5.0), seconds)
+    for place, each in enumerate(seconds):
+        own = {name: float(rent[place]) for name, rent in rents.items()}
+        plain = sum(own.values()) * each + 5.0
+        total = bill_of(CLUSTER, own, 5.0, float(each)).total
+        assert ratios[place] == pytest.approx(total / plain)
+
+
+# In a run -----------------------------------------------------------------------------------------
+
+
+def test_a_simulation_is_billed_and_its_parts_make_the_total() -> None:
+    free, metrics = measured(), measured(BILLED)
+    whole, plain = metrics.whole_run, free.whole_run
+    assert metrics.step_times == free.step_times and whole.seconds == plain.seconds
+    assert whole.setup_time == 2 * HOUR and whole.failed_time == pytest.approx(0.1 * whole.seconds)
+    near, far = whole.pools["near"], whole.pools["far"]
+    assert near.gpu_hours == 3 * near.num_gpus and far.gpu_hours == 24 * far.num_gpus
+    parts = sum(pool.dollars for pool in whole.pools.values()) + whole.egress + whole.storage
+    assert whole.dollars == pytest.approx(parts)
+    assert metrics.cost_per_step == free.cost_per_step
+    run = small_run(BILLED)
+    assert whole_dollars(metrics, whole_time(run, metrics)) == pytest.approx(whole.dollars)
+    assert metrics.billing_ratio == pytest.approx(whole.dollars / plain.dollars)
+    rows = {name.strip(): (figure, note) for name, figure, note in facts(whole)}
+    assert "2.00 h for set-up" in rows["GPU-hours"][1] and rows["storage"][0].startswith("$0.")
+    assert rows["not counted"][1].startswith("egress: set cluster.billing")
+
+
+def test_an_executed_run_is_billed_as_its_simulation_is() -> None:
+    trace = two_steps()
+    trace.run = replace(trace.run, cluster=replace(small_run(BILLED).cluster, links=[]))
+    totals = []
+    for world in ("simulated", "real"):
+        trace.world = world  # type: ignore[assignment]  # both are worlds
+        totals.append(measure(trace).whole_run)
+    assert totals[0] is not None and totals[1] is not None
+    assert totals[0].seconds == 26 and totals[0].dollars == totals[1].dollars
+    rents = PaidGpus.of(trace.run).rents
+    hours = {"near": 3, "far": 24}
+    expected = sum(rents[name] * hours[name] * HOUR for name in rents)
+    assert totals[1].dollars == pytest.approx(expected + totals[1].storage)
+
+
+# In a plan ----------------------------------------------------------------------------------------
+
+
+def test_a_minimum_term_of_a_pool_moves_a_short_run_to_another_pool() -> None:
+    pools = []
+    for terms in ({}, {"cluster.pools.h20.minimum_term": "24 h"}):
+        plan: dict[str, Any] = {"tolerance": 0.0, "trainer_pools": ["h20", "h800"]}
+        run = few({**STEPS, **terms}, rollout_tensor_parallel=[1], **plan)
+        search = Search.open(run)
+        best = search.run(Here(), lambda: None)[0]
+        pools.append(search.space.candidate(best).pools)
+        spends = [search.spend_of(speed).whole for speed in search.speeds.values()]
+        assert search.spend_of(search.speeds[best]).whole <= 1.02 * min(spends)
+        assert search.value(best) == value_of(run.plan, search.speeds[best])
+    assert pools == [{"h20"}, {"h800"}]
+
+
+def test_an_estimate_is_billed_as_its_simulation() -> None:
+    run = few({**STEPS, "cluster.billing": {"setup_time": "10 h", "failed_share": 0.2}})
+    search = Search.open(run)
+    index = int(np.argmin(search.space.prices))
+    speed = short_speed_of(Trial(search.base, search.space.candidate(index)))
+    steps = np.full(len(search.space), speed.step_time)
+    ratios = search.estimates.billed(steps, np.zeros(len(steps)), run.plan)
+    assert np.asarray(ratios)[index] == pytest.approx(speed.billing_ratio, rel=0.05)
+    assert search.spend_of(speed).seconds > 10 * HOUR
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"cluster.billing": {"failed_share": 1.5}}, "cluster.billing.failed_share must be in"),
+        ({"cluster.billing": {"setup_time": 3}}, "cluster.billing.setup_time"),
+        (
+            {"cluster.pools.far.owned": True, "cluster.pools.far.minimum_term": "1 h"},
+            "cluster.pools.far.minimum_term=3600 s applies to rented GPUs",
+        ),
+    ],
+)
+def test_what_cannot_be_billed_is_refused_by_key(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part.replace(".", r"\.")):
+        small_run(changes)
