@@ -2,7 +2,8 @@
 
 Hydra composes verl's configuration with the options of a script. OpenRLHF's script parses and checks its own.
 Neither package is imported, because both need PyTorch and Ray. So verl's checks of a composed configuration are not run.
-NeMo-RL's configuration files are in no package. slime's parser imports Megatron-LM and SGLang. Neither is read here.
+NeMo-RL's configuration files are in no package. slime's parser imports Megatron-LM and SGLang. Both are checked against
+published options in test_published_options.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import random
 import subprocess
 import sys
 from datetime import datetime
@@ -24,9 +26,14 @@ from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import ExportName, load_options
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
+from streamrl.sim.planner.modes import keep_to_framework
+from streamrl.sim.planner.space import Space
 from tests.runs import small_run
+from tests.target_offers import OFFERS, offer_for
 
 pytestmark = pytest.mark.exports
+PLANS_OF_EACH = 3
+"""Plans of an offer that are exported to each framework."""
 MAIN, COLOCATED = "examples/h20-h800.toml", "examples/colocated.toml"
 GRPO = ["algorithm.name=grpo", "algorithm.group_size=8", "algorithm.kl_coefficient=0.01"]
 SHARDED = ["trainer.zero=3", "trainer.tensor_parallel=1", "trainer.data_parallel=16"]
@@ -182,6 +189,28 @@ def test_an_option_that_openrlhf_does_not_have_is_rejected(monkeypatch: pytest.M
 
 
 # Both ---------------------------------------------------------------------------------------------
+
+
+def planned_runs(name: ExportName, offer: str) -> list[Run]:
+    """Return a few of the plans that are searched for a framework, as `plan --for` does."""
+    space = Space.open(keep_to_framework(offer_for(offer, name)).run)
+    places = random.Random(0).sample(range(len(space)), PLANS_OF_EACH)
+    return [space.candidate(place).apply(space.run) for place in places]
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+def test_the_parsers_take_what_is_planned_for_verl_and_openrlhf(
+    offer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in planned_runs("verl", offer):
+        config = compose_verl(arguments_of(run, "verl"))
+        gpus = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+        assert gpus == run.trainer.num_gpus
+    for run in planned_runs("openrlhf", offer):
+        parsed = parse_with_openrlhf(arguments_of(run, "openrlhf"), monkeypatch)
+        assert parsed.actor.num_nodes * parsed.actor.num_gpus_per_node == run.trainer.num_gpus
+        engines = parsed.vllm.num_engines * parsed.vllm.tensor_parallel_size
+        assert engines == run.rollout.num_gpus
 
 
 def check_coverage(name: ExportName, runs: list[Run]) -> None:
