@@ -39,6 +39,7 @@ from streamrl.sim.planner.modes import USUAL_SYSTEMS, Mode
 from streamrl.sim.planner.plan import Plan
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.race import FINAL_STEPS, Race
+from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.search import ROUND, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import Trial, run_all, short_speed_of, shortened
@@ -160,6 +161,8 @@ def _chosen(run: Run) -> Candidate:
     kinds = [Replicas(*_settings(kind, Replicas)) for kind in (run.rollout, *run.rollout.others)]
     beside = reduce(lambda last, kind: kind._replace(beside=last), reversed(kinds[1:]), None)
     mode = Mode(*_settings(run.policies, Mode), sync_mode=run.sync.mode)
+    if run.verifier.pool is not None:
+        mode = mode._replace(rewards=RewardReplicas(*_settings(run.verifier, RewardReplicas)))
     trainer = Degrees(*_settings(run.trainer, Degrees))
     return Candidate(kinds[0]._replace(beside=beside), trainer, mode)
 

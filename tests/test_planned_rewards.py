@@ -17,17 +17,23 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, write_run
+from streamrl.sim.planner.layouts import mixed_fleets
 from streamrl.sim.planner.plan import Choice
 from streamrl.sim.planner.planner import make_plan
-from streamrl.sim.planner.reward_replicas import RewardReplicas, find_reward_replicas
+from streamrl.sim.planner.reward_replicas import (
+    RewardReplicas,
+    find_reward_replicas,
+    least_gpus,
+)
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Space
-from streamrl.sim.planner.trial import Trial, short_speed_of
+from streamrl.sim.planner.trial import Trial, portion_of, portions_of, short_speed_of
 from streamrl.sim.steady_state import measure_steady
 from streamrl.sim.studies.comparison import compare_runs
 from tests.measured_profile import model_directory
 from tests.runs import small_run
 from tests.test_plan import FEW, FEW_PLANS, Here
+from tests.test_portions import HUGE
 from tests.test_search_space import OFFER, offer
 
 THIRD = {**OFFER["cluster"]["pools"], "l40s": {"gpu": "h20", "gpus_per_node": 4, "price": 0.9}}
@@ -131,6 +137,36 @@ def test_a_pool_that_the_reward_model_fills_generates_no_more() -> None:
     assert {space.candidate(i).replicas.pool for i in range(len(space))} == {"h800"}
 
 
+def test_a_second_kind_of_replicas_leaves_the_gpus_of_rewards_free() -> None:
+    one, two = RewardReplicas("h20", 4, 1), RewardReplicas("h20", 1, 2)
+    assert least_gpus([one, two]) == {"h20": 2}
+    assert least_gpus([one, RewardReplicas("h800", 1, 1), None]) == {"h20": 0, "h800": 0}
+    run = rewarded(pool="h20", unit=1, mixes_replicas=True)
+    space = Space.open(run)
+    first = next(
+        space.candidate(i)
+        for i in range(len(space))
+        if space.candidate(i).replicas.pools == ("h800",)
+    )
+    replica, pools = resolve(run).replica, run.cluster.pools
+
+    def sizes(others: dict[str, int]) -> set[int]:
+        fleets = mixed_fleets(replica, pools, run.plan, [first.replicas], [first.trainer], others)
+        return {kind.num_gpus for each in fleets for kind in each.kinds if kind.pool == "h20"}
+
+    assert max(sizes({})) == 16 and max(sizes({"h20": 3})) == 13
+
+
+def test_a_portion_has_its_share_of_the_workers() -> None:
+    gpus = {"verifier.pool": "near", "verifier.gpus_per_worker": 1}
+    pools = {"cluster.pools.near": {"gpu": "h800", "nodes": 64}}
+    many = small_run({**HUGE, **pools, **gpus, "verifier.workers": 8})
+    assert portions_of(many) == 4 and portion_of(many, 4).verifier.workers == 2
+    assert portions_of(small_run({**HUGE, **pools, **gpus, "verifier.workers": 2})) == 2
+    assert portions_of(small_run({**HUGE, "verifier.time": "1 s"})) == 1
+    assert portions_of(small_run(HUGE)) == 4
+
+
 # Seconds ------------------------------------------------------------------------------------------
 
 
@@ -153,6 +189,16 @@ def test_estimates_with_rewards_are_near_the_simulation(pool: str, system: str) 
         assert step == pytest.approx(estimate.step[index], rel=0.1)
         assert step > 0.93 * bound[index]
     assert steps[0] > 1.2 * steps[1]
+
+
+def test_rewards_on_cpus_bind_too() -> None:
+    one = {"rollout_tensor_parallel": [1], "rollout_gpus": [8], "trainer_gpus": [8]}
+    slow = {"verifier": {"time": "0.5 s", "workers": 1}}
+    search = Search.open(rewarded(systems=["stream-sync"], changes=slow, **one))
+    search.refine(Here(), lambda *_: [0])
+    step = short_speed_of(Trial(search.base, search.space.candidate(0))).step_time
+    assert step == pytest.approx(search.estimates.estimate().step[0], rel=0.1)
+    assert step > 64
 
 
 def test_a_reward_model_of_a_known_shape_takes_longer_with_lengths_mixed(tmp_path: Path) -> None:
@@ -212,7 +258,7 @@ def test_a_plan_names_the_gpus_of_its_reward_model_and_what_they_cost(tmp_path: 
 FEW_STEPS = {"simulate.max_steps": 3}
 
 
-def with_workers(workers: int) -> Run:
+def with_workers(workers: int, system: str = "stream-async") -> Run:
     """Return a small run whose rewards take half a second on each GPU."""
     pools = {"cluster.pools.third": {"gpu": "a100", "gpus_per_node": 4, "price": 1.0}}
     keys = {"pool": "third", "gpus_per_worker": 1, "workers": workers, "time": "0.5 s"}

@@ -504,6 +504,7 @@ def mixed_fleets(
     plan: PlanConfig,
     replicas: Iterable[Replicas],
     trainers: Sequence[Degrees],
+    others: Mapping[str, int] | None = None,
 ) -> list[Replicas]:
     """Return replicas of two kinds: all or most of one of `replicas`, with others on the remaining GPUs.
 
@@ -513,14 +514,16 @@ def mixed_fleets(
         plan: the section `[plan]`, which must allow two kinds (`can_mix`).
         replicas: good replicas, each of one kind.
         trainers: the smallest of them decides how many GPUs remain.
+        others: GPUs by pool that neither side can have, such as those of a reward model.
     """
+    room = {name: pool.num_gpus - (others or {}).get(name, 0) for name, pool in pools.items()}
     found = dict.fromkeys(
         _together(each._replace(replicas=kept), beside)
         for each in replicas
         if each.beside is None
         for share in SHARES
         if (kept := int(each.replicas * share))
-        for beside in _beside(replica, pools, plan, each._replace(replicas=kept), trainers)
+        for beside in _beside(replica, pools, plan, each._replace(replicas=kept), trainers, room)
     )
     return list(found)
 
@@ -545,11 +548,12 @@ def _beside(
     plan: PlanConfig,
     kept: Replicas,
     trainers: Sequence[Degrees],
+    free: Mapping[str, int],
 ) -> Iterator[Replicas]:
     """Yield the replicas of another kind that fit on the remaining GPUs."""
     for pool in plan.rollout_pools or pools:
         taken = min(trainer.num_gpus if trainer.pool == pool else 0 for trainer in trainers)
-        room = pools[pool].num_gpus - taken
+        room = free[pool] - taken
         room -= kept.num_gpus if kept.pool == pool else 0
         open_sizes = [size for size in sizes(pools[pool], plan.unit) if size <= room]
         there = in_pool(replica, pool, pools)

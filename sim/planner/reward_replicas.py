@@ -78,6 +78,15 @@ def find_reward_replicas(
     return found
 
 
+def least_gpus(choices: Sequence[RewardReplicas | None]) -> dict[str, int]:
+    """Return the GPUs by pool that rewards take in all of several choices."""
+    pools = {each.pool for each in choices if each is not None}
+    return {
+        pool: min(each.num_gpus if each and each.pool == pool else 0 for each in choices)
+        for pool in pools
+    }
+
+
 def _sizes_in(
     name: str, pool: PoolConfig, verifier: VerifierConfig, plan: PlanConfig, calls: int
 ) -> list[RewardReplicas]:

@@ -34,6 +34,7 @@ from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.planner.estimates import Estimates
 from streamrl.sim.planner.layouts import Degrees, Replicas, can_mix, mixed_fleets
 from streamrl.sim.planner.objective import unmet
+from streamrl.sim.planner.reward_replicas import least_gpus
 from streamrl.sim.planner.scores import Scores, best_of, within
 from streamrl.sim.planner.space import Candidate, Space
 from streamrl.sim.planner.stage_times import DealtBatch, FallingLengths
@@ -221,7 +222,9 @@ class Search(Scores):
         good = dict.fromkeys(space.candidate(index).replicas for index in near)
         those = [space.trainers[each] for each in trainers]
         replica, pools, best = resolve(run).replica, run.cluster.pools, list(good)[:MIXED]
-        return self.widen(mixed_fleets(replica, pools, run.plan, best, those), trainers, modes)
+        others = least_gpus([space.modes[each].rewards for each in modes])
+        fleets = mixed_fleets(replica, pools, run.plan, best, those, others)
+        return self.widen(fleets, trainers, modes)
 
     def open_mixed(self, candidate: Candidate) -> None:
         """Open a plan with two kinds of replicas.
