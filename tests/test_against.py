@@ -18,6 +18,7 @@ from streamrl.runfile.simulation_config import SimulateConfig
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.studies.comparison import compare_runs, simulate_pair
 from tests.against_pair import COLOCATED, FAR, colocated, disaggregated, render, some_run
+from tests.runs import small_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TRAINING = ("training_steps", "training_time", "training_cost")
@@ -57,6 +58,20 @@ def test_a_run_against_itself_differs_in_nothing_and_that_is_said() -> None:
     assert same.outcome == "no difference" and same.unshared_error == 0
     assert "no difference" in verdict(same)
     assert same.prices == [] and same.bandwidths == []
+
+
+def test_sides_that_share_gpus_may_differ_in_their_number() -> None:
+    """The trainer has more GPUs than the replicas; their idle time counts too."""
+    few = {
+        "policies": {"system": "colocated"},
+        "simulate.max_steps": 3,
+        "cluster.pools.far.price": 1,
+    }
+    run = small_run(few)
+    assert run.rollout.num_gpus < run.trainer.num_gpus
+    found = compare_runs(run, run)
+    assert found.a.generation.num_gpus == found.a.training.num_gpus == run.trainer.num_gpus
+    assert 0 < found.a.idle_gpu_seconds < run.trainer.num_gpus * found.a.step_time
 
 
 def test_differences_are_those_of_the_figures_of_both(found: Against) -> None:

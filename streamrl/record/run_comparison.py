@@ -319,7 +319,9 @@ class MeasuredRun:
         num_replicas = round(reader.replicas.mean(*window), DIGITS)
         self._paid = PaidGpus.of(self.run, num_replicas)
         idle = reader.attribution.idle_of_steps(steps.ended_at)
-        sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
+        # idle time of shared GPUs includes those that only one side uses
+        names = [side.name for side in sides_of(self.run) if side.name in idle]
+        sides = {name: idle[name][first - 1 : last] for name in names}
         self.idle: Floats = np.sum(list(sides.values()), axis=0)
         """Idle GPU-seconds of each step."""
         prices = {
