@@ -263,16 +263,21 @@ def with_workers(workers: int, system: str = "stream-async") -> Run:
     pools = {"cluster.pools.third": {"gpu": "a100", "gpus_per_node": 4, "price": 1.0}}
     keys = {"pool": "third", "gpus_per_worker": 1, "workers": workers, "time": "0.5 s"}
     return small_run(
-        {**FEW_STEPS, **pools, **{f"verifier.{key}": value for key, value in keys.items()}}
+        {
+            **FEW_STEPS,
+            "policies": {"system": system},
+            **pools,
+            **{f"verifier.{key}": value for key, value in keys.items()},
+        }
     )
 
 
 def test_two_runs_are_compared_by_the_gpus_of_their_reward_models() -> None:
-    two, one, none = with_workers(2), with_workers(1), small_run(FEW_STEPS)
+    two, one, none = with_workers(2), with_workers(1, "colocated"), small_run(FEW_STEPS)
     against = compare_runs(two, one)
     assert against.a.rewards is not None and against.b.rewards is not None
     assert (against.a.rewards.num_gpus, against.b.rewards.num_gpus) == (2, 1)
-    assert 0 < against.b.rewards.idle < against.a.rewards.idle < 1
+    assert 0 < against.b.rewards.idle < 1 and 0 < against.a.rewards.idle < 1
     other = compare_runs(two, none)
     rows = {name: cells for name, *cells in figures(other)}
     assert rows["GPUs that compute rewards"][:2] == ["2", ""]
