@@ -80,7 +80,7 @@ def find_reward_replicas(
 
 def least_gpus(choices: Sequence[RewardReplicas | None]) -> dict[str, int]:
     """Return the GPUs by pool that rewards take in all of several choices."""
-    pools = {each.pool for each in choices if each is not None}
+    pools = dict.fromkeys(each.pool for each in choices if each is not None)
     return {
         pool: min(each.num_gpus if each and each.pool == pool else 0 for each in choices)
         for pool in pools
