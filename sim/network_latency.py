@@ -8,8 +8,8 @@ the way to it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import simpy
 
@@ -33,41 +33,49 @@ class DelayedChannel:
         self.seconds = seconds
         self._env = env
         self._emit = emit
-        self._there: deque[tuple[ReplicaCommand, Callable[[], None]]] = deque()
-        self._back: deque[Event] = deque()
+        self._there: deque[tuple[float, ReplicaCommand, Callable[[Any], None]]] = deque()
+        """Messages to the replica: when each was sent, the command, and what takes it."""
+        self._back: deque[tuple[float, Event]] = deque()
 
     def send(self, command: S, take: Callable[[S], None]) -> None:
         """Pass a command to `take` after the latency."""
-        self._there.append((command, lambda: take(command)))
-        self._wait(self._arrive_there)
+        self._wait(self._there, self._arrive_there)
+        self._there.append((self._env.now, command, take))
 
     def emit(self, event: Event) -> None:
         """Pass on an event after the latency."""
-        self._back.append(event)
-        self._wait(self._arrive_back)
+        self._wait(self._back, self._arrive_back)
+        self._back.append((self._env.now, event))
 
     def bring_back(self) -> None:
         """Deliver all events that are under way now."""
         while self._back:
-            self._emit(self._back.popleft())
+            self._emit(self._back.popleft()[1])
 
     def cut(self) -> list[Command]:
         """Cancel all messages; return the commands that were under way, each of which must end in an event."""
-        lost: list[Command] = [c for c, _ in self._there if not isinstance(c, Abort)]
+        lost: list[Command] = [c for _, c, _ in self._there if not isinstance(c, Abort)]
         self._there.clear()
         self._back.clear()
         return lost
 
-    def _wait(self, arrive: Callable[[simpy.Event], None]) -> None:
+    def _wait(
+        self, line: Sequence[tuple[float, *tuple[Any, ...]]], arrive: Callable[[simpy.Event], None]
+    ) -> None:
+        """Let a message arrive after the latency, together with those that were sent at the same instant."""
+        if line and line[-1][0] == self._env.now:
+            return
         callbacks = self._env.timeout(self.seconds).callbacks
         assert callbacks is not None, "it has not happened yet"
         callbacks.append(arrive)
 
     def _arrive_there(self, arrival: simpy.Event) -> None:
-        if self._there:
-            _, take = self._there.popleft()
-            take()
+        sent_at = self._there[0][0] if self._there else None
+        while self._there and self._there[0][0] == sent_at:
+            _, command, take = self._there.popleft()
+            take(command)
 
     def _arrive_back(self, arrival: simpy.Event) -> None:
-        if self._back:
-            self._emit(self._back.popleft())
+        sent_at = self._back[0][0] if self._back else None
+        while self._back and self._back[0][0] == sent_at:
+            self._emit(self._back.popleft()[1])

@@ -6,17 +6,26 @@ the same code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from streamrl.engine.messages import Command, Event
+from streamrl.engine.messages import Command, Event, Generate, Generated, Verified, Verify
 from streamrl.engine.policies.dispatch import FromOutside
 from streamrl.engine.state import State
 from streamrl.runfile.dispatch_choice import DISPATCH
 
+FREQUENT = (Generated, Verified)
+"""Nearly all events of a run are of these types, and most policies have nothing to do after them."""
+ROUTINE = frozenset({Generate, Verify})
+"""Commands after which no other policy has anything new to do."""
+
 
 class Policy(Protocol):
-    """One kind of decision of the engine."""
+    """One kind of decision of the engine.
+
+    A policy may have an attribute `ignores`: those types of `FREQUENT` that never give it anything
+    to do. The engine does not ask it after them, unless a command has changed more of the state.
+    """
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield what to do now. Each command enters `state` before the next one is computed.
@@ -27,12 +36,27 @@ class Policy(Protocol):
         ...
 
 
+Decider = tuple[int, Callable[[State], Iterable[Command]]]
+"""How a policy decides, after the number of policies up to it in order of precedence."""
+
+
 class Engine:
     """Policies in order of precedence, and the state that they share."""
 
     def __init__(self, state: State, policies: Sequence[Policy]) -> None:
         self.state = state
-        self._deciders = [policy.decide for policy in policies]
+        self._everyone = [(place, policy.decide) for place, policy in enumerate(policies, start=1)]
+        self._concerned: dict[type[Event], list[Decider]] = {
+            kind: [
+                decider
+                for decider, policy in zip(self._everyone, policies, strict=True)
+                if kind not in getattr(policy, "ignores", ())
+            ]
+            for kind in FREQUENT
+        }
+        """By type of event: the policies that may have something to do, in order of precedence."""
+        self._has_changed = True
+        """Whether the last event led to a command that is not `ROUTINE`."""
         self._outside = [policy for policy in policies if isinstance(policy, FromOutside)]
 
     def __str__(self) -> str:
@@ -77,13 +101,34 @@ class Engine:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Record an event that happened at `now` seconds, and return the commands that answer it."""
-        state = self.state
-        state.observe(event, now)
+        self.state.observe(event, now)
         commands: list[Command] = []
-        for decide in self._deciders:
+        concerned = None if self._has_changed else self._concerned.get(type(event))
+        self._has_changed = False
+        if concerned is None:
+            self._ask(self._everyone, commands)
+        elif last := self._ask(concerned, commands, until_change=True):
+            self._ask(self._everyone[last:], commands)
+        return commands
+
+    def _ask(
+        self, deciders: Sequence[Decider], commands: list[Command], *, until_change: bool = False
+    ) -> int:
+        """Ask policies in order, and add their commands.
+
+        With `until_change`, the first policy with a command that is not `ROUTINE` is the last, and
+        the number of policies up to it is returned: those after it must all be asked. Otherwise the
+        result is 0.
+        """
+        state = self.state
+        for place, decide in deciders:
             # most policies return (): iterating over it anyway costs more
             if decided := decide(state):
                 for command in decided:
                     state.commit(command)
                     commands.append(command)
-        return commands
+                    if type(command) not in ROUTINE:
+                        self._has_changed = True
+                if until_change and self._has_changed:
+                    return place
+        return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from streamrl.engine.messages import Command, SaveCheckpoint
+from streamrl.engine.messages import Command, Generated, SaveCheckpoint, Verified
 from streamrl.engine.state import State
 
 
@@ -13,6 +13,8 @@ class CheckpointEvery:
 
     A failed save is retried until `max_attempts` in a row have failed.
     """
+
+    ignores = (Generated, Verified)
 
     def __init__(self, trainer: int, num_steps: int, max_attempts: int) -> None:
         self.trainer = trainer

@@ -18,7 +18,7 @@ from heapq import heapify, heapreplace
 from typing import Protocol
 
 from streamrl.engine.entities import Replica, Rollout
-from streamrl.engine.messages import Command, Generate
+from streamrl.engine.messages import Command, Event, Generate, Verified
 from streamrl.engine.state import State
 from streamrl.runfile.dispatch_choice import DISPATCH, DispatchProperties
 from streamrl.runfile.errors import shown
@@ -67,6 +67,8 @@ class Dispatch(DispatchProperties):
 
     A new policy overrides `choose`. It says what else it needs in the attributes of `DispatchProperties`.
     """
+
+    ignores: tuple[type[Event], ...] = (Verified,)
 
     @classmethod
     def make(
@@ -271,6 +273,8 @@ class BatchByBatch(Dispatch):
     A batch is assigned when the last share of the batch before is sent. Rollouts that come back are
     assigned again.
     """
+
+    ignores = ()
 
     def __init__(self, dealt: Dealt) -> None:
         super().__init__(dealt.order, dealt.keeps_groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from streamrl.engine.entities import Group
-from streamrl.engine.messages import Abort, Command, Postpone, Skip
+from streamrl.engine.messages import Abort, Command, Generated, Postpone, Skip, Verified
 from streamrl.engine.policies.retry import give_up
 from streamrl.engine.presets import AdmissionWindow
 from streamrl.engine.state import State
@@ -20,6 +20,8 @@ class DropSurplus:
 
     Incomplete groups, the stragglers of the step, are dropped first, in draw order.
     """
+
+    ignores = (Generated, Verified)
 
     def __init__(self, window: AdmissionWindow) -> None:
         self.window = window
@@ -47,6 +49,8 @@ class KeepSurplus:
     Otherwise running rollouts are aborted with their tokens, and continue under the next version
     (partial rollouts).
     """
+
+    ignores = (Generated, Verified)
 
     def __init__(self, window: AdmissionWindow) -> None:
         self.window = window
@@ -100,6 +104,8 @@ class SkipUniform:
 
     Groups that the primary trainer skips are drawn anew, so that its steps are full.
     """
+
+    ignores = (Generated,)
 
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer

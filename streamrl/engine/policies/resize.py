@@ -16,6 +16,7 @@ from streamrl.engine.messages import (
     StartTrainer,
     Stop,
     StopReplica,
+    Verified,
 )
 from streamrl.engine.state import State
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -48,6 +49,8 @@ class KeepReplicas:
     primary one once the limit is passed, unless it failed or was detached. A surplus replica stops
     once it is idle, so no rollout is interrupted.
     """
+
+    ignores = (Verified,)
 
     def __init__(self, max_restarts: int, promotion: Promotion | None = None) -> None:
         self.max_restarts = max_restarts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from streamrl.engine.entities import Group
-from streamrl.engine.messages import Abort, Command, Drop, Skip, Stop
+from streamrl.engine.messages import Abort, Command, Drop, Generated, Skip, Stop, Verified
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 
@@ -18,6 +18,8 @@ class RetryThenDrop:
     failure of the primary trainer, or of a load, stops the run at once. The run can be resumed from
     its last checkpoint.
     """
+
+    ignores = (Generated, Verified)
 
     def __init__(self, max_attempts: int) -> None:
         self.max_attempts = max_attempts
@@ -58,6 +60,8 @@ class StartOver:
     Secondary trainers may still train on complete groups.
     """
 
+    ignores = (Generated, Verified)
+
     def decide(self, state: State) -> Iterable[Command]:
         """Yield aborts and drops until no group of the lost versions remains."""
         return self._clear(state) if state.outlived else ()
@@ -72,6 +76,8 @@ class WindDown:
 
     A running step ends first and keeps its groups.
     """
+
+    ignores = (Generated, Verified)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield aborts and drops until no group is left."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from streamrl.engine.engine import Policy
-from streamrl.engine.messages import Command, Skip, StopTrainer
+from streamrl.engine.messages import Command, Generated, Skip, StopTrainer, Verified
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
 
 
 class SkipOutsideShare:
     """Let a secondary trainer skip complete groups outside its share, before it takes any of them."""
+
+    ignores = (Generated,)
 
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer
@@ -31,6 +33,8 @@ class StopDetached:
     A failed save does not delay this policy: checkpoints come earlier in the order of policies and
     have their own limit of attempts.
     """
+
+    ignores = (Generated, Verified)
 
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer

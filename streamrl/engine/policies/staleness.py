@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from streamrl.engine.entities import Group
-from streamrl.engine.messages import Command, DrawPrompts, Skip, Take
+from streamrl.engine.messages import Command, DrawPrompts, Generated, Skip, Take, Verified
 from streamrl.engine.policies.retry import give_up
 from streamrl.engine.presets import AdmissionWindow
 from streamrl.engine.state import State
@@ -36,6 +36,7 @@ class BoundedAdmission:
 
         The replacement of a dropped group belongs to a batch that has begun, so it does not wait.
         """
+        self.ignores = (Verified,) if waits_for_whole_batches else (Generated, Verified)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield draws, one for each step."""
@@ -71,6 +72,8 @@ class TakeInLine:
     all secondary trainers) stragglers wait, and staleness is not bounded.
     """
 
+    ignores = (Generated,)
+
     def __init__(self, trainer: int) -> None:
         self.trainer = trainer
 
@@ -89,6 +92,8 @@ class BoundedBacklog:
 
     A failed or detached trainer skips all groups.
     """
+
+    ignores = (Generated,)
 
     def __init__(self, trainer: int, most_groups: int) -> None:
         self.trainer = trainer

@@ -12,13 +12,15 @@ from collections.abc import Iterable
 from itertools import islice
 
 from streamrl.engine.entities import Rollout
-from streamrl.engine.messages import Command, Score, Step, Train, Verify
+from streamrl.engine.messages import Command, Generated, Score, Step, Train, Verified, Verify
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
 
 
 class VerifyOnArrival:
     """Request a rollout's reward as soon as it is generated."""
+
+    ignores = (Verified,)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return a command for each that has arrived."""
@@ -27,6 +29,8 @@ class VerifyOnArrival:
 
 class Stream:
     """Train on micro-batches as soon as `fill` rollouts are ready to fill the trainer's GPUs."""
+
+    ignores = (Generated,)
 
     def __init__(self, trainer: int, fill: int, most: int) -> None:
         self.trainer = trainer
@@ -65,6 +69,7 @@ class WholeBatch:
         """Whether it also waits until nothing is generated. Surplus rollouts of a step may still
         run then.
         """
+        self.ignores = () if shares_gpus else (Generated,)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return the trainer's next command when it is free and the batch is complete."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from streamrl.engine.messages import Abort, Command, LoadWeights, PushWeights, Step
+from streamrl.engine.messages import (
+    Abort,
+    Command,
+    Generated,
+    LoadWeights,
+    PushWeights,
+    Step,
+    Verified,
+)
 from streamrl.engine.state import State
 
 
@@ -13,6 +21,8 @@ class DrainThenLoad:
 
     No rollout is sampled from two versions. The batch of a draining replica shrinks.
     """
+
+    ignores = (Generated, Verified)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push of the newest version, then a load for each replica behind it."""
@@ -31,6 +41,8 @@ class LoadInFlight:
     computed twice.
     """
 
+    ignores = (Generated, Verified)
+
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push of the newest version, then a load for each replica behind it."""
         return self._sync(state) if _is_behind(state) else ()
@@ -47,6 +59,8 @@ class AbortAndResume:
     The prefix is prefilled again under the new version. This costs compute, but avoids the drain.
     """
 
+    ignores = (Generated, Verified)
+
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push, then for each replica behind it the aborts and the load."""
         return self._sync(state) if _is_behind(state) else ()
@@ -62,6 +76,8 @@ class AbortAndResume:
 
 class Barrier:
     """Push only while nothing is generated; all replicas wait until each has loaded."""
+
+    ignores = (Verified,)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push once generation is idle, then a load for each replica."""
@@ -81,6 +97,8 @@ class LoadBetweenBatches:
     replica drains at the end of its share of a batch, when its longest rollouts are done, not
     whenever new weights arrive.
     """
+
+    ignores = (Verified,)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push of the newest version, then a load for each idle replica behind it."""
