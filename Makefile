@@ -35,6 +35,7 @@
 #   make bench-reality      twelve executed runs against their simulations, and the gain of asynchrony; an hour
 #   make bench-learners     PPO, DAPO and a reward model, executed and predicted; a quarter of an hour
 #   make bench-offers       the planner's choice against longer searches of seventeen offers; hours
+#   make bench-sensitivity  what-ifs of plans against longer simulations; a quarter of an hour
 #   make bench-ranker       the gain of a ranker that learns, executed and simulated; a quarter of an hour
 #   make bench-drift        how soon drift of a ranker is detected, and false alarms; five minutes
 #   make bench-subscribers  the cost of secondary trainers, and whether they learn; half an hour
@@ -69,7 +70,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -199,6 +200,9 @@ bench-drift: $(READY)
 
 bench-subscribers: $(READY)
 	$(BIN)/python -m benchmarks.bench_subscribers
+
+bench-sensitivity: $(READY)
+	$(BIN)/python -m benchmarks.bench_sensitivity
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py

@@ -18,8 +18,6 @@ from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.report.page.details import of_plan
 from streamrl.report.page.page import make_page, read_report, render_markdown
-from streamrl.report.pictures.drawing import Text
-from streamrl.report.pictures.range_bars import tornado_picture
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.formatting import format_dollars, format_step_time
@@ -27,7 +25,8 @@ from streamrl.sim.planner.bottleneck import find_binding
 from streamrl.sim.planner.layouts import TIGHT
 from streamrl.sim.planner.plan import Plan, read_plan, write_plan
 from streamrl.sim.planner.search import ALIKE, Search
-from streamrl.sim.planner.sensitivity import is_ahead
+from streamrl.sim.planner.sensitivity import PROPORTIONAL, UNUSED, is_ahead
+from streamrl.sim.planner.shifts import shifts
 from streamrl.sim.planner.space import Space, find_trainers
 from streamrl.sim.studies.comparison import compare_runs
 from streamrl.workload.replica_batch import replica_batch
@@ -160,27 +159,37 @@ def test_what_binds_generation_is_what_limits_a_replicas_batch() -> None:
 # What would change it -----------------------------------------------------------------------------
 
 
-def test_a_price_or_a_link_that_no_plan_uses_says_so_and_names_no_other_plan() -> None:
-    run = few(SMALL, systems=["colocated"], rollout_pools=["h800"])
+def test_a_price_or_a_link_that_no_plan_uses_is_left_out_with_the_reason() -> None:
+    run = few(SMALL, systems=["colocated"], rollout_pools=["h800"], trainer_pools=["h800"])
     plan = planned(run).plan
-    unused = {change.what for change in plan.sensitivity if not change.is_used}
-    assert unused == {
-        f"{what} {sign}20%" for what in ("price of h20", "bandwidth of links") for sign in "+-"
+    assert plan.not_varied == {
+        "price of h800": PROPORTIONAL,
+        "price of h20": UNUSED,
+        "bandwidth of links": UNUSED,
     }
-    for change in plan.sensitivity:
-        if not change.is_used:
-            assert not change.is_other and change.value == pytest.approx(plan.objective.value)
-    text = printed(plan)
-    assert text.count("this one uses none of it") == 4
-    swings = of_plan(plan, "plan", "plan.json").swings
-    picture = tornado_picture("tornado", "dollars", swings, "20 %", "plan.json")
-    told = [mark.text for mark in picture.drawing.shapes if isinstance(mark, Text)]
-    assert told.count("no change: the plan uses none of it") == 2
+    assert {shift.what[:-5] for shift in shifts(run)} > {c.what[:-5] for c in plan.sensitivity}
+    text = " ".join(printed(plan).split())
+    assert f"bandwidth of links, price of h20 ({UNUSED})" in text
+    found = of_plan(plan, "plan", "plan.json")
+    assert found.missing == [] and PROPORTIONAL in found.left_out
+    assert {swing.what for swing in found.swings} == {"lengths", "speed of training (MFU)"}
 
 
-def test_a_plan_on_two_pools_uses_both_prices_and_the_link() -> None:
+def test_a_plan_on_two_pools_uses_both_prices() -> None:
     plan = planned(few(SMALL, systems=["stream-async"], rollout_pools=["h20"])).plan
     assert all(change.is_used for change in plan.sensitivity)
+    named = {change.what for change in plan.sensitivity}
+    assert {f"price of {pool} {sign}20%" for pool in ("h20", "h800") for sign in "+-"} <= named
+
+
+def test_a_price_changes_the_cost_by_the_share_of_its_gpus() -> None:
+    found = planned(few(SMALL, systems=["one-step-async"], rollout_pools=["h20"]))
+    rent = {name: pool.num_gpus * pool.price for name, pool in found.run.cluster.pools.items()}
+    for change in found.plan.sensitivity:
+        for pool, dollars in rent.items():
+            if change.what == f"price of {pool} +20%":
+                share = change.value / found.plan.objective.value - 1
+                assert share == pytest.approx(0.2 * dollars / sum(rent.values()))
 
 
 def test_another_plan_is_named_only_where_it_is_clearly_better() -> None:

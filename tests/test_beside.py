@@ -18,7 +18,7 @@ from streamrl.sim.planner.plan_description import PlanDescription
 from streamrl.sim.planner.plan_settings import candidate_of, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
-from streamrl.sim.planner.sensitivity import _narrowed, shifts
+from streamrl.sim.planner.sensitivity import judge
 from streamrl.sim.planner.space import find_trainers
 from streamrl.sim.planner.trial import Trial, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
@@ -153,19 +153,13 @@ def test_the_value_of_an_hour_is_added_to_the_cost_of_waiting() -> None:
 
 
 def test_a_plan_that_fits_still_fits_where_outputs_are_shorter() -> None:
-    """What depends on lengths, such as micro batches and `max_running`, may change; the plan's layout may not."""
-    search = Search.open(few(SMALL, micro_batch=[1, 2, 4, 8], trainer_tensor_parallel=[1, 2, 4, 8]))
-    run, space = search.space.run, search.space
-    (shorter,) = [shift.run for shift in shifts(run) if shift.what == "lengths -20%"]
-    for index in np.random.default_rng(0).choice(len(space), 12, replace=False).tolist():
-        candidate = space.candidate(index)
-        plan = _narrowed(shorter.plan, search, index)
-        after = Search.open(replace(shorter, plan=plan), kept=candidate.trainer)
-        place = after.space.find(candidate)
-        assert place is not None
-        found = after.space.candidate(place)
-        assert found.replicas.layout == candidate.replicas.layout
-        assert found.trainer.layout == candidate.trainer.layout
+    """Even where the deadline or the memory of other plans changes with the lengths."""
+    run = few(SMALL, micro_batch=[1, 8], trainer_tensor_parallel=[1, 8], deadline="100 d")
+    search = Search.open(run)
+    index = int(np.random.default_rng(0).choice(len(search.space)))
+    search.simulate(Here(), [index], lambda: None)
+    verdicts = judge(search, index, Here()).verdicts
+    assert verdicts and all(each.still_fits and not each.breaks for each in verdicts)
 
 
 def test_the_chosen_trainer_stays_in_a_what_if_even_where_others_are_faster() -> None:

@@ -9,7 +9,7 @@ Files to read first:
 - `race.py`: simulates the finalists on the same prompts until their order is known.
 - `objective.py` and `scores.py`: compute the objective that ranks plans.
 - `allocation.py`: divides GPUs between generation and training by StreamRL's Algorithm 1.
-- `sensitivity.py`: plans again for other lengths, prices, bandwidth and training speed.
+- `shifts.py` and `sensitivity.py`: the effect of other lengths, prices, bandwidth and training speed.
 - `options.py`: chooses the three to five plans of the answer.
 - `plan_description.py` and `plan.py`: describe the result and write it as plan.json.
 - `plan_settings.py`: converts a plan to keys of a run file, and back.

@@ -25,10 +25,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace as replace_fields
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
@@ -37,6 +39,7 @@ from streamrl.record.billing import adds_nothing, billing_ratios
 from streamrl.record.charges import egress_dollars
 from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.cluster_config import ClusterConfig
+from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import StreamingName
 from streamrl.sim.batch_generation import StepBatch
@@ -185,10 +188,10 @@ class Estimates:
         Raises:
             ValueError: costs of the run's model or GPUs are missing.
         """
-        self.space, run = space, space.run
+        self.space = space
         self._works = [DealtBatch.of(batch.drawn) for batch in batches]
         trained_on = [DealtBatch.of(batch.trained) for batch in batches]
-        trains = [FallingLengths(work.lengths) for work in trained_on]
+        self._trained_on = [FallingLengths(work.lengths) for work in trained_on]
         self.tokens = float(np.mean([work.outputs.sum() for work in trained_on]))
         """Output tokens that a step trains on."""
         self._overlaps = [_overlaps(system) for system in space.systems]
@@ -203,15 +206,11 @@ class Estimates:
         self._bounds: dict[int, Floats] = {}
         """Lower bounds of the generation time of all replicas, by mode."""
         self._bound_replicas()
-        trained = [
-            times_of_trainer(run, trainer.change(run.trainer), trains) for trainer in space.trainers
-        ]
-        self._checked: set[Passes] = set()
-        """Trainers whose passes were computed one by one, each with its streaming mode."""
-        self._trained = {
-            name: np.array(column)
-            for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
-        }
+        self._train()
+        self._checked: dict[Passes, float] = {}
+        """Per trainer and streaming mode: the ratio of passes computed one by one to their closed
+        form.
+        """
         self._push, self._load, self._egress = sync_times(space)
         self._rewards = list(self._find_rewards())
         """Seconds of the rewards of a step, by mode."""
@@ -236,6 +235,18 @@ class Estimates:
         self._push = np.concatenate([self._push, more.push])
         self._load = np.concatenate([self._load, more.load])
         self._egress = np.concatenate([self._egress, more.egress])
+
+    def _train(self) -> None:
+        """Compute the closed forms of all trainers."""
+        run = self.space.run
+        trained = [
+            times_of_trainer(run, trainer.change(run.trainer), self._trained_on)
+            for trainer in self.space.trainers
+        ]
+        self._trained = {
+            name: np.array(column)
+            for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
+        }
 
     # Generation -----------------------------------------------------------------------------------
 
@@ -311,14 +322,44 @@ class Estimates:
 
     def learn_passes(self, passes: Passes, error: float) -> None:
         """Correct a closed form by the ratio of passes computed one by one to it."""
-        self._checked.add(passes)
-        self._estimated = None
+        self._checked[passes], self._estimated = error, None
         part = "stream" if passes.streaming == "stream" else "whole"
         self._trained[part][passes.trainer] *= error
 
     def take_paces(self, other: Estimates) -> None:
         """Copy the paces that were learned for another workload."""
         self._paces, self._estimated = dict(other._paces), None
+
+    def with_costs(self, costs: CostsConfig) -> Estimates:
+        """Return estimates of the same plans and batches for another speed of training."""
+        other = copy(self)
+        other._take_space(replace_fields(self.space, run=replace(self.space.run, costs=costs)))
+        other._train()
+        other._correct(self._checked)
+        return other
+
+    def with_batches(self, batches: Sequence[StepBatch]) -> Estimates:
+        """Return estimates of the same plans for other lengths.
+
+        Learned ratios of simulated times to closed forms and bounds are kept.
+        """
+        other = Estimates(self.space, batches)
+        other.take_paces(self)
+        other._correct(self._checked)
+        for asked, found in self._times.items():
+            longer = other._least_alone(asked.replicas) / self._least_alone(asked.replicas)
+            other.learn(asked, found.scaled(longer))
+        return other
+
+    def _least_alone(self, replicas: int) -> float:
+        """Return the lower bound of generation for replicas that are idle before each batch."""
+        least = self._least[replicas]
+        return max(least.longest, least.work / self.space.replicas[replicas].num_replicas)
+
+    def _correct(self, errors: Mapping[Passes, float]) -> None:
+        self._checked = {}
+        for passes, error in errors.items():
+            self.learn_passes(passes, error)
 
     def training_parts(self, index: int) -> tuple[float, float]:
         """Return a plan's seconds of arithmetic in training, and of all work of its trainer."""
@@ -331,18 +372,23 @@ class Estimates:
     def shifted(self, cluster: ClusterConfig) -> Estimates:
         """Return estimates for other prices or links, with the same workload and the same plans."""
         other = copy(self)
-        other._take_offer(self.space.priced(cluster))
+        other._take_space(self.space.priced(cluster))
         return other
 
     def with_sync(self, sync: SyncTimes) -> Estimates:
         """Return estimates with other times of the weight sync, with the same workload and the same plans."""
         other = copy(self)
-        other._push, other._load, other._egress = sync
+        other._take_sync(sync)
         return other
 
-    def _take_offer(self, space: Space) -> None:
-        self.space, self._estimated = space, None
-        self._push, self._load, self._egress = sync_times(space)
+    def _take_space(self, space: Space) -> None:
+        """Replace the space by one with the same plans, perhaps with other prices, links or costs."""
+        links, self.space, self._estimated = self.space.run.cluster.links, space, None
+        if space.run.cluster.links != links:
+            self._take_sync(sync_times(space))
+
+    def _take_sync(self, sync: SyncTimes) -> None:
+        (self._push, self._load, self._egress), self._estimated = sync, None
 
     # Steps ----------------------------------------------------------------------------------------
 

@@ -236,10 +236,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the objective that the other plan saves after the change, as simulated; 0 if the
     choice stays.
     """
+    settings: dict[str, str | int | float | bool] = {}
+    """All keys of the run file that the other plan sets; empty if the choice stays."""
     is_used: bool = True
     """Whether the chosen or the other plan uses the changed thing, such as a pool that it rents or
     a link that it crosses.
     """
+    is_estimate: bool = False
+    """Whether `value` comes from closed forms, because no time was left to simulate it."""
+    breaks: list[str] = []
+    """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
 
 
 class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -369,6 +375,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Plans that no other beats in both seconds and dollars of a step; empty for other objectives.
     """
     sensitivity: list[Change]
+    not_varied: dict[str, str] = {}
+    """Prices and links whose change cannot change the choice or its objective, each with the reason.
+    """
     tiers: dict[str, float]
     """Share of the chosen plan's seconds by the source of its costs. It includes time spent waiting
     for weights.

@@ -34,10 +34,10 @@ from streamrl.sim.planner.objective import UNITS
 from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
 from streamrl.sim.planner.plan import Change, Choice, Figure, Plan, PlannedFramework
 from streamrl.sim.planner.plan_description import PlanDescription, drafts_text, whole_run_of
-from streamrl.sim.planner.plan_settings import describe, own_candidate
+from streamrl.sim.planner.plan_settings import describe, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.sensitivity import Verdict, judge
+from streamrl.sim.planner.sensitivity import Judgement, Verdict, judge
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import open_trial
 from streamrl.sim.planner.what_if import make_grid
@@ -45,6 +45,8 @@ from streamrl.targets.verdicts import TARGETS, verdict_of
 
 MOST_RETURNS = 3
 """Most times that finalists are compared again because a what-if suggests other plans."""
+NOT_JUDGED = Judgement([], {})
+"""The sensitivity of a plan if no time is left for it."""
 
 
 class Planned(NamedTuple):
@@ -115,8 +117,8 @@ def _plan(
     race = Race(search)
     if run.plan.takes_faster:
         _look_for_faster(search, race, pool, progress)
-    chosen, verdicts = _choose(search, race, pool, progress)
-    chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts, own)
+    chosen, judged = _choose(search, race, pool, progress)
+    chosen, judged = _settle(search, race, pool, progress, chosen, judged, own)
     search.aim_at(run.plan)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_with_fuller_memory(search, chosen, pool, progress.on("with less room"))
@@ -163,7 +165,8 @@ def _plan(
         own_bound=float(bounds[chosen]),
         runners_up=found.runners_up(numbers_of(rows, search)),
         pareto=found.pareto(),
-        sensitivity=[_change(search, chosen, verdict, value) for verdict in verdicts],
+        sensitivity=[_change(search, chosen, verdict, value) for verdict in judged.verdicts],
+        not_varied=judged.left_out,
         tighter=tighter,
         staleness_cost=run.plan.staleness_cost,
         staleness_model=_staleness_model(
@@ -237,7 +240,7 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
 
 def _choose(
     search: Search, race: Race, pool: Executor, progress: _Progress
-) -> tuple[int, list[Verdict]]:
+) -> tuple[int, Judgement]:
     """Choose a plan and simulate it until its step time is known.
 
     A what-if may suggest a plan that is better already without the change. Then the finalists are
@@ -247,18 +250,19 @@ def _choose(
         best = race.run(pool, progress.on("finalists"))
         chosen = race.settle(pool, best, progress.on("the chosen plan"))
         if search.is_late:
-            return chosen, []
-        verdicts = _judge(search, chosen, pool, progress)
-        others = (search.space.find(each.other) for each in verdicts if each.other is not None)
+            return chosen, NOT_JUDGED
+        judged = _judge(search, chosen, pool, progress)
+        named = (each.other for each in judged.verdicts)
+        others = (search.space.find(other) for other in named if other is not None)
         new = [i for i in dict.fromkeys(others) if i is not None and i not in search.speeds]
         search.simulate(pool, new, progress.on("what if"))
         ranking = search.ranking()
         if not any(search.value(i) < search.value(chosen) for i in new if i in ranking):
             break
-    return chosen, verdicts
+    return chosen, judged
 
 
-def _judge(search: Search, chosen: int, pool: Executor, progress: _Progress) -> list[Verdict]:
+def _judge(search: Search, chosen: int, pool: Executor, progress: _Progress) -> Judgement:
     """Plan again for each what-if, by the objective of the run file."""
     with search.judged_by(search.space.run.plan):
         return judge(search, chosen, pool, progress.on("what if"))
@@ -270,9 +274,9 @@ def _settle(
     pool: Executor,
     progress: _Progress,
     chosen: int,
-    verdicts: list[Verdict],
+    judged: Judgement,
     own: Candidate | None,
-) -> tuple[int, list[Verdict]]:
+) -> tuple[int, Judgement]:
     """Simulate the options for as long as the chosen plan; choose one of them if it is better."""
     for _ in range(MOST_RETURNS):
         wanted = _wanted(search, race, chosen, own)
@@ -283,10 +287,10 @@ def _settle(
         better = race.better_beside(chosen)
         if better is not None:
             chosen = race.settle(pool, better, progress.on("the chosen plan"))
-            verdicts = [] if search.is_late else _judge(search, chosen, pool, progress)
+            judged = NOT_JUDGED if search.is_late else _judge(search, chosen, pool, progress)
         elif is_last:
             break
-    return chosen, verdicts
+    return chosen, judged
 
 
 def _wanted(search: Search, race: Race, chosen: int, own: Candidate | None) -> list[int]:
@@ -334,7 +338,10 @@ def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Chan
         still_fits=verdict.still_fits,
         choice=text,
         is_other=other is not None,
+        settings={} if other is None else settings_of(other),
         is_used=verdict.is_used,
+        is_estimate=verdict.is_estimate,
+        breaks=list(verdict.breaks),
         gain=gain,
     )
 

@@ -153,7 +153,7 @@ class Scores:
         self.space = space
         self.complexity = complexities(space)
         bounds = np.array([system.staleness_bound for system in space.systems])
-        self._lags: Floats = LEAST_LAG * bounds[space.of_mode]
+        self.lags: Floats = LEAST_LAG * bounds[space.of_mode]
         """Lowest mean staleness of each plan, in versions."""
         self._class_codes = classes_of(space)
         """Class of each plan, by its system and pools."""
@@ -184,9 +184,9 @@ class Scores:
         if self.goal.objective == "pareto":
             values = distance_to_front(steps, self._dollars(steps))
         else:
-            values = self.estimates.values(steps, self._lags, self.goal)
+            values = self.estimates.values(steps, self.lags, self.goal)
         values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
-        over = self._over_limits(steps)
+        over = self.excess_of(steps)
         return np.where(over > 1, values.max() * over, values)
 
     def _least_steps(self, stages: StageSeconds) -> Floats:
@@ -194,18 +194,23 @@ class Scores:
         steps: Floats = stages.step * self._least_over()[self.space.of_mode]
         return steps
 
-    def _dollars(self, steps: Floats) -> Floats:
-        return steps * self.space.prices + self.estimates.egress(steps)
+    def _dollars(self, steps: Floats, estimates: Estimates | None = None) -> Floats:
+        estimates = estimates or self.estimates
+        return steps * estimates.space.prices + estimates.egress(steps)
 
-    def _over_limits(self, steps: Floats) -> Floats:
-        """Return the largest ratio of a figure to its limit for every plan, given its step time.
+    def excess_of(self, steps: Floats, estimates: Estimates | None = None) -> Floats:
+        """Return the largest ratio of a figure to its limit for every plan.
 
         A plan with at most 1 keeps all limits.
+
+        Args:
+            steps: seconds of a step of each plan.
+            estimates: the source of prices and egress; that of the search by default.
         """
         if not limits_of(self.goal):
             return np.zeros(len(self.space))
-        dollars = self._dollars(steps)
-        num_steps = self.space.run.algorithm.steps * steps_for_one(self.goal, self._lags)
+        dollars = self._dollars(steps, estimates)
+        num_steps = self.space.run.algorithm.steps * steps_for_one(self.goal, self.lags)
         per_day = dollars / steps * SECONDS_PER_DAY
         whole = num_steps * dollars * self.estimates.billed(steps, self._lags, self.goal)
         seconds = rented_time(self.space.run.cluster.billing, num_steps * steps)
@@ -218,7 +223,7 @@ class Scores:
 
         A plan with at most 1 keeps all limits.
         """
-        return self._over_limits(self.estimates.estimate().step)
+        return self.excess_of(self.estimates.estimate().step)
 
     def usual_over(self) -> Floats:
         """Return, by mode, the median ratio of a simulated step to its estimate; 1 if none was simulated."""
@@ -227,7 +232,7 @@ class Scores:
 
     def least_lag(self, index: int) -> float:
         """Return the lowest mean staleness of a plan, in versions."""
-        return float(self._lags[index])
+        return float(self.lags[index])
 
     def _least_over(self) -> Floats:
         """Return, by mode, the lowest expected ratio of a simulated step to its estimate."""

@@ -358,7 +358,7 @@ class Search(Scores):
         if self.goal.objective == "pareto":
             return self._spread([i for i in self.unlike(order, scores) if scores[i] <= 1 + MARGIN])
         if not ranking:
-            over = self._over_limits(self._least_steps(self.estimates.estimate()))
+            over = self.excess_of(self._least_steps(self.estimates.estimate()))
             kept = [i for i in order if over[i] <= 1]
             return list(self.unlike(kept, scores))[:ROUND]
         best = ranking[0]

@@ -1,35 +1,45 @@
 """Find how the chosen plan changes with other lengths, prices, bandwidth or training speed.
 
-Each change is planned again by estimate, among the plans that may become the best. If another plan
-is clearly better, both are simulated.
+The objective after a change comes from a few simulated steps with and without it, on the same
+prompts. A price changes no seconds, so its effect is computed from GPU-hours. Estimates only propose
+another plan; it is simulated with the change too before it is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple
+from functools import partial
+from statistics import median
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from streamrl.record.steady_state import Speed
-from streamrl.runfile.cluster_config import ClusterConfig
-from streamrl.runfile.config import CostsConfig, Run
-from streamrl.runfile.plan_config import PlanConfig
-from streamrl.runfile.roles_config import RolloutConfig
-from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
-from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.record.charges import PaidGpus
+from streamrl.record.run_comparison import is_beyond_chance
+from streamrl.record.steady_state import START, Speed
+from streamrl.runfile.policies_config import SystemName
+from streamrl.sim.costs.costs import Costs
 from streamrl.sim.planner.estimates import Estimates, Floats
-from streamrl.sim.planner.layouts import Degrees, Replicas, sizes
-from streamrl.sim.planner.objective import value_of
-from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.space import Candidate, Space, price_per_second
-from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
+from streamrl.sim.planner.objective import Spend, limits_of, value_of
+from streamrl.sim.planner.race import FINAL_STEPS
+from streamrl.sim.planner.search import FIRST_LOOK, Search
+from streamrl.sim.planner.shifts import Shift, shifts
+from streamrl.sim.planner.space import Candidate, find_trainers
+from streamrl.sim.planner.trial import (
+    Trial,
+    Unfinished,
+    counted_batches,
+    open_trial,
+    portions_of,
+    run_all,
+    short_speed_of,
+    shortened,
+)
 
-SHARE = 0.2
-"""Relative size of each change, about the error of a guess."""
 IS_AHEAD = 0.98
 """Another plan counts as better if its objective is below this share of the chosen plan's.
 Estimates have an error of this size. Plans that cost about the same are ordered by simplicity.
@@ -40,19 +50,27 @@ TOUCHES = 1e-6
 """Smallest relative shift between two plans for which a change counts as the reason that one is
 better.
 """
-CONTENDS = (1 + SHARE) / (1 - SHARE)
-"""Largest ratio of a plan's objective to the best at which such a change of prices could make it
-the best.
+LEAST = 0.001
+"""Smallest relative effect of a link or price that is reported."""
+CHANCE = 0.02
+"""Largest effect in the wrong direction that counts as chance without a longer simulation, such as
+a faster trainer that makes a plan dearer. Where steps overlap, a few steps differ by this much.
 """
+IN_TURNS, OVERLAPPING = 4, 6
+"""Steps to simulate if generation and training take turns, and if they overlap. In the first case
+all but the first count, because each step starts with idle replicas. In the second, `START` steps
+are left out.
+"""
+ROUNDS, MOST_PICKS = 3, 20
+"""Most times that generation of proposed plans is simulated to correct the estimates. The second
+value is the number of plans that are tried until one fits in memory.
+"""
+PROPORTIONAL = "all plans use only this pool, so costs scale with its price"
+UNUSED = "the plan uses none of it, and no plan that does is better then"
+NO_DOLLARS = "the objective contains no dollars"
+NO_EFFECT = f"the effect on the objective is below {LEAST:.1%}"
 
-
-class Shift(NamedTuple):
-    """One change of the run file, such as longer outputs."""
-
-    what: str
-    run: Run
-    touches: Callable[[Candidate], bool] = lambda candidate: True
-    """Whether a plan uses the changed thing."""
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 class Verdict(NamedTuple):
@@ -71,227 +89,478 @@ class Verdict(NamedTuple):
     """Ratio of its objective to the chosen plan's before the change."""
     is_used: bool
     """Whether the chosen or the other plan uses the changed thing."""
+    is_estimate: bool = False
+    """Whether `value` comes from closed forms, because no time was left to simulate it."""
+    breaks: tuple[str, ...] = ()
+    """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
 
 
-class _Look(NamedTuple):
-    """Estimates after a change."""
+class Judgement(NamedTuple):
+    """The effects of all changes."""
 
-    shift: Shift
-    ratio: float
-    """Ratio of the chosen plan's objective after the change to that before."""
-    chosen: Candidate | None
-    """The chosen plan, perhaps with offloading now; None if it no longer fits."""
-    other: Candidate | None
-
-
-def shifts(run: Run) -> Iterator[Shift]:
-    """Yield the changes: lengths, training speed, bandwidth and prices, each 20 % lower and higher."""
-    cluster = run.cluster
-    for factor, name in ((1 - SHARE, f"-{SHARE:.0%}"), (1 + SHARE, f"+{SHARE:.0%}")):
-        if (lengths := run.workload.lengths) is not None:
-            workload = replace(run.workload, lengths=_scaled(lengths, factor))
-            rollout = _with_longest(run.rollout, factor)
-            yield Shift(f"lengths {name}", replace(run, rollout=rollout, workload=workload))
-        faster = replace(run, costs=_with_speed(run.costs, factor))
-        yield Shift(f"speed of training (MFU) {name}", faster)
-        if cluster.links:
-            wider = replace(run, cluster=_with_bandwidth(cluster, factor))
-            yield Shift(f"bandwidth of links {name}", wider, _crosses_a_link)
-        for pool in cluster.pools:
-            repriced = replace(run, cluster=_with_price(cluster, pool, factor))
-            yield Shift(f"price of {pool} {name}", repriced, _rents(pool))
-
-
-def _crosses_a_link(candidate: Candidate) -> bool:
-    return candidate.replicas.pools != (candidate.trainer.pool,)
-
-
-def _rents(pool: str) -> Callable[[Candidate], bool]:
-    return lambda candidate: pool in candidate.pools
-
-
-def _scaled(lengths: LengthsConfig, factor: float) -> LengthsConfig:
-    scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
-    return replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
-
-
-def _with_longest(rollout: RolloutConfig, factor: float) -> RolloutConfig:
-    """Scale the maximum length like the lengths, which keeps the shape of their distribution."""
-    return replace(rollout, max_tokens=max(1, round(rollout.max_tokens * factor)))
-
-
-def _with_speed(costs: CostsConfig, factor: float) -> CostsConfig:
-    return replace(costs, training_factor=costs.training_factor * factor)
-
-
-def _with_bandwidth(cluster: ClusterConfig, factor: float) -> ClusterConfig:
-    links = [replace(link, bandwidth=Bandwidth(link.bandwidth * factor)) for link in cluster.links]
-    return replace(cluster, links=links)
-
-
-def _with_price(cluster: ClusterConfig, name: str, factor: float) -> ClusterConfig:
-    pool = cluster.pools[name]
-    price = price_per_second(pool) * SECONDS_PER_HOUR * factor
-    return replace(cluster, pools={**cluster.pools, name: replace(pool, price=price)})
+    verdicts: list[Verdict]
+    left_out: dict[str, str]
+    """Things whose change cannot change the choice or its objective, each with the reason."""
 
 
 def judge(
     search: Search, chosen: int, pool: Executor, watch: Callable[[], None] = lambda: None
-) -> list[Verdict]:
-    """Plan again for every change; `watch` is called after each simulation.
+) -> Judgement:
+    """Compute the effect of every change; `watch` is called after each simulation.
 
-    The effect of a change is the ratio of a few steps simulated with and without it. Changes are
-    left out if time does not suffice.
+    Changes that were not simulated when the time ends have estimated effects.
     """
     run = search.space.run
-    looks = [_look(shift, search, chosen, pool) for shift in shifts(run) if not search.is_late]
-    trials = [
-        ((place, who), Trial(shortened(look.shift.run, run.seed), who))
-        for place, look in enumerate(looks)
-        if look.other is not None
-        for who in (look.chosen, look.other)
-        if who is not None
-    ]
-    speeds = run_all(pool, short_speed_of, trials, watch, search.deadline)
-    before = search.value(chosen)
-    finished: dict[tuple[int, Candidate | None], Speed] = {
-        key: speed for key, speed in speeds.items() if not isinstance(speed, Unfinished)
-    }
-    simulated = {
-        (place, who): value_of(run.plan, speed) / before
-        for (place, who), speed in finished.items()
-        if not (
-            run.plan.takes_faster and _is_slower(speed, finished.get((place, looks[place].chosen)))
-        )
-    }
-    return [
-        _verdict(
-            look,
-            look.ratio,
-            simulated.get((place, look.chosen)),
-            simulated.get((place, look.other)),
-        )
-        for place, look in enumerate(looks)
-    ]
+    left_out = dict(_left_out(search))
+    looks = [_look(s, search, chosen) for s in shifts(run) if s.thing not in left_out]
+    looks = _settled(looks, search, pool)
+    paired = _simulate(looks, search, pool, watch)
+    found = [(look.shift, _verdict(look, search, *pair)) for look, pair in paired]
+    left_out |= _without_effect(found)
+    return Judgement([each for shift, each in found if shift.thing not in left_out], left_out)
 
 
-def _is_slower(speed: Speed, chosen: Speed | None) -> bool:
-    """Whether a plan takes clearly longer than the chosen one after a change."""
-    return chosen is not None and speed.step_time > NOT_SLOWER * chosen.step_time
+# What is left out ---------------------------------------------------------------------------------
 
 
-def _verdict(
-    look: _Look, estimate: float, value: float | None, other_value: float | None
-) -> Verdict:
-    """Compare the simulated objectives of the chosen plan and of the plan that is better by estimate."""
-    value = estimate if value is None else value
-    what = look.shift.what
-    if look.chosen is None:
-        value = other_value or estimate
-        return Verdict(what, value, False, look.other, value, True)
-    touches = look.shift.touches
-    if other_value is None or not is_ahead(other_value, value):
-        return Verdict(what, value, True, None, value, touches(look.chosen))
-    is_used = touches(look.chosen) or (look.other is not None and touches(look.other))
-    return Verdict(what, value, True, look.other, other_value, is_used)
-
-
-def is_ahead(other: float, chosen: float) -> bool:
-    """Whether a plan's objective is low enough to choose it instead of another."""
-    return other <= IS_AHEAD * chosen
-
-
-def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
-    """Estimate all plans after a change. Only lengths and training speed change stage times."""
+def _left_out(search: Search) -> Iterator[tuple[str, str]]:
+    """Yield the things whose change has no effect on any plan, or the same effect on all plans."""
     run = search.space.run
-    if (shift.run.workload, shift.run.costs) != (run.workload, run.costs):
-        return _look_at_stages(shift, search, chosen, pool)
-    shifted = search.estimates.shifted(shift.run.cluster)
-    before, after = _values(search.estimates), _values(shifted)
-    best, candidate = _best(run.plan, shifted, chosen), search.space.candidate
-    gains = after[best] / before[best] < (1 - TOUCHES) * after[chosen] / before[chosen]
-    has_other = gains and is_ahead(after[best], after[chosen])
-    ratio = float(after[chosen] / before[chosen])
-    return _Look(shift, ratio, candidate(chosen), candidate(best) if has_other else None)
+    plan, is_limited = run.plan, bool(limits_of(run.plan))
+    used = {pool for plans in search.space.replicas for pool in plans.pools}
+    used |= {trainer.pool for trainer in search.space.trainers}
+    used |= {name for name, pool in run.cluster.pools.items() if pool.owned}
+    used |= {mode.rewards.pool for mode in search.space.modes if mode.rewards is not None}
+    for shift in shifts(run):
+        if shift.kind == "price" and plan.objective == "step-time" and not is_limited:
+            yield shift.thing, NO_DOLLARS
+        elif used == {shift.pool} and not is_limited and not plan.value_of_hour:
+            yield shift.thing, PROPORTIONAL
 
 
-def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
-    """Estimate plans with other stage times. The replicas of the best plans are simulated.
-
-    The set of plans that fit may differ.
-    """
-    run = search.space.run
-    try:
-        narrowed = replace(shift.run, plan=_narrowed(shift.run.plan, search, chosen))
-        kept = search.space.candidate(chosen).trainer
-        after = Search.open(narrowed, search.deadline, kept=kept)
-    except ValueError:  # no plan near the best fits any more; the verdict reports this
-        return _Look(shift, 1.0, None, None)
-    after.estimates.take_paces(search.estimates)
-    after.open_mixed(search.space.candidate(chosen))
-    place = after.space.find(search.space.candidate(chosen))
-    after.settle(pool, [] if place is None else [place])
-    values, candidate = _values(after.estimates), after.space.candidate
-    best = _best(run.plan, after.estimates, place)
-    if place is None:
-        return _Look(shift, 1.0, None, candidate(best))
-    has_other = is_ahead(values[best], values[place])
-    ratio = float(values[place] / _values(search.estimates)[chosen])
-    return _Look(shift, ratio, candidate(place), candidate(best) if has_other else None)
-
-
-def _best(plan: PlanConfig, estimates: Estimates, chosen: int | None) -> int:
-    """Return the plan with the best objective that can be rented. If speed decided the choice, slower plans are left out."""
-    values = _values(estimates)
-    can_be_rented = _rentable(plan, estimates.space)
-    if can_be_rented.any():
-        values = np.where(can_be_rented, values, np.inf)
-    if plan.takes_faster and chosen is not None:
-        steps = estimates.estimate().step
-        values = np.where(steps <= NOT_SLOWER * steps[chosen], values, np.inf)
-    return int(np.argmin(values))
-
-
-def _rentable(plan: PlanConfig, space: Space) -> NDArray[np.bool_]:
-    """Return which plans have sizes that their pools are rented in: another pool may have been the reason for a size."""
-    pools = space.run.cluster.pools
-
-    def is_size(side: Replicas | Degrees, stated: list[int] | None) -> bool:
-        return stated is not None or side.num_gpus in sizes(pools[side.pool], plan.unit)
-
-    replicas = [
-        all(is_size(kind, plan.rollout_gpus) for kind in each.kinds) for each in space.replicas
-    ]
-    trainers = [is_size(each, plan.trainer_gpus) for each in space.trainers]
-    found: NDArray[np.bool_] = (
-        np.array(replicas)[space.of_replicas] & np.array(trainers)[space.of_trainer]
-    )
+def _without_effect(verdicts: Sequence[tuple[Shift, Verdict]]) -> dict[str, str]:
+    """Return the prices and links whose changes have no effect, neither lower nor higher."""
+    found: dict[str, str] = {}
+    for shift, _ in verdicts:
+        those = [verdict for each, verdict in verdicts if each.thing == shift.thing]
+        is_idle = all(v.other is None and not v.breaks and abs(v.value - 1) < LEAST for v in those)
+        if is_idle and shift.kind in ("links", "price"):
+            found[shift.thing] = NO_EFFECT if any(v.is_used for v in those) else UNUSED
     return found
 
 
-def _narrowed(plan: PlanConfig, search: Search, chosen: int) -> PlanConfig:
-    """Limit the section `[plan]` to the pools, sizes and systems of the chosen plan and of plans near the best."""
-    space, values = search.space, _values(search.estimates)
-    near = np.append(np.nonzero(values <= CONTENDS * values.min())[0], chosen)
-    trainers = [space.trainers[i] for i in np.unique(space.of_trainer[near])]
-    fleets = [space.replicas[i] for i in np.unique(space.of_replicas[near])]
-    replicas = [kind for fleet in fleets for kind in fleet.kinds]
-    modes = [space.modes[i] for i in np.unique(space.of_mode[near])]
-    rewards = [mode.rewards for mode in modes if mode.rewards is not None]
-    return replace(
-        plan,
-        rollout_pools=sorted({side.pool for side in replicas}),
-        trainer_pools=sorted({side.pool for side in trainers}),
-        rollout_gpus=sorted({side.num_gpus for side in replicas}),
-        trainer_gpus=sorted({side.num_gpus for side in trainers}),
-        micro_batch=sorted({side.micro_batch for side in trainers}),
-        context_parallel=sorted({1, *(side.context_parallel for side in trainers)}),
-        systems=list(dict.fromkeys(mode.system for mode in modes)),
-        reward_pools=sorted({side.pool for side in rewards}) or None,
-        reward_gpus=sorted({side.num_gpus for side in rewards}) or None,
+# Estimates ----------------------------------------------------------------------------------------
+
+
+class _Look(NamedTuple):
+    """Estimates of all plans after a change."""
+
+    shift: Shift
+    chosen_index: int
+    """Index of the chosen plan."""
+    chosen: Candidate | None
+    """The chosen plan, perhaps with offloading now; None if it no longer fits."""
+    estimates: Estimates
+    ratio: float = 1.0
+    """Estimated ratio of the chosen plan's objective after the change to that before."""
+    other: int | None = None
+    """The plan that is better by estimate."""
+
+
+def _look(shift: Shift, search: Search, chosen: int) -> _Look:
+    """Estimate all plans after a change, and check whether the chosen one still fits."""
+    candidate: Candidate | None = search.space.candidate(chosen)
+    if candidate is not None and not _fits(shift, candidate):
+        candidate = _variant(shift, candidate)
+    return _picked(_Look(shift, chosen, candidate, _after(shift, search)), search)
+
+
+def _after(shift: Shift, search: Search) -> Estimates:
+    """Return the estimates after a change, with all corrections that the search learned."""
+    if shift.kind == "lengths":
+        base = shortened(shift.run, shift.run.seed)
+        return search.estimates.with_batches(counted_batches(base))
+    if shift.kind == "training":
+        return search.estimates.with_costs(shift.run.costs)
+    return search.estimates.shifted(shift.run.cluster)
+
+
+def _fits(shift: Shift, candidate: Candidate) -> bool:
+    """Return whether both sides of a plan fit in memory. Only longer outputs need more."""
+    if shift.kind != "lengths" or shift.factor < 1:
+        return True
+    try:
+        Costs.load(candidate.apply(shift.run))
+    except ValueError:
+        return False
+    return True
+
+
+def _variant(shift: Shift, candidate: Candidate) -> Candidate | None:
+    """Return a plan of the same layout that fits, perhaps with offloading or smaller micro-batches, or None."""
+    trainer = candidate.trainer
+    plan = replace(
+        shift.run.plan,
+        trainer_pools=[trainer.pool],
+        trainer_gpus=[trainer.num_gpus],
+        trainer_tensor_parallel=[trainer.tensor_parallel],
+        pipeline_parallel=[trainer.pipeline_parallel],
+        context_parallel=[trainer.context_parallel],
+    )
+    try:
+        found = find_trainers(replace(shift.run, plan=plan), Counter())
+    except ValueError:  # no trainer fits
+        return None
+    alike = [each for each in found if each.layout == trainer.layout]
+    alike.sort(key=lambda each: (each.split != trainer.split, each.offload != trainer.offload))
+    variants = (candidate._replace(trainer=each) for each in alike)
+    return next((each for each in variants if _fits(shift, each)), None)
+
+
+def _settled(looks: list[_Look], search: Search, pool: Executor) -> list[_Look]:
+    """Simulate the generation of the picked plans, and pick again by corrected estimates."""
+    for _ in range(ROUNDS):
+        picks = list(dict.fromkeys(look.other for look in looks if look.other is not None))
+        estimates = search.estimates
+        if search.is_late or not (estimates.asked(picks, 1) or estimates.unchecked(picks)):
+            break
+        search.refine(pool, partial(_these, picks), FIRST_LOOK)
+        looks = [_picked(k._replace(estimates=_after(k.shift, search)), search) for k in looks]
+    return looks
+
+
+def _these(picks: list[int], order: list[int], scores: Floats) -> list[int]:
+    return picks
+
+
+def _picked(look: _Look, search: Search) -> _Look:
+    """Return a look with the best plan by corrected estimates, if it is clearly better and fits."""
+    plan, chosen, corrections = search.space.run.plan, look.chosen_index, _corrections(search)
+    before, after = (
+        _Expected.of(search, estimates, corrections)
+        for estimates in (search.estimates, look.estimates)
+    )
+    ratio = float(after.values[chosen] / before.values[chosen])
+    keeps = after.excess <= np.maximum(1.0, before.excess[chosen])
+    is_open = keeps.copy()
+    if look.chosen is not None and keeps[chosen]:
+        is_open &= after.values <= IS_AHEAD * after.values[chosen]
+        if look.shift.kind in ("price", "links"):
+            is_open &= after.values / before.values < (1 - TOUCHES) * ratio
+    if plan.takes_faster:
+        is_open &= after.steps <= NOT_SLOWER * after.steps[chosen]
+    is_open[chosen] = False
+    places = np.nonzero(is_open)[0]
+    order = places[np.argsort(after.values[places], kind="stable")][:MOST_PICKS].tolist()
+    fitting = (i for i in order if _fits(look.shift, search.space.candidate(i)))
+    return look._replace(ratio=ratio, other=next(fitting, None))
+
+
+class _Expected(NamedTuple):
+    """Corrected estimates of every plan."""
+
+    steps: Floats
+    """Seconds of a step."""
+    values: Floats
+    """The objective."""
+    excess: Floats
+    """Largest ratio of a figure to its limit; 0 without limits."""
+
+    @classmethod
+    def of(cls, search: Search, estimates: Estimates, corrections: Floats) -> _Expected:
+        """Return the figures by estimates with other lengths, costs or prices."""
+        steps = estimates.estimate().step * corrections
+        values = estimates.values(steps, search.lags, search.space.run.plan)
+        return cls(steps, values, search.excess_of(steps, estimates))
+
+
+def _corrections(search: Search) -> Floats:
+    """Return the ratio of simulated to estimated step time of every plan.
+
+    Plans without a simulation have the median ratio of their system.
+    """
+    estimated, space = search.estimates.estimate().step, search.space
+    own = {index: speed.step_time / estimated[index] for index, speed in search.speeds.items()}
+    of_systems: dict[SystemName, list[float]] = defaultdict(lambda: [])
+    for index, ratio in own.items():
+        of_systems[space.candidate(index).mode.system].append(ratio)
+    usual = [median(of_systems[mode.system] or [1.0]) for mode in space.modes]
+    found: Floats = np.array(usual)[space.of_mode]
+    found[list(own)] = list(own.values())
+    return found
+
+
+# Simulations --------------------------------------------------------------------------------------
+
+
+class _Paired(NamedTuple):
+    """Ratios of a plan after a change to the chosen plan before it, over the same steps."""
+
+    value: float
+    """Of the objectives."""
+    seconds: float
+    """Of the step times."""
+    dollars: float
+    """Of the costs of a step."""
+
+
+_Pair: TypeAlias = tuple[_Paired | None, _Paired | None]
+"""Ratios of the chosen and of the other plan, each None if it was not simulated."""
+_Key: TypeAlias = tuple[int, Candidate]
+"""Index of a change and the plan that is simulated with it."""
+
+
+def _simulate(
+    looks: Sequence[_Look], search: Search, pool: Executor, watch: Callable[[], None]
+) -> Iterator[tuple[_Look, _Pair]]:
+    """Simulate the chosen plan and the other plan after each change, the chosen one first."""
+    trials: dict[_Key, Trial] = {}
+    for place, look in enumerate(looks):
+        if look.chosen is not None and _matters(look, search):
+            trials[place, look.chosen] = _trial(look, search, look.chosen)
+    for place, look in enumerate(looks):
+        if look.other is not None and not _is_known(look, search, look.other):
+            other = search.space.candidate(look.other)
+            trials[place, other] = _trial(look, search, other)
+    found = run_all(pool, short_speed_of, trials.items(), watch, search.deadline)
+    speeds = {key: each for key, each in found.items() if not isinstance(each, Unfinished)}
+    pairs = [_pair(look, search, speeds, place) for place, look in enumerate(looks)]
+    return zip(looks, _checked(looks, pairs, search, pool, watch), strict=True)
+
+
+def _trial(look: _Look, search: Search, candidate: Candidate) -> Trial:
+    """Return the simulation of a plan over at most the steps of the search."""
+    most = open_trial(search.base)[0].simulate.max_steps
+    steps = OVERLAPPING if _overlaps(search, look.chosen_index, candidate) else IN_TURNS
+    run = look.shift.run
+    return _in_portions(shortened(run, run.seed, min(most, steps)), candidate)
+
+
+def _in_portions(base: bytes, candidate: Candidate) -> Trial:
+    """Return the simulation of a plan for the steps of an encoded run file, of a huge plan in portions."""
+    run, _ = open_trial(base)
+    return Trial(base, candidate, portions=portions_of(candidate.apply(run)))
+
+
+def _overlaps(search: Search, chosen: int, candidate: Candidate) -> bool:
+    """Return whether the chosen plan or another one generates for later steps while it trains."""
+    space = search.space
+    systems = (space.system(chosen), space.systems[space.modes.index(candidate.mode)])
+    return any(system.staleness_bound for system in systems)
+
+
+def _matters(look: _Look, search: Search) -> bool:
+    """Return whether a change may change the seconds of the chosen plan by more than `LEAST`."""
+    shift = look.shift
+    if shift.kind != "links":
+        return shift.kind != "price"
+    stages = search.estimates.estimate()
+    sync, step = float(stages.sync[look.chosen_index]), float(stages.step[look.chosen_index])
+    is_used = look.chosen is not None and shift.touches(look.chosen)
+    return is_used and abs(1 / shift.factor - 1) * sync >= LEAST * step
+
+
+def _is_known(look: _Look, search: Search, index: int) -> bool:
+    """Return whether a change leaves the seconds of a plan that the search simulated unchanged."""
+    shift = look.shift
+    is_same = shift.kind == "price" or (
+        shift.kind == "links" and not shift.touches(search.space.candidate(index))
+    )
+    return is_same and index in search.speeds
+
+
+def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int) -> _Pair:
+    """Return the ratios of the chosen and the other plan from the simulations that there are."""
+    before = search.speeds[look.chosen_index]
+    ours = None
+    if look.chosen is not None and (place, look.chosen) in speeds:
+        ours = _ratios(look, search, before, speeds[place, look.chosen], look.chosen)
+    elif look.chosen is not None and not _matters(look, search):
+        ours = _ratios(look, search, before, before, look.chosen)
+    if look.other is None:
+        return ours, None
+    other = search.space.candidate(look.other)
+    speed = speeds.get((place, other))
+    if speed is None and _is_known(look, search, look.other):
+        speed = search.speeds[look.other]
+    return ours, None if speed is None else _ratios(look, search, before, speed, other)
+
+
+def _ratios(
+    look: _Look, search: Search, before: Speed, after: Speed, candidate: Candidate
+) -> _Paired:
+    """Return the ratios of a plan after a change to the chosen plan before it."""
+    last = min(len(before.step_times), len(after.step_times), after.counted_steps[1])
+    first = min(1 + START if _overlaps(search, look.chosen_index, candidate) else 2, last)
+    run, plan = search.space.run, search.space.run.plan
+    before, after = _over(before, first, last), _over(after, first, last)
+    if look.shift.kind == "price":
+        rents = [
+            PaidGpus.of(candidate.apply(each)).dollars_per_second for each in (look.shift.run, run)
+        ]
+        after = _repriced(after, rents[0] / rents[1] if rents[1] else 1.0)
+    return _Paired(
+        value_of(plan, after) / value_of(plan, before),
+        after.step_time / before.step_time,
+        after.cost_per_step / before.cost_per_step if before.cost_per_step else 1.0,
     )
 
 
-def _values(estimates: Estimates) -> Floats:
-    """Estimate the objective of every plan, without its limits."""
-    return estimates.values(estimates.estimate().step)
+def _over(speed: Speed, first: int, last: int) -> Speed:
+    """Return the figures of a simulation over some of its steps."""
+    seconds = speed.step_times[first - 1 : last]
+    tokens = sum(speed.step_tokens[first - 1 : last]) / len(seconds)
+    step_time = sum(seconds) / len(seconds)
+    rent = (speed.cost_per_step - speed.egress_per_step) / speed.step_time
+    return _costing(replace(speed, step_time=step_time), rent * step_time, tokens)
+
+
+def _repriced(speed: Speed, factor: float) -> Speed:
+    """Return the figures with other prices of the GPUs."""
+    tokens = speed.cost_per_step / (speed.cost_per_million_tokens or 1.0) * 1e6
+    return _costing(speed, factor * (speed.cost_per_step - speed.egress_per_step), tokens)
+
+
+def _costing(speed: Speed, rent: float, tokens: float) -> Speed:
+    """Return the figures for other dollars of GPUs and other tokens of a step."""
+    dollars = rent + speed.egress_per_step
+    per_million = dollars / tokens * 1e6 if tokens else 0.0
+    changed: Speed = replace(speed, cost_per_step=dollars, cost_per_million_tokens=per_million)
+    return changed
+
+
+# Signs ----------------------------------------------------------------------------------------------
+
+
+SAME = _Paired(1.0, 1.0, 1.0)
+"""The ratios of a change without an effect."""
+
+
+def _checked(
+    looks: Sequence[_Look],
+    pairs: Sequence[_Pair],
+    search: Search,
+    pool: Executor,
+    watch: Callable[[], None],
+) -> list[_Pair]:
+    """Replace effects in the wrong direction that may be chance by none.
+
+    Large ones are simulated for longer.
+    """
+    odd = {
+        place: ours
+        for place, (look, (ours, _)) in enumerate(zip(looks, pairs, strict=True))
+        if ours is not None and _is_contrary(look.shift, search, ours.value)
+    }
+    large = [place for place, ours in odd.items() if abs(ours.value - 1) >= CHANCE]
+    longer = _simulate_longer([looks[place] for place in large], search, pool, watch)
+    known = dict(zip(large, longer, strict=True))
+    return [
+        (known.get(place, SAME) if place in odd else ours, theirs)
+        for place, (ours, theirs) in enumerate(pairs)
+    ]
+
+
+def _is_contrary(shift: Shift, search: Search, ratio: float) -> bool:
+    """Return whether an effect has the direction that only chance or a rare interaction explains.
+
+    The cost of a token may rise or fall with the lengths.
+    """
+    if shift.kind == "price":
+        return False
+    rises = (ratio - 1) * (shift.factor - 1) > 0
+    if shift.kind == "lengths":
+        return search.space.run.plan.objective != "cost-per-million-tokens" and not rises
+    return rises
+
+
+def _simulate_longer(
+    looks: Sequence[_Look], search: Search, pool: Executor, watch: Callable[[], None]
+) -> list[_Paired]:
+    """Return the ratios of the chosen plan over more steps, or those of no effect if it may be chance."""
+    if not looks:
+        return []
+    run, own = search.space.run, search.space.candidate(looks[0].chosen_index)
+    trials = [(-1, _in_portions(shortened(run, run.seed, FINAL_STEPS), own))]
+    for place, look in enumerate(looks):
+        base = shortened(look.shift.run, run.seed, FINAL_STEPS)
+        trials.append((place, _in_portions(base, look.chosen or own)))
+    speeds = run_all(pool, short_speed_of, trials, watch, search.deadline)
+    before, found = speeds[-1], []
+    for place, look in enumerate(looks):
+        after, ratios = speeds.get(place), SAME
+        if isinstance(before, Speed) and isinstance(after, Speed):
+            ratios = _ratios(look, search, before, after, look.chosen or own)
+            if not is_beyond_chance(after, before, ratios.value):
+                ratios = SAME
+        found.append(ratios)
+    return found
+
+
+# Verdicts -----------------------------------------------------------------------------------------
+
+
+def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired | None) -> Verdict:
+    """Compare the chosen plan with the one that is better by estimate."""
+    own = search.space.candidate(look.chosen_index)
+    other = None if look.other is None else search.space.candidate(look.other)
+    shift, is_estimate = look.shift, ours is None
+    if look.chosen is None:
+        value = 1.0 if theirs is None else theirs.value
+        other = None if theirs is None else other
+        return Verdict(shift.what, value, False, other, value, True)
+    breaks = () if ours is None else _broken(search, look.chosen_index, ours)
+    if (
+        other is None
+        or theirs is None
+        or not _is_better(search, look.chosen_index, ours, theirs, breaks)
+    ):
+        other, theirs = None, None
+    value = look.ratio if ours is None else ours.value
+    return Verdict(
+        what=shift.what,
+        value=value,
+        still_fits=True,
+        other=other,
+        other_value=value if theirs is None else theirs.value,
+        is_used=any(shift.touches(plan) for plan in (own, other) if plan is not None),
+        is_estimate=is_estimate,
+        breaks=breaks,
+    )
+
+
+def _is_better(
+    search: Search,
+    chosen: int,
+    ours: _Paired | None,
+    theirs: _Paired,
+    breaks: tuple[str, ...],
+) -> bool:
+    """Return whether another plan, as simulated, is to be chosen after a change."""
+    if ours is None or _broken(search, chosen, theirs):
+        return False
+    if search.space.run.plan.takes_faster and theirs.seconds > NOT_SLOWER * ours.seconds:
+        return False
+    return bool(breaks) or is_ahead(theirs.value, ours.value)
+
+
+def is_ahead(other: float, chosen: float) -> bool:
+    """Return whether a plan's objective is low enough to choose it instead of another."""
+    return other <= IS_AHEAD * chosen
+
+
+def _broken(search: Search, chosen: int, after: _Paired) -> tuple[str, ...]:
+    """Return the keys of the limits that a plan exceeds after a change, and the chosen plan not before."""
+    before = search.spend_of(search.speeds[chosen])
+    seconds, dollars = after.seconds, after.dollars
+    spend = Spend(
+        before.per_step * dollars,
+        before.per_day * dollars / seconds,
+        before.whole * dollars,
+        before.seconds * seconds,
+    )
+    return tuple(
+        f"plan.{limit.key}"
+        for limit in limits_of(search.space.run.plan)
+        if spend[limit.place] > limit.most >= before[limit.place]
+    )

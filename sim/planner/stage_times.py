@@ -64,6 +64,17 @@ class GenerationTime(NamedTuple):
         """Mean seconds of a batch."""
         return float(self.seconds.mean())
 
+    def scaled(self, factor: float) -> GenerationTime:
+        """Return the times of batches that take `factor` times as long."""
+        return GenerationTime(
+            self.seconds * factor,
+            self.together * factor,
+            self.turnovers * factor,
+            self.shares * factor,
+            [(times * factor, left) for times, left in self.envelopes],
+            [(times * factor, left) for times, left in self.rollout_ends],
+        )
+
     def overlapping(self, num_batches: int) -> float:
         """Return the seconds of a step if `num_batches` batches are under way at any time."""
         under_way = max(self.together.mean(), self.turnovers.mean())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +19,7 @@ from streamrl.runfile.formatting import (
 )
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.sim.planner.plan import (
+    Change,
     Choice,
     Plan,
     PlannedFramework,
@@ -54,6 +55,8 @@ VALUES: dict[ObjectiveName, Show] = {
     "pareto": _product,
 }
 """How to write the figure that a plan is judged by, with the digits of `simulate`."""
+NO_CHANGE = 0.0005
+"""Smallest relative effect of a what-if that is shown as a number."""
 
 
 def plan_report(plan: Plan, *, intervals: bool = False) -> RenderableType:
@@ -284,13 +287,36 @@ def _sensitivity(plan: Plan) -> RenderableType:
         return Text(f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them")
     table = Table("if", "the plan gives", "better then", "saves", box=None, pad_edge=False)
     for change in plan.sensitivity:
-        show = VALUES[plan.objective.name]
-        gives = show(change.value) if change.still_fits else "does not fit"
-        other = (change.choice, f"{change.gain:.1%}") if change.is_other else ("no other", "")
-        if not change.is_used:
-            other = ("no other, and this one uses none of it", "")
-        table.add_row(change.what, gives, *other)
-    return table
+        other = (change.choice, _gain(change)) if change.is_other else ("no other", "")
+        table.add_row(change.what, _given(plan, change), *other)
+    left_out = not_varied_text(plan.not_varied)
+    return Group(table, Text(left_out)) if left_out else table
+
+
+def _given(plan: Plan, change: Change) -> str:
+    """Return the objective of the chosen plan after a change, and the relative effect."""
+    if not change.still_fits:
+        return "does not fit"
+    effect = change.value / plan.objective.value - 1
+    shown = f"{effect:+.1%}" if abs(effect) >= NO_CHANGE else "no change"
+    if change.is_estimate:
+        shown += ", an estimate"
+    given = f"{VALUES[plan.objective.name](change.value)} ({shown})"
+    return f"{given}, exceeds {' and '.join(change.breaks)}" if change.breaks else given
+
+
+def _gain(change: Change) -> str:
+    """Return the share that another plan saves after a change, or that it keeps the limits."""
+    return f"{change.gain:.1%}" if not change.breaks else f"{change.gain:.1%}, and keeps the limits"
+
+
+def not_varied_text(left_out: Mapping[str, str]) -> str:
+    """Return which what-ifs were left out and why, in one line; empty if none was."""
+    by_reason: dict[str, list[str]] = {}
+    for thing, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(thing)
+    told = "; ".join(f"{', '.join(things)} ({reason})" for reason, things in by_reason.items())
+    return f"not varied: {told}" if told else ""
 
 
 def _infeasible(plan: Plan) -> Table:

@@ -21,6 +21,7 @@ from streamrl.report.pictures.range_bars import Range, Swing, bands_picture, tor
 from streamrl.report.pictures.stacked_bars import segments, shares_picture
 from streamrl.report.pictures.step_timeline import timeline_picture, typical_step
 from streamrl.report.pictures.study_chart import study_picture
+from streamrl.report.plan_report import not_varied_text
 from streamrl.report.run_tables import facts, headline
 from streamrl.report.study_report import RecordedStudy
 from streamrl.report.study_table import MetricTable, Spread, name_of
@@ -76,10 +77,12 @@ class Sensitivity:
     missing: list[str]
     """Assumptions that were not varied."""
     source: str
+    left_out: str = ""
+    """What-ifs that cannot change the plan, and why; empty if there are none."""
 
 
 def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
-    """Read a plan's what-ifs. Each was planned again; its figure is that of the plan chosen then."""
+    """Read a plan's what-ifs. The figure is that of the chosen plan, or of another if it no longer fits."""
     base = plan.objective.value
     found: dict[str, dict[str, float]] = {}
     notes: dict[str, str] = {}
@@ -105,7 +108,8 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
         by=" or ".join(shares) or "as named",
         swings=swings,
         changes=list(plan.sensitivity),
-        missing=_missing(swings),
+        missing=_missing([*plan.not_varied, *(swing.what for swing in swings)]),
+        left_out=not_varied_text(plan.not_varied),
         source=source,
     )
 
@@ -123,7 +127,7 @@ def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
         by=percent(BY),
         swings=swings,
         changes=[],
-        missing=_missing(swings),
+        missing=_missing([swing.what for swing in swings]),
         source=source,
     )
 
@@ -138,8 +142,8 @@ def _dollars_by_pool(trace: Trace) -> Iterator[tuple[str, float]]:
     yield from found.items()
 
 
-def _missing(swings: list[Swing]) -> list[str]:
-    named = " ".join(swing.what.lower() for swing in swings)
+def _missing(things: Sequence[str]) -> list[str]:
+    named = " ".join(things).lower()
     return [what for what, pattern in WANTED.items() if not re.search(pattern, named)]
 
 
@@ -231,25 +235,30 @@ def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
         section.pictures.append(
             tornado_picture(name, found.of, found.swings, found.by, found.source)
         )
-    others = [c for c in found.changes if c.is_other or not c.still_fits]
+    others = [c for c in found.changes if c.is_other or c.breaks or not c.still_fits]
     if found.changes and not others:
         section.text.append("The chosen plan stays the best under each of these changes.")
     if others:
-        rows = [
-            cells(
-                c.what, c.choice, change(-c.gain) if c.still_fits else "the chosen one does not fit"
-            )
-            for c in others
-        ]
+        rows = [cells(c.what, c.choice, _saves(c)) for c in others]
         head = ("if", "better then", "saves")
         section.tables.append(
             PageTable("Changes under which another plan would be chosen.", head, rows)
         )
+    if found.left_out:
+        section.notes.append(f"{found.left_out[:1].upper()}{found.left_out[1:]}.")
     if found.missing:
         section.notes.append(
             f"Not varied here: {listing(found.missing)}. `streamrl simulate RUN.toml --sweep KEY=V1,V2 -o DIR` varies any key; "
             "name DIR too and the report shows it."
         )
+
+
+def _saves(each: Change) -> str:
+    """Return what another plan saves after a change, or why the chosen one cannot be kept."""
+    if not each.still_fits:
+        return "the chosen one does not fit"
+    saved = change(-each.gain) if each.is_other else "no other"
+    return f"{saved}; the chosen one exceeds {listing(each.breaks)}" if each.breaks else saved
 
 
 def uncertainty_section(options: Sequence[Option]) -> PageSection:

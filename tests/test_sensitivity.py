@@ -1,0 +1,123 @@
+"""The what-ifs of a plan have the sign and the size that longer simulations have, and say which limits break."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.record.steady_state import Speed
+from streamrl.report.plan_report import not_varied_text
+from streamrl.runfile.policies_config import SystemName
+from streamrl.sim.planner import sensitivity
+from streamrl.sim.planner.objective import value_of
+from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.sensitivity import CHANCE, SAME, Judgement, judge
+from streamrl.sim.planner.shifts import Shift, shifts
+from streamrl.sim.planner.trial import Trial, short_speed_of, whole
+from tests.test_plan import SMALL, Here, few
+
+
+class Some(Here):
+    """Works on the first jobs only, and leaves the others waiting."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def submit(self, work: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+        """Do it now, or never."""
+        if not self.left:
+            return Future()
+        self.left -= 1
+        return super().submit(work, *arguments)
+
+
+LONG = {**SMALL, "algorithm.steps": 24, "simulate.max_steps": 24}
+
+
+@cache
+def judged(system: SystemName, **plan: float) -> tuple[Search, int, Judgement]:
+    """Judge the best plan of a system by estimate, on the GPUs of two pools."""
+    search = Search.open(few(LONG, systems=[system], rollout_pools=["h20"], **plan))
+    search.settle(Here(), [])
+    chosen = search.in_order()[0]
+    search.simulate(Here(), [chosen], lambda: None)
+    return search, chosen, judge(search, chosen, Here())
+
+
+def shift_of(search: Search, what: str) -> Shift:
+    return next(each for each in shifts(search.space.run) if each.what == what)
+
+
+@pytest.mark.parametrize("system", ["stream-sync", "stream-async"])
+def test_an_effect_is_within_three_points_of_a_longer_simulation(system: SystemName) -> None:
+    search, chosen, found = judged(system)
+    candidate, plan = search.space.candidate(chosen), search.space.run.plan
+    before = short_speed_of(Trial(whole(search.space.run, 0), candidate))
+    assert isinstance(before, Speed) and len(before.step_times) >= 24
+    for verdict in found.verdicts:
+        if verdict.what.startswith("price"):
+            continue
+        run = shift_of(search, verdict.what).run
+        after = short_speed_of(Trial(whole(run, 0), candidate))
+        assert isinstance(after, Speed)
+        direct = value_of(plan, after) / value_of(plan, before)
+        assert verdict.value == pytest.approx(direct, abs=0.03), verdict.what
+        assert abs(direct - 1) < 0.01 or (verdict.value - 1) * (direct - 1) > 0, verdict.what
+
+
+def test_faster_training_never_makes_a_plan_dearer_by_chance() -> None:
+    _, _, found = judged("stream-async")
+    slower, faster = (
+        next(
+            each.value for each in found.verdicts if each.what == f"speed of training (MFU) {name}"
+        )
+        for name in ("-20%", "+20%")
+    )
+    assert faster <= 1 <= slower
+
+
+def test_a_small_effect_in_the_wrong_direction_is_none_and_a_large_one_is_simulated_again() -> None:
+    search, chosen, _ = judged("stream-async")
+    shift = shift_of(search, "speed of training (MFU) +20%")
+    look = sensitivity._look(shift, search, chosen)
+    small, large = (SAME._replace(value=1 + factor * CHANCE) for factor in (0.5, 2.0))
+    better = SAME._replace(value=0.9)
+    for ratios, simulations in ((small, 0), (large, 2), (better, 0)):
+        pool = Some(simulations)
+        ((ours, _),) = sensitivity._checked([look], [(ratios, None)], search, pool, lambda: None)
+        assert ours is not None and ours.value <= 1.0
+        assert pool.left == 0 and (ours == better) == (ratios == better)
+
+
+def test_a_change_after_which_the_plan_misses_its_deadline_says_so() -> None:
+    search, chosen, _ = judged("stream-sync")
+    seconds = search.spend_of(search.speeds[chosen]).seconds
+    run = replace(search.space.run, plan=replace(search.space.run.plan, deadline=1.01 * seconds))
+    limited = Search.open(run)
+    limited.speeds, limited.portions = search.speeds, search.portions
+    verdicts = {each.what: each for each in judge(limited, chosen, Here()).verdicts}
+    assert verdicts["lengths +20%"].breaks == ("plan.deadline",)
+    assert verdicts["lengths -20%"].breaks == ()
+    assert all(each.still_fits for each in verdicts.values())
+
+
+def test_effects_that_no_time_was_left_to_simulate_are_estimates() -> None:
+    search, chosen, in_time = judged("stream-async")
+    assert not any(each.is_estimate for each in in_time.verdicts)
+    late = Search.open(search.space.run, deadline=0.0)
+    late.speeds, late.portions = search.speeds, search.portions
+    found = judge(late, chosen, Some(1))
+    lengths, *others = (v for v in found.verdicts if not v.what.startswith("price"))
+    assert not lengths.is_estimate  # the first simulation always runs
+    assert all(each.is_estimate and each.other is None for each in others)
+    assert not any(v.is_estimate for v in found.verdicts if v.what.startswith("price"))
+
+
+def test_what_was_left_out_is_one_line_with_each_reason_once() -> None:
+    text = not_varied_text({"price of a": "only pool", "b": "unused", "c": "unused"})
+    assert text == "not varied: price of a (only pool); b, c (unused)"
+    assert not not_varied_text({})
