@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_offer, load_run
 from streamrl.runfile.keys import place_of
-from streamrl.sim.planner.plan import PLAN_TOML
+from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML
 from streamrl.sim.planner.space import Space
 from tests.command_line import streamrl
 from tests.runs import make_table
@@ -34,6 +35,10 @@ def table_of(changes: dict[str, Any] | None = None, **plan: Any) -> dict[str, An
         place, last = place_of(table, key)
         place[last] = value
     return table
+
+
+def offered(table: dict[str, Any]) -> Run:
+    return load_offer(table).run
 
 
 def plans_of(run: Run) -> list[Run]:
@@ -82,7 +87,7 @@ def test_a_start_that_does_not_fit_gives_the_plans_of_one_that_does(
     table = table_of(changes)
     with pytest.raises(RunError):
         load_run(table)
-    assert plans_of(load_offer(table)) == GOOD
+    assert plans_of(offered(table)) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_sides_that_share_gpus_may_start_in_different_pools(changes: dict[str, A
     bad = table_of({"policies.system": "colocated", "trainer.pool": "h20", **changes})
     with pytest.raises(RunError):
         load_run(bad)
-    assert plans_of(load_offer(bad)) == plans_of(load_run(good))
+    assert plans_of(offered(bad)) == plans_of(load_run(good))
 
 
 def test_pools_without_a_link_may_be_the_start() -> None:
@@ -107,7 +112,7 @@ def test_pools_without_a_link_may_be_the_start() -> None:
     apart = table_of({"cluster.links": []})
     with pytest.raises(RunError, match=r"no link between 'h20' and 'h800'"):
         load_run(apart)
-    assert plans_of(load_offer(apart)) == plans_of(load_run(alone))
+    assert plans_of(offered(apart)) == plans_of(load_run(alone))
 
 
 def test_a_batch_smaller_than_the_ranks_of_the_start_is_planned() -> None:
@@ -115,7 +120,7 @@ def test_a_batch_smaller_than_the_ranks_of_the_start_is_planned() -> None:
     wide = table_of({**few, "trainer.data_parallel": 8, "trainer.tensor_parallel": 1})
     with pytest.raises(RunError, match=r"fewer than trainer\.data_parallel=8"):
         load_run(wide)
-    assert plans_of(load_offer(wide)) == plans_of(load_run(table_of(few)))
+    assert plans_of(offered(wide)) == plans_of(load_run(table_of(few)))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_a_system_that_contradicts_a_key_that_stays_is_replaced(policies: dict[s
     table = table_of({"policies": policies, "trainer.pool": "h20"})
     with pytest.raises(RunError):
         load_run(table)
-    run = load_offer(table)
+    run = offered(table)
     assert run.policies.system != "colocated"
     key, value = list(policies.items())[1]
     assert getattr(run.policies, key) == value
@@ -147,24 +152,37 @@ def test_one_gpu_is_planned_as_one_that_both_sides_share() -> None:
     table["trainer"] = {"pool": "h800"}
     with pytest.raises(RunError, match="has 1 GPUs"):
         load_run(table)
-    assert {run.policies.system for run in plans_of(load_offer(table))} == {"colocated"}
+    assert {run.policies.system for run in plans_of(offered(table))} == {"colocated"}
 
 
 def test_values_that_fit_stay_because_plans_try_them_too() -> None:
     start = {"policies.system": "fully-async", "trainer.expert_parallel": 2}
     table = table_of({**start, "rollout.replicas": 99, "rollout.pipeline_parallel": 2})
-    run = load_offer(table)
+    run = offered(table)
     assert run.policies.system == "fully-async" and run.trainer.expert_parallel == 2
     assert run.rollout.pipeline_parallel == 2 and run.rollout.replicas == 1
 
 
+def test_ignored_values_are_listed_as_set_takes_them() -> None:
+    offer = load_offer(
+        table_of({"rollout.replicas": 99, "rollout.others": [{**MORE, "pool": "x"}]})
+    )
+    replicas, others = offer.ignored
+    assert replicas == "rollout.replicas=99"
+    assert others.startswith("rollout.others=[") and 'pool = "x"' in others
+    shared = {"system": "colocated", "max_staleness": 2}
+    table = table_of({"policies": shared, "trainer.pool": "h20"})
+    assert load_offer(table).ignored == ["policies.system=colocated"]
+    assert load_offer(table_of()).ignored == []
+
+
 def test_workers_and_pool_of_a_reward_model_are_replaced_if_plan_lists_pools() -> None:
     verifier = {"pool": "nowhere", "gpus_per_worker": 1, "workers": 99, "time": "1 s"}
-    listed = load_offer(table_of({"verifier": verifier}, reward_pools=["h20"]))
+    listed = offered(table_of({"verifier": verifier}, reward_pools=["h20"]))
     assert (listed.verifier.pool, listed.verifier.workers) == ("h20", 1)
     with pytest.raises(RunError, match=r"^verifier\.pool 'nowhere' is not one of"):
-        load_offer(table_of({"verifier": verifier}))
-    many = load_offer(table_of({"verifier": {**verifier, "pool": "h20"}}))
+        offered(table_of({"verifier": verifier}))
+    many = offered(table_of({"verifier": {**verifier, "pool": "h20"}}))
     assert plans_of(many)
 
 
@@ -190,14 +208,14 @@ def test_a_wrong_value_that_plans_keep_is_refused(
     start: dict[str, Any], changes: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(RunError) as refused:
-        load_offer(table_of({**start, **changes}))
+        offered(table_of({**start, **changes}))
     assert refused.value.key.startswith(key)
 
 
 def test_values_of_the_wrong_type_and_unknown_keys_are_refused() -> None:
     for changes in ({"rollout.replicas": "four"}, {"rollout.replica": 4}):
         with pytest.raises(RunError):
-            load_offer(table_of(changes))
+            offered(table_of(changes))
 
 
 def test_plan_accepts_what_simulate_and_execute_refuse(tmp_path: Path) -> None:
@@ -216,5 +234,9 @@ def test_plan_accepts_what_simulate_and_execute_refuse(tmp_path: Path) -> None:
         assert refused.returncode == 2 and "nowhere" in refused.stderr
     done = streamrl("plan", tmp_path / "run.toml", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
+    told = "ignored, because it does not fit and plans replace it: rollout.replicas=99, rollout.pool=nowhere"
+    assert told in done.stderr.splitlines()
+    options = json.loads((tmp_path / "out" / PLAN_JSON).read_text())["options"]
+    assert "your own file" not in {label for each in options for label in each["labels"]}
     planned = load_run(tmp_path / "out" / PLAN_TOML)
     assert planned.rollout.pool == "h20" and planned.rollout.num_gpus == 8

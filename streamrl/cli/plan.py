@@ -46,6 +46,7 @@ from streamrl.runfile.files import load_offer, write_run
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
+from streamrl.sim.planner.first_answer import Question
 from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
 from streamrl.targets.verdicts import TARGETS, Verdict
@@ -117,7 +118,7 @@ def plan(
     check_alone(run_file, stated)
     question = None if run_file else question_of(stated)
     changes = [*(overrides or ()), *_target_changes(target)]
-    run = load_offer(run_file or "", changes) if question is None else run_of(question, changes)
+    run, has_own = _offer_of(run_file, question, changes)
     other = None if export is None else export_name(export, "--export")
     if output is None and (run_file or other):
         output = Path()
@@ -129,7 +130,7 @@ def plan(
         limit = format_duration(run.plan.time_limit)
         typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
     with _progress() as watch:
-        planned = make_plan(run, watch, shows_own=question is None)
+        planned = make_plan(run, watch, shows_own=has_own)
     if as_json:
         print_json(planned.plan)
     else:
@@ -149,6 +150,20 @@ def _target_changes(target: str | None) -> Iterator[str]:
         raise ValueError(f"--for must be one of {', '.join(TARGETS)}, got {target!r}")
     if target is not None:
         yield f"plan.target={target}"
+
+
+def _offer_of(
+    run_file: Path | None, question: Question | None, changes: list[str]
+) -> tuple[Run, bool]:
+    """Return the run to plan for, and whether its layout is one that a user chose and that can run."""
+    if question is not None:
+        return run_of(question, changes), False
+    run, ignored = load_offer(run_file or "", changes)
+    if ignored:
+        typer.echo(
+            f"ignored, because it does not fit and plans replace it: {', '.join(ignored)}", err=True
+        )
+    return run, not ignored
 
 
 def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:

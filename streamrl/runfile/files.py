@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import tomli_w
@@ -30,7 +30,7 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.staleness_study import read_staleness_model
-from streamrl.runfile.start_values import with_fitting_start
+from streamrl.runfile.start_values import differing_start, with_fitting_start
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 OUTPUT = "execute.output"
@@ -139,16 +139,25 @@ def load_run(source: Path | str | Mapping[str, Any], overrides: Changes = ()) ->
     return make_run(*_read_source(source, overrides))
 
 
-def load_offer(source: Path | str | Mapping[str, Any], overrides: Changes = ()) -> Run:
+class Offer(NamedTuple):
+    """A run file to plan for."""
+
+    run: Run
+    ignored: list[str]
+    """Start values that do not fit, as `--set` takes them. The run has others."""
+
+
+def load_offer(source: Path | str | Mapping[str, Any], overrides: Changes = ()) -> Offer:
     """Read a run file to plan for; see `load_run` for arguments and errors.
 
     Start values that every plan replaces, such as replicas and degrees, need not fit.
     """
     table, base = _read_source(source, overrides)
     table = in_full(table)
-    run = with_fitting_start(convert_run(table, base))
+    stated = convert_run(table, base)
+    run = with_fitting_start(stated)
     _refuse_unused(table)
-    return run
+    return Offer(run, differing_start(stated, run))
 
 
 def _read_source(

@@ -14,7 +14,7 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.findings import changed, value_of
+from streamrl.runfile.findings import changed, toml, value_of
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.roles_config import TrainerConfig
@@ -57,6 +57,15 @@ def with_fitting_start(run: Run) -> Run:
             except RunError:
                 continue
         raise error
+
+
+def differing_start(stated: Run, fitting: Run) -> list[str]:
+    """Return the start values of a run file that another start replaces, as `--set` takes them."""
+    keys = ["policies.system", *start_values(stated.trainer, stated.plan, stated.cluster.pools)]
+    values = {key: value_of(stated, key) for key in keys}
+    return [
+        f"{key}={toml(value)}" for key, value in values.items() if value != value_of(fitting, key)
+    ]
 
 
 def _with_fitting_layout(run: Run) -> Run:

@@ -169,6 +169,8 @@ def _of_choice(
     """Return the option of a choice whose objective is `value`, by which its seeds are known; None if unknown."""
     beside = choice.rollout.beside
     others = {} if beside is None else {f"generate as {kind_name(1)}": beside}
+    if choice.verifier is not None:
+        others["compute rewards"] = choice.verifier
     team = PlannedSides(choice.rollout, choice.trainer, others)
     system = str(choice.settings["policies.system"])
     per_second = choice.cost_per_step / choice.step_time
