@@ -118,12 +118,26 @@ def test_a_plan_for_execute_is_written_as_execute_takes_it(tmp_path: Path) -> No
     check_back_ends(run)
     assert run.rollout.backend == "vllm" and run.plan.target is None
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    by_name = {each["name"]: each for each in found["carried_by"]}
-    assert by_name["execute"]["can_run"] and by_name["execute"]["settings"] == {}
+    for option in found["options"]:
+        by_name = {each["name"]: each for each in option["carried_by"]}
+        assert by_name["execute"]["can_run"] and by_name["execute"]["settings"] == {}
+        assert option["choice"]["settings"]["rollout.backend"] == "vllm"
+    assert found["carried_by"] == found["options"][0]["carried_by"]
+    assert "run.toml --for execute`:" in (tmp_path / "plan" / "plan.toml").read_text()
     *_, command = (line for line in done.stdout.splitlines() if line.startswith("next:"))
     assert command.startswith(
         f"next: streamrl execute {tmp_path / 'plan' / 'plan.toml'} --set model"
     )
+
+
+def test_the_layout_of_a_run_file_that_a_target_cannot_run_is_no_option() -> None:
+    run = offer_for(SMALL, "execute", micro_batch=[2])
+    split = {"tensor_parallel": 2, "data_parallel": 1, "zero": 1}
+    space = planned_space(run)
+    candidate = space.candidate(0)
+    assert space.refusal_of(candidate) == ""
+    other = candidate._replace(trainer=candidate.trainer._replace(**split))
+    assert space.refusal_of(other).startswith("trainer.tensor_parallel must be 1 for backend")
 
 
 def test_an_unknown_target_is_one_line_and_status_two(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from streamrl.export.launch_file import find_arguments, launch_script
-from streamrl.report.next_steps import next_lines, verdict_lines
+from streamrl.report.next_steps import next_lines, option_lines, verdict_lines
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import TargetName
 from streamrl.sim.planner.plan import PlannedSide, plan_text
@@ -123,6 +124,17 @@ def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
     assert export == (
         "or:   streamrl export plans/plan.toml --framework openrlhf -o plans/openrlhf.sh"
     )
+
+
+def test_an_option_is_named_if_it_can_be_run_by_more_than_the_recommended_one() -> None:
+    systems = ("one-step-async", "stream-async", "disaggregated")
+    changes = [{**SHARDED, "policies.system": system} for system in systems]
+    options: Any = [
+        SimpleNamespace(number=number, carried_by=verdicts_of(each))
+        for number, each in enumerate(changes, start=1)
+    ]
+    assert list(option_lines(options)) == ["option 3 can also be run by: trl"]
+    assert list(option_lines([])) == []
 
 
 def test_a_plan_that_nothing_can_run_has_a_way_out_instead_of_a_command() -> None:

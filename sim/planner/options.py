@@ -23,6 +23,7 @@ from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import Unfinished
+from streamrl.targets.verdicts import TARGETS, verdict_of
 
 MOST_ROWS, FEWEST_ROWS = 5, 3
 """Rows of plans that the offer allows. The own file and parts of a node are further rows."""
@@ -272,6 +273,8 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
     assert whole is not None, "only finished runs are options"
     choice, ours, theirs = choice_of(row.search, row.index, row.speeds), row.spend, first.spend
     cost_ratio = ours.whole / theirs.whole if theirs.whole else None
+    space = row.search.space
+    planned = space.candidate(row.index).apply(space.run)
     width = ratio_half_width(metrics, first.metrics)
     return PlanOption(
         number=number,
@@ -288,6 +291,7 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
         relation="" if row is first else relation_text(cost_ratio, ours.seconds / theirs.seconds),
         is_offered=row.is_offered,
         note=_exceeds(row),
+        carried_by=[verdict_of(planned, name) for name in TARGETS],
     )
 
 

@@ -197,6 +197,8 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     """
     note: str = ""
     """A limit of `[plan]` that it exceeds; empty if it keeps all."""
+    carried_by: list[Verdict] = []
+    """What can run it, and the first rule of each other target that it breaks."""
 
 
 class LeftOutOption(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
@@ -32,6 +33,8 @@ from streamrl.sim.planner.plan_settings import (
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.space import Candidate
+from streamrl.targets.back_ends import back_end_settings
 
 
 def drafts_text(drafts: SpeculativeConfig | None, counts: Sequence[int] | None) -> str:
@@ -236,7 +239,7 @@ def choice_of(search: Search, index: int, speeds: Sequence[Speed]) -> Choice:
         rollout=side_of(run.cluster.pools, candidate, "rollout"),
         trainer=side_of(run.cluster.pools, candidate, "trainer"),
         verifier=reward_side_of(run.cluster.pools, candidate.mode.rewards),
-        settings=settings_of(candidate),
+        settings=settings_of(candidate) | _back_ends(run, candidate),
         dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
         verifier_dollars_per_hour=_reward_price(run.cluster.pools, candidate.mode.rewards),
         step_time=speed.step_time,
@@ -255,6 +258,14 @@ def choice_of(search: Search, index: int, speeds: Sequence[Speed]) -> Choice:
         num_seeds=len(ranges),
         estimate=float(search.estimates.estimate().step[index]),
     )
+
+
+def _back_ends(base: Run, candidate: Candidate) -> dict[str, str | int | float | bool]:
+    """Return the keys of back ends that a plan for execute sets."""
+    if base.plan.target != "execute":
+        return {}
+    planned = candidate.apply(base)
+    return {**back_end_settings(planned.rollout, planned.trainer, planned.execute)}
 
 
 def _reward_price(pools: Mapping[str, PoolConfig], rewards: RewardReplicas | None) -> float:

@@ -57,6 +57,7 @@ from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.stage_times import FallingLengths, TrainTimes, times_of_trainer
 from streamrl.sim.planner.target_rules import TargetRules
 from streamrl.targets.back_ends import for_target
+from streamrl.targets.verdicts import check_target
 
 Indices = NDArray[np.int32]
 Floats = NDArray[np.float64]
@@ -447,6 +448,8 @@ class Space:
         try:
             planned = candidate.apply(self.run)
             check_run(planned)
+            if self.run.plan.target is not None:
+                check_target(planned, self.run.plan.target)
             trainer = trainer_side(resolve(planned).trainer)
             if not candidate.replicas.fits(resolve(self.run).replica, self.run.cluster.pools):
                 return ROLLOUT_MEMORY

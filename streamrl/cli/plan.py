@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +39,7 @@ from streamrl.cli.shared import (
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import ExportName, export_name
 from streamrl.record.run_directory import keep_inputs
-from streamrl.report.next_steps import next_lines, verdict_lines
+from streamrl.report.next_steps import next_lines, option_lines, verdict_lines
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_offer, write_run
@@ -47,9 +47,9 @@ from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 from streamrl.sim.planner.first_answer import Question
-from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, write_plan
+from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, Plan, write_plan
 from streamrl.sim.planner.planner import Planned, make_plan
-from streamrl.targets.verdicts import TARGETS, Verdict
+from streamrl.targets.verdicts import TARGETS
 
 
 def plan(
@@ -137,9 +137,10 @@ def plan(
         stdout_console().print(plan_report(planned.plan, intervals=intervals))
     if output is not None:
         source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
+        source += f" --for {target}" if target else ""
         _write(planned, output, source, run_file.parent if run_file else Path())
     if not as_json:
-        _print_next(output, planned.plan.carried_by)
+        _print_next(output, planned.plan)
     if other is not None and output is not None:
         _export(planned.run, other, output, as_json=as_json)
 
@@ -183,16 +184,14 @@ def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
     write_run(planned.run, output / PLAN_TOML, notes, settings, base)
 
 
-def _print_next(output: Path | None, verdicts: Sequence[Verdict]) -> None:
+def _print_next(output: Path | None, plan: Plan) -> None:
     """Say where the plan is, what can run it, and the commands that do so."""
-    lines = ["nothing was written: -o DIR writes the plan", *verdict_lines(verdicts)]
+    place = "nothing was written: -o DIR writes the plan"
+    commands: list[str] = []
     if output is not None:
-        plan_file = output / PLAN_TOML
-        lines = [
-            f"written to {plan_file}",
-            *verdict_lines(verdicts),
-            *next_lines(verdicts, plan_file),
-        ]
+        place = f"written to {output / PLAN_TOML}"
+        commands = [*next_lines(plan.carried_by, output / PLAN_TOML)]
+    lines = [place, *verdict_lines(plan.carried_by), *option_lines(plan.options), *commands]
     console = Console(highlight=False)
     console.print()
     for line in lines:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from streamrl.export.option_table import ExportName
+from streamrl.sim.planner.plan import PlanOption
 from streamrl.targets.verdicts import Verdict
 
 PLACEHOLDERS = {"model.path": "DIR", "workload.prompts": "FILE", "verifier.scorer": "NAME"}
@@ -26,6 +27,17 @@ def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     if broken:
         reasons = (f"{', '.join(names)} ({setting})" for setting, names in broken.items())
         yield f"not by: {'; '.join(reasons)}"
+
+
+def option_lines(options: Sequence[PlanOption]) -> Iterator[str]:
+    """Yield the options that something can run which cannot run the recommended one."""
+    if not options:
+        return
+    able = {each.name for each in options[0].carried_by if each.can_run}
+    for option in options[1:]:
+        more = [each for each in option.carried_by if each.can_run and each.name not in able]
+        if more:
+            yield f"option {option.number} can also be run by: {', '.join(map(_title, more))}"
 
 
 def next_lines(verdicts: Sequence[Verdict], plan_file: Path) -> Iterator[str]:
