@@ -82,6 +82,13 @@ def test_a_few_sizes_of_the_pool_are_tried_and_the_runs_own() -> None:
     assert gpus_of(rewarded(pool="h20", unit=None, changes=few)) == [("h20", 8), ("h20", 16)]
 
 
+def test_a_large_pool_is_tried_in_doublings() -> None:
+    pools = {**THIRD, "l40s": {"gpu": "h20", "nodes": 8, "price": 0.9}}
+    many = {"cluster.pools": pools, "verifier.max_rollouts_per_call": 1}
+    sizes = [num_gpus for _, num_gpus in gpus_of(rewarded(unit=1, changes=many))]
+    assert sizes == [1, 2, 4, 8, 16, 32, 64]
+
+
 def test_replicas_that_would_have_no_call_are_not_tried() -> None:
     calls = {"verifier.max_rollouts_per_call": 64, "algorithm.prompts_per_step": 64}
     assert gpus_of(rewarded(unit=1, changes=calls)) == [("l40s", 1), ("l40s", 2)]

@@ -19,7 +19,7 @@ from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards
 from streamrl.sim.planner.layouts import sizes
 from streamrl.sim.planner.stage_times import DealtBatch
 
-MOST_SIZES = 5
+MOST_SIZES = 8
 """Sizes that are tried in a pool by default. Each has at least twice the GPUs of the one before."""
 SAMPLE = 1024
 """Rollouts of a batch whose calls are computed. The others take as long per token."""
