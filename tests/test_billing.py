@@ -105,7 +105,7 @@ def test_a_simulation_is_billed_and_its_parts_make_the_total() -> None:
     assert metrics.billing_ratio == pytest.approx(whole.dollars / plain.dollars)
     rows = {name.strip(): (figure, note) for name, figure, note in facts(whole)}
     assert "2.00 h for set-up" in rows["GPU-hours"][1] and rows["storage"][0].startswith("$0.")
-    assert rows["not counted"][1].startswith("egress: set cluster.billing")
+    assert rows["not counted"][1].startswith("egress (cluster.billing")
 
 
 def test_an_executed_run_is_billed_as_its_simulation_is() -> None:

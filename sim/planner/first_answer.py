@@ -17,10 +17,19 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from streamrl.hardware.profiles import price_of
 from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.record.band import Band, ModelError, band_of, ends_of
+from streamrl.record.billing import BILLING_KEYS, uncounted
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.formatting import format_step_time, long_dollars, long_time
+from streamrl.runfile.formatting import (
+    format_dollars,
+    format_step_time,
+    listing,
+    long_dollars,
+    long_time,
+)
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
@@ -147,6 +156,12 @@ def assumptions_of(question: Question, stated: set[str]) -> list[str]:
         for name, pool in read_offer(question.gpus).items()
         if "unit" not in pool and pool["nodes"] > 1
     ]
+    told += [
+        f"{name} costs {format_dollars(price_of(PoolConfig(gpu=pool['gpu'])))} per GPU-hour, by its profile; "
+        "write another price as @2.20"
+        for name, pool in read_offer(question.gpus).items()
+        if "price" not in pool
+    ]
     if whole:
         told.append(
             f"{' and '.join(whole)} are rented by the node; write /1 behind the price if single GPUs are"
@@ -268,8 +283,10 @@ class FirstAnswer(NamedTuple):
         return f"First answer: {self.num_plans:,} plans estimated in {self.seconds:.0f} s"
 
     def band_notes(self) -> Iterator[str]:
-        """Yield what the bands rest on."""
+        """Yield what the bands rest on, and what the bill leaves out."""
         yield f"{self.recommended.model_error.note}, and {FEW_STEPS:.0%} for so few steps"
+        if missing := uncounted(self.offer.cluster):
+            yield f"not counted: {listing(missing)} ({BILLING_KEYS})"
 
     def notes(self) -> Iterator[str]:
         """Yield the rule of the recommendation, and what the plans rest on."""

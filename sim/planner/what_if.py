@@ -272,6 +272,16 @@ def _unchanged_hours(
     return {index: float(hours * ratio) for index, ratio in ratios.items()} | {chosen: hours}
 
 
+def _other_dollars(search: Search, index: int, seconds: float) -> float:
+    """Return the dollars of a whole run by estimate, besides the rent of these seconds."""
+    run, step = search.space.run, search.estimates.estimate().step
+    rent = float(search.space.prices[index]) * seconds
+    egress = float(search.estimates.egress(step)[index]) * run.algorithm.steps
+    ratios = search.estimates.billed(step, np.zeros(len(step)), run.plan)
+    ratio = float(np.broadcast_to(ratios, step.shape)[index])
+    return (rent + egress) * ratio - rent
+
+
 def _plan(
     search: Search,
     index: int,
@@ -283,8 +293,7 @@ def _plan(
     run, candidate = search.space.run, search.space.candidate(index)
     paid = PaidGpus.of(candidate.apply(run)).by_pool
     speed = search.speeds.get(index)
-    steps = run.algorithm.steps
-    other = float(search.estimates.egress(search.estimates.estimate().step)[index]) * steps
+    other = _other_dollars(search, index, hours * SECONDS_PER_HOUR)
     if whole is not None:
         prices = run.cluster.pools
         rent = sum(count * price_of(prices[name]) for name, count in paid.items()) * hours

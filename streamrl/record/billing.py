@@ -24,6 +24,9 @@ BYTES_PER_GB = 1e9
 ROUNDING = 9
 """Decimal places to which a number of units is rounded before it is rounded up, so that 3 h are 3 units."""
 
+BILLING_KEYS = "cluster.billing, and keys of pools and links"
+"""Where a run file says what a bill has besides rent."""
+
 Seconds = TypeVar("Seconds", float, Floats)
 """Seconds of one run or of many."""
 

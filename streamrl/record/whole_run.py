@@ -19,6 +19,7 @@ import msgspec
 from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import load_gpu
+from streamrl.record.assumed import Assumed, assumed_of
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
 from streamrl.record.band import Band, ModelError, band_of
 from streamrl.record.billing import (
@@ -151,6 +152,8 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of failed attempts that are repeated. They are not part of `seconds`."""
     uncounted: list[str] = []
     """Parts of the bill that are zero, because the run file does not set their keys."""
+    assumed: list[Assumed] = []
+    """Prices, links and lengths that a profile or a default supplied."""
     start_time: float
     """Extra seconds of the first steps, compared with mean steps, up to the first step that is not longer. Replicas
     start then, and no rollouts are ready. Later steps before the steady state count only in `seconds`."""
@@ -266,6 +269,7 @@ def make_whole_run(
     def bill(seconds: float) -> Bill:
         return bill_of(run.cluster, rents, egress, seconds)
 
+    lengths = None if trace.world == "real" else run.workload.lengths
     billed, band = bill(time.seconds), band_of(time.seconds, time.interval, error)
     energy = read_energy(paid, shares)
     pools = dict(_pool_totals(paid, billed, time.rented, energy.watts))
@@ -288,6 +292,7 @@ def make_whole_run(
         setup_time=float(billing.setup_time),
         failed_time=time.seconds * billing.failed_share,
         uncounted=uncounted(run.cluster),
+        assumed=assumed_of(run.cluster, lengths, pools),
         start_time=time.start_time,
         start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import log
 from pathlib import Path
 from typing import Any, assert_never
@@ -22,7 +22,7 @@ from streamrl.record.run_comparison import (
     PairedRun,
     is_significant,
 )
-from streamrl.report.run_tables import dollars_text, time_text
+from streamrl.report.run_tables import assumed_text, dollars_text, time_text
 from streamrl.runfile.formatting import (
     format_count,
     format_dollars,
@@ -194,12 +194,19 @@ def notes(against: Against) -> Iterator[str]:
 
 
 def band_lines(against: Against) -> Iterator[str]:
-    """Yield what the bands of A and B rest on."""
-    told = [run.model_error.note for run in (against.a, against.b) if run.model_error is not None]
-    if len(set(told)) == 1:
-        yield f"A and B: {told[0]}."
+    """Yield what the bands and the totals of A and B rest on."""
+    runs = (against.a, against.b)
+    yield from _of_both([run.model_error.note if run.model_error else "" for run in runs])
+    assumed = [run.whole_run.assumed for run in runs]
+    yield from _of_both([f"assumed {assumed_text(each)}" if each else "" for each in assumed])
+
+
+def _of_both(notes: Sequence[str]) -> Iterator[str]:
+    """Yield a note on A and one on B, or one on both if they are the same; empty ones are left out."""
+    if len(set(notes)) == 1:
+        yield from (f"A and B: {note}." for note in notes[:1] if note)
     else:
-        yield from (f"{letter}: {note}." for letter, note in zip("AB", told, strict=False))
+        yield from (f"{letter}: {note}." for letter, note in zip("AB", notes, strict=True) if note)
 
 
 def figures(against: Against, *, intervals: bool = False) -> Iterator[Row]:

@@ -120,7 +120,7 @@ def head_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     else:
         yield (
             f"  with {plan.staleness_cost:g} % charged for each version of lag; as simulated "
-            f"{format_dollars(chosen.cost_per_million_tokens)} per million tokens"
+            f"{_dollars_a_million(chosen.cost_per_million_tokens, ends_of(chosen.cost_per_million_tokens_band))}"
         )
     if plan.staleness_model:
         yield f"  as {plan.staleness_model}"
@@ -178,11 +178,17 @@ def _options(options: list[PlanOption], *, intervals: bool = False) -> Table:
             str(option.number),
             f"{', '.join(option.labels)}\n{option.text}",
             f"{dollars}{time_text(whole, intervals=intervals)}",
-            format_dollars(choice.cost_per_million_tokens),
+            _dollars_a_token(choice),
             _step_text(choice, intervals=intervals),
             "\n".join(each for each in (option.relation, option.trains_on, option.note) if each),
         )
     return table
+
+
+def _dollars_a_token(choice: Choice) -> str:
+    """Return dollars per million tokens, with their band on a line below."""
+    band = ends_of(choice.cost_per_million_tokens_band)
+    return format_dollars(choice.cost_per_million_tokens, band).replace(" (", "\n(")
 
 
 def _left_out(plan: Plan) -> Iterator[Text]:

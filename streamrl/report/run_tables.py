@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 from typing import TypeAlias
 
 from rich.table import Table
 
+from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.band import ModelError, ends_of
+from streamrl.record.billing import BILLING_KEYS
 from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
 from streamrl.record.uncertainty import Uncertainty
@@ -76,7 +78,9 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
     if whole.storage:
         yield "  storage", f"${whole.storage:,.2f}", "while GPUs are rented"
     if whole.dollars and whole.uncounted:
-        yield "  not counted", "", f"{listing(whole.uncounted)}: {BILLING_KEYS}"
+        yield "  not counted", "", f"{listing(whole.uncounted)} ({BILLING_KEYS})"
+    if whole.assumed:
+        yield "  assumed", "", assumed_text(whole.assumed)
     yield "  GPU-hours", f"{whole.gpu_hours:,.4g}", _parts_text(whole)
     yield "  trained on", f"{_count(whole.tokens)} tokens", f"{whole.rollouts:,} rollouts"
     if whole.kwh is not None:
@@ -88,8 +92,10 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
         yield "  energy", "not known", f"no measured watts of {gpus}{rest}"
 
 
-BILLING_KEYS = "set cluster.billing, and billing_unit or minimum_term of a pool"
-"""How to count what is missing in a bill."""
+def assumed_text(assumed: Sequence[Assumed]) -> str:
+    """Return what a total rests on that the run file does not set, with the keys that set it."""
+    keys = dict.fromkeys(each.key for each in assumed)
+    return f"{listing([each.text for each in assumed])}: {', '.join(keys)}"
 
 
 def fact_lines(whole: WholeRun) -> Iterator[str]:

@@ -1,0 +1,73 @@
+"""Name the prices, links and lengths of a run that a profile or a default supplied, not the run file.
+
+Each output names them next to the total that rests on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+import msgspec
+
+from streamrl.hardware.profiles import load_gpu, price_of
+from streamrl.runfile.cluster_config import ClusterConfig
+from streamrl.runfile.formatting import format_dollars
+from streamrl.runfile.keys import pool_key
+from streamrl.runfile.workload_config import LengthsConfig
+
+
+class Assumed(msgspec.Struct, frozen=True, kw_only=True):
+    """A value that the run file leaves to a profile or a default."""
+
+    key: str
+    """The key that sets it."""
+    text: str
+    """The value in a few words."""
+    source: str
+    """Its origin."""
+
+
+DEFAULT = "the default"
+
+
+def assumed_of(
+    cluster: ClusterConfig, lengths: LengthsConfig | None, paid: Container[str]
+) -> list[Assumed]:
+    """Return what the total of a run rests on without being set for it: prices, then links, then lengths.
+
+    Args:
+        cluster: the section `[cluster]`.
+        lengths: the section `[workload.lengths]`; None if prompts have lengths of their own.
+        paid: names of the pools that are paid for.
+    """
+    return [*_prices(cluster, paid), *_links(cluster, paid), *_lengths(lengths)]
+
+
+def _prices(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
+    for name, pool in cluster.pools.items():
+        if name in paid and pool.price is None and price_of(pool):
+            yield Assumed(
+                key=pool_key(name, "price"),
+                text=f"{format_dollars(price_of(pool))} per GPU-hour of {name}",
+                source=load_gpu(pool.gpu).price_source,
+            )
+
+
+def _links(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
+    for place, link in enumerate(cluster.links):
+        if all(name in paid for name in link.between) and not link.latency:
+            yield Assumed(
+                key=f"cluster.links.{place}.latency",
+                text=f"no latency between {' and '.join(link.between)}",
+                source=DEFAULT,
+            )
+
+
+def _lengths(lengths: LengthsConfig | None) -> Iterator[Assumed]:
+    if lengths is not None and not lengths.names_a_file:
+        scale = f", scaled by {lengths.scale:g}" if lengths.scale != 1 else ""
+        yield Assumed(
+            key="workload.lengths.source",
+            text=f"output lengths of {lengths.source}{scale}",
+            source=f"profiles/lengths/{lengths.source}.csv",
+        )
