@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from streamrl.record.band import Band, ModelError
+from streamrl.record.band import Band, ModelError, ends_of
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import WholeRun
+from streamrl.runfile.formatting import format_step_time, long_dollars, long_time
+from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.simulation_config import FrameworkName
+from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.targets.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 PLAN_JSON = "plan.json"
 PLAN_TOML = "plan.toml"
@@ -402,6 +408,100 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Most steps by which the search compares plans. A finalist has as many as its interval needs.
     """
 
+    def __repr__(self) -> str:
+        figures = [*(_whole_texts(self.whole_run)), f"step {_step_text(self.allocation)}"]
+        return f"<Plan: {self.allocation.text}; {', '.join(figures)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the options as a table for a notebook, with the rule of the recommendation."""
+        rows = [
+            [
+                *(option.number, ", ".join(option.labels), option.text),
+                *_whole_texts(option.whole_run),
+                *(_step_text(option.choice), option.relation),
+            ]
+            for option in self.options
+        ]
+        left_out = [f"no row for {each.label}: {each.reason}" for each in self.left_out]
+        error = self.allocation.model_error
+        notes = [
+            f"recommended as {self.why}",
+            self.binding.text,
+            *left_out,
+            "" if error is None else error.note,
+        ]
+        head = ("", "option", "plan", "cost", "time", "step", "against 1")
+        return html_table("Plan", rows, head, notes)
+
+    def to_frame(self, what: PlanFrame = "options") -> DataFrame:
+        """Return a data frame.
+
+        Args:
+            what: "options" has the rows of the answer. "runners-up" has further plans that were simulated. Both have
+                a column for each key of the run file that a plan sets. "sensitivity" has the what-ifs.
+
+        Raises:
+            ValueError: there is no such frame.
+        """
+        rows = {
+            "options": map(_option_row, self.options),
+            "runners-up": map(_runner_row, self.runners_up),
+            "sensitivity": map(msgspec.structs.asdict, self.sensitivity),
+        }
+        if what not in rows:
+            raise ValueError(f"what must be one of {', '.join(map(repr, rows))}, got {what!r}")
+        return frame_of(rows[what])
+
+
+PlanFrame: TypeAlias = Literal["options", "runners-up", "sensitivity"]
+FIGURES = (
+    *("step_time", "cost_per_step", "cost_per_million_tokens"),
+    *("dollars_per_hour", "mean_staleness"),
+)
+"""Figures of a plan in its row of a data frame."""
+
+
+def _option_row(option: PlanOption) -> dict[str, object]:
+    whole = option.whole_run
+    hours = _band_columns("hours", whole.seconds, whole.seconds_band, SECONDS_PER_HOUR)
+    return {
+        "number": option.number,
+        "labels": ", ".join(option.labels),
+        "plan": option.text,
+        **_band_columns("dollars", whole.dollars, whole.dollars_band),
+        **hours,
+        **_choice_columns(option.choice),
+    }
+
+
+def _runner_row(runner: RunnerUp) -> dict[str, object]:
+    low, high = runner.behind_interval or (None, None)
+    behind = {"behind": runner.behind, "behind_low": low, "behind_high": high}
+    return {"plan": runner.choice.text, **behind, **_choice_columns(runner.choice)}
+
+
+def _band_columns(
+    name: str, value: float, band: Band | None, unit: float = 1.0
+) -> dict[str, float | None]:
+    low, high = (None, None) if band is None else (band.low / unit, band.high / unit)
+    return {name: value / unit, f"{name}_low": low, f"{name}_high": high}
+
+
+def _choice_columns(choice: Choice) -> dict[str, object]:
+    return {**{name: getattr(choice, name) for name in FIGURES}, **choice.settings}
+
+
+def _whole_texts(whole: WholeRun | None) -> tuple[str, ...]:
+    """Return cost and time of a whole run with their bands."""
+    if whole is None:
+        return ()
+    dollars = long_dollars(whole.dollars, band=ends_of(whole.dollars_band))
+    return dollars, long_time(whole.seconds, band=ends_of(whole.seconds_band))
+
+
+def _step_text(choice: Choice) -> str:
+    return format_step_time(choice.step_time, None, ends_of(choice.step_time_band))
+
 
 def write_plan(plan: Plan, directory: Path) -> None:
     """Write plan.json."""
@@ -409,14 +509,14 @@ def write_plan(plan: Plan, directory: Path) -> None:
     (directory / PLAN_JSON).write_bytes(data + b"\n")
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path | str) -> Plan:
     """Read a plan that `write_plan` wrote.
 
     Raises:
         ValueError: the file is missing or is not a plan.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Plan)
+        return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path}: not a plan: {error}") from None
 
