@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, as_completed, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    as_completed,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from threading import Thread
 from typing import TypeVar
 
+KILLED = (
+    "a worker process was killed; if memory ran out, use fewer cores (taskset) or a smaller run"
+)
 LONGEST_WAIT = 1e6
 """Longest wait in seconds, because an unlimited wait cannot be interrupted."""
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
+
+
+@contextmanager
+def worker_pool() -> Iterator[Executor]:
+    """Yield a process for each core. The processes end with this one, however it ends.
+
+    After an error or Ctrl-C, they are killed at once.
+
+    Raises:
+        RuntimeError: a process was killed, for example because memory ran out.
+    """
+    pool = ProcessPoolExecutor(initializer=_begin_worker)
+    try:
+        yield pool
+    except BaseException as error:  # also Ctrl-C: running jobs may take a minute
+        for process in list(pool._processes.values()):
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise RuntimeError(KILLED) from None
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the parent process, and end when it does, even if it was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "only a worker process calls this"
+    parent.join()
+    os._exit(1)
 
 
 def answers(

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -28,6 +29,13 @@ LOAD = partial(load_run, RUN)
 SMALL = ("algorithm.prompts_per_step=64", "simulate.max_steps=3", "workload.lengths.scale=0.1")
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 QUICK = [argument for key in SMALL for argument in ("--set", key)]
+
+
+class OneThread(ThreadPoolExecutor):
+    """A pool without processes, so that a test may count the jobs that begin."""
+
+    _processes: ClassVar[dict[int, Any]] = {}
+
 
 # Reading an axis ----------------------------------------------------------------------------------
 
@@ -148,7 +156,7 @@ def test_ctrl_c_leaves_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("streamrl.sim.studies.sweep._find_fault", look)
     monkeypatch.setattr(
-        "streamrl.sim.studies.sweep.ProcessPoolExecutor", lambda: ThreadPoolExecutor(1)
+        "streamrl.sim.parallel.ProcessPoolExecutor", lambda initializer: OneThread(1)
     )
     grid = make_grid(LOAD, SMALL, axes("rollout.max_running=" + ",".join(map(str, range(1, 41)))))
     with pytest.raises(KeyboardInterrupt):

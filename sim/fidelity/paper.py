@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -34,6 +33,7 @@ from streamrl.record.metrics import measure_speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
+from streamrl.sim.parallel import worker_pool
 from streamrl.sim.world import simulate
 
 
@@ -257,7 +257,7 @@ def take_all_times(cases: Iterable[Case]) -> dict[Case, Times]:
     """Simulate many cases on all cores; each case is simulated only once."""
     wanted = list(dict.fromkeys(cases))
     missing = [case for case in wanted if case not in _TAKEN]
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         _TAKEN.update(zip(missing, pool.map(take_times, missing), strict=True))
     return {case: _TAKEN[case] for case in wanted}
 

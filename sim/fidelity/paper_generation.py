@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from streamrl.sim.fidelity.paper import (
     make_case,
 )
 from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
+from streamrl.sim.parallel import worker_pool
 from streamrl.workload.workload import SimulatedWorkload
 
 CONTEXT = 1500
@@ -119,7 +120,7 @@ class Job(NamedTuple):
 def dispatch() -> PaperFigure:
     """Return Figure 9: generation time over random dispatch, six ratios."""
     paper = load_paper().dispatch
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         ours = ratios_over_random(pool, {}, SEEDS)
         tried = {
             most: ratios_over_random(
@@ -146,7 +147,7 @@ def dispatch() -> PaperFigure:
 
 
 def ratios_over_random(
-    pool: ProcessPoolExecutor, changes: dict[str, Any], seeds: Sequence[int]
+    pool: Executor, changes: dict[str, Any], seeds: Sequence[int]
 ) -> dict[tuple[str, str], float]:
     """Return seconds by model and dispatch policy, relative to random dispatch; medians over seeds."""
     jobs = [Job(size, way, seed, changes) for size, way, seed in product(MODELS, DISPATCHES, seeds)]

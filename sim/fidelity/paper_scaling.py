@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies, latency_points
 from streamrl.sim.fidelity.paper import BATCH, GPUS, Case, load_paper, make_case
 from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
+from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.allocation import Comparison, Generation, Stages, Training, search
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
@@ -29,7 +29,7 @@ SCALING_GPUS = 32
 def scaling() -> PaperFigure:
     """Return Figure 2: stage seconds of 7B relative to those on 8 GPUs, and to those at 1K tokens."""
     paper = load_paper().scaling
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         by_gpus = list(pool.map(_stages, [20_000] * len(paper.gpus), paper.gpus))
         by_length = list(pool.map(_stages, paper.tokens, [SCALING_GPUS] * len(paper.tokens)))
     cells = [
@@ -80,7 +80,7 @@ def _stages(longest: int, num_gpus: int) -> tuple[float, float]:
 def divisions() -> PaperFigure:
     """Return Figure 10: generation GPUs by Algorithm 1, and stage seconds at the even and the chosen split."""
     paper = load_paper().allocation
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         divided = dict(zip(paper, pool.map(_divide, paper), strict=True))
     cells, notes = [], []
     for size, splits in paper.items():

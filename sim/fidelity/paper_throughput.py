@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from math import log
 from statistics import median
@@ -25,6 +24,7 @@ from streamrl.sim.fidelity.paper import (
     take_times,
 )
 from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
+from streamrl.sim.parallel import worker_pool
 from streamrl.sim.world import simulate
 
 COLUMNS = ("verl", "colocated", "sync", "async")
@@ -264,7 +264,7 @@ def _longest_note(ours: dict[Case, Times]) -> str:
 
 def _bubbles_note(systems: Sequence[str]) -> str:
     """Return a note on the cost of stragglers for each system: idle and underfilled shares of GPU-seconds."""
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         found = list(pool.map(_bubbles, systems))
     return (
         "Stragglers leave few GPUs idle. They leave many underfilled: these decode only a few rollouts. Idle and underfilled "
@@ -285,7 +285,7 @@ def _wider_note(ours: dict[Case, Times]) -> str:
     """Return a note on the effect of twice the GPUs per replica in the cells with the smallest batches."""
     cases = [Case("32B", "20K", system) for system in COLUMNS[1:]]
     changes = [on_wider_replicas(case) for case in cases]
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         wider = list(pool.map(take_times, cases, changes))
 
     def errors(times: Iterable[Times]) -> str:

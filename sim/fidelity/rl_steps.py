@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from itertools import product
 from statistics import fmean
@@ -43,6 +42,7 @@ from streamrl.sim.batch_generation import generate_batch
 from streamrl.sim.costs.corrections import own_switch_time
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.parallel import worker_pool
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -285,7 +285,7 @@ SWITCHED = {
 def steps_rows() -> list[Row]:
     """Return every published stage with its prediction, computed on all cores."""
     wanted = [(step, choice) for step in PUBLISHED for choice in _choices(step)]
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         found = list(pool.map(_simulated, *zip(*wanted, strict=True)))
         generated = list(pool.map(_generated, *zip(*GENERATED, strict=True)))
     rows = []

@@ -6,7 +6,6 @@ Commands and notebooks give the same answers. Errors name them as the options of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from streamrl.hardware.profiles import find_profile
@@ -14,6 +13,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.python_values import Changes, apply_changes
 from streamrl.runfile.short_forms import count_of, model_name, read_offer
+from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.first_answer import (
     FirstAnswer,
     Question,
@@ -103,5 +103,5 @@ def run_of(question: Question, changes: Changes) -> Run:
 
 def estimate(run: Run) -> FirstAnswer:
     """Estimate the plans that a decision is between."""
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         return first_answer(run, pool, MOST_SECONDS)

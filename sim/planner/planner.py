@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -27,12 +27,13 @@ from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.sim.costs.corrections import framework_sources
+from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
 from streamrl.sim.planner.bottleneck import find_binding, find_gains
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS
 from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
-from streamrl.sim.planner.plan import Change, Choice, Figure, Plan, PlannedFramework
+from streamrl.sim.planner.plan import Change, Choice, Figure, Plan, PlanFrame, PlannedFramework
 from streamrl.sim.planner.plan_description import PlanDescription, drafts_text, whole_run_of
 from streamrl.sim.planner.plan_settings import describe, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
@@ -42,6 +43,9 @@ from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import open_trial
 from streamrl.sim.planner.what_if import make_grid
 from streamrl.targets.verdicts import TARGETS, verdict_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MOST_RETURNS = 3
 """Most times that finalists are compared again because a what-if suggests other plans."""
@@ -55,6 +59,17 @@ class Planned(NamedTuple):
     run: Run
     """The run file with the allocation filled in."""
     plan: Plan
+
+    def __repr__(self) -> str:
+        return repr(self.plan)
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a table for a notebook."""
+        return self.plan._repr_html_()
+
+    def to_frame(self, what: PlanFrame = "options") -> DataFrame:
+        """Return a data frame of the plan; see `Plan.to_frame`."""
+        return self.plan.to_frame(what)
 
 
 def make_plan(
@@ -81,7 +96,7 @@ def make_plan(
     started_at = time.perf_counter()
     scope = keep_to_framework(replace(run, faults=()))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
-    with ProcessPoolExecutor() as pool:
+    with worker_pool() as pool:
         own = own_candidate(run.rollout, run.trainer, run.policies, run.sync, run.verifier)
         return _plan(scope, search, pool, _Progress(watch), started_at, own if shows_own else None)
 

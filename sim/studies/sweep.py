@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from itertools import count
 
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from streamrl.record.metrics import Metrics
 from streamrl.runfile.files import decode_run, encode_run
 from streamrl.runfile.sweep import Grid, RejectedCell
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.parallel import answers
+from streamrl.sim.parallel import answers, worker_pool
 from streamrl.sim.steady_state import UnfinishedError, measure_steady
 from streamrl.sim.studies.results import StudyRow
 from streamrl.workload.workload import SimulatedWorkload
@@ -35,12 +35,8 @@ def run_sweep(
             left.
         RuntimeError: no combination finishes.
     """
-    with ProcessPoolExecutor() as pool:
-        try:
-            return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
-        except BaseException:  # also on Ctrl-C: cancel jobs that have not begun
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with worker_pool() as pool:
+        return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
 
 
 def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
