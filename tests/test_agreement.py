@@ -272,7 +272,7 @@ def test_the_front_has_the_chosen_plan_as_it_was_simulated() -> None:
 def printed(plan: Plan) -> str:
     """Return a plan as a terminal has it, on one long line each."""
     console = Console(width=400, file=StringIO())
-    console.print(plan_report(plan))
+    console.print(plan_report(plan, details=True))
     output = console.file
     assert isinstance(output, StringIO)
     return output.getvalue()

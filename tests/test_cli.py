@@ -217,7 +217,7 @@ def test_help_shows_brackets_as_they_are_written(command: str, words: str) -> No
     ("arguments", "shown"),
     [
         (["simulate", EXAMPLE, *SMALL], "step time"),
-        (["plan", "{offer}", "-o", "{out}", "--set", "plan.seeds=1"], "runner-up"),
+        (["plan", "{offer}", "-o", "{out}", "--set", "plan.seeds=1"], "is the bottleneck"),
         (["replay", "{executed}"], "all decided identically"),
         (["compare", "{executed}"], "predicted"),
         (["report", "{executed}", "-o", "{out}.html"], "written to"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from streamrl.report.plan_report import head_lines, plan_report
@@ -68,6 +69,15 @@ def test_a_search_that_is_out_of_time_says_how_much_better_a_plan_may_be(tmp_pat
     write_plan(plan, tmp_path)
     assert read_plan(tmp_path / "plan.json") == plan
     assert make_plan(few(SMALL)).plan.open_gap is None
+
+
+def test_a_plan_fits_a_terminal_and_breaks_no_word() -> None:
+    plan, width = make_plan(few(SMALL)).plan, 80
+    Console(file=(output := StringIO()), width=width).print(plan_report(plan, details=True))
+    shown = output.getvalue()
+    assert all(cell_len(line) <= width for line in shown.splitlines())
+    words = {*" ".join(head_lines(plan)).split(), *plan.options[0].text.split()}
+    assert {*words} - {*shown.split()} == set()
 
 
 def test_the_chosen_plan_is_simulated_for_as_many_steps_as_there_is_time_for() -> None:

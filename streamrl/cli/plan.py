@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +56,7 @@ from streamrl.targets.verdicts import TARGETS
 def plan(
     run_file: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN.toml]", help="The run file; or give --model and --gpus."),
+        typer.Argument(metavar="RUN.toml", help="The run file; or give --model and --gpus."),
     ] = None,
     overrides: Overrides = None,
     output: Annotated[
@@ -86,6 +87,15 @@ def plan(
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing plan.", rich_help_panel=OUTPUT)
+    ] = False,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            "-v",
+            help="Also print the runners-up, the what-ifs, all facts and what was left out.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     intervals: Intervals = False,
     as_json: AsJson = False,
@@ -134,13 +144,13 @@ def plan(
     if as_json:
         print_json(planned.plan)
     else:
-        stdout_console().print(plan_report(planned.plan, intervals=intervals))
+        stdout_console().print(plan_report(planned.plan, intervals=intervals, details=details))
     if output is not None:
         source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
         source += f" --for {target}" if target else ""
         _write(planned, output, source, run_file.parent if run_file else Path())
     if not as_json:
-        _print_next(output, planned.plan)
+        _print_next(output, planned.plan, details=details)
     if other is not None and output is not None:
         _export(planned.run, other, output, as_json=as_json)
 
@@ -184,18 +194,24 @@ def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
     write_run(planned.run, output / PLAN_TOML, notes, settings, base)
 
 
-def _print_next(output: Path | None, plan: Plan) -> None:
+def _print_next(output: Path | None, plan: Plan, *, details: bool) -> None:
     """Say where the plan is, what can run it, and the commands that do so."""
-    place = "nothing was written: -o DIR writes the plan"
-    commands: list[str] = []
-    if output is not None:
-        place = f"written to {output / PLAN_TOML}"
-        commands = [*next_lines(plan.carried_by, output / PLAN_TOML)]
-    lines = [place, *verdict_lines(plan.carried_by), *option_lines(plan.options), *commands]
-    console = Console(highlight=False)
+    console = stdout_console()
+
+    def say(*lines: str, soft_wrap: bool = False) -> None:
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=soft_wrap)
+
     console.print()
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    say(*verdict_lines(plan.carried_by), *option_lines(plan.options))
+    if output is None:
+        say("nothing was written: -o DIR writes the plan")
+    else:
+        say(f"written to {output / PLAN_TOML}", soft_wrap=True)
+        say(*next_lines(plan.carried_by, output / PLAN_TOML), soft_wrap=True)
+        say(f"page: {shlex.join(['streamrl', 'report', str(output)])}", soft_wrap=True)
+    if not details:
+        say("more: --details adds runners-up, what-ifs, all facts and what was left out")
 
 
 def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:

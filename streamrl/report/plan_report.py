@@ -1,16 +1,23 @@
-"""Show a plan on a terminal: the choice, its reasons, the runners-up, and changes that would alter it."""
+"""Show a plan on a terminal: what to rent, its total, the options, and why; further tables are details.
+
+Columns of figures come first and do not wrap. The text of a plan is the last column, which wraps between words. So
+tables fit a terminal of 80 columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from streamrl.record.band import ends_of
 from streamrl.record.uncertainty import unshared_error
 from streamrl.report.run_tables import dollars_text, fact_lines, headline, time_text
+from streamrl.report.words import EXPLAINED, SYSTEMS, PlannedSides, rent_text
 from streamrl.runfile.formatting import (
     OptionalInterval,
     band_text,
@@ -59,75 +66,160 @@ NO_CHANGE = 0.0005
 """Smallest relative effect of a what-if that is shown as a number."""
 
 
-def plan_report(plan: Plan, *, intervals: bool = False) -> RenderableType:
+def plan_report(plan: Plan, *, intervals: bool = False, details: bool = False) -> RenderableType:
     """Lay out a plan for a terminal.
 
     Args:
         plan: the plan.
         intervals: whether to show 95 % intervals (sampling error) as well.
+        details: whether to show all facts, the runners-up, the what-ifs and what was left out as well.
     """
-    parts: list[RenderableType] = [Text(line) for line in head_lines(plan, intervals=intervals)]
-    parts += [Text(), _options(plan.options, intervals=intervals), *_left_out(plan)]
+    parts: list[RenderableType] = [Text(decision_text(plan), style="bold")]
+    parts += [_indented(line) for line in total_lines(plan, intervals=intervals)]
+    if not plan.options:
+        parts += [_indented(plan.allocation.text)]
+    else:
+        parts += [Text(), _options(plan.options, intervals=intervals), *_left_out(plan)]
+    parts += [Text(), Text("why", style="bold"), _listed(why_lines(plan))]
+    parts += _details(plan, intervals=intervals) if details else []
+    if terms := terms_text([plan.allocation.text, *(each.text for each in plan.options)]):
+        parts += [Text(), Text(f"terms: {terms}", style="dim")]
+    return Group(*parts)
+
+
+def _details(plan: Plan, *, intervals: bool) -> list[RenderableType]:
+    """Lay out what a decision does not need."""
+    parts: list[RenderableType] = [Text(), Text("details", style="bold")]
+    parts += [_listed(detail_lines(plan, intervals=intervals))]
     if plan.runners_up:
-        parts += [Text(), _choices(plan)]
-    parts.append(Text(PAIRED))
+        parts += [Text(), _choices(plan), Text(PAIRED)]
     if plan.pareto:
         parts += [Text(), _pareto(plan.pareto)]
-    return Group(*parts, Text(), _sensitivity(plan), Text(), _infeasible(plan))
+    if plan.sensitivity:
+        parts += [Text(), _sensitivity(plan)]
+    if left_out := not_varied_text(plan.not_varied):
+        parts.append(Text(left_out))
+    return [*parts, Text(), _infeasible(plan)]
+
+
+def _indented(line: str) -> Padding:
+    return Padding(Text(line), (0, 0, 0, 2), expand=False)
+
+
+def _listed(lines: Iterable[str]) -> Table:
+    """Lay out lines one by one, their further lines indented."""
+    table = Table.grid(padding=(0, 1))
+    for line in lines:
+        table.add_row(" -", Text(line))
+    return table
+
+
+def decision_text(plan: Plan) -> str:
+    """Return what to rent, and how generation and training take turns."""
+    chosen = plan.allocation
+    system = str(chosen.settings["policies.system"])
+    others = {} if chosen.verifier is None else {"compute rewards": chosen.verifier}
+    rent = rent_text(PlannedSides(chosen.rollout, chosen.trainer, others), system)
+    return f"Rent {rent} ({system}: {SYSTEMS[system]})."
+
+
+def terms_text(texts: Iterable[str]) -> str:
+    """Return the meaning of the terms that some plans are written with."""
+    text = " ".join(texts)
+    found = ((re.search(rf"\b{pattern}", text), meaning) for pattern, meaning in EXPLAINED.items())
+    meanings = {
+        match[0].rstrip("0123456789"): meaning
+        for match, meaning in found
+        if match is not None and match[0] not in SYSTEMS
+    }
+    return "; ".join(f"{name} = {meaning}" for name, meaning in meanings.items())
 
 
 def head_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
-    """Yield a few lines with the choice and its reasons."""
+    """Yield all lines on the choice: its figures, its reasons and its facts."""
+    yield from total_lines(plan, intervals=intervals)
+    yield plan.allocation.text
+    yield from (f"  {line}" for line in why_lines(plan))
+    yield from (f"  {line}" for line in detail_lines(plan, intervals=intervals))
+
+
+def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
+    """Yield the total of the chosen plan, and its rates."""
     chosen, show = plan.allocation, VALUES[plan.objective.name]
     if plan.whole_run is not None:
         yield f"whole run: {headline(plan.whole_run, chosen.model_error, intervals=intervals)}"
-    yield chosen.text
     yield (
-        f"  {show(plan.objective.value, ends_of(plan.objective.band))}; a step {_step_text(chosen, intervals=intervals)} "
+        f"{show(plan.objective.value, ends_of(plan.objective.band))}; a step {_step_text(chosen, intervals=intervals)} "
         f"and {format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))}, "
         f"${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
     )
+
+
+def why_lines(plan: Plan) -> Iterator[str]:
+    """Yield why this plan was chosen, and what would alter the choice."""
+    yield f"chosen as {plan.why}"
+    yield plan.binding.text.partition("; ")[0]
+    yield from _alterations(plan)
+    if plan.tighter is not None:
+        yield (
+            f"with less room {plan.tighter.gain:.0%} better: {plan.tighter.choice}, whose trainer takes "
+            f"{plan.tighter.memory:.1%} of a GPU"
+        )
+    yield search_text(plan)
+
+
+def _alterations(plan: Plan) -> Iterator[str]:
+    """Yield the what-ifs after which another plan is better."""
+    if not plan.sensitivity:
+        yield f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them"
+    others = [change for change in plan.sensitivity if change.is_other]
+    for change in others:
+        yield f"another choice with {change.what}: {change.choice}, which saves {_gain(change)}"
+    for change in plan.sensitivity:
+        if change.breaks and not change.is_other:
+            yield f"with {change.what} it exceeds {' and '.join(change.breaks)}"
+    if plan.sensitivity and not others:
+        yield f"none of {len(plan.sensitivity)} what-ifs alters the choice"
+
+
+def detail_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
+    """Yield further facts of the chosen plan and of the search."""
+    chosen, show = plan.allocation, VALUES[plan.objective.name]
+    yield plan.binding.text.partition("; ")[2]
     if chosen.num_seeds > 1 and intervals:
-        yield f"  over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
+        yield f"over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
     if chosen.note:
-        yield f"  {chosen.note}"
+        yield chosen.note
     if plan.steps_in_time is not None:
         yield (
-            f"  plan.time_limit of {plan.time_limit:.0f} s left time for {plan.steps_in_time} steps of it, "
+            f"plan.time_limit of {plan.time_limit:.0f} s left time for {plan.steps_in_time} steps of it, "
             "which is what the plan file has as simulate.max_steps"
         )
     if plan.whole_run is not None:
-        yield from fact_lines(plan.whole_run)
-    yield f"  {plan.binding.text}"
-    yield f"  chosen as {plan.why}; {search_text(plan)}"
+        yield from (line.strip() for line in fact_lines(plan.whole_run))
     if plan.systems and "fully-async" not in plan.systems:
         yield (
-            f"  systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "
+            f"systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "
             "steps old: plan.systems names it where it is wanted"
         )
     if plan.whole_nodes and not any("on parts of a node" in each.labels for each in plan.options):
         yield (
-            f"  each side has whole nodes of {' and '.join(plan.whole_nodes)}; no plan on parts of a node that was "
+            f"each side has whole nodes of {' and '.join(plan.whole_nodes)}; no plan on parts of a node that was "
             "tried is better"
         )
-    if plan.tighter is not None:
-        yield (
-            f"  with less room {plan.tighter.gain:.0%} better: {plan.tighter.choice}, whose trainer takes "
-            f"{plan.tighter.memory:.1%} of a GPU"
-        )
     if not plan.staleness_cost:
-        yield "  staleness is taken to cost no progress: plan.staleness_cost says how much it does"
+        yield "staleness is taken to cost no progress: plan.staleness_cost says how much it does"
     else:
         yield (
-            f"  with {plan.staleness_cost:g} % charged for each version of lag; as simulated "
+            f"with {plan.staleness_cost:g} % charged for each version of lag; as simulated "
             f"{_dollars_a_million(chosen.cost_per_million_tokens, ends_of(chosen.cost_per_million_tokens_band))}"
         )
     if plan.staleness_model:
-        yield f"  as {plan.staleness_model}"
+        yield f"as {plan.staleness_model}"
     if plan.drafts:
-        yield f"  {plan.drafts}"
+        yield plan.drafts
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
-    yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
+    yield f"seconds are {tiers}; planned in {plan.seconds:.1f} s"
     if plan.framework is not None:
         yield from _framework_lines(plan.framework)
 
@@ -140,9 +232,9 @@ def _reward_price(chosen: Choice) -> str:
 
 def _framework_lines(framework: PlannedFramework) -> Iterator[str]:
     """Yield what a framework fills in, which plans it takes, and what they lack because of it."""
-    yield from (f"  {fact}" for fact in framework.facts)
+    yield from framework.facts
     left_out = "; ".join(framework.left_out) or "nothing"
-    yield f"  left out, as framework {framework.name} has none: {left_out}"
+    yield f"left out, as framework {framework.name} has none: {left_out}"
 
 
 def search_text(plan: Plan) -> str:
@@ -162,33 +254,40 @@ PAIRED = (
     "All plans have the same prompts. Options were simulated for as long as the recommended plan, runners-up for sixteen "
     "steps. ± is half a 95 % interval (sampling error)."
 )
-HEAD = ("behind", "step", "staleness", "$ a step", "$ an hour")
+HEAD = ("behind", "step", "$ a step")
 SAID = ("policies.dispatch", "sync.mode", "rollout.speculative.tokens")
 """Keys that the line of a plan shows besides its GPUs and degrees."""
-OPTIONS_HEAD = ("option", "whole run", "$/M tokens", "step", "against 1")
 
 
 def _options(options: list[PlanOption], *, intervals: bool = False) -> Table:
     """Lay out the answer: one row for each plan to decide for."""
-    table = Table("", *OPTIONS_HEAD, box=None, pad_edge=False)
+    table = Table("", "whole run", "step", "option", box=None, pad_edge=False)
     for option in options:
         choice, whole = option.choice, option.whole_run
-        dollars = f"{dollars_text(whole, intervals=intervals)}\n" if whole.dollars else ""
+        figures = [dollars_text(whole, intervals=intervals)] if whole.dollars else []
+        figures.append(time_text(whole, intervals=intervals))
         table.add_row(
             str(option.number),
-            f"{', '.join(option.labels)}\n{option.text}",
-            f"{dollars}{time_text(whole, intervals=intervals)}",
-            _dollars_a_token(choice),
-            _step_text(choice, intervals=intervals),
-            "\n".join(each for each in (option.relation, option.trains_on, option.note) if each),
+            "\n".join(figures),
+            _step_text(choice, intervals=intervals).replace(" (", "\n("),
+            Text("\n").join(_option_lines(option)),
         )
+    return _with_whole_figures(table)
+
+
+def _option_lines(option: PlanOption) -> Iterator[Text]:
+    """Yield why a plan is an option and how it compares, its layout, and the age of its rollouts."""
+    labels = Text(", ".join(option.labels), style="bold")
+    yield labels.append(f": {option.relation}" if option.relation else "", style="not bold")
+    yield Text(option.text)
+    yield Text("; ".join(each for each in (option.trains_on, option.note) if each))
+
+
+def _with_whole_figures(table: Table) -> Table:
+    """Return a table of which only the last column wraps."""
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     return table
-
-
-def _dollars_a_token(choice: Choice) -> str:
-    """Return dollars per million tokens, with their band on a line below."""
-    band = ends_of(choice.cost_per_million_tokens_band)
-    return format_dollars(choice.cost_per_million_tokens, band).replace(" (", "\n(")
 
 
 def _left_out(plan: Plan) -> Iterator[Text]:
@@ -199,10 +298,12 @@ def _left_out(plan: Plan) -> Iterator[Text]:
 
 def _choices(plan: Plan) -> Table:
     """Lay out the runners-up, one row for all variants of a plan."""
-    table = Table("runner-up", *HEAD, box=None, pad_edge=False)
+    table = Table(*HEAD, "runner-up", box=None, pad_edge=False)
     for runner in plan.runners_up:
-        table.add_row(_runner_text(plan, runner), *_cells(plan, runner))
-    return table
+        doubt = _doubt(plan, runner)
+        text = _runner_text(plan, runner) + (f" ({doubt})" if doubt else "")
+        table.add_row(*_cells(runner), text)
+    return _with_whole_figures(table)
 
 
 def _runner_text(plan: Plan, runner: RunnerUp) -> str:
@@ -239,23 +340,22 @@ def _setting_text(key: str, value: str | float | bool | None) -> str:
     return f"{value} sync" if key == "sync.mode" else f"{key.rpartition('.')[2]} {value}"
 
 
-def _cells(plan: Plan, runner: RunnerUp) -> tuple[str, ...]:
-    choice = runner.choice
-    return (
-        _behind_text(plan, runner),
-        _step_text(choice),
-        f"{choice.mean_staleness:.2f}",
-        format_dollars(choice.cost_per_step, ends_of(choice.cost_per_step_band)),
-        f"{choice.dollars_per_hour:.2f}",
-    )
+def _cells(runner: RunnerUp) -> tuple[str, ...]:
+    """Return how far a plan is behind, and its seconds and dollars of a step."""
+    behind = f"{runner.behind:+.1%}"
+    if runner.behind_interval is not None:
+        least, most = runner.behind_interval
+        behind += f" ± {50 * (most - least):.1f}"
+    step = format_step_time(runner.choice.step_time, None)
+    return behind, step, format_dollars(runner.choice.cost_per_step)
 
 
 def _pareto(choices: list[Choice]) -> Table:
-    table = Table("none beats in time and cost", "step", "$ a step", box=None, pad_edge=False)
+    table = Table("step", "$ a step", "none beats in time and cost", box=None, pad_edge=False)
     for choice in choices:
         dollars = format_dollars(choice.cost_per_step, ends_of(choice.cost_per_step_band))
-        table.add_row(choice.text, _step_text(choice), dollars)
-    return table
+        table.add_row(_step_text(choice), dollars, choice.text)
+    return _with_whole_figures(table)
 
 
 def _step_text(choice: Choice, *, intervals: bool = False) -> str:
@@ -264,19 +364,15 @@ def _step_text(choice: Choice, *, intervals: bool = False) -> str:
     return format_step_time(choice.step_time, interval, ends_of(choice.step_time_band))
 
 
-def _behind_text(plan: Plan, runner: RunnerUp) -> str:
-    """Return how far a plan is behind, and whether that may be sampling error or model error.
+def _doubt(plan: Plan, runner: RunnerUp) -> str:
+    """Return whether the distance of a plan may be sampling error or model error; "" if neither.
 
     Errors of work that both plans do alike on the same GPUs cancel.
     """
-    text = f"{runner.behind:+.1%}"
-    if runner.behind_interval is not None:
-        least, most = runner.behind_interval
-        text += f" ± {50 * (most - least):.1f}"
     if runner.is_beyond_chance is False:
-        return f"{text}, may be chance"
+        return "may be chance"
     if plan.uncertainty is None:
-        return text
+        return ""
     shared = set()
     if runner.choice.rollout == plan.allocation.rollout:
         shared.add("decode")
@@ -284,19 +380,16 @@ def _behind_text(plan: Plan, runner: RunnerUp) -> str:
         shared.add("train")
     error = unshared_error(plan.uncertainty.stages, shared)
     if error is None:
-        return f"{text}, costs never checked there"
-    return f"{text}, within costs' {error:.0%}" if runner.behind < error else text
+        return "costs never checked there"
+    return f"within costs' {error:.0%}" if runner.behind < error else ""
 
 
-def _sensitivity(plan: Plan) -> RenderableType:
-    if not plan.sensitivity:
-        return Text(f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them")
-    table = Table("if", "the plan gives", "better then", "saves", box=None, pad_edge=False)
+def _sensitivity(plan: Plan) -> Table:
+    table = Table("if", "the plan gives", "saves", "better then", box=None, pad_edge=False)
     for change in plan.sensitivity:
-        other = (change.choice, _gain(change)) if change.is_other else ("no other", "")
+        other = (_gain(change), change.choice) if change.is_other else ("", "no other")
         table.add_row(change.what, _given(plan, change), *other)
-    left_out = not_varied_text(plan.not_varied)
-    return Group(table, Text(left_out)) if left_out else table
+    return table
 
 
 def _given(plan: Plan, change: Change) -> str:
@@ -326,7 +419,7 @@ def not_varied_text(left_out: Mapping[str, str]) -> str:
 
 
 def _infeasible(plan: Plan) -> Table:
-    table = Table("left out, sides or pairs of sides", "count", box=None, pad_edge=False)
+    table = Table("count", "left out, sides or pairs of sides", box=None, pad_edge=False)
     for reason, count in sorted(plan.infeasible.items(), key=lambda item: -item[1]):
-        table.add_row(reason, f"{count:,}")
+        table.add_row(f"{count:,}", reason)
     return table
