@@ -18,7 +18,7 @@ pytestmark = [
 ]
 WIDTHS = (1280, 768, 390)  # of a desk, a tablet, a phone
 LEAST_CONTRAST = 4.5  # WCAG 2.2, 1.4.3: of text against what is behind it
-FIGURES = """[...document.querySelectorAll('figure svg.drawing')].map(drawing => {
+FIGURES = """[...document.querySelectorAll('figure svg.drawing')].filter(one => one.checkVisibility()).map(drawing => {
   const box = drawing.getBoundingClientRect();
   return {name: drawing.parentElement.parentElement.id, width: box.width, height: box.height,
           shapes: [...drawing.querySelectorAll('rect, circle, polyline')].filter(shape => {

@@ -232,12 +232,18 @@ def _near_front(search: Search, race: Race, chosen: int) -> list[int]:
     first = list(dict.fromkeys([chosen, *race.steady, *race.beside]))
     best: dict[object, int] = {_size_of(search, index): index for index in reversed(first)}
     for index in np.argsort(seconds, kind="stable").tolist():
-        if np.isfinite(seconds[index]):
-            best.setdefault(_size_of(search, index), index)
+        size = _size_of(search, index)
+        if np.isfinite(seconds[index]) and size not in best and _is_known(search, index):
+            best[size] = index
     others = np.array([index for index in best.values() if index not in first], dtype=int)
     far = distance_to_front(seconds[others], dollars[others]) if len(others) else np.zeros(0)
     order = others[np.argsort(far, kind="stable")].tolist()
     return [*first, *order][:MOST_PLANS]
+
+
+def _is_known(search: Search, index: int) -> bool:
+    """Return whether a plan's generation was simulated. Others have only a lower bound, which looks too good."""
+    return index in search.speeds or not search.estimates.asked([index], 1)
 
 
 def _size_of(search: Search, index: int) -> object:

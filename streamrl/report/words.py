@@ -83,6 +83,7 @@ EXPLAINED = {
     "ZeRO 3": "weights, gradients and optimizer state are split over the copies",
     "offload": "the optimizer state is kept in host memory",
     "dispatch": "which replica gets which prompt",
+    "band": "the range in which a figure may truly lie: sampling error and model error, in the worst case",
     "weight sync": "sending updated weights to the replicas",
     "goodput": "tokens trained on per second",
     "KL": "distance between two policies, in nats a token",

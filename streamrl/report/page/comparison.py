@@ -56,8 +56,8 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
     assert chosen is not None
     title = "Plan against alternatives" if sources.plans else "Ways to run, compared"
     section = PageSection("alternatives", title if len(options) > 1 else "What it takes and costs")
-    for made in sources.plans:
-        section.text += _why(made)
+    if len(sources.plans) > 1 or chosen.kind != "plan":
+        section.text += [text for made in sources.plans for text in why(made)]
     section.text += _other_gpus(chosen, options)
     section.text += _work_note(options)
     shown = [option for option in options if option.kind != "front"][:MOST_ROWS]
@@ -134,7 +134,8 @@ def _seeds(count: int) -> str:
     return "one seed" if count == 1 else f"{count} seeds"
 
 
-def _why(made: PlanMade) -> Iterator[str]:
+def why(made: PlanMade) -> Iterator[str]:
+    """Yield why a plan was chosen, what it waits for, and how much was searched."""
     plan = made.plan
     if plan.why:
         yield f"It was chosen as {plan.why}."

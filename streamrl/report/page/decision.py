@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
-from typing import NamedTuple
 
+from streamrl.record.band import Band
 from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.next_steps import start_commands, verdict_lines
 from streamrl.report.page.answer import Tile
+from streamrl.report.page.assumptions import assumptions_of
+from streamrl.report.page.comparison import why
 from streamrl.report.page.identity import day_text
-from streamrl.report.page.options import LETTERS, Option
+from streamrl.report.page.options import Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
-from streamrl.report.words import NBSP, SYSTEMS, change, gpu_word, percent
+from streamrl.report.words import NBSP, SYSTEMS, gpu_word, percent
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
-from streamrl.sim.planner.plan import PLAN_TOML, Choice, Plan
+from streamrl.sim.planner.plan import PLAN_TOML, Choice, Plan, PlanOption
 
 FEW_DAYS = 2
 """Days from which a time is shown in days."""
@@ -95,32 +97,48 @@ def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
     whole = made.plan.whole_run
     if whole is None:
         return
-    least, most = option.band.factors
-    is_wide = option.band.is_wide
+    seconds, dollars = _bands(whole, option)
     if option.is_paid:
-        note = f"likely {money(whole.dollars * least)} to {money(whole.dollars * most)}"
-        yield Tile(money(whole.dollars), f"for all {whole.steps:,} steps", note if is_wide else "")
-    times = [time_in_words(whole.seconds * factor) for factor in (least, most)]
-    told = f"likely {times[0]} to {times[1]}" if is_wide else ""
-    yield Tile(time_in_words(whole.seconds), "from start to end", told)
-    yield _end_tile(whole, (least, most), today)
+        note = _range_text(dollars, money)
+        yield Tile(money(whole.dollars), f"total for {whole.steps:,} steps", note)
+    yield Tile(
+        time_in_words(whole.seconds), "from start to end", _range_text(seconds, time_in_words)
+    )
+    yield _end_tile(whole.seconds, seconds, today)
     if option.is_paid:
         count = sum(gpus_by_pool(made.plan.allocation).values())
         yield Tile(f"${option.dollars_per_hour:,.2f}", "an hour for all GPUs", f"{count} GPUs")
 
 
-def _end_tile(whole: WholeRun, factors: tuple[float, float], today: date) -> Tile:
+def _bands(whole: WholeRun, option: Option) -> tuple[Band, Band]:
+    """Return the bands of the seconds and dollars of a whole run. Plans of earlier versions have only the option's."""
+    if whole.seconds_band is not None and whole.dollars_band is not None:
+        return whole.seconds_band, whole.dollars_band
+    low, high = option.band.factors
+    return (
+        Band(low=whole.seconds * low, high=whole.seconds * high),
+        Band(low=whole.dollars * low, high=whole.dollars * high),
+    )
+
+
+def _range_text(band: Band, show: Callable[[float], str]) -> str:
+    """Return the band of a figure: "band $330 to $978"; empty if both ends look the same."""
+    low, high = show(band.low), show(band.high)
+    return f"band {low} to {high}" if low != high else ""
+
+
+def _end_tile(seconds: float, band: Band, today: date) -> Tile:
     """Return the day of the end if the run starts at noon on the day of the page."""
     noon = datetime.combine(today, time(12))
 
-    def end(factor: float) -> date:
-        return (noon + timedelta(seconds=whole.seconds * factor)).date()
+    def end(after: float) -> date:
+        return (noon + timedelta(seconds=after)).date()
 
-    first, last = end(factors[0]), end(factors[1])
+    first, last = end(band.low), end(band.high)
     note = f"if it starts on {day_text(today, has_year=False)} at noon"
     if first != last:
-        note += f"; likely {day_text(first, has_year=False)} to {day_text(last, has_year=False)}"
-    return Tile(day_text(end(1.0)), "done by", note)
+        note += f"; band {day_text(first, has_year=False)} to {day_text(last, has_year=False)}"
+    return Tile(day_text(end(seconds)), "done by", note)
 
 
 def _caveats(option: Option) -> Iterator[Tile]:
@@ -189,33 +207,6 @@ def plan_command(made: PlanMade, changes: Mapping[str, str]) -> str:
     return shlex.join(["streamrl", "plan", *(words or ["RUN.toml"]), *settings])
 
 
-class PlanRow(NamedTuple):
-    """One option of a plan page, with the totals of its whole run."""
-
-    letter: str
-    label: str
-    """Such as "cheapest"."""
-    choice: Choice
-    hours: float
-    dollars: float
-    is_chosen: bool
-
-
-def plan_rows(made: PlanMade) -> list[PlanRow]:
-    """Return the options of a plan, the recommended one first."""
-    return [
-        PlanRow(
-            LETTERS[option.number - 1],
-            ", ".join(option.labels),
-            option.choice,
-            option.whole_run.seconds / SECONDS_PER_HOUR,
-            option.whole_run.dollars,
-            option.number == 1,
-        )
-        for option in made.plan.options
-    ]
-
-
 def totals_of(plan: Plan, choice: Choice) -> tuple[float, float]:
     """Return the seconds and dollars of a plan's whole run, scaled from the chosen plan's by their mean steps."""
     chosen, whole = plan.allocation, plan.whole_run
@@ -227,54 +218,70 @@ def totals_of(plan: Plan, choice: Choice) -> tuple[float, float]:
 
 def options_section(made: PlanMade) -> Iterator[PageSection]:
     """Yield the options that differ, as a table and a chart."""
-    if made.plan.whole_run is None or not made.plan.options:
+    options = made.plan.options
+    if made.plan.whole_run is None or not options:
         return
-    rows = plan_rows(made)
-    section = PageSection("options", "Options that differ" if len(rows) > 1 else "The option")
-    section.pictures.append(cost_time_picture("cost-time", list(_points(made, rows))))
-    head = ("", "option", "total cost", "takes", "cost vs A", "speed vs A", "staleness")
-    table = [_cells(row, rows[0]) for row in rows]
-    section.tables.append(
-        PageTable("", head, table, numbers=(2, 3, 4, 5, 6), strong_row=0, is_cards=True)
-    )
+    section = PageSection("options", "Options that differ" if len(options) > 1 else "The option")
+    section.pictures.append(cost_time_picture("cost-time", list(_points(made))))
+    head = ("", "option", "total cost", "takes", "against 1", "rollouts")
+    table = [_cells(option) for option in options]
+    section.tables.append(PageTable("", head, table, numbers=(2, 3), strong_row=0, is_cards=True))
     section.notes.append(STALE)
     yield section
 
 
 STALE = (
-    "Cost and speed are relative to the recommended option. Staleness counts the updates that a rollout lags behind the weights "
-    "it trains. At 0, training is synchronous. What staleness does to your score is not part of these dollars."
+    "The numbers are those of the table that `streamrl plan` prints. Stale rollouts may cost score. Dollars here do not "
+    "include that."
 )
 
 
-def _cells(row: PlanRow, chosen: PlanRow) -> list[PageCell]:
-    system = str(row.choice.settings["policies.system"])
-    lag = row.choice.mean_staleness
-    against, times = "", ""
-    if not row.is_chosen:
-        against = change(row.dollars / chosen.dollars - 1) if chosen.dollars else ""
-        times = f"{chosen.hours / row.hours:.2g}{NBSP}times"
+def _cells(option: PlanOption) -> list[PageCell]:
+    whole, label = option.whole_run, ", ".join(option.labels)
+    limits = "; ".join(
+        part for part in ("" if option.is_offered else "not offered", option.note) if part
+    )
+    seconds, dollars = whole.seconds_band, whole.dollars_band
     return [
-        PageCell(row.letter),
-        PageCell(f"{row.label[0].upper()}{row.label[1:]}", row.choice.text),
-        PageCell(money(row.dollars)),
-        PageCell(time_in_words(row.hours * SECONDS_PER_HOUR)),
-        PageCell(against),
-        PageCell(times),
-        PageCell(f"{lag:.2g}" if lag else "0", "" if lag else system and "synchronous"),
+        PageCell(str(option.number)),
+        PageCell(f"{label[0].upper()}{label[1:]}", option.text),
+        PageCell(money(whole.dollars), _range_text(dollars, money) if dollars else ""),
+        PageCell(
+            time_in_words(whole.seconds), _range_text(seconds, time_in_words) if seconds else ""
+        ),
+        PageCell(option.relation, limits),
+        PageCell(option.trains_on),
     ]
 
 
-def _points(made: PlanMade, rows: list[PlanRow]) -> Iterator[PlanPoint]:
+def _points(made: PlanMade) -> Iterator[PlanPoint]:
     """Yield the options with their names, and other simulated plans as small dots."""
-    for row in rows:
-        told = f"{row.letter} {row.label}: {money(row.dollars)}, {time_in_words(row.hours * SECONDS_PER_HOUR)}"
-        name = f"{row.letter} {row.label.partition(',')[0]}"
-        yield PlanPoint(name, told, row.hours, row.dollars, row.is_chosen)
-    plan, shown = made.plan, {row.choice.text for row in rows}
-    others = [runner.choice for runner in plan.runners_up] + plan.pareto
-    for choice in others:
+    for option in made.plan.options:
+        whole, name = option.whole_run, f"{option.number} {option.labels[0]}"
+        told = f"{name}: {money(whole.dollars)}, {time_in_words(whole.seconds)}"
+        hours = whole.seconds / SECONDS_PER_HOUR
+        yield PlanPoint(name, told, hours, whole.dollars, option.number == 1)
+    plan, shown = made.plan, {option.text for option in made.plan.options}
+    for choice in [runner.choice for runner in plan.runners_up] + plan.pareto:
         if choice.text not in shown:
             shown.add(choice.text)
             seconds, dollars = totals_of(plan, choice)
             yield PlanPoint("", choice.text, seconds / SECONDS_PER_HOUR, dollars)
+
+
+RESTS_ON = ("price", "network between", "output lengths", "spot pool", "calibration")
+"""Beginnings of the assumptions that a plan's dollars and hours rest on most."""
+
+
+def why_section(made: PlanMade) -> PageSection:
+    """Return why the plan was chosen, what it waits for, and the prices, links and lengths that it rests on."""
+    section = PageSection("why", "Why this plan", text=list(why(made)))
+    found = assumptions_of(made.run, made.model, None, made.plan)
+    rows = [
+        [PageCell(each.what), PageCell(each.value), PageCell(each.source)]
+        for each in found
+        if each.what.startswith(RESTS_ON)
+    ]
+    head = ("it rests on", "value", "source")
+    section.tables.append(PageTable("", head, rows, is_cards=True))
+    return section

@@ -97,7 +97,7 @@ def measured_section(option: Option, found: Prediction | str) -> PageSection:
     section.pictures.append(_stages_picture(measured, predicted))
     rows = list(_total_rows(measured, predicted))
     head = ("", "measured", "predicted", "error")
-    section.tables.append(PageTable("", head, rows, numbers=(1, 2, 3)))
+    section.tables.append(PageTable("", head, rows, numbers=(1, 2, 3), is_cards=True))
     first, last = measured.counted_steps
     section.notes.append(
         f"The prediction is {found.source}. A mean step is that of steps {first} to {last}. "

@@ -22,6 +22,7 @@ from streamrl.report.page.decision import (
     options_section,
     tiles_of_plan,
     title_of,
+    why_section,
 )
 from streamrl.report.page.details import (
     assumption_sections,
@@ -174,11 +175,13 @@ def _sections(
     made = plan_of(sources, chosen)
     if made is not None:
         yield from options_section(made)
+        yield why_section(made)
     if chosen is not None and prediction is not None:
         yield measured_section(chosen, prediction)
     yield from learning_sections(sources.runs)
     yield from fault_sections(sources.runs)
-    yield from selection_sections(sources.runs)
+    selected = list(selection_sections(sources.runs))
+    yield from selected if made is None else ()
     yield from against_sections(sources.comparisons)
     yield from study_sections(sources.studies)
     compared = list(compare_options(sources, options))
@@ -192,6 +195,7 @@ def _sections(
         if prediction is None:
             yield uncertainty_section(options)
     folded = compared if is_alone else []
+    folded += selected if made is not None else []
     if options and prediction is not None:
         folded.append(uncertainty_section(options))
     yield from _folded(sources, options, folded)

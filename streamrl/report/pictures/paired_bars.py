@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from streamrl.report.pictures.drawing import Drawing, Picture, scale
 
-WIDTH = 900.0
-LEFT, RIGHT = 260.0, 150.0
-ROW, BAR, GAP = 46.0, 14.0, 2.0
+WIDTH, RIGHT = 460.0, 130.0
+ROW, LABEL, BAR, GAP = 62.0, 16.0, 14.0, 2.0
 LEGEND = (("bar chosen", "measured"), ("bar", "predicted"))
 
 
@@ -32,15 +31,13 @@ def pairs_picture(
     )
     drawing = Drawing(name, title, told, WIDTH, len(pairs) * ROW)
     most = max([max(p.measured, p.predicted) for p in pairs], default=1.0) or 1.0
-    across = scale(0.0, most, LEFT, WIDTH - RIGHT)
+    across = scale(0.0, most, 0.0, WIDTH - RIGHT)
     for row, pair in enumerate(pairs):
-        top = row * ROW + 6
-        drawing.text(LEFT - 12, top + BAR + GAP + 3, pair.label, "", "end")
+        top = row * ROW + LABEL
+        drawing.text(0, top - 4, pair.label)
         for place, value, css in ((0, pair.measured, "bar chosen"), (1, pair.predicted, "bar")):
-            y = top + place * (BAR + GAP)
-            drawing.rectangle(
-                LEFT, y, across(value) - LEFT, BAR, css, f"{pair.label} {show(value)}"
-            )
+            y = top + 2 + place * (BAR + GAP)
+            drawing.rectangle(0, y, across(value), BAR, css, f"{pair.label} {show(value)}")
             text = f"{show(value)} {pair.note}" if place else show(value)
             drawing.text(across(value) + 6, y + BAR - 2, text, "small" if place else "small strong")
     return Picture(drawing, "Seconds of a mean step, over the same steps.", LEGEND)
