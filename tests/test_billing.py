@@ -14,7 +14,9 @@ from streamrl.record.metrics import measure
 from streamrl.record.whole_run import whole_dollars, whole_time
 from streamrl.report.run_tables import facts
 from streamrl.runfile.cluster_config import BillingConfig, ClusterConfig, LinkConfig, PoolConfig
+from streamrl.runfile.files import make_run
 from streamrl.runfile.units import Bandwidth, Duration, Size
+from streamrl.sim.planner.first_answer import first_answer, run_table_of
 from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.trial import Trial, short_speed_of
@@ -22,6 +24,7 @@ from tests.runs import small_run
 from tests.test_metrics import two_steps
 from tests.test_plan import Here, few
 from tests.test_plan_limits import STEPS
+from tests.test_question import SMALL
 from tests.test_whole_run import measured
 
 HOUR = 3600.0
@@ -149,6 +152,20 @@ def test_an_estimate_is_billed_as_its_simulation() -> None:
     ratios = search.estimates.billed(steps, np.zeros(len(steps)), run.plan)
     assert np.asarray(ratios)[index] == pytest.approx(speed.billing_ratio, rel=0.05)
     assert search.spend_of(speed).seconds > 10 * HOUR
+
+
+def test_a_first_answer_is_billed_at_both_ends_of_its_band_of_time() -> None:
+    run = make_run(run_table_of(SMALL))
+    pools = {
+        name: replace(pool, minimum_term=Duration(24 * HOUR))
+        for name, pool in run.cluster.pools.items()
+    }
+    run = replace(run, cluster=replace(run.cluster, pools=pools))
+    plan = first_answer(run, Here(), 0.0).recommended
+    rents = PaidGpus.of(plan.candidate.apply(run)).rents
+    assert plan.dollars == pytest.approx(sum(rents.values()) * 24 * HOUR)
+    assert plan.dollars_band.low == plan.dollars_band.high == plan.dollars
+    assert plan.seconds_band.low < plan.seconds < plan.seconds_band.high < 24 * HOUR
 
 
 @pytest.mark.parametrize(

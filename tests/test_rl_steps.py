@@ -106,7 +106,7 @@ def test_what_two_plans_share_says_nothing_of_which_is_better() -> None:
 
 def test_more_than_a_fifth_from_datasheets_is_called_a_guess() -> None:
     assert unmeasured_warning({"composed": 0.8, "roofline": 0.2}) == ""
-    assert "21%" in unmeasured_warning({"composed": 0.79, "roofline": 0.21})
+    assert "21 %" in unmeasured_warning({"composed": 0.79, "roofline": 0.21})
     run = small_run({"model.dtype": "float32"})
     metrics = measure(simulate(run))
     assert metrics.tiers["roofline"] > 0.2 and "guess" in metrics.note

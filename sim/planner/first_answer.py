@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from streamrl.hardware.profiles import price_of
 from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.record.band import Band, ModelError, band_of, ends_of
-from streamrl.record.billing import BILLING_KEYS, uncounted
+from streamrl.record.billing import BILLING_KEYS, bill_of, uncounted
+from streamrl.record.charges import PaidGpus
+from streamrl.record.whole_run import whole_time
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import (
@@ -353,22 +355,31 @@ def _name(search: Search, figures: _Figures) -> dict[str, int]:
 
 
 def _estimated(search: Search, what: str, index: int, figures: _Figures) -> EstimatedPlan:
-    speed, candidate = search.speeds.get(index), search.space.candidate(index)
-    steps = search.space.run.algorithm.steps
-    whole = steps * float(figures.seconds[index]), steps * float(figures.dollars[index])
+    speed, candidate, run = (
+        search.speeds.get(index),
+        search.space.candidate(index),
+        search.space.run,
+    )
+    step_time, steps = float(figures.seconds[index]), run.algorithm.steps
+    seconds, egress = steps * step_time, float(search.estimates.egress(figures.seconds)[index])
     if speed is not None:
-        spend = search.spend_of(speed)
-        whole = spend.seconds, spend.whole
+        time = whole_time(run, speed)
+        steps, seconds, egress = time.steps, time.seconds, speed.egress_per_step
     error = estimated_error(search, index)
+    band, rents = _band(seconds, error), PaidGpus.of(candidate.apply(run)).rents
+
+    def dollars(seconds: float) -> float:
+        return bill_of(run.cluster, rents, egress * steps, seconds).total
+
     return EstimatedPlan(
         what=what,
-        choice=describe(search.space.run.cluster.pools, candidate),
-        seconds=whole[0],
-        dollars=whole[1],
-        step_time=float(figures.seconds[index]),
-        seconds_band=_band(whole[0], error),
-        dollars_band=_band(whole[1], error),
-        step_time_band=_band(float(figures.seconds[index]), error),
+        choice=describe(run.cluster.pools, candidate),
+        seconds=seconds,
+        dollars=dollars(seconds),
+        step_time=step_time,
+        seconds_band=band,
+        dollars_band=Band(low=dollars(band.low), high=dollars(band.high)),
+        step_time_band=_band(step_time, error),
         model_error=error,
         simulated_steps=0 if speed is None else len(speed.step_times),
         candidate=candidate,

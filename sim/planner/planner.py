@@ -23,7 +23,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import Losses, expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
-from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
+from streamrl.runfile.plan_config import COSTS, ObjectiveName, PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.sim.costs.corrections import framework_sources
@@ -199,7 +199,12 @@ def _plan(
 
 
 def _objective_band(search: Search, chosen: Choice, metrics: Metrics) -> Band:
-    """Return the objective at both ends of the bands of a step."""
+    """Return the objective at both ends of the bands of a step, and at those of the bill if it has more than rent."""
+    whole = metrics.whole_run
+    if metrics.billing_ratio != 1 and search.goal.objective in COSTS and whole is not None:
+        assert whole.dollars_band is not None, "a simulation has all bands"
+        a_dollar = search.value_of(metrics) / whole.dollars
+        return Band(low=a_dollar * whole.dollars_band.low, high=a_dollar * whole.dollars_band.high)
     low, high = (
         search.value_of(
             replace(

@@ -15,6 +15,7 @@ import msgspec
 
 from streamrl.engine.trace import Trace
 from streamrl.record.attribution import UNDERFILLED, SidesAttribution
+from streamrl.runfile.formatting import format_share
 
 OPERATION_OF_ACTIVITY = {
     "prefill": "prefill",
@@ -28,7 +29,7 @@ sets their time."""
 DECIDING = ("decode", "train")
 """The operations that take most of a plan's time, one for each side."""
 MOST_UNMEASURED = 0.2
-"""Share of busy seconds from datasheets alone above which a warning calls the figures a guess."""
+"""Share of the seconds from datasheets alone above which a warning calls the figures a guess."""
 
 
 class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +88,11 @@ def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | No
 
 
 def unmeasured_warning(tiers: Mapping[str, float]) -> str:
-    """Return a warning if over `MOST_UNMEASURED` of the busy seconds come from datasheets alone, else ""."""
+    """Return a warning if over `MOST_UNMEASURED` of the seconds come from datasheets alone, else ""."""
     share = tiers.get("roofline", 0.0)
     if share <= MOST_UNMEASURED:
         return ""
-    return f"{share:.0%} of the busy seconds come from datasheets alone, so this is a guess"
+    return f"{format_share(share, 0)} of the seconds come from datasheets alone, so this is a guess"
 
 
 def unshared_error(stages: Mapping[str, float], shared: Set[str]) -> float | None:
