@@ -163,6 +163,34 @@ def test_values_that_fit_stay_because_plans_try_them_too() -> None:
     assert run.rollout.pipeline_parallel == 2 and run.rollout.replicas == 1
 
 
+@pytest.mark.parametrize(
+    "absent",
+    [["rollout.pool"], ["rollout.replicas"], ["trainer.pool"], ["rollout.pool", "trainer.pool"]],
+)
+def test_start_values_may_be_absent(absent: list[str]) -> None:
+    table = table_of()
+    for key in absent:
+        place, last = place_of(table, key)
+        del place[last]
+    with pytest.raises(RunError, match="is missing"):
+        load_run(table)
+    offer = load_offer(table)
+    assert plans_of(offer.run) == GOOD
+    assert offer.absent == absent and not offer.ignored and not offer.has_layout
+
+
+def test_a_file_without_a_trainer_is_planned_and_one_without_lengths_is_refused() -> None:
+    table = table_of()
+    del table["trainer"]
+    assert load_offer(table).absent == ["trainer.pool"]
+    assert load_offer(table_of()).has_layout
+    del table["rollout"]["max_tokens"]
+    with pytest.raises(RunError, match=r"^rollout\.max_tokens is missing"):
+        load_offer(table)
+    with pytest.raises(RunError, match=r"^cluster is missing"):
+        load_offer({key: value for key, value in table_of().items() if key != "cluster"})
+
+
 def test_ignored_values_are_listed_as_set_takes_them() -> None:
     offer = load_offer(
         table_of({"rollout.replicas": 99, "rollout.others": [{**MORE, "pool": "x"}]})

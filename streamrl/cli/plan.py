@@ -169,12 +169,13 @@ def _offer_of(
     """Return the run to plan for, and whether its layout is one that a user chose and that can run."""
     if question is not None:
         return run_of(question, changes), False
-    run, ignored = load_offer(run_file or "", changes)
-    if ignored:
+    offer = load_offer(run_file or "", changes)
+    if offer.ignored:
         typer.echo(
-            f"ignored, because it does not fit and plans replace it: {', '.join(ignored)}", err=True
+            f"ignored, because it does not fit and plans replace it: {', '.join(offer.ignored)}",
+            err=True,
         )
-    return run, not ignored
+    return offer.run, offer.has_layout
 
 
 def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:

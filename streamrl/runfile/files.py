@@ -30,7 +30,7 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.staleness_study import read_staleness_model
-from streamrl.runfile.start_values import differing_start, with_fitting_start
+from streamrl.runfile.start_values import differing_start, fill_start, with_fitting_start
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 OUTPUT = "execute.output"
@@ -145,19 +145,27 @@ class Offer(NamedTuple):
     run: Run
     ignored: list[str]
     """Start values that do not fit, as `--set` takes them. The run has others."""
+    absent: list[str]
+    """Keys of start values that the file leaves out."""
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether the layout of the run is that of the file."""
+        return not (self.ignored or self.absent)
 
 
 def load_offer(source: Path | str | Mapping[str, Any], overrides: Changes = ()) -> Offer:
     """Read a run file to plan for; see `load_run` for arguments and errors.
 
-    Start values that every plan replaces, such as replicas and degrees, need not fit.
+    Start values that every plan replaces, such as replicas and degrees, need not fit or be there.
     """
     table, base = _read_source(source, overrides)
     table = in_full(table)
+    absent = fill_start(table)
     stated = convert_run(table, base)
     run = with_fitting_start(stated)
     _refuse_unused(table)
-    return Offer(run, differing_start(stated, run))
+    return Offer(run, differing_start(stated, run), absent)
 
 
 def _read_source(

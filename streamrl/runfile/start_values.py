@@ -40,6 +40,23 @@ OF_SIDE = ("trainer.pool", "rollout.pool", "rollout.others")
 _OTHER_REPLICAS = re.compile(r"^rollout\.others\b.*")
 
 
+def fill_start(table: dict[str, Any]) -> list[str]:
+    """Add start values that a run file must have to its table, and return the keys that were absent."""
+    cluster = table.get("cluster")
+    pools = cluster.get("pools") if isinstance(cluster, dict) else None
+    if not isinstance(pools, dict) or not pools:
+        return []
+    first, *_ = pools
+    absent = []
+    for key, value in (("rollout.pool", first), ("rollout.replicas", 1), ("trainer.pool", first)):
+        section, name = key.split(".")
+        place = table.setdefault(section, {})
+        if isinstance(place, dict) and name not in place:
+            place[name] = value
+            absent.append(key)
+    return absent
+
+
 def with_fitting_start(run: Run) -> Run:
     """Return a run in which no start value that a plan replaces contradicts the rest.
 
