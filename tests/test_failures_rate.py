@@ -15,7 +15,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.sim.faults import STREAM, time_to_failure
-from streamrl.sim.planner.planner import with_restarts
+from streamrl.sim.planner.take import with_restarts
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.world import simulate
 from tests.random_runs import simulate as simulate_checked

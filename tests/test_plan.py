@@ -24,7 +24,7 @@ from streamrl.runfile.units import Bandwidth
 from streamrl.sim.fidelity.paper import Case, make_case
 from streamrl.sim.planner.objective import front, value_of
 from streamrl.sim.planner.plan import read_plan, write_plan
-from streamrl.sim.planner.plan_settings import settings_of
+from streamrl.sim.planner.plan_settings import candidate_of, settings_of
 from streamrl.sim.planner.planner import Planned, make_plan
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
@@ -345,6 +345,37 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("offer") / "offer.toml"
     write_run(few(), path)
     return path
+
+
+def test_an_option_is_taken_from_a_plan_without_planning_again(
+    written: Path, tmp_path: Path
+) -> None:
+    few_plans = ["--set", "plan.systems=['colocated','stream-sync']", "-o", tmp_path]
+    done = streamrl("plan", written, *few_plans, "--take", 99)
+    assert done.returncode == 2 and "--take 99: choose an option from 1 to " in done.stderr
+    plan = read_plan(tmp_path / "plan.json")
+    first = load_run(tmp_path / "plan.toml")
+    assert plan.taken == 1 and len(plan.options) > 1
+    taken = streamrl("plan", written, *few_plans, "--take", 2)
+    assert (
+        taken.returncode == 0 and "option 2 (" in taken.stdout and "simulating" not in taken.stderr
+    )
+    assert read_plan(tmp_path / "plan.json").taken == 2
+    run, option = load_run(tmp_path / "plan.toml"), plan.options[1]
+    assert run == candidate_of(option.choice.settings).apply(first_offer(written, run))
+    simulated = json.loads(streamrl("simulate", tmp_path / "plan.toml", "--json").stdout)
+    assert simulated["cost_per_step"] == option.choice.cost_per_step
+    streamrl("plan", written, *few_plans, "--take", 1)
+    assert load_run(tmp_path / "plan.toml") == first
+    other = streamrl("plan", written, "-o", tmp_path, "--take", 2)
+    assert other.returncode == 2 and "is not a plan of this run file" in other.stderr
+    none = streamrl("plan", written, "-o", tmp_path / "new", "--take", 0)
+    assert none.returncode == 2 and not (tmp_path / "new").exists()
+
+
+def first_offer(path: Path, run: Run) -> Run:
+    """Return the offer in a file, with the output directory and restarts of a planned run."""
+    return replace(load_run(path), execute=run.execute, policies=run.policies)
 
 
 def test_plan_prints_what_scripts_rely_on_and_never_replaces_a_plan_unasked(

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
+from streamrl.record.steady_state import Speed
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.sim.planner.layouts import Degrees, Replicas, sizes
+from streamrl.sim.planner.options import recommended_of
 from streamrl.sim.planner.plan import OverMemoryLimit
 from streamrl.sim.planner.plan_settings import describe, settings_of
+from streamrl.sim.planner.scores import best_of
 from streamrl.sim.planner.search import ALIKE, Search
-from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.space import Candidate, Space
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+TRIED = 4
+"""Plans on parts of a node that are simulated at a time, by cost and by time."""
 
 
 class BetterPlan(NamedTuple):
@@ -48,18 +61,109 @@ def find_with_fuller_memory(
 
 
 def find_on_partial_nodes(
-    search: Search, chosen: int, pool: Executor, watch: Callable[[], None]
+    search: Search,
+    names: Collection[str],
+    rivals: Sequence[Speed],
+    pool: Executor,
+    watch: Callable[[], None],
 ) -> Candidate | None:
-    """Return the best plan on the GPUs of one node of each pool, or None.
+    """Return the plan to choose if parts of a node could be rented, or None.
 
-    It has the chosen plan's system and pools. The result is None if no such plan is clearly better,
-    or if no time is left.
+    All systems and both sides are estimated again, with every number of GPUs up to a node. The best
+    ones by cost are simulated, then faster ones that cost little more.
+
+    Args:
+        search: the search on whole nodes.
+        names: pools of which parts may be rented.
+        rivals: the recommended and the cheapest plan, simulated on the prompts of the search. The
+            result is None if one of them is cheaper and faster, or if it is not clearly better
+            than the first.
+        pool: simulates.
+        watch: called after each simulation.
     """
-    run = _alike(search, chosen)
-    nodes = {name: replace(each, nodes=1) for name, each in run.cluster.pools.items()}
-    run = replace(run, cluster=replace(run.cluster, pools=nodes))
-    found = _find(search, run, chosen, pool, watch, tight=False)
-    return None if found is None else found.candidate
+    if search.is_late:
+        return None
+    run = search.space.run
+    counts = list(_counts(run.cluster.pools))
+    plan = replace(run.plan, rollout_gpus=counts, trainer_gpus=counts)
+    try:
+        other = Search.open(replace(run, plan=plan), search.deadline)
+    except ValueError:  # no plan fits, or there are too many
+        return None
+    other.estimates.take_paces(search.estimates)
+    is_part = _uses_parts(other.space, names)
+    _simulate_best(other, np.where(is_part, 1.0, np.inf), pool, watch)
+    if not (known := _known(other)):
+        return None
+    other.aim_at(_faster_goal(run.plan, other, known))
+    _simulate_best(other, np.where(is_part, 1.0, np.inf), pool, watch)
+    other.aim_at(run.plan)
+    known = _known(other)
+    best = recommended_of(other, known)
+    return other.space.candidate(best) if _is_worth(other, known[best], rivals) else None
+
+
+def _counts(pools: Mapping[str, PoolConfig]) -> Iterator[int]:
+    """Yield every number of GPUs up to the largest node, and the usual numbers of every pool."""
+    most = max(pool.gpus_per_node for pool in pools.values())
+    usual = {count for pool in pools.values() for count in sizes(pool, None)}
+    yield from sorted(usual.union(range(1, most + 1)))
+
+
+def _uses_parts(space: Space, names: Collection[str]) -> Mask:
+    """Return which plans have a part of a node on either side. Pools with a unit are kept to it."""
+    pools = space.run.cluster.pools
+
+    def rest(side: Replicas | Degrees) -> tuple[bool, bool]:
+        """Return whether a side has a part of a node, and whether it is rentable."""
+        pool = pools[side.pool]
+        has_part = side.pool in names and side.num_gpus % pool.gpus_per_node > 0
+        return has_part, pool.unit is None or side.num_gpus % pool.unit == 0
+
+    replicas = np.array([rest(each) for each in space.replicas])[space.of_replicas]
+    trainers = np.array([rest(each) for each in space.trainers])[space.of_trainer]
+    found: Mask = (replicas[:, 0] | trainers[:, 0]) & replicas[:, 1] & trainers[:, 1]
+    return found
+
+
+def _simulate_best(
+    search: Search, weights: Floats, pool: Executor, watch: Callable[[], None]
+) -> None:
+    """Simulate a few steps of the best plans by estimate among those with a finite weight."""
+
+    def pick(order: list[int], scores: Floats) -> list[int]:
+        weighted = scores * weights
+        those = [index for index in best_of(weighted) if np.isfinite(weighted[index])]
+        return list(islice(search.unlike(those, scores), TRIED))
+
+    if not search.is_late:
+        search.simulate(pool, search.refine(pool, pick, num_batches=1), watch)
+
+
+def _known(search: Search) -> dict[int, Speed]:
+    """Return the simulated plans that keep the limits of `[plan]`."""
+    return {index: search.speeds[index] for index in search.ranking()}
+
+
+def _faster_goal(plan: PlanConfig, search: Search, known: Mapping[int, Speed]) -> PlanConfig:
+    """Return the goal for the second look: the fastest plan that costs little more, if `[plan]` asks for it."""
+    if not plan.takes_faster:
+        return plan
+    most = (1 + plan.tolerance) * min(search.spend_of(speed).whole for speed in known.values())
+    budget = most if plan.budget is None else min(most, plan.budget)
+    changed: PlanConfig = replace(plan, objective="step-time", budget=budget)
+    return changed
+
+
+def _is_worth(search: Search, speed: Speed, rivals: Sequence[Speed]) -> bool:
+    """Whether a plan is clearly cheaper or faster than the first rival, and no rival beats it in both."""
+    ours, others = search.spend_of(speed), [search.spend_of(rival) for rival in rivals]
+    is_better = (
+        ours.whole < (1 - ALIKE) * others[0].whole or ours.seconds < (1 - ALIKE) * others[0].seconds
+    )
+    return is_better and not any(
+        other.whole <= ours.whole and other.seconds <= ours.seconds for other in others
+    )
 
 
 def _alike(search: Search, chosen: int) -> Run:

@@ -348,6 +348,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
     why: str = ""
     """Why this plan was chosen, and not another one of about the same cost."""
+    offer: str = ""
+    """Digest of the run file that was planned, with its changes. A later `--take` needs the same one."""
+    taken: int = 1
+    """Number of the option whose run file is plan.toml."""
     options: list[PlanOption] = []
     """Three to five plans that differ, the recommended one first and the others by rising cost. Your
     own file and a plan on parts of a node are further rows. Empty if an earlier version wrote the

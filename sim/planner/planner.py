@@ -21,10 +21,9 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
-from streamrl.runfile.failure_rates import Losses, expected_losses
+from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
 from streamrl.runfile.plan_config import COSTS, ObjectiveName, PlanConfig
-from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
@@ -40,6 +39,7 @@ from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import Judgement, Verdict, judge
 from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.take import digest_of, with_restarts
 from streamrl.sim.planner.trial import open_trial
 from streamrl.sim.planner.what_if import make_grid
 from streamrl.targets.verdicts import TARGETS, verdict_of
@@ -73,7 +73,10 @@ class Planned(NamedTuple):
 
 
 def make_plan(
-    run: Run, watch: Callable[[int, str], None] = lambda *_: None, *, shows_own: bool = True
+    run: Run,
+    watch: Callable[[int, str], None] = lambda *_: None,
+    *,
+    shows_own: bool = True,
 ) -> Planned:
     """Choose a plan among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
@@ -97,8 +100,10 @@ def make_plan(
     scope = keep_to_framework(replace(run, faults=()))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
     with worker_pool() as pool:
-        own = own_candidate(run.rollout, run.trainer, run.policies, run.sync, run.verifier)
-        return _plan(scope, search, pool, _Progress(watch), started_at, own if shows_own else None)
+        sections = run.rollout, run.trainer, run.policies, run.sync, run.verifier
+        own = own_candidate(*sections) if shows_own else None
+        planned = _plan(scope, search, pool, _Progress(watch), started_at, own)
+    return planned._replace(plan=replace(planned.plan, offer=digest_of(run)))
 
 
 def _check_trainers(num_trainers: int) -> None:
@@ -141,8 +146,12 @@ def _plan(
     options, others = Options(search, race, chosen), OtherRows(race, chosen)
     if own is not None:
         others.add("your own file", own)
-    if whole_nodes and (on_parts := _on_parts(race, chosen, pool, progress)) is not None:
-        others.add("on parts of a node", on_parts)
+    if whole_nodes:
+        rivals = [search.speeds[i] for i in (chosen, race.cheapest) if i is not None]
+        on_parts = progress.on("parts of a node")
+        parts = find_on_partial_nodes(search, whole_nodes, rivals, pool, on_parts)
+        if parts is not None:
+            others.add("on parts of a node", parts)
     rows = options.rows(others.simulate(pool, progress.on("options")))
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = race.planned(chosen)
@@ -235,14 +244,6 @@ def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:
     return PlannedFramework(name=name, facts=facts, left_out=scope.left_out)
 
 
-def with_restarts(policies: PoliciesConfig, losses: Losses) -> PoliciesConfig:
-    """Return policies that allow as many restarts as the run may need. The price of the run includes them."""
-    changed: PoliciesConfig = replace(
-        policies, max_restarts=max(policies.max_restarts, losses.most)
-    )
-    return changed
-
-
 def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Progress) -> None:
     """Find the cheapest plan, then search for the fastest that costs little more.
 
@@ -322,12 +323,6 @@ def _wanted(search: Search, race: Race, chosen: int, own: Candidate | None) -> l
             wanted += PlanDescription(search, race, chosen).on_front()
     wanted += [] if place is None else [place]
     return [index for index in dict.fromkeys(wanted) if not race.as_known(index)]
-
-
-def _on_parts(race: Race, chosen: int, pool: Executor, progress: _Progress) -> Candidate | None:
-    """Return the best plan on parts of a node, if it is better than the cheapest."""
-    cheapest = chosen if race.cheapest is None else race.cheapest
-    return find_on_partial_nodes(race.search, cheapest, pool, progress.on("parts of a node"))
 
 
 class _Progress:

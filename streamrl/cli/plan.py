@@ -42,14 +42,23 @@ from streamrl.export.option_table import ExportName, export_name
 from streamrl.record.run_directory import keep_inputs
 from streamrl.report.next_steps import next_lines, option_lines, verdict_lines
 from streamrl.report.plan_report import head_lines, plan_report
+from streamrl.report.run_tables import headline
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_offer, write_run
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.paths import paths_of
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 from streamrl.sim.planner.first_answer import Question
-from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, Plan, write_plan
+from streamrl.sim.planner.plan import (
+    PLAN_JSON,
+    PLAN_TOML,
+    Plan,
+    PlanOption,
+    read_plan,
+    write_plan,
+)
 from streamrl.sim.planner.planner import Planned, make_plan
+from streamrl.sim.planner.take import digest_of, take
 from streamrl.targets.verdicts import TARGETS
 
 
@@ -83,6 +92,16 @@ def plan(
             "--for",
             metavar="NAME",
             help="Search only plans that NAME can run: execute, verl, nemo-rl, slime, openrlhf or trl.",
+        ),
+    ] = None,
+    number: Annotated[
+        int | None,
+        typer.Option(
+            "--take",
+            metavar="N",
+            min=1,
+            help=f"Write option N to {PLAN_TOML} instead of option 1. An existing plan of the same run file is not made again.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     force: Annotated[
@@ -122,6 +141,7 @@ def plan(
 
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
     Example: streamrl plan examples/plan-7b.toml --for verl -o plans/verl
+    Example: streamrl plan examples/plan-7b.toml -o plans/7b --take 2
     Example: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
     """
     stated = stated_of(locals())
@@ -130,29 +150,56 @@ def plan(
     changes = [*(overrides or ()), *_target_changes(target)]
     run, has_own = _offer_of(run_file, question, changes)
     other = None if export is None else export_name(export, "--export")
-    if output is None and (run_file or other):
+    if output is None and (run_file or other or number):
         output = Path()
-    if output is not None:
-        names = (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",)))
-        _claim(output, names, force=force)
-    if question is not None and not as_json:
-        print_first_answer(estimate(run), question, stated)
-        limit = format_duration(run.plan.time_limit)
-        typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
-    with _progress() as watch:
-        planned = make_plan(run, watch, shows_own=has_own)
+    source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
+    source += f" --for {target}" if target else ""
+    base = run_file.parent if run_file else Path()
+    earlier = None
+    if output is not None and number is not None and not force:
+        earlier = _earlier(digest_of(run), output)
+    if earlier is not None and number is not None:
+        planned = Planned(*take(run, earlier, number))
+    else:
+        if output is not None:
+            names = (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",)))
+            _claim(output, names, force=force)
+        if question is not None and not as_json:
+            print_first_answer(estimate(run), question, stated)
+            limit = format_duration(run.plan.time_limit)
+            typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
+        with _progress() as watch:
+            planned = make_plan(run, watch, shows_own=has_own)
+        if not as_json:
+            stdout_console().print(plan_report(planned.plan, intervals=intervals, details=details))
+        if output is not None:
+            _write(planned, output, source, base)
+        if number is not None:
+            planned = Planned(*take(run, planned.plan, number))
     if as_json:
         print_json(planned.plan)
-    else:
-        stdout_console().print(plan_report(planned.plan, intervals=intervals, details=details))
-    if output is not None:
-        source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
-        source += f" --for {target}" if target else ""
-        _write(planned, output, source, run_file.parent if run_file else Path())
+    if output is not None and number is not None:
+        _write(planned, output, source, base)
     if not as_json:
         _print_next(output, planned.plan, details=details)
     if other is not None and output is not None:
         _export(planned.run, other, output, as_json=as_json)
+
+
+def _earlier(digest: str, output: Path) -> Plan | None:
+    """Return the plan in a directory, or None.
+
+    Raises:
+        ValueError: it was made for another run file.
+    """
+    if not (output / PLAN_JSON).exists():
+        return None
+    plan = read_plan(output / PLAN_JSON)
+    if plan.offer != digest:
+        raise ValueError(
+            f"{output / PLAN_JSON} is not a plan of this run file with these changes; use --force to plan again"
+        )
+    return plan
 
 
 def _target_changes(target: str | None) -> Iterator[str]:
@@ -190,9 +237,21 @@ def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     write_plan(planned.plan, output)
     keep_inputs(paths_of(planned.run), output)
-    notes = [f"Chosen by `streamrl plan {source}`:", *head_lines(planned.plan)]
-    settings = planned.plan.allocation.settings
+    plan = planned.plan
+    settings = plan.allocation.settings
+    notes = [f"Chosen by `streamrl plan {source}`:", *head_lines(plan)]
+    if plan.taken != 1:
+        option = plan.options[plan.taken - 1]
+        settings, notes = option.choice.settings, list(_option_notes(option, source))
     write_run(planned.run, output / PLAN_TOML, notes, settings, base)
+
+
+def _option_notes(option: PlanOption, source: str) -> Iterator[str]:
+    """Yield the head of the run file of an option that is not recommended."""
+    yield f"Option {option.number} of `streamrl plan {source}`: {', '.join(option.labels)}"
+    yield option.text
+    yield f"whole run: {headline(option.whole_run, option.choice.model_error)}"
+    yield f"Against the recommended plan: {option.relation}"
 
 
 def _print_next(output: Path | None, plan: Plan, *, details: bool) -> None:
@@ -208,11 +267,18 @@ def _print_next(output: Path | None, plan: Plan, *, details: bool) -> None:
     if output is None:
         say("nothing was written: -o DIR writes the plan")
     else:
-        say(f"written to {output / PLAN_TOML}", soft_wrap=True)
+        say(f"written to {output / PLAN_TOML}{_taken_text(plan)}", soft_wrap=True)
         say(*next_lines(plan.carried_by, output / PLAN_TOML), soft_wrap=True)
         say(f"page: {shlex.join(['streamrl', 'report', str(output)])}", soft_wrap=True)
     if not details:
         say("more: --details adds runners-up, what-ifs, all facts and what was left out")
+
+
+def _taken_text(plan: Plan) -> str:
+    if plan.taken == 1:
+        return ""
+    option = plan.options[plan.taken - 1]
+    return f": option {plan.taken} ({', '.join(option.labels)}), {option.relation}"
 
 
 def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:
