@@ -32,7 +32,8 @@ from streamrl.record.metrics import measure
 from streamrl.record.run_directory import read_metrics, read_rollouts
 from streamrl.record.samples import read_completions
 from streamrl.report.study_file import is_study, load_study
-from streamrl.runfile.files import decode_run, encode_run, load_run, make_run
+from streamrl.runfile.checks import check_run
+from streamrl.runfile.files import decode_run, encode_run, load_offer, load_run, make_run
 from streamrl.runfile.workload_config import SourceConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
@@ -97,6 +98,15 @@ def test_a_table_is_a_run_or_refused(table: dict[str, Any]) -> None:
         if run.model.path is None:
             Costs.load(run)
             SimulatedWorkload(run)
+
+    refusing(check)
+
+
+@fuzzed()
+@given(st.sampled_from([as_table(path) for path in RUN_FILES] + [make_table()]).flatmap(altered))
+def test_a_table_is_an_offer_or_refused(table: dict[str, Any]) -> None:
+    def check() -> None:
+        check_run(load_offer(table).run)
 
     refusing(check)
 
