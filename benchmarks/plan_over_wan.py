@@ -1,6 +1,6 @@
 """Execute a plan for two datacenters on a small scale: on CPUs, over Ray and an emulated link.
 
-    streamrl plan examples/plan-7b.toml --set framework.name=streamrl -o plans/7b
+    streamrl plan examples/plan-7b.toml --for execute -o plans/7b
     build/engines/bin/python -m benchmarks.plan_over_wan plans/7b/plan.toml --output runs/plan-7b
 
 It needs root. The quickstart's model replaces the plan's model, and one replica and one trainer

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.executor import execute
+from streamrl.executor.launchers import placement
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, write_run
@@ -17,6 +19,7 @@ from streamrl.sim.planner.space import Space
 from streamrl.targets.execute_limits import check_back_ends
 from streamrl.targets.verdicts import TARGETS, check_target, verdict_of
 from tests.command_line import streamrl
+from tests.patients import local_table
 from tests.runs import small_run
 from tests.target_offers import offer_for
 
@@ -128,6 +131,28 @@ def test_a_plan_for_execute_is_written_as_execute_takes_it(tmp_path: Path) -> No
     assert command.startswith(
         f"next: streamrl execute {tmp_path / 'plan' / 'plan.toml'} --set model"
     )
+
+
+@pytest.mark.parametrize(("offer", "launcher"), [(SMALL, "local"), ("7b, two pools", "ray")])
+def test_only_gpus_and_packages_are_missing_to_execute_a_plan_with_weights_and_prompts(
+    offer: str, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "check_installed", lambda modules, extra: None)
+    monkeypatch.setattr(placement, "find_gpus", list)
+    table = local_table(tmp_path, {})
+    prompts, model = table["workload"]["prompts"], table["model"]["path"]
+    inputs = [f"model.path={model}", f"workload.prompts={prompts}", "verifier.scorer=exact"]
+    inputs += ["rollout.max_tokens=1024"]  # the small model has few positions
+    plans = sample(planned_space(offer_for(offer, "execute", micro_batch=[2])), 8)
+    assert launcher in {run.execute.launcher for run in plans}
+    for run in plans:
+        write_run(run, tmp_path / "plan.toml")
+        planned = load_run(tmp_path / "plan.toml", inputs)
+        if run.execute.launcher == "ray":  # whose cluster is asked for GPUs later
+            execute.check_executable(planned)
+            continue
+        with pytest.raises(ValueError, match=r"needs \d GPUs of this machine"):
+            execute.check_executable(planned)
 
 
 def test_the_layout_of_a_run_file_that_a_target_cannot_run_is_no_option() -> None:
