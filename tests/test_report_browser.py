@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.report.page.page import make_page, read_report, render_html
+from streamrl.sim.studies.rerun import simulate_as_recorded
 from tests.chromium import Browser, find_chromium, open_browser
-from tests.report_directories import simulate_plan, write_planned, write_runs, write_study
+from tests.report_directories import (
+    as_executed,
+    simulate_plan,
+    write_planned,
+    write_runs,
+    write_study,
+)
 
 pytestmark = [
     pytest.mark.browser,
@@ -40,6 +48,13 @@ UNFOLD = "document.querySelectorAll('details').forEach(one => { one.open = true;
 TOO_WIDE = """[document.documentElement, ...document.querySelectorAll('.tile, .next, .command, .section, .fold, table.cards')]
   .filter(one => one.scrollWidth > one.clientWidth || one.getBoundingClientRect().right > document.documentElement.clientWidth)
   .map(one => one.className + ': ' + one.textContent.slice(0, 60))"""
+FIRST_SCREEN = (
+    """['h1', '.tile'].map(one => document.querySelector(one).getBoundingClientRect().bottom)"""
+)
+TILES = """[...document.querySelectorAll('.tile')].map(tile => {
+  const {top, bottom, left, right} = tile.getBoundingClientRect();
+  return {top, bottom, left, right, hidden: tile.scrollHeight - tile.clientHeight};
+})"""
 COLOURS = """[...document.querySelectorAll('h1, p, td, th, small, dt, dd, a, button, code, figcaption, svg.drawing text')].map(one => {
   const style = getComputedStyle(one), behind = one.closest('button, .tile, .command, tr.chosen td');
   const paper = getComputedStyle(behind || document.body).backgroundColor;
@@ -65,6 +80,18 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directories = [plan, *write_runs(parent, **names), write_study(parent / "study")]
     path = parent / "report.html"
     path.write_text(render_html(make_page(read_report(directories))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of an executed run with a fault."""
+    parent = tmp_path_factory.mktemp("executed")
+    faults = [{"kind": "replica-dies", "step": 2}]
+    (run,) = write_runs(parent, run={"faults": faults, "algorithm.steps": 4})
+    path = parent / "report.html"
+    read = read_report([as_executed(run)])
+    path.write_text(render_html(make_page(read, simulator=simulate_as_recorded)))
     return path
 
 
@@ -95,6 +122,39 @@ def test_nothing_is_wider_than_the_window(browser: Browser, page: Path, width: i
     browser.open(page, width=width)
     browser.evaluate(UNFOLD)
     assert browser.evaluate(TOO_WIDE) == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_of_an_executed_run_fits_the_window_too(
+    browser: Browser, executed: Path, width: int
+) -> None:
+    browser.open(executed, width=width)
+    browser.evaluate(UNFOLD)
+    assert browser.complaints() == []
+    assert browser.evaluate(TOO_WIDE) == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_the_first_screen_has_the_decision_and_its_total(
+    browser: Browser, page: Path, executed: Path, width: int, height: int
+) -> None:
+    for each in (page, executed):
+        browser.open(each, width=width)
+        title, total = browser.evaluate(FIRST_SCREEN)
+        assert 0 < title < total < height
+
+
+def test_tiles_of_a_row_are_aligned_and_no_value_is_cut(browser: Browser, page: Path) -> None:
+    for width in WIDTHS:
+        browser.open(page, width=width)
+        tiles: list[dict[str, float]] = browser.evaluate(TILES)
+        assert len(tiles) >= 4
+        for one, other in pairwise(tiles):
+            if one["top"] == other["top"]:
+                assert one["bottom"] == other["bottom"] and one["right"] < other["left"]
+            else:
+                assert one["bottom"] < other["top"]
+        assert all(tile["hidden"] <= 0 for tile in tiles)
 
 
 def test_texts_of_figures_stay_inside_and_apart(browser: Browser, page: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from streamrl.record.incidents import find_incidents
@@ -11,22 +10,13 @@ from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.sim.studies.rerun import simulate_as_recorded
 from streamrl.sim.world import simulate
-from tests.report_directories import write_runs
+from tests.report_directories import as_executed, write_runs
 from tests.runs import small_run
 
 FAULTS = [
     {"kind": "replica-dies", "step": 2},
     {"kind": "trainer-dies-training", "step": 4},
 ]
-
-
-def as_executed(directory: Path) -> Path:
-    """Mark the trace of a directory as one of an executed run."""
-    file = directory / "trace.jsonl"
-    header, _, rest = file.read_bytes().partition(b"\n")
-    changed = {**json.loads(header), "world": "real", "facts": {"host": "x86_64", "python": "3"}}
-    file.write_bytes(json.dumps(changed).encode() + b"\n" + rest)
-    return directory
 
 
 def section_of(page: Page, name: str) -> PageSection:

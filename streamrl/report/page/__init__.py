@@ -14,6 +14,7 @@ Rules:
 - All figures come from the directories. Only the prediction of an executed run is simulated, by a function that the
   command passes in.
 - A section is a generator. It yields nothing if its data is missing.
-- Pictures come from `streamrl.report.pictures` as shapes. The page has them as SVG, without scripts.
+- Pictures come from `streamrl.report.pictures` as shapes. The page has them as SVG.
+- The page's own script copies commands and runs the what-if part (`explorer.py`). All else works without it.
 - The page needs no other file.
 """
