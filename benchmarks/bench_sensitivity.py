@@ -43,6 +43,7 @@ NO_CHANGE = 0.005
 """Relative effect below which the sign of a figure is not compared, if it may be chance."""
 SMALL: dict[str, Any] = {"prompts": 32, "group": 8, "mean_tokens": 1_500, "max_tokens": 6_000}
 TWO = "8xH20@1.85,8xH800@5.27"
+APART: dict[str, Any] = {"rollout_pools": ["h20"], "trainer_pools": ["h800"]}
 
 
 class Offer(NamedTuple):
@@ -62,10 +63,10 @@ OFFERS: dict[str, Offer] = {
     "7B synchronous": Offer(_small("qwen2.5-7b", "16xH100@2"), ["stream-sync"]),
     "7B one step ahead": Offer(_small("qwen2.5-7b", "16xH100@2"), ["one-step-async"]),
     "7B streaming": Offer(_small("qwen2.5-7b", "16xH100@2"), ["stream-async"]),
-    "7B in two pools, one step ahead": Offer(_small("qwen2.5-7b", TWO), ["one-step-async"]),
-    "7B in two pools, streaming": Offer(_small("qwen2.5-7b", TWO), ["stream-async"]),
+    "7B in two pools, one step ahead": Offer(_small("qwen2.5-7b", TWO), ["one-step-async"], APART),
+    "7B in two pools, streaming": Offer(_small("qwen2.5-7b", TWO), ["stream-async"], APART),
     "7B in two pools, a slow link": Offer(
-        _small("qwen2.5-7b", TWO, link="2 Gbps"), ["disaggregated", "stream-sync"]
+        _small("qwen2.5-7b", TWO, link="2 Gbps"), ["disaggregated", "stream-sync"], APART
     ),
     "7B, any system": Offer(_small("qwen2.5-7b", TWO), []),
     "7B, time": Offer(_small("qwen2.5-7b", TWO), [], {"objective": "step-time"}),
@@ -122,7 +123,7 @@ def rows_of(name: str, offer: Offer) -> list[Row]:
     """Plan an offer and return its what-ifs."""
     run = make_run(run_table_of(offer.question))
     systems = {"systems": offer.systems} if offer.systems else {}
-    run = replace(run, plan=replace(run.plan, time_limit=60.0, **systems, **offer.plan))
+    run = replace(run, plan=replace(run.plan, time_limit=600.0, **systems, **offer.plan))
     found = make_plan(run)
     value = found.plan.objective.value
     _print({"offer": name, "plan": found.plan.allocation.text, "left out": found.plan.not_varied})

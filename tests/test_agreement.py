@@ -185,11 +185,10 @@ def test_a_plan_on_two_pools_uses_both_prices() -> None:
 def test_a_price_changes_the_cost_by_the_share_of_its_gpus() -> None:
     found = planned(few(SMALL, systems=["one-step-async"], rollout_pools=["h20"]))
     rent = {name: pool.num_gpus * pool.price for name, pool in found.run.cluster.pools.items()}
-    for change in found.plan.sensitivity:
-        for pool, dollars in rent.items():
-            if change.what == f"price of {pool} +20%":
-                share = change.value / found.plan.objective.value - 1
-                assert share == pytest.approx(0.2 * dollars / sum(rent.values()))
+    values = {change.what: change.value for change in found.plan.sensitivity}
+    for pool, dollars in rent.items():
+        share = values[f"price of {pool} +20%"] / found.plan.objective.value - 1
+        assert share == pytest.approx(0.2 * dollars / sum(rent.values()))
 
 
 def test_another_plan_is_named_only_where_it_is_clearly_better() -> None:

@@ -209,10 +209,11 @@ class Scores:
         """
         if not limits_of(self.goal):
             return np.zeros(len(self.space))
+        estimates = estimates or self.estimates
         dollars = self._dollars(steps, estimates)
         num_steps = self.space.run.algorithm.steps * steps_for_one(self.goal, self.lags)
         per_day = dollars / steps * SECONDS_PER_DAY
-        whole = num_steps * dollars * self.estimates.billed(steps, self.lags, self.goal)
+        whole = num_steps * dollars * estimates.billed(steps, self.lags, self.goal)
         seconds = rented_time(self.space.run.cluster.billing, num_steps * steps)
         spend = Spend(dollars, per_day, whole, seconds)
         found: Floats = np.asarray(excess(self.goal, spend))
