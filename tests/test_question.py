@@ -126,6 +126,28 @@ def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("a" * 300 + ".toml", "File name too long"),
+        (".", "Is a directory"),
+        ("file/x.toml", "Not a directory"),
+    ],
+)
+@pytest.mark.parametrize("command", ["init", "plan"])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    command: str, path: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "plan.toml").mkdir()  # where a plan of this directory would be
+    output = tmp_path / path
+    words = ("init", output) if command == "init" else ("plan", "-o", output)
+    done = streamrl(*words, *FLAGS)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("streamrl: --output ") and reason in done.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "plan.toml"]
+
+
 def test_init_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     """On a pseudo-terminal, which ends the input at the last question."""
     path = tmp_path / "run.toml"

@@ -47,7 +47,14 @@ def test_a_number_may_be_short(text: str, count: int) -> None:
     assert count_of(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "k", "1.5", "32q", "-3k", "1.0001k"])
+def test_a_large_number_is_exact() -> None:
+    assert count_of("9" * 25) == int("9" * 25)
+    assert count_of("9" * 400) == int("9" * 400)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "1.5", "32q", "-3k", "1.0001k", "1e3", "nan", "\N{ARABIC-INDIC DIGIT THREE}"]
+)
 def test_what_is_no_whole_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a whole number"):
         count_of(text)
@@ -157,6 +164,7 @@ def test_an_offer_is_a_line(text: str, pools: dict[str, dict[str, Any]]) -> None
         ("0xH100", "has no GPU"),
         ("0x8xH100", "has no GPU"),
         ("8xH100/0", "has no GPU"),
+        ("8xH100/16", "is rented by more GPUs than it has"),
         ("12xH100", "does not fill nodes of 8"),
     ],
 )

@@ -216,9 +216,9 @@ def init(
         stated_of,
     )
 
+    claim_file(run_file)
     if run_file.exists() and not force:
         raise ValueError(f"{run_file} exists already; use --force to replace it")
-    claim_file(run_file)
     stated = stated_of(locals())
     check_answers(stated)
     if sys.stdin.isatty():

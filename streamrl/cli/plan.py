@@ -46,7 +46,7 @@ from streamrl.report.run_tables import headline
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_offer, write_run
 from streamrl.runfile.formatting import format_duration
-from streamrl.runfile.paths import paths_of
+from streamrl.runfile.paths import check_no_directory, paths_of
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 from streamrl.sim.planner.first_answer import Question
 from streamrl.sim.planner.plan import (
@@ -227,10 +227,11 @@ def _offer_of(
 
 def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:
     """Refuse to replace files of an earlier plan, before any work."""
+    claim_directory(output)
     for name in names:
+        check_no_directory(output / name, "--output")
         if (output / name).exists() and not force:
             raise ValueError(f"{output / name} exists already; use --force to replace it")
-    claim_directory(output)
 
 
 def _write(planned: Planned, output: Path, source: str, base: Path) -> None:

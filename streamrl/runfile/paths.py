@@ -92,7 +92,11 @@ def _replaced(place: Any, names: list[str], path: str) -> Any:
 
 def check_no_directory(path: Path, key: str) -> None:
     """Raise `ValueError` with `key` where a directory is in the place of a file that is to be written."""
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"{key} {path}: cannot be written: {error.strerror}") from None
+    if is_directory:
         raise ValueError(f"{key} {path}: cannot be written: Is a directory")
 
 

@@ -17,13 +17,14 @@ An offer of GPUs is one line, such as "16xH100@2.20,8xH20@1.10":
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.section import Section
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE | re.ASCII)
 _SCALES = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1024**2}
 _GPU_MAKER = re.compile(r"^(nvidia|tesla|geforce)[\s\-_]+")
 _GPU_FORM = re.compile(r"[\s\-_]+(sxm\d?|hbm\d?e?|hgx)$")
@@ -62,8 +63,8 @@ def count_of(text: str) -> int:
     match = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if match is None:
         raise ValueError(f"{text!r} must be a whole number, such as 32000, '32k' or '32Ki'")
-    number = float(match[1]) * _SCALES[(match[2] or "").lower()]
-    if number != int(number):
+    number = Fraction(match[1]) * _SCALES[(match[2] or "").lower()]
+    if number.denominator != 1:
         raise ValueError(f"{text!r} must be a whole number")
     return int(number)
 
@@ -135,7 +136,8 @@ NODE = 8
 EXAMPLE = "'16xH100@2.20,8xH20@1.10'"
 _PART = re.compile(
     r"(?:(?P<nodes>\d+)\s*[x*]\s*)?(?P<count>\d+)\s*[x*]\s*(?P<gpu>[A-Za-z][\w.\- ]*?)"
-    r"(?:\s*@\s*\$?(?P<price>\d+(?:\.\d+)?))?(?:\s*/\s*(?P<unit>\d+))?(?:\s*@\s*\$?(?P<late_price>\d+(?:\.\d+)?))?"
+    r"(?:\s*@\s*\$?(?P<price>\d+(?:\.\d+)?))?(?:\s*/\s*(?P<unit>\d+))?(?:\s*@\s*\$?(?P<late_price>\d+(?:\.\d+)?))?",
+    re.ASCII,
 )
 
 
@@ -168,6 +170,10 @@ def _read_part(part: str) -> dict[str, Any]:
         pool["unit"] = int(unit)
     if 0 in (nodes, per_node, pool.get("unit")):
         raise ValueError(f"--gpus: {part!r} has no GPU")
+    if pool.get("unit", 1) > nodes * per_node:
+        raise ValueError(
+            f"--gpus: {part!r} is rented by more GPUs than it has; write a smaller unit"
+        )
     return pool
 
 
