@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from errno import ENOSPC
+from os import strerror
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from streamrl import api
+from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, make_run
 from streamrl.sim.planner import answers
@@ -146,6 +149,21 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("streamrl: --output ") and reason in done.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "plan.toml"]
+
+
+@pytest.mark.parametrize("command", ["init", "plan"])
+def test_a_full_disk_leaves_no_partial_file(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_disk(run: Run, path: Path, *rest: object) -> None:
+        path.write_text("half")
+        raise OSError(ENOSPC, strerror(ENOSPC), str(path))
+
+    monkeypatch.setattr(f"streamrl.cli.{command}.write_run", fill_disk)
+    words = ("init", tmp_path / "run.toml") if command == "init" else ("plan", "-o", tmp_path)
+    done = streamrl(*words, *FLAGS, "--gpus", "1xH100@2", "--set", "plan.time_limit=1 s")
+    assert done.returncode == 1 and "No space left on device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_init_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:

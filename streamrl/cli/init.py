@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.lazy_commands import OUTPUT
-from streamrl.cli.shared import Overrides, claim_file, stdout_console
+from streamrl.cli.shared import Overrides, claim_file, removing_partial, stdout_console
 from streamrl.runfile.files import write_run
 
 if TYPE_CHECKING:
@@ -227,8 +227,9 @@ def init(
     run = run_of(question, overrides or ())
     answer = estimate(run)
     run_file.parent.mkdir(parents=True, exist_ok=True)
-    write_run(answer.run, run_file, _notes(question, answer.recommended.choice))
-    run_file.write_text(_commented(run_file.read_text(encoding="utf-8")), encoding="utf-8")
+    with removing_partial(run_file):
+        write_run(answer.run, run_file, _notes(question, answer.recommended.choice))
+        run_file.write_text(_commented(run_file.read_text(encoding="utf-8")), encoding="utf-8")
     print_first_answer(answer, question, stated)
     typer.echo(f"written to {run_file}; next:")
     typer.echo(f"  streamrl plan {run_file} -o DIR    # compare plans by simulation")

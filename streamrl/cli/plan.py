@@ -35,6 +35,7 @@ from streamrl.cli.shared import (
     Overrides,
     claim_directory,
     print_json,
+    removing_partial,
     stdout_console,
 )
 from streamrl.export.launch_file import find_arguments, launch_script
@@ -236,15 +237,16 @@ def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:
 
 def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    write_plan(planned.plan, output)
-    keep_inputs(paths_of(planned.run), output)
     plan = planned.plan
     settings = plan.allocation.settings
     notes = [f"Chosen by `streamrl plan {source}`:", *head_lines(plan)]
     if plan.taken != 1:
         option = plan.options[plan.taken - 1]
         settings, notes = option.choice.settings, list(_option_notes(option, source))
-    write_run(planned.run, output / PLAN_TOML, notes, settings, base)
+    with removing_partial(output / PLAN_JSON, output / PLAN_TOML):
+        write_plan(plan, output)
+        keep_inputs(paths_of(planned.run), output)
+        write_run(planned.run, output / PLAN_TOML, notes, settings, base)
 
 
 def _option_notes(option: PlanOption, source: str) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,6 +85,18 @@ def claim_file(path: Path) -> None:
     """Raise `ValueError` if a result could not be written to a file. Called before any work; it leaves no file."""
     check_no_directory(path, "--output")
     claim_directory(path.parent)
+
+
+@contextmanager
+def removing_partial(*paths: Path) -> Iterator[None]:
+    """Remove new files if they cannot be written completely, such as on a full disk."""
+    new = [path for path in paths if not path.exists()]
+    try:
+        yield
+    except OSError:
+        for path in new:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def trace_file(path: Path) -> Path:
