@@ -228,7 +228,7 @@ class OtherRows:
         if index is not None and self._race.as_known(index):
             self._indices[label] = index
         elif reason := self._race.search.space.refusal_of(candidate):
-            self._leave_out(label, reason)
+            self.leave_out(label, reason)
         else:
             self._candidates[label] = candidate
 
@@ -243,7 +243,7 @@ class OtherRows:
             metrics = found.get(label)
             if metrics is None or isinstance(metrics, Unfinished):
                 reason = "no time was left to simulate it" if metrics is None else metrics.reason
-                self._leave_out(label, reason)
+                self.leave_out(label, reason)
                 continue
             alone = search.only(candidate)
             is_offered = search.space.index_of(candidate) is not None
@@ -251,7 +251,8 @@ class OtherRows:
                 labels=(label,), search=alone, index=0, speeds=[metrics], is_offered=is_offered
             )
 
-    def _leave_out(self, label: OptionLabel, reason: str) -> None:
+    def leave_out(self, label: OptionLabel, reason: str) -> None:
+        """Record why a plan has no row."""
         self.left_out.append(LeftOutOption(label=label, reason=reason))
 
 

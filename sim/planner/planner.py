@@ -152,6 +152,10 @@ def _plan(
         parts = find_on_partial_nodes(search, whole_nodes, rivals, pool, on_parts)
         if parts is not None:
             others.add("on parts of a node", parts)
+        elif search.is_late:
+            others.leave_out("on parts of a node", "no time was left to search for it")
+        else:
+            others.leave_out("on parts of a node", "none that was tried is better")
     rows = options.rows(others.simulate(pool, progress.on("options")))
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = race.planned(chosen)

@@ -202,10 +202,10 @@ def detail_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
             f"systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "
             "steps old: plan.systems names it where it is wanted"
         )
-    if plan.whole_nodes and not any("on parts of a node" in each.labels for each in plan.options):
+    if plan.whole_nodes:
         yield (
-            f"each side has whole nodes of {' and '.join(plan.whole_nodes)}; no plan on parts of a node that was "
-            "tried is better"
+            f"each side rents whole nodes of {' and '.join(plan.whole_nodes)}, except in the row on parts of a node; "
+            "unit of a pool sets what can be rented"
         )
     if not plan.staleness_cost:
         yield "staleness is taken to cost no progress: plan.staleness_cost says how much it does"
