@@ -310,11 +310,24 @@ def _plan(
         rollout_gpus=sum(kind.num_gpus for kind in candidate.replicas.kinds),
         trainer_gpus=candidate.trainer.num_gpus,
         paid={name: float(count) for name, count in paid.items()},
-        mean_staleness=speed.mean_staleness if speed is not None else search.least_lag(index),
+        mean_staleness=_lag(search, index),
         other_dollars=round(other, 2),
         is_simulated=speed is not None,
         hours=grid,
     )
+
+
+def _lag(search: Search, index: int) -> float:
+    """Return the mean staleness of a plan. Without a simulation it is the mean of its system's simulations."""
+    if index in search.speeds:
+        return search.speeds[index].mean_staleness
+    mode = search.space.of_mode[index]
+    known = [
+        speed.mean_staleness
+        for other, speed in search.speeds.items()
+        if search.space.of_mode[other] == mode
+    ]
+    return float(np.mean(known)) if known else search.least_lag(index)
 
 
 class _Points(NamedTuple):

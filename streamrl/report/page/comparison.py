@@ -141,14 +141,16 @@ def why(made: PlanMade) -> Iterator[str]:
         yield f"It was chosen as {plan.why}."
     alone = plan.binding.seconds
     stages = [f"{STAGES[name]} {seconds(alone[name])}" for name in STAGES if name in alone]
+    stage = STAGES.get(plan.binding.stage, plan.binding.stage)
+    step = step_seconds(plan.allocation.step_time, plan.allocation.step_time_band)
     yield (
-        f"What a step of the plan waits for is {STAGES.get(plan.binding.stage, plan.binding.stage)}, limited by {plan.binding.resource}. Each alone would take: "
-        f"{listing(stages)}; a simulated step takes {step_seconds(plan.allocation.step_time, plan.allocation.step_time_band)}."
+        f"A step of the plan waits for {stage}, limited by {plan.binding.resource}. A simulated step takes {step}. "
+        f"Each stage alone would take: {listing(stages)}."
     )
     yield (
-        f"Of {plan.candidates:,} plans that fit, {plan.ruled_out:,} cannot be better than the chosen one even if nothing "
-        f"waited for anything, and {plan.simulated} were simulated. The chosen one is {percent(plan.gap)} above the lower bound "
-        "over all plans, which no plan need reach."
+        f"{plan.candidates:,} plans fit. {plan.ruled_out:,} of them cannot be better than the chosen one, even without any "
+        f"waiting. {plan.simulated} were simulated. The chosen plan is {percent(plan.gap)} above a lower bound that no plan "
+        "need reach."
     )
     yield _openness(plan)
     yield _staleness(plan)

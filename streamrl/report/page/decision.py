@@ -138,7 +138,8 @@ def _end_tile(seconds: float, band: Band, today: date) -> Tile:
     note = f"if it starts on {day_text(today, has_year=False)} at noon"
     if first != last:
         note += f"; band {day_text(first, has_year=False)} to {day_text(last, has_year=False)}"
-    return Tile(day_text(end(seconds)), "done by", note)
+    last_day = end(seconds)
+    return Tile(day_text(last_day, has_year=last_day.year != today.year), "done by", note)
 
 
 def _caveats(option: Option) -> Iterator[Tile]:
@@ -161,7 +162,7 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
     for command in start_commands(made.plan.carried_by, Path(plan_file)):
         yield NextStep(text=_told_of(command), command=command)
     if not any(verdict.can_run for verdict in made.plan.carried_by):
-        told = "; ".join(verdict_lines(made.plan.carried_by))
+        told = "; ".join(verdict_lines(made.plan.carried_by)).removeprefix("not by: ")
         text = f"No framework here can run this plan as it is: {told}." if told else ""
         yield NextStep(
             text=text or "See what can run the plan.",
@@ -250,7 +251,7 @@ def _cells(option: PlanOption) -> list[PageCell]:
             time_in_words(whole.seconds), _range_text(seconds, time_in_words) if seconds else ""
         ),
         PageCell(option.relation, limits),
-        PageCell(option.trains_on),
+        PageCell(option.trains_on.removeprefix("trains on ")),
     ]
 
 

@@ -189,7 +189,9 @@ def _sections(
     if not is_alone:
         yield from compared
     if options:
-        yield idle_section(options)
+        idle = idle_section(options)
+        idle.is_folded = not idle.pictures
+        yield idle
         if _is_any_paid(options):
             yield sensitivity_section(sources, options)
         if prediction is None:
