@@ -126,15 +126,17 @@ def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
     )
 
 
-def test_an_option_is_named_if_it_can_be_run_by_more_than_the_recommended_one() -> None:
+def test_an_option_is_named_if_it_can_be_run_by_more_than_the_one_of_the_plan_file() -> None:
     systems = ("one-step-async", "stream-async", "disaggregated")
     changes = [{**SHARDED, "policies.system": system} for system in systems]
-    options: Any = [
+    options = [
         SimpleNamespace(number=number, carried_by=verdicts_of(each))
         for number, each in enumerate(changes, start=1)
     ]
-    assert list(option_lines(options)) == ["option 3 can also be run by: trl"]
-    assert list(option_lines([])) == []
+    first: Any = SimpleNamespace(carried_by=options[0].carried_by, options=options)
+    assert list(option_lines(first)) == ["option 3 can also be run by: trl"]
+    third: Any = SimpleNamespace(carried_by=options[2].carried_by, options=options)
+    assert list(option_lines(third)) == []
 
 
 def test_a_plan_that_nothing_can_run_has_a_way_out_instead_of_a_command() -> None:

@@ -266,7 +266,7 @@ def _print_next(output: Path | None, plan: Plan, *, details: bool) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=soft_wrap)
 
     console.print()
-    say(*verdict_lines(plan.carried_by), *option_lines(plan.options))
+    say(*verdict_lines(plan.carried_by), *option_lines(plan))
     if output is None:
         say("nothing was written: -o DIR writes the plan")
     else:

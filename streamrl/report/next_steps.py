@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from streamrl.export.option_table import ExportName
-from streamrl.sim.planner.plan import PlanOption
+from streamrl.sim.planner.plan import Plan
 from streamrl.targets.verdicts import Verdict
 
 PLACEHOLDERS = {"model.path": "DIR", "workload.prompts": "FILE", "verifier.scorer": "NAME"}
@@ -29,12 +29,10 @@ def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield f"not by: {'; '.join(reasons)}"
 
 
-def option_lines(options: Sequence[PlanOption]) -> Iterator[str]:
-    """Yield the options that something can run which cannot run the recommended one."""
-    if not options:
-        return
-    able = {each.name for each in options[0].carried_by if each.can_run}
-    for option in options[1:]:
+def option_lines(plan: Plan) -> Iterator[str]:
+    """Yield the other options that something can run which cannot run the option of the plan file."""
+    able = {each.name for each in plan.carried_by if each.can_run}
+    for option in plan.options:
         more = [each for each in option.carried_by if each.can_run and each.name not in able]
         if more:
             yield f"option {option.number} can also be run by: {', '.join(map(_title, more))}"
