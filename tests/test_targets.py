@@ -12,6 +12,7 @@ from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.report.next_steps import next_lines, option_lines, verdict_lines
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import TargetName
+from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.sim.planner.plan import PlannedSide, plan_text
 from streamrl.targets.back_ends import for_target
 from streamrl.targets.execute_limits import check_back_ends
@@ -35,6 +36,12 @@ def verdicts_of(changes: dict[str, Any]) -> list[Verdict]:
     """Return what can run a small run."""
     run = small_run(changes)
     return [verdict_of(run, name) for name in TARGETS]
+
+
+def plan_of(verdicts: list[Verdict], framework: FrameworkName | None = None) -> Any:
+    """Return what the last lines of a plan need."""
+    named = None if framework is None else SimpleNamespace(name=framework)
+    return SimpleNamespace(carried_by=verdicts, framework=named)
 
 
 def broken(changes: dict[str, Any], name: TargetName) -> str:
@@ -116,7 +123,7 @@ def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
     able, other = verdict_lines(verdicts)
     assert able == "can be run by: execute (vllm, deepspeed, ray), openrlhf"
     assert "verl, trl (policies.system=one-step-async)" in other
-    execute, export = next_lines(verdicts, Path("plans/plan.toml"))
+    execute, export = next_lines(plan_of(verdicts), Path("plans/plan.toml"))
     assert execute.startswith("next: streamrl execute plans/plan.toml --set rollout.backend=vllm")
     assert execute.endswith(
         "--set model.path=DIR --set workload.prompts=FILE --set verifier.scorer=NAME"
@@ -124,6 +131,16 @@ def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
     assert export == (
         "or:   streamrl export plans/plan.toml --framework openrlhf -o plans/openrlhf.sh"
     )
+
+
+def test_the_script_is_that_of_the_framework_that_a_plan_was_made_for() -> None:
+    changes = {"policies.system": "disaggregated", "trainer.zero": 1, "rollout.replicas": 4}
+    verdicts = verdicts_of({**changes, "cluster.pools.far": {"gpu": "h20", "gpus_per_node": 4}})
+    able = {each.name for each in verdicts if each.can_run}
+    assert able == {"nemo-rl", "slime", "openrlhf"}
+    for framework in ("nemo-rl", "slime", "openrlhf"):
+        (line,) = next_lines(plan_of(verdicts, framework), Path("plan.toml"))
+        assert f"--framework {framework} " in line
 
 
 def test_an_option_is_named_if_it_can_be_run_by_more_than_the_one_of_the_plan_file() -> None:
@@ -142,7 +159,7 @@ def test_an_option_is_named_if_it_can_be_run_by_more_than_the_one_of_the_plan_fi
 def test_a_plan_that_nothing_can_run_has_a_way_out_instead_of_a_command() -> None:
     verdicts = verdicts_of({"rollout.pipeline_parallel": 2, "rollout.tensor_parallel": 2})
     assert not any(each.can_run for each in verdicts)
-    (line,) = next_lines(verdicts, Path("plan.toml"))
+    (line,) = next_lines(plan_of(verdicts), Path("plan.toml"))
     assert line.startswith("next: plan for what is to run it, such as --for execute")
     assert [line.partition(":")[0] for line in verdict_lines(verdicts)] == ["not by"]
 

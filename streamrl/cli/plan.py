@@ -271,7 +271,7 @@ def _print_next(output: Path | None, plan: Plan, *, details: bool) -> None:
         say("nothing was written: -o DIR writes the plan")
     else:
         say(f"written to {output / PLAN_TOML}{_taken_text(plan)}", soft_wrap=True)
-        say(*next_lines(plan.carried_by, output / PLAN_TOML), soft_wrap=True)
+        say(*next_lines(plan, output / PLAN_TOML), soft_wrap=True)
         say(f"page: {shlex.join(['streamrl', 'report', str(output)])}", soft_wrap=True)
     if not details:
         say("more: --details adds runners-up, what-ifs, all facts and what was left out")

@@ -38,20 +38,25 @@ def option_lines(plan: Plan) -> Iterator[str]:
             yield f"option {option.number} can also be run by: {', '.join(map(_title, more))}"
 
 
-def next_lines(verdicts: Sequence[Verdict], plan_file: Path) -> Iterator[str]:
+def next_lines(plan: Plan, plan_file: Path) -> Iterator[str]:
     """Yield the commands that start a plan, one per line, for the targets that can run it."""
-    for place, command in enumerate(start_commands(verdicts, plan_file)):
+    for place, command in enumerate(start_commands(plan, plan_file)):
         yield f"{'or:  ' if place else 'next:'} {command}"
-    if not any(each.can_run for each in verdicts):
+    if not any(each.can_run for each in plan.carried_by):
         yield "next: plan for what is to run it, such as --for execute or --for verl"
 
 
-def start_commands(verdicts: Sequence[Verdict], plan_file: Path) -> Iterator[str]:
-    """Yield the commands that execute a plan or write its launch script, for the targets that can run it."""
-    able = {each.name: each for each in verdicts if each.can_run}
+def start_commands(plan: Plan, plan_file: Path) -> Iterator[str]:
+    """Yield the commands that execute a plan or write its launch script, for the targets that can run it.
+
+    The script is that of the framework that the plan was made for, if it can run the plan.
+    """
+    able = {each.name: each for each in plan.carried_by if each.can_run}
     if "execute" in able:
         yield execute_command(able["execute"], plan_file)
+    own = None if plan.framework is None else plan.framework.name
     exports = [name for name in get_args(ExportName) if name in able]
+    exports.sort(key=lambda name: name != own)
     if exports:
         script = plan_file.with_name(f"{exports[0]}.sh")
         words = ["streamrl", "export", str(plan_file), "--framework", exports[0], "-o", str(script)]

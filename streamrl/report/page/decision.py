@@ -159,7 +159,7 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
             "See one step of the plan and what its GPUs wait for: simulate it, then report again."
         )
         yield NextStep(text=text, command=f"streamrl simulate {plan_file} -o {made.name}")
-    for command in start_commands(made.plan.carried_by, Path(plan_file)):
+    for command in start_commands(made.plan, Path(plan_file)):
         yield NextStep(text=_told_of(command), command=command)
     if not any(verdict.can_run for verdict in made.plan.carried_by):
         told = "; ".join(verdict_lines(made.plan.carried_by)).removeprefix("not by: ")
