@@ -17,7 +17,7 @@ from rich.text import Text
 from streamrl.record.band import ends_of
 from streamrl.record.uncertainty import unshared_error
 from streamrl.report.run_tables import dollars_text, fact_lines, headline, time_text
-from streamrl.report.words import EXPLAINED, SYSTEMS, PlannedSides, rent_text
+from streamrl.report.words import EXPLAINED, NBSP, SYSTEMS, PlannedSides, rent_text
 from streamrl.runfile.formatting import (
     OptionalInterval,
     band_text,
@@ -120,7 +120,7 @@ def decision_text(plan: Plan) -> str:
     system = str(chosen.settings["policies.system"])
     others = {} if chosen.verifier is None else {"compute rewards": chosen.verifier}
     rent = rent_text(PlannedSides(chosen.rollout, chosen.trainer, others), system)
-    return f"Rent {rent} ({system}: {SYSTEMS[system]})."
+    return f"Rent {rent} ({system}: {SYSTEMS[system]}).".replace(NBSP, " ")
 
 
 def terms_text(texts: Iterable[str]) -> str:
