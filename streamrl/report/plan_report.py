@@ -16,7 +16,7 @@ from rich.text import Text
 
 from streamrl.record.band import ends_of
 from streamrl.record.uncertainty import unshared_error
-from streamrl.report.run_tables import dollars_text, fact_lines, headline, time_text
+from streamrl.report.run_tables import basis_of, dollars_text, fact_lines, headline, time_text
 from streamrl.report.words import EXPLAINED, NBSP, SYSTEMS, PlannedSides, rent_text
 from streamrl.runfile.formatting import (
     OptionalInterval,
@@ -153,6 +153,8 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
         f"and {format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))}, "
         f"${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
     )
+    if plan.whole_run is not None:
+        yield from (f"{name}: {text}" for name, text in basis_of(plan.whole_run))
 
 
 def why_lines(plan: Plan) -> Iterator[str]:
@@ -196,7 +198,9 @@ def detail_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
             "which is what the plan file has as simulate.max_steps"
         )
     if plan.whole_run is not None:
-        yield from (line.strip() for line in fact_lines(plan.whole_run))
+        basis = {name for name, _ in basis_of(plan.whole_run)}
+        facts = (line.strip() for line in fact_lines(plan.whole_run))
+        yield from (line for line in facts if line.partition(":")[0] not in basis)
     if plan.systems and "fully-async" not in plan.systems:
         yield (
             f"systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "

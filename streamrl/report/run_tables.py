@@ -77,10 +77,7 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
         yield "  links", f"${whole.egress:,.2f}", "for weights that cross them"
     if whole.storage:
         yield "  storage", f"${whole.storage:,.2f}", "while GPUs are rented"
-    if whole.dollars and whole.uncounted:
-        yield "  not counted", "", f"{listing(whole.uncounted)} ({BILLING_KEYS})"
-    if whole.assumed:
-        yield "  assumed", "", assumed_text(whole.assumed)
+    yield from ((f"  {name}", "", text) for name, text in basis_of(whole))
     yield "  GPU-hours", f"{whole.gpu_hours:,.4g}", _parts_text(whole)
     yield "  trained on", f"{_count(whole.tokens)} tokens", f"{whole.rollouts:,} rollouts"
     if whole.kwh is not None:
@@ -90,6 +87,14 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
         known = sum(pool.kwh for pool in whole.pools.values() if pool.kwh is not None)
         rest = f"; the others take {known:,.4g} kWh" if known else ""
         yield "  energy", "not known", f"no measured watts of {gpus}{rest}"
+
+
+def basis_of(whole: WholeRun) -> Iterator[tuple[str, str]]:
+    """Yield what a total leaves out and what it assumes, each with a name."""
+    if whole.dollars and whole.uncounted:
+        yield "not counted", f"{listing(whole.uncounted)} ({BILLING_KEYS})"
+    if whole.assumed:
+        yield "assumed", assumed_text(whole.assumed)
 
 
 def assumed_text(assumed: Sequence[Assumed]) -> str:
