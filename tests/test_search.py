@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from streamrl.report.plan_report import head_lines, plan_report
+from streamrl.report.plan_report import head_lines, plan_report, terms_text
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.sim.batch_generation import generate_batch, step_batches
@@ -273,3 +273,10 @@ def test_short_simulations_of_a_system_that_runs_ahead_are_near_its_steady_state
     long = short_speed_of(Trial(shortened(run, run.seed, 60), search.space.candidate(index)))
     assert short.counted_steps == (4, 8)
     assert short.step_time == pytest.approx(long.step_time, rel=0.08)
+
+
+def test_terms_of_a_plan_are_explained_once() -> None:
+    told = terms_text(["8 a (8 x TP2) generate, 8 b (DP4 TP2) train; stream-sync, delta sync"])
+    assert told.startswith("TP = tensor parallel: ") and told.count("TP = ") == 1
+    assert "DP = data parallel" in told and "delta sync = only changed weights" in told
+    assert "offload" not in told and "stream-sync" not in told

@@ -534,7 +534,7 @@ def plan_text(
     """Return a plan in one line: the GPUs that generate, train and compute rewards, and the mode."""
     gpus = f"{side_text(rollout)} generate, {side_text(trainer)} train"
     if settings["policies.system"] == "colocated":
-        gpus = f"{side_text(rollout)} generate and train ({_degrees_text(trainer)})"
+        gpus = f"{side_text(rollout)} generate and train{_in_brackets(trainer)}"
     if verifier is not None:
         gpus += f", {side_text(verifier)} compute rewards"
     mode = [str(settings["policies.system"])]
@@ -550,7 +550,13 @@ def plan_text(
 def side_text(side: PlannedSide) -> str:
     """Return the GPUs of a side and its degrees: "8 h800 (DP4 TP2)"."""
     others = "" if side.beside is None else f" and {side_text(side.beside)}"
-    return f"{side.num_gpus} {side.pool} ({_degrees_text(side)}){others}"
+    return f"{side.num_gpus} {side.pool}{_in_brackets(side)}{others}"
+
+
+def _in_brackets(side: PlannedSide) -> str:
+    """Return the degrees of a side in brackets; "" for a trainer on one GPU that has none."""
+    degrees = _degrees_text(side)
+    return f" ({degrees})" if degrees else ""
 
 
 def _degrees_text(side: PlannedSide) -> str:
@@ -566,4 +572,4 @@ def _degrees_text(side: PlannedSide) -> str:
         parts.append(f"ZeRO {zero}")
     if side.degrees.get("offload"):
         parts.append("offload")
-    return " ".join(parts) or "one GPU"
+    return " ".join(parts)

@@ -62,6 +62,12 @@ VALUES: dict[ObjectiveName, Show] = {
     "pareto": _product,
 }
 """How to write the figure that a plan is judged by, with the digits of `simulate`."""
+TERMS = {
+    **EXPLAINED,
+    "skewness-aware": "rollouts that are expected to be long get replicas of their own",
+    "delta sync": "only changed weights are sent to the replicas",
+}
+"""Meanings of the terms that the line of a plan may have, by their pattern."""
 NO_CHANGE = 0.0005
 """Smallest relative effect of a what-if that is shown as a number."""
 
@@ -126,7 +132,7 @@ def decision_text(plan: Plan) -> str:
 def terms_text(texts: Iterable[str]) -> str:
     """Return the meaning of the terms that some plans are written with."""
     text = " ".join(texts)
-    found = ((re.search(rf"\b{pattern}", text), meaning) for pattern, meaning in EXPLAINED.items())
+    found = ((re.search(rf"\b{pattern}", text), meaning) for pattern, meaning in TERMS.items())
     meanings = {
         match[0].rstrip("0123456789"): meaning
         for match, meaning in found
