@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from streamrl.report.page.decision import plan_command
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.sim.planner.plan import Plan, WhatIf, WhatIfPlan, read_plan
 from streamrl.sim.planner.what_if import (
@@ -153,6 +154,17 @@ def test_a_plan_file_without_a_grid_has_a_page_without_it(directory: Path, tmp_p
     (tmp_path / "plan.json").write_text(json.dumps(table))
     page = make_page(read_report([tmp_path]))
     assert page.explorer is None and 'id="what-if-grid"' not in render_html(page)
+
+
+def test_the_command_of_a_plan_repeats_the_question_and_quotes_it(
+    directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.json").write_bytes((directory / "plan.json").read_bytes())
+    comment = "# Option 2 of `streamrl plan --model m --gpus '4xH20; rm x'`: cheapest\n"
+    (tmp_path / "plan.toml").write_text(comment + (directory / "plan.toml").read_text())
+    (made,) = read_report([tmp_path]).sources.plans
+    command = plan_command(made, {"plan.unit": "1"})
+    assert command == "streamrl plan --model m --gpus '4xH20; rm x' --set plan.unit=1"
 
 
 # In the page --------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -153,8 +153,7 @@ def plan(
     other = None if export is None else export_name(export, "--export")
     if output is None and (run_file or other or number):
         output = Path()
-    source = run_file.name if run_file else f"--model {model} --gpus {gpus}"
-    source += f" --for {target}" if target else ""
+    source = _source_of(run_file, {**stated, "for": target})
     base = run_file.parent if run_file else Path()
     earlier = None
     if output is not None and number is not None and not force:
@@ -185,6 +184,14 @@ def plan(
         _print_next(output, planned.plan, details=details)
     if other is not None and output is not None:
         _export(planned.run, other, output, as_json=as_json)
+
+
+def _source_of(run_file: Path | None, stated: Mapping[str, object]) -> str:
+    """Return the words of the command that stand for what is planned: the run file or the answers, and the target."""
+    words = [] if run_file is None else [run_file.name]
+    for name, value in stated.items():
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def _earlier(digest: str, output: Path) -> Plan | None:

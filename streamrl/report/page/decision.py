@@ -193,7 +193,9 @@ def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
         )
 
 
-SOURCE = re.compile(r"^# Chosen by `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE)
+SOURCE = re.compile(
+    r"^# (?:Chosen by|Option \d+ of) `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE
+)
 """The comment of a plan file with the command that made it."""
 
 
@@ -232,7 +234,7 @@ def options_section(made: PlanMade) -> Iterator[PageSection]:
 
 
 STALE = (
-    "The numbers are those of the table that `streamrl plan` prints. Stale rollouts may cost score. Dollars here do not "
+    "The numbers are those that `streamrl plan` prints: `--take 2` writes the run file of option 2. Stale rollouts may cost score. Dollars here do not "
     "include that."
 )
 
