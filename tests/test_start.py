@@ -16,6 +16,7 @@ from streamrl import __version__
 from streamrl.cli import main
 from streamrl.cli.lazy_commands import LazyCommand, LazyGroup
 from streamrl.cli.main import app
+from tests.command_line import streamrl
 
 ROOT = Path(__file__).parent.parent
 RUNNER = CliRunner()
@@ -53,7 +54,7 @@ def test_a_command_imports_what_it_uses_and_the_list_of_commands_none_of_them() 
     )
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loaded:")]
     listed, replay, simulated = map(set, lines)
-    start = {"lazy_commands", "log_output", "main"}
+    start = {"lazy_commands", "log_output", "main", "usage_errors"}
     assert listed == {"streamrl", "streamrl.cli", *(f"streamrl.cli.{name}" for name in start)}
     assert "streamrl.cli.replay" in replay and not replay & {
         "numpy",
@@ -99,8 +100,8 @@ def test_streamrl_alone_shows_its_help() -> None:
 
 
 def test_an_unknown_command_is_wrong_input_that_names_the_nearest() -> None:
-    done = RUNNER.invoke(app, ["simulat"])
-    assert done.exit_code == 2 and "Did you mean 'simulate'?" in done.output
+    done = streamrl("simulat")
+    assert done.returncode == 2 and "did you mean simulate?" in done.stderr
 
 
 @pytest.mark.parametrize(

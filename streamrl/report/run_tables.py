@@ -16,7 +16,6 @@ from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import PoolTotal, WholeRun
-from streamrl.report.words import CAUSES_IN_SHORT
 from streamrl.runfile.formatting import (
     OptionalInterval,
     format_count,
@@ -136,6 +135,19 @@ Deviation: TypeAlias = dict[str, float | None]
 """predicted, measured and error of one figure; the error is None if it is undefined."""
 
 COSTS = ("cost_per_step", "cost_per_million_tokens")
+CAUSES_IN_SHORT = {
+    "start-up": "replicas or trainers start",
+    "failure": "a lost worker is replaced",
+    "sync": "waiting for weights",
+    "skew": "waiting for the longest rollouts of a step",
+    "pipeline": "waiting for the other side",
+    "staleness": "as far ahead of training as allowed",
+    "verifier": "waiting for rewards",
+    "checkpoint": "a trainer writes a checkpoint",
+    "backpressure": "no room for finished rollouts",
+    "wind-down": "end of the run",
+}
+"""What an idle GPU waits for, in a table on a terminal."""
 BAR_WIDTH = 24  # characters for a share of 100 %
 TWO_SIDES = ("rollout", "trainer")
 """Sides that the shares of all GPU-seconds describe well enough."""

@@ -32,19 +32,6 @@ CAUSES = {
     "wind-down": "nothing is left to generate at the end of the run; a longer run has less of it",
 }
 """What an idle GPU waits for."""
-CAUSES_IN_SHORT = {
-    "start-up": "replicas or trainers start",
-    "failure": "a lost worker is replaced",
-    "sync": "waiting for weights",
-    "skew": "waiting for the longest rollouts of a step",
-    "pipeline": "waiting for the other side",
-    "staleness": "as far ahead of training as allowed",
-    "verifier": "waiting for rewards",
-    "checkpoint": "a trainer writes a checkpoint",
-    "backpressure": "no room for finished rollouts",
-    "wind-down": "end of the run",
-}
-"""What an idle GPU waits for, in a table on a terminal."""
 ACTIVITIES = {
     "prefill": "reading prompts",
     "decode": "generating tokens",
