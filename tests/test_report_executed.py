@@ -65,6 +65,7 @@ def test_each_fault_has_what_became_of_it(tmp_path: Path) -> None:
     )
     assert replica.step in (1, 2) and "took over after" in replica.outcome
     assert f"{replica.num_failed} rollouts went on elsewhere" in replica.outcome
+    assert len(incidents) == 2, "what failed with a replica or a trainer is no incident of its own"
     assert trainer.step == 4 and "restarted from version 2" in trainer.outcome
     assert "1 step repeated" in trainer.outcome
 

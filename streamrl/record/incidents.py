@@ -11,11 +11,13 @@ from streamrl.engine.messages import (
     Failed,
     Generate,
     Interrupted,
+    LoadWeights,
     ReplicaLost,
     ReplicaStarted,
     StartReplica,
     Stepped,
     Stop,
+    StopReplica,
     TrainerLost,
     TrainerStarted,
 )
@@ -112,11 +114,11 @@ class _Reader:
         return f"restarted from version {version} after {took}{again}"
 
     def _fail(self, time: float, command: Command, reason: str) -> None:
-        """Count rollouts of a lost replica with its loss; other failures are incidents of their own."""
-        if type(command) is Generate:
+        """Count commands of a lost replica with its loss; other failures are incidents of their own."""
+        if isinstance(command, Generate | LoadWeights | StopReplica):
             lost = self._replicas.get(command.replica)
             if lost is not None:
-                lost.num_failed += 1
+                lost.num_failed += type(command) is Generate
                 return
         kind = type(command).__name__
         if lost_with(self._trainers.values(), time) or self._failed[kind, reason]:
