@@ -239,7 +239,7 @@ def _of_rewards(verifier: VerifierConfig) -> str:
 
 def _of_sync(candidate: Candidate) -> str:
     if candidate.mode.system == "colocated":
-        return "host memory, to and from which phases change"
+        return "copies to and from host memory between generation and training"
     if candidate.replicas.pools == (candidate.trainer.pool,):
         return "the network between nodes"
     return "the link between both pools"

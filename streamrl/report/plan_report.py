@@ -126,7 +126,8 @@ def decision_text(plan: Plan) -> str:
     system = str(chosen.settings["policies.system"])
     others = {} if chosen.verifier is None else {"compute rewards": chosen.verifier}
     rent = rent_text(PlannedSides(chosen.rollout, chosen.trainer, others), system)
-    return f"Rent {rent} ({system}: {SYSTEMS[system]}).".replace(NBSP, " ")
+    turns = system if system == "colocated" else f"{system}: {SYSTEMS[system]}"
+    return f"Rent {rent} ({turns}).".replace(NBSP, " ")
 
 
 def terms_text(texts: Iterable[str]) -> str:
