@@ -137,7 +137,7 @@ def row_of(found: dict[str, Any]) -> str:
 
 def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
     """Plan an offer, and compare the plan with those of other searches."""
-    planned = make_plan(run)
+    planned = make_plan(run, shows_own=name not in _questions())
     plan = planned.plan
     search, chosen = Search.open(run), candidate_of(plan.allocation.settings)
     with ProcessPoolExecutor() as pool:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.record.metrics import measure
+from streamrl.report.page.page import make_page, read_report
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -364,6 +365,8 @@ def test_an_option_is_taken_from_a_plan_without_planning_again(
     assert run == candidate_of(option.choice.settings).apply(first_offer(written, run))
     simulated = json.loads(streamrl("simulate", tmp_path / "plan.toml", "--json").stdout)
     assert simulated["cost_per_step"] == option.choice.cost_per_step
+    first_step, *_ = make_page(read_report([tmp_path])).steps
+    assert first_step.text.startswith(f"plan.toml holds option B, {', '.join(option.labels)}: ")
     streamrl("plan", written, *few_plans, "--take", 1)
     assert load_run(tmp_path / "plan.toml") == first
     other = streamrl("plan", written, "-o", tmp_path, "--take", 2)

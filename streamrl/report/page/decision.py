@@ -16,7 +16,7 @@ from streamrl.report.page.answer import Tile
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.comparison import why
 from streamrl.report.page.identity import day_text
-from streamrl.report.page.options import Option
+from streamrl.report.page.options import LETTERS, Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
@@ -67,14 +67,21 @@ def gpus_by_pool(choice: Choice) -> dict[str, int]:
 
 
 def _gpus_text(gpus: Mapping[str, int], made: PlanMade, *, is_owned: bool) -> str:
-    pools = made.run.cluster.pools
+    """Return the GPUs of rented or of owned pools. A taken option's run file lacks pools that it does not rent."""
+    names, pools = _gpu_names(made.plan.allocation), made.run.cluster.pools
     return listing(
         [
-            f"{count}{NBSP}{gpu_word(pools[name].gpu)}"
+            f"{count}{NBSP}{gpu_word(names[name])}"
             for name, count in gpus.items()
-            if name in pools and pools[name].owned == is_owned
+            if (name in pools and pools[name].owned) == is_owned
         ]
     )
+
+
+def _gpu_names(choice: Choice) -> dict[str, str]:
+    """Return the GPU of each pool that a plan uses."""
+    sides = [choice.rollout, choice.rollout.beside, choice.trainer, choice.verifier]
+    return {side.pool: side.gpu for side in sides if side is not None}
 
 
 def lead_of(made: PlanMade, option: Option) -> str:
@@ -154,6 +161,12 @@ def _caveats(option: Option) -> Iterator[Tile]:
 def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
     """Yield what to do after reading a plan, with commands."""
     plan_file = f"{made.name}/{PLAN_TOML}"
+    if made.plan.taken != 1:
+        taken = made.plan.options[made.plan.taken - 1]
+        letter = LETTERS[taken.number - 1]
+        yield NextStep(
+            text=f"{PLAN_TOML} holds option {letter}, {', '.join(taken.labels)}: {taken.relation}."
+        )
     if option.run is None:
         text = (
             "See one step of the plan and what its GPUs wait for: simulate it, then report again."
