@@ -367,7 +367,8 @@ def measure_read(
     tiers = _tiers(
         trace, [*_weights(trace.run.followers, shares, trace.facts), *_waits(trace, shares)]
     )
-    notes = [note for note in (speed.note, unmeasured_warning(tiers)) if note]
+    worked = _tiers(trace, _weights(trace.run.followers, shares, trace.facts))
+    notes = [note for note in (speed.note, unmeasured_warning(worked)) if note]
     speed = msgspec.structs.replace(speed, note="; ".join(notes))
     error = read_model_error(trace, shares, tiers)
     return Metrics(

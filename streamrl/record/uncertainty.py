@@ -88,11 +88,11 @@ def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | No
 
 
 def unmeasured_warning(tiers: Mapping[str, float]) -> str:
-    """Return a warning if over `MOST_UNMEASURED` of the seconds come from datasheets alone, else ""."""
+    """Return a warning if over `MOST_UNMEASURED` of the busy seconds come from datasheets alone, else ""."""
     share = tiers.get("roofline", 0.0)
     if share <= MOST_UNMEASURED:
         return ""
-    return f"{format_share(share, 0)} of the seconds come from datasheets alone, so this is a guess"
+    return f"{format_share(share, 0)} of the busy seconds come from datasheets alone, so this is a guess"
 
 
 def unshared_error(stages: Mapping[str, float], shared: Set[str]) -> float | None:
