@@ -87,14 +87,17 @@ def test_a_narrower_interval_takes_more_steps_and_is_met() -> None:
         assert metrics.counted_steps[1] == metrics.num_steps - 1
 
 
-def test_where_there_are_too_many_steps_every_output_says_so() -> None:
+def test_where_there_are_too_many_steps_every_output_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     metrics = figures(some_run(simulate__interval=1e-6, simulate__max_steps=25))
     assert metrics.num_steps == 26 and metrics.step_time_interval is not None
     assert metrics.note == (
         "simulate.max_steps=25 came before the interval of 1e-06 that is wanted (simulate.interval)"
     )
     few = ("--set", "algorithm.prompts_per_step=16", "--set", "simulate.interval=1e-6")
-    done = streamrl("simulate", EXAMPLE, *few, "--set", "simulate.max_steps=22")
+    done = streamrl("simulate", EXAMPLE, *few, "--set", "simulate.max_steps=22", "--intervals")
     assert "simulate.max_steps=22 came before" in done.stdout and " ± " in done.stdout
 
 
