@@ -156,13 +156,22 @@ def _speeds(runs: Iterable[Run]) -> list[Speed]:
 def _with_settings(run: bytes, settings: Mapping[str, Any]) -> Run:
     """Return an encoded run file with other values of some keys."""
     table = msgspec.json.decode(run)
+    table["rollout"].pop("others", None)
     for key, value in settings.items():
         *sections, name = key.split(".")
         section = table
         for each in sections:
-            section = section.setdefault(each, {})
+            section = _section(section, each)
         section[name] = value
     return decode_run(msgspec.json.encode(table))
+
+
+def _section(table: Any, name: str) -> Any:
+    """Return a section of a table, or the further kind of replica with an index, made if missing."""
+    if not isinstance(table, list):
+        return table.setdefault(name, [] if name == "others" else {})
+    table.extend({} for _ in range(len(table), int(name) + 1))
+    return table[int(name)]
 
 
 def _line(row: Row, direct: Direct | None) -> dict[str, Any]:

@@ -61,6 +61,10 @@ IN_TURNS, OVERLAPPING = 4, 6
 all but the first count, because each step starts with idle replicas. In the second, `START` steps
 are left out.
 """
+BALANCED = 0.8
+"""Ratio of the shorter to the longer stage above which a plan that streams ahead is simulated for
+`FINAL_STEPS`. Its first steps use up or fill the buffer between the stages.
+"""
 ROUNDS, MOST_PICKS = 3, 20
 """Most times that generation of proposed plans is simulated to correct the estimates. The second
 value is the number of plans that are tried until one fits in memory.
@@ -308,6 +312,8 @@ _Pair: TypeAlias = tuple[_Paired | None, _Paired | None]
 """Ratios of the chosen and of the other plan, each None if it was not simulated."""
 _Key: TypeAlias = tuple[int, Candidate]
 """Index of a change and the plan that is simulated with it."""
+UNCHANGED = -1
+"""Index of the simulation without a change."""
 
 
 def _simulate(
@@ -322,6 +328,10 @@ def _simulate(
         if look.other is not None and not _is_known(look, search, look.other):
             other = search.space.candidate(look.other)
             trials[place, other] = _trial(look, search, other)
+    if any(_matters(look, search) and _is_balanced(look, search) for look in looks):
+        run, own = search.space.run, search.space.candidate(looks[0].chosen_index)
+        unchanged = _in_portions(shortened(run, run.seed, FINAL_STEPS), own)
+        trials = {(UNCHANGED, own): unchanged, **trials}
     found = run_all(pool, short_speed_of, trials.items(), watch, search.deadline)
     speeds = {key: each for key, each in found.items() if not isinstance(each, Unfinished)}
     pairs = [_pair(look, search, speeds, place) for place, look in enumerate(looks)]
@@ -329,11 +339,21 @@ def _simulate(
 
 
 def _trial(look: _Look, search: Search, candidate: Candidate) -> Trial:
-    """Return the simulation of a plan over at most the steps of the search."""
-    most = open_trial(search.base)[0].simulate.max_steps
+    """Return the simulation of a plan after a change, over few steps unless its stages are balanced."""
+    run, most = look.shift.run, open_trial(search.base)[0].simulate.max_steps
+    if _is_balanced(look, search):
+        return _in_portions(shortened(run, run.seed, FINAL_STEPS), candidate)
     steps = OVERLAPPING if _overlaps(search, look.chosen_index, candidate) else IN_TURNS
-    run = look.shift.run
     return _in_portions(shortened(run, run.seed, min(most, steps)), candidate)
+
+
+def _is_balanced(look: _Look, search: Search) -> bool:
+    """Return whether the chosen plan streams ahead and has stages of similar length after a change."""
+    system, index = search.space.system(look.chosen_index), look.chosen_index
+    stages = look.estimates.estimate()
+    shorter, longer = sorted((float(stages.generation[index]), float(stages.training[index])))
+    streams = bool(system.staleness_bound) and not system.halts_for_sync
+    return streams and shorter >= BALANCED * longer
 
 
 def _in_portions(base: bytes, candidate: Candidate) -> Trial:
@@ -371,7 +391,9 @@ def _is_known(look: _Look, search: Search, index: int) -> bool:
 
 def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int) -> _Pair:
     """Return the ratios of the chosen and the other plan from the simulations that there are."""
-    before = search.speeds[look.chosen_index]
+    before, own = search.speeds[look.chosen_index], search.space.candidate(look.chosen_index)
+    if _is_balanced(look, search):
+        before = speeds.get((UNCHANGED, own), before)
     ours = None
     if look.chosen is not None and (place, look.chosen) in speeds:
         ours = _ratios(look, search, before, speeds[place, look.chosen], look.chosen)
