@@ -55,7 +55,7 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"rollout.pool": "dc1.far"}, ["set rollout.pool=far"]),
         ({"rollout.start_time": 3}, ['set rollout.start_time="3 ms"']),
         ({"plan": {"micro_batch": 4}}, ["set plan.micro_batch=[4]"]),
-        ({"plan": {"zero": [1, 2]}}, ["set plan.zero.1=1"]),
+        ({"plan": {"zero": [1, 4]}}, ["set plan.zero.1=0"]),
         ({"trainer.max_staleness": 1}, ["rename trainer.max_staleness to policies.max_staleness"]),
         (
             {"rollout": 3},

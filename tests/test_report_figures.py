@@ -119,7 +119,7 @@ def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
     write_plan(replace(plan, sensitivity=[changed, *plan.sensitivity[1:]]), directory)
     text = render_html(make_page(read_report([directory])))
     assert "<td>9 x</td>" in text and "-25\N{NO-BREAK SPACE}%" in text
-    assert "stays the best" not in text
+    assert "The chosen plan stays the best" not in text
 
 
 # Drawings -----------------------------------------------------------------------------------------
