@@ -93,6 +93,20 @@ def test_a_small_effect_in_the_wrong_direction_is_none_and_a_large_one_is_simula
         assert pool.left == 0 and (ours == better) == (ratios == better)
 
 
+def test_a_small_effect_within_its_interval_is_none_where_steps_stream_ahead() -> None:
+    search, chosen, _ = judged("stream-async")
+    before = search.speeds[chosen]
+    jitter = [1.1, 0.9] * 12
+    speed = replace(before, step_times=[100.0] * 24, counted_steps=(4, 24))
+    noisy = replace(speed, step_times=[100.0 * each for each in jitter])
+    assert sensitivity._may_be_chance(speed, noisy, 1.02)
+    assert not sensitivity._may_be_chance(speed, noisy, 1.04)
+    assert not sensitivity._may_be_chance(speed, speed, 1.02)
+    short = replace(speed, counted_steps=(4, 6))
+    assert sensitivity._may_be_chance(short, short, 0.995)
+    assert not sensitivity._may_be_chance(short, short, 0.98)
+
+
 def test_a_change_after_which_the_plan_misses_its_deadline_says_so() -> None:
     search, chosen, _ = judged("stream-sync")
     seconds = search.spend_of(search.speeds[chosen]).seconds

@@ -61,6 +61,10 @@ IN_TURNS, OVERLAPPING = 4, 6
 all but the first count, because each step starts with idle replicas. In the second, `START` steps
 are left out.
 """
+UNSURE, FAINT = 0.03, 0.01
+"""Largest effects that count as none where steps stream ahead: of simulations whose interval
+includes 1, and of those that are too short for an interval.
+"""
 BALANCED = 0.8
 """Ratio of the shorter to the longer stage above which a plan that streams ahead is simulated for
 `FINAL_STEPS`. Its first steps use up or fill the buffer between the stages.
@@ -308,6 +312,8 @@ class _Paired(NamedTuple):
     """Of the costs of a step."""
 
 
+SAME = _Paired(1.0, 1.0, 1.0)
+"""The ratios of a change without an effect."""
 _Pair: TypeAlias = tuple[_Paired | None, _Paired | None]
 """Ratios of the chosen and of the other plan, each None if it was not simulated."""
 _Key: TypeAlias = tuple[int, Candidate]
@@ -349,11 +355,16 @@ def _trial(look: _Look, search: Search, candidate: Candidate) -> Trial:
 
 def _is_balanced(look: _Look, search: Search) -> bool:
     """Return whether the chosen plan streams ahead and has stages of similar length after a change."""
-    system, index = search.space.system(look.chosen_index), look.chosen_index
+    index = look.chosen_index
     stages = look.estimates.estimate()
     shorter, longer = sorted((float(stages.generation[index]), float(stages.training[index])))
-    streams = bool(system.staleness_bound) and not system.halts_for_sync
-    return streams and shorter >= BALANCED * longer
+    return _streams_ahead(look, search) and shorter >= BALANCED * longer
+
+
+def _streams_ahead(look: _Look, search: Search) -> bool:
+    """Return whether the steps of the chosen plan overlap without a barrier for weights."""
+    system = search.space.system(look.chosen_index)
+    return bool(system.staleness_bound) and not system.halts_for_sync
 
 
 def _in_portions(base: bytes, candidate: Candidate) -> Trial:
@@ -396,7 +407,10 @@ def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int)
         before = speeds.get((UNCHANGED, own), before)
     ours = None
     if look.chosen is not None and (place, look.chosen) in speeds:
-        ours = _ratios(look, search, before, speeds[place, look.chosen], look.chosen)
+        after = speeds[place, look.chosen]
+        ours = _ratios(look, search, before, after, look.chosen)
+        if _streams_ahead(look, search) and _may_be_chance(before, after, ours.value):
+            ours = SAME
     elif look.chosen is not None and not _matters(look, search):
         ours = _ratios(look, search, before, before, look.chosen)
     if look.other is None:
@@ -406,6 +420,12 @@ def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int)
     if speed is None and _is_known(look, search, look.other):
         speed = search.speeds[look.other]
     return ours, None if speed is None else _ratios(look, search, before, speed, other)
+
+
+def _may_be_chance(before: Speed, after: Speed, ratio: float) -> bool:
+    """Return whether an effect is small and not beyond chance."""
+    is_sure = is_beyond_chance(after, before, ratio)
+    return abs(ratio - 1) < (FAINT if is_sure is None else UNSURE) and is_sure is not True
 
 
 def _ratios(
@@ -452,10 +472,6 @@ def _costing(speed: Speed, rent: float, tokens: float) -> Speed:
 
 
 # Signs ----------------------------------------------------------------------------------------------
-
-
-SAME = _Paired(1.0, 1.0, 1.0)
-"""The ratios of a change without an effect."""
 
 
 def _checked(
