@@ -35,7 +35,7 @@
 #   make bench-reality      twelve executed runs against their simulations, and the gain of asynchrony; an hour
 #   make bench-learners     PPO, DAPO and a reward model, executed and predicted; a quarter of an hour
 #   make bench-offers       the planner's choice against longer searches of 29 offers; hours
-#   make bench-sensitivity  what-ifs of plans against longer simulations; a quarter of an hour
+#   make bench-sensitivity  what-ifs of plans against longer simulations; five minutes
 #   make bench-ranker       the gain of a ranker that learns, executed and simulated; a quarter of an hour
 #   make bench-drift        how soon drift of a ranker is detected, and false alarms; five minutes
 #   make bench-subscribers  the cost of secondary trainers, and whether they learn; half an hour

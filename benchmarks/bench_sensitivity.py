@@ -1,6 +1,6 @@
 """Compare what-ifs of plans with direct simulations over many more steps.
 
-    python -m benchmarks.bench_sensitivity               40 rows of twelve offers; a quarter of an hour
+    python -m benchmarks.bench_sensitivity               40 rows of twelve offers; five minutes
     python -m benchmarks.bench_sensitivity --rows 100    more rows
 
 Each offer is planned. Rows of all sensitivities are drawn at random. For each, the plan is simulated
@@ -40,7 +40,7 @@ STEPS = 60
 POINTS = 0.03
 """Largest difference of two effects."""
 NO_CHANGE = 0.005
-"""Relative effect below which the sign of a figure is not compared, if it may be chance."""
+"""Relative effect below which signs are not compared."""
 SMALL: dict[str, Any] = {"prompts": 32, "group": 8, "mean_tokens": 1_500, "max_tokens": 6_000}
 TWO = "8xH20@1.85,8xH800@5.27"
 APART: dict[str, Any] = {"rollout_pools": ["h20"], "trainer_pools": ["h800"]}
@@ -181,6 +181,7 @@ def _line(row: Row, direct: Direct | None) -> dict[str, Any]:
         return {**line, "does not fit": True}
     line |= {"direct": round(direct.effect, 4), "half width": round(direct.half_width, 4)}
     line["points"] = round(100 * abs(effect - direct.effect), 2)
+    line["may be chance"] = _may_be_chance(direct)
     line["sign agrees"] = _has_same_sign(effect, direct)
     if direct.gain is not None:
         line |= {"saves": round(row.change.gain, 4), "direct saves": round(direct.gain, 4)}
@@ -189,10 +190,14 @@ def _line(row: Row, direct: Direct | None) -> dict[str, Any]:
 
 
 def _has_same_sign(effect: float, direct: Direct) -> bool:
-    """Return whether two effects have one direction, or both are too small to have one."""
-    if effect * direct.effect > 0 or max(abs(effect), abs(direct.effect)) < NO_CHANGE:
+    """Return whether a direct effect that is beyond chance has the sign of the plan's, or both are tiny."""
+    if _may_be_chance(direct) or max(abs(effect), abs(direct.effect)) < NO_CHANGE:
         return True
-    return abs(direct.effect) < direct.half_width and abs(effect) < NO_CHANGE
+    return effect * direct.effect > 0
+
+
+def _may_be_chance(direct: Direct) -> bool:
+    return abs(direct.effect) < direct.half_width
 
 
 def _summary(lines: list[dict[str, Any]], total: int) -> Iterator[dict[str, Any]]:
@@ -200,6 +205,8 @@ def _summary(lines: list[dict[str, Any]], total: int) -> Iterator[dict[str, Any]
     savings = [line["points of savings"] for line in lines if "points of savings" in line]
     yield {"name": "what-ifs of all offers", "value": total, "unit": "rows"}
     yield {"name": "what-ifs compared", "value": len(points), "unit": "rows"}
+    unknown = sum(line.get("may be chance", False) for line in lines)
+    yield {"name": "direct effects without a known sign", "value": unknown, "unit": "rows"}
     wrong = sum(not line.get("sign agrees", True) for line in lines)
     yield {"name": "what-ifs with a wrong sign", "value": wrong, "unit": "rows"}
     yield {"name": "largest difference", "value": max(points), "unit": "points"}
