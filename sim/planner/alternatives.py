@@ -99,8 +99,10 @@ def find_on_partial_nodes(
     _simulate_best(other, np.where(is_part, 1.0, np.inf), pool, watch)
     other.aim_at(run.plan)
     known = _known(other)
-    best = recommended_of(other, known)
-    return other.space.candidate(best) if _is_worth(other, known[best], rivals) else None
+    cheapest = min(known, key=lambda index: other.spend_of(known[index]).whole)
+    best = (recommended_of(other, known), cheapest)
+    worth = (index for index in best if _is_worth(other, known[index], rivals))
+    return next(map(other.space.candidate, worth), None)
 
 
 def _counts(pools: Mapping[str, PoolConfig]) -> Iterator[int]:

@@ -106,7 +106,7 @@ class PlanDescription:
         """Return how much more the chosen plan costs than the cheapest, and how much faster it is."""
         tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
         if cheapest == self._index:
-            return f"the cheapest: no plan that costs at most {tolerance:.0%} more is faster"
+            return f"the cheapest; none that costs at most {tolerance:.0%} more is faster"
         dollars, seconds = self._race.ratios(self._index, cheapest)
         return (
             f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dollars - 1:.1%} dearer, "

@@ -106,8 +106,7 @@ class Race:
         for each in chain(finalists, self._most_spare(SPARE), self._that_may_finish()):
             self._compare(pool, [each], watch)
             if each in self.finals and self._stays_tolerable(pool, each, watch):
-                compared = () if self.cheapest is None else (self.cheapest,)
-                self._simulate_whole(pool, (each, *compared), watch)
+                self._simulate_whole(pool, each, watch)
             steady = self.steady.get(each, ())
             if steady and all(map(self.search.keeps_limits, steady)) and self.is_tolerable(each):
                 return each
@@ -198,27 +197,25 @@ class Race:
         dollars = median(speed.cost_per_step for speed in self.finals[index])
         return int(self.search.complexity[index]), float(f"{self.value(index):.{EQUAL}g}"), dollars
 
-    def _simulate_whole(
-        self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]
-    ) -> None:
-        """Simulate plans on every seed, in parallel, until their step times are known."""
-        new = [index for index in dict.fromkeys(indices) if index not in self.steady]
-        trials = [(key, trial) for index in new for key, trial in self._whole_trials(index)]
-        found = run_all(pool, metrics_of, trials, watch)
-        for index in new:
-            of_seeds = [metrics for (which, _), metrics in found.items() if which == index]
-            finished = [metrics for metrics in of_seeds if not isinstance(metrics, Unfinished)]
-            if len(finished) == len(of_seeds):
-                self.steady[index] = finished
-            else:
-                self.search.give_up(index, next(m for m in of_seeds if isinstance(m, Unfinished)))
-                self.finals.pop(index, None)
-
-    def _whole_trials(self, index: int) -> Iterator[tuple[tuple[int, int], Trial]]:
+    def _simulate_whole(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
+        """Simulate a plan on every seed, in parallel, until its step time is known."""
         run, candidate = self._in_time(index), self.search.space.candidate(index)
+        if index in self.steady:
+            return
         self._limited[index] = run
-        for seed in range(run.seed, run.seed + run.plan.seeds):
-            yield (index, seed), Trial(whole(run, seed), candidate)
+        known = self.beside.get(index)
+        seeds = range(run.seed, run.seed + run.plan.seeds)
+        if known is not None and len(known.step_times) <= LONGER_STEPS and len(seeds) == 1:
+            self.steady[index] = [known]  # it ended because its step time was known
+            return
+        trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
+        of_seeds = run_all(pool, metrics_of, trials, watch).values()
+        finished = [metrics for metrics in of_seeds if not isinstance(metrics, Unfinished)]
+        if len(finished) == len(of_seeds):
+            self.steady[index] = finished
+        else:
+            self.search.give_up(index, next(m for m in of_seeds if isinstance(m, Unfinished)))
+            self.finals.pop(index, None)
 
     def stand_beside(
         self, pool: Executor, chosen: int, indices: Iterable[int], watch: Callable[[], None]

@@ -16,7 +16,6 @@ from streamrl.report.words import (
     change,
     dollars,
     percent,
-    rounded,
     seconds,
     step_seconds,
     tiers_text,
@@ -58,7 +57,6 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
     section = PageSection("alternatives", title if len(options) > 1 else "What it takes and costs")
     if len(sources.plans) > 1 or chosen.kind != "plan":
         section.text += [text for made in sources.plans for text in why(made)]
-    section.text += _other_gpus(chosen, options)
     section.text += _work_note(options)
     shown = [option for option in options if option.kind != "front"][:MOST_ROWS]
     drawn = _apart(shown)
@@ -195,20 +193,6 @@ def _chance(sources: Sources) -> Iterator[str]:
         if alike:
             verb = "is" if len(alike) == 1 else "are"
             yield f"{listing(alike)} {verb} behind by no more than the 95 % interval of the difference: that may be chance."
-
-
-def _other_gpus(chosen: Option, options: list[Option]) -> Iterator[str]:
-    """Yield the cost of the best alternative on other GPUs, if the first runners-up differ only in degrees."""
-    others = [
-        o
-        for o in options
-        if o.rent != chosen.rent and o.cost_per_million_tokens > 0 and not o.unfinished
-    ]
-    if chosen.kind != "plan" or not others:
-        return
-    best = min(others, key=lambda option: option.cost_per_million_tokens)
-    ratio = best.cost_per_million_tokens / chosen.cost_per_million_tokens - 1
-    yield f"The best alternative here on other GPUs, {best.letter}, costs {percent(abs(ratio))} {'more' if ratio > 0 else 'less'}: {best.rent}, for {rounded(best.goodput)} instead of {rounded(chosen.goodput)} tokens/s."
 
 
 def _work_note(options: list[Option]) -> Iterator[str]:

@@ -95,6 +95,10 @@ def lead_of(made: PlanMade, option: Option) -> str:
     return f"{option.rent[0].upper()}{option.rent[1:]}, {system}{told}.{chosen}"
 
 
+SHORT = 3
+"""Days up to which the end of a run has a clock time."""
+
+
 def tiles_of_plan(made: PlanMade, option: Option, today: date) -> list[Tile]:
     """Return the total, the time, the day of the end and the price of an hour, each with its band."""
     return [*_totals(made, option, today), *_caveats(option)]
@@ -135,18 +139,21 @@ def _range_text(band: Band, show: Callable[[float], str]) -> str:
 
 
 def _end_tile(seconds: float, band: Band, today: date) -> Tile:
-    """Return the day of the end if the run starts at noon on the day of the page."""
+    """Return when the run ends if it starts at noon on the day of the page: to the minute if that is within days."""
     noon = datetime.combine(today, time(12))
+    is_near = band.high < SHORT * SECONDS_PER_DAY
 
-    def end(after: float) -> date:
-        return (noon + timedelta(seconds=after)).date()
+    def end(after: float, *, has_year: bool = False) -> str:
+        at = noon + timedelta(seconds=after)
+        day = day_text(at.date(), has_year=has_year)
+        return f"{day}, {at:%H:%M}" if is_near else day
 
     first, last = end(band.low), end(band.high)
     note = f"if it starts on {day_text(today, has_year=False)} at noon"
     if first != last:
-        note += f"; band {day_text(first, has_year=False)} to {day_text(last, has_year=False)}"
-    last_day = end(seconds)
-    return Tile(day_text(last_day, has_year=last_day.year != today.year), "done by", note)
+        note += f"; band {first} to {last}"
+    is_other_year = (noon + timedelta(seconds=seconds)).year != today.year
+    return Tile(end(seconds, has_year=is_other_year), "done by", note)
 
 
 def _caveats(option: Option) -> Iterator[Tile]:
@@ -167,6 +174,13 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
         yield NextStep(
             text=f"{PLAN_TOML} holds option {letter}, {', '.join(taken.labels)}: {taken.relation}."
         )
+    if not any(verdict.can_run for verdict in made.plan.carried_by):
+        told = "; ".join(verdict_lines(made.plan.carried_by)).removeprefix("not by: ")
+        why = f" What keeps each from it: {told}." if told else ""
+        yield NextStep(
+            text=f"No framework here can run this plan as it is. Plan again for the one that you use, such as verl.{why}",
+            command=plan_command(made, {"plan.target": "verl"}),
+        )
     if option.run is None:
         text = (
             "See one step of the plan and what its GPUs wait for: simulate it, then report again."
@@ -174,13 +188,6 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
         yield NextStep(text=text, command=f"streamrl simulate {plan_file} -o {made.name}")
     for command in start_commands(made.plan, Path(plan_file)):
         yield NextStep(text=_told_of(command), command=command)
-    if not any(verdict.can_run for verdict in made.plan.carried_by):
-        told = "; ".join(verdict_lines(made.plan.carried_by)).removeprefix("not by: ")
-        text = f"No framework here can run this plan as it is: {told}." if told else ""
-        yield NextStep(
-            text=text or "See what can run the plan.",
-            command=shlex.join(["streamrl", "doctor", plan_file]),
-        )
     yield from _better_elsewhere(made)
 
 
@@ -202,8 +209,15 @@ def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
             )
     if plan.tighter is not None:
         yield NextStep(
-            text=f"{percent(plan.tighter.gain)} cheaper, but the trainer uses {percent(plan.tighter.memory)} of GPU memory: {plan.tighter.choice}."
+            text=f"A variant that is {percent(plan.tighter.gain)} cheaper fills {percent(plan.tighter.memory)} of the trainer's GPU memory, which is more than plans may here: {plan.tighter.choice}. Its settings differ in {listing(_differing(plan))}."
         )
+
+
+def _differing(plan: Plan) -> list[str]:
+    """Return the settings in which the variant with fuller memory differs from the plan."""
+    assert plan.tighter is not None, "it has a variant"
+    ours, theirs = plan.allocation.settings, plan.tighter.settings
+    return [f"{key}={theirs[key]}" for key in theirs if theirs[key] != ours.get(key)]
 
 
 SOURCE = re.compile(
