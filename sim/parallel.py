@@ -16,7 +16,7 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import parent_process
+from multiprocessing import active_children, parent_process
 from threading import Thread
 from typing import TypeVar
 
@@ -39,12 +39,14 @@ def worker_pool() -> Iterator[Executor]:
     Raises:
         RuntimeError: a process was killed, for example because memory ran out.
     """
-    pool = ProcessPoolExecutor(initializer=_begin_worker)
+    others, pool = active_children(), ProcessPoolExecutor(initializer=_begin_worker)
     try:
         yield pool
     except BaseException as error:  # also Ctrl-C: running jobs may take a minute
-        for process in list(pool._processes.values()):
-            process.kill()
+        # the pool does not know a process that was just being started
+        for process in active_children():
+            if process not in others:
+                process.kill()
         if isinstance(error, BrokenProcessPool):
             raise RuntimeError(KILLED) from None
         raise

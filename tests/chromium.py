@@ -92,11 +92,19 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Wait until a JavaScript expression is true in the page."""
+        """Wait until a JavaScript expression is true in the page, which may be loading again."""
         until = time.monotonic() + PATIENCE
-        while not self.evaluate(f"Boolean({expression})"):
+        while not self._is_true(expression):
             assert time.monotonic() < until, expression
             time.sleep(0.05)
+
+    def _is_true(self, expression: str) -> bool:
+        try:
+            return bool(self.evaluate(f"Boolean({expression})"))
+        except AssertionError as error:
+            if "navigated" not in str(error):
+                raise
+            return False
 
     def complaints(self) -> list[str]:
         """Return everything that the console would show since the page was opened."""

@@ -193,6 +193,6 @@ def test_a_plan_and_the_simulation_of_its_file_say_the_same_whole_run(tmp_path: 
 def test_a_plan_begins_with_its_whole_run(tmp_path: Path) -> None:
     write_run(few(STEPS), tmp_path / "offer.toml")
     done = streamrl("plan", tmp_path / "offer.toml", "-o", tmp_path / "plan", "--force")
-    assert done.stdout.startswith("whole run: 100 steps take ")
+    assert done.stdout.splitlines()[1].startswith("  whole run: 100 steps take ")
     assert next(iter(json.loads((tmp_path / "plan" / "plan.json").read_text()))) == "whole_run"
     assert "# whole run: 100 steps take" in (tmp_path / "plan" / "plan.toml").read_text()

@@ -14,6 +14,7 @@ from streamrl.executor.profiling.measurements import Limits, full_plan, longest_
 from streamrl.hardware.measured_profile import read_measured
 from streamrl.record.metrics import measure
 from streamrl.sim.world import simulate
+from tests.command_line import streamrl
 from tests.measured_profile import measured_run
 from tests.tiny_model import WIDE_HEADS, save_tiny_reward_model, tiny_model
 
@@ -141,8 +142,8 @@ def test_wrong_input_is_named_and_nothing_is_written(
 
 def test_an_engine_that_is_not_simulated_is_not_measured(model: Path, tmp_path: Path) -> None:
     given = ["measure", str(model), "--backend", "static", "-o", str(tmp_path / "p.toml")]
-    done = CliRunner().invoke(app, ["profile", *given])
-    assert done.exit_code == 2 and "'static'" in done.output and "vllm" in done.output
+    done = streamrl("profile", *given)
+    assert done.returncode == 2 and "'static'" in done.stderr and "vllm" in done.stderr
     assert not (tmp_path / "p.toml").exists()
 
 

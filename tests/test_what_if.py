@@ -225,7 +225,7 @@ def test_a_moved_slider_is_in_the_address_and_survives_a_reload(
     )
     moved = browser.evaluate("document.querySelector('.result').textContent")
     assert moved != before and browser.evaluate("location.hash").startswith("#what-if?len=")
-    browser.evaluate("window.isOld = true; location.reload()")
+    browser.evaluate("window.isOld = true; setTimeout(() => location.reload(), 200)")
     browser.wait_for("!window.isOld && document.readyState == 'complete'")
     assert browser.evaluate("document.querySelector('.slider.moved') !== null")
     assert browser.evaluate("document.querySelector('.result').textContent") == moved
