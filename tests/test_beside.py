@@ -20,7 +20,7 @@ from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.sensitivity import judge
 from streamrl.sim.planner.space import find_trainers
-from streamrl.sim.planner.trial import Trial, metrics_of, whole
+from streamrl.sim.planner.trial import Trial, Unfinished, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
 
 
@@ -184,3 +184,14 @@ def test_a_trainer_of_one_gpu_waits_for_no_other() -> None:
     assert (
         besides_arithmetic(several) == "offload to host memory and communication between its GPUs"
     )
+
+
+def test_where_the_cheapest_plan_does_not_finish_the_tolerance_refers_to_the_next() -> None:
+    search = Search.open(few(SMALL))
+    search.run(Here(), lambda: None)
+    race = Race(search)
+    cheapest = race.find_cheapest(Here(), lambda: None)
+    search.give_up(cheapest, Unfinished("its replicas were lost"))
+    spends = {i: search.spend_of(search.speeds[i]).whole for i in search.ranking()}
+    next_one = min(spends, key=spends.__getitem__)
+    assert race.is_tolerable(next_one) and race.cheapest == next_one

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl import api
 from streamrl.runfile.config import Run
@@ -55,6 +56,17 @@ def test_a_first_answer_names_three_plans_and_simulates_them() -> None:
     assert fastest.seconds <= faster.seconds <= cheapest.seconds
     assert all(plan.simulated_steps for plan in answer.plans)
     assert answer.recommended == faster
+
+
+def test_a_first_answer_recommends_by_the_rule_of_plan() -> None:
+    plain = make_run(run_table_of(SMALL))
+    by_time = replace(plain, plan=replace(plain.plan, objective="step-time"))
+    answer = first_answer(by_time, Here(), 0.0)
+    _, recommended, fastest = answer.plans
+    assert recommended.candidate == fastest.candidate and "'step-time'" in answer.rule
+    by_cost = replace(plain, plan=replace(plain.plan, deadline=1e9))
+    cheapest, recommended, _ = first_answer(by_cost, Here(), 0.0).plans
+    assert recommended.candidate == cheapest.candidate
 
 
 def test_nothing_is_simulated_where_there_is_no_time() -> None:

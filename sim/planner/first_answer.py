@@ -22,7 +22,7 @@ from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.record.band import Band, ModelError, band_of, ends_of
 from streamrl.record.billing import BILLING_KEYS, bill_of, uncounted
 from streamrl.record.charges import PaidGpus
-from streamrl.record.whole_run import whole_time
+from streamrl.record.whole_run import steps_for_one, whole_time
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import (
@@ -33,6 +33,7 @@ from streamrl.runfile.formatting import (
     long_time,
 )
 from streamrl.runfile.notebook import frame_of, html_table
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
@@ -317,10 +318,19 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
         search.simulate(pool, new, lambda: None)
     plans = [_estimated(search, what, index, figures) for what, index in named.items()]
     keeps_limits = bool((search.over_limits() <= 1).any())
-    rule = f"the fastest plan that costs at most {run.plan.tolerance:.0%} more than the cheapest"
+    rule = _rule_of(run.plan)
     return FirstAnswer(
         plans, len(search.space), time.perf_counter() - began, keeps_limits, rule, run
     )
+
+
+def _rule_of(plan: PlanConfig) -> str:
+    """Return by what rule a plan is recommended, in words."""
+    if plan.takes_faster or plan.objective == "pareto":
+        return f"the fastest plan that costs at most {plan.tolerance:.0%} more than the cheapest"
+    if plan.value_of_hour:
+        return f"the best plan by plan.objective and plan.value_of_hour={plan.value_of_hour:g}"
+    return f"the best plan by plan.objective={plan.objective!r}"
 
 
 class _Figures(NamedTuple):
@@ -344,12 +354,16 @@ def _name(search: Search, figures: _Figures) -> dict[str, int]:
     is_out = search.over_limits() > 1
     is_out &= not is_out.all()
     is_out[list(search.unfinished)] = True
-    seconds, dollars = (np.where(is_out, np.inf, each) for each in figures)
-    tolerance = search.space.run.plan.tolerance
-    cheapest, faster, fastest = decide(seconds, dollars, tolerance)
+    plan, lags = search.space.run.plan, search.lags
+    steps = steps_for_one(plan, lags)
+    seconds, dollars = (np.where(is_out, np.inf, each * steps) for each in figures)
+    cheapest, recommended, fastest = decide(seconds, dollars, plan.tolerance)
+    if not (plan.takes_faster or plan.objective == "pareto"):
+        values = search.estimates.values(figures.seconds, lags, plan)
+        recommended = int(np.argmin(np.where(is_out, np.inf, values)))
     return {
         "cheapest": cheapest,
-        "recommended": faster,
+        "recommended": recommended,
         "fastest": fastest,
     }
 

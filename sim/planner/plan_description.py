@@ -83,10 +83,11 @@ class PlanDescription:
 
     def open_gap(self) -> float | None:
         """Return how much better a plan without a simulation may be, or None if the search converged."""
-        search = self._search
+        search, goal = self._search, self._race.faster_goal or self._search.goal
         if search.has_converged:
             return None
-        return max(0.0, 1 - float(search.least_open()) / search.value(self._index))
+        with search.judged_by(goal):  # the search that was cut
+            return max(0.0, 1 - float(search.least_open()) / search.value(self._index))
 
     def why(self) -> str:
         """Return why this plan is chosen, and not another one of about the same cost."""
@@ -105,6 +106,10 @@ class PlanDescription:
     def _why_faster(self) -> str:
         """Return how much more the chosen plan costs than the cheapest, and how much faster it is."""
         tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
+        if cheapest == self._index and self._race.faster_goal is None:
+            return "the cheapest; plan.time_limit came before faster plans were searched"
+        if cheapest == self._index and not self._search.has_converged:
+            return "the cheapest; plan.time_limit ended the search for faster plans"
         if cheapest == self._index:
             return f"the cheapest; none that costs at most {tolerance:.0%} more is faster"
         dollars, seconds = self._race.ratios(self._index, cheapest)

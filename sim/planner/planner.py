@@ -138,6 +138,7 @@ def _plan(
     if run.plan.takes_faster:
         _look_for_faster(search, race, pool, progress)
     chosen, judged = _choose(search, race, pool, progress)
+    _look_for_fastest(search, pool, progress)
     chosen, judged = _settle(search, race, pool, progress, chosen, judged, own)
     search.aim_at(run.plan)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
@@ -259,8 +260,17 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
     plan, spend = search.space.run.plan, search.spend_of(search.speeds[cheapest])
     most = (1 + plan.tolerance) * spend.whole
     budget = most if plan.budget is None else min(most, plan.budget)
-    search.aim_at(replace(plan, objective="step-time", budget=budget))
+    race.aim_at_faster(replace(plan, objective="step-time", budget=budget))
     search.run(pool, progress.on("faster plans"))
+
+
+def _look_for_fastest(search: Search, pool: Executor, progress: _Progress) -> None:
+    """Simulate plans that may be faster than all others, for the row of the fastest plan."""
+    if search.is_late:
+        return
+    plan = search.space.run.plan
+    with search.judged_by(replace(plan, objective="step-time", value_of_hour=0.0)):
+        search.simulate(pool, search.next_round(pool), progress.on("options"))
 
 
 def _choose(

@@ -18,6 +18,7 @@ from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.sim.planner.objective import Spend, excess, limits_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
@@ -63,6 +64,8 @@ class Race:
         self.cheapest: int | None = None
         """The plan whose cost `plan.tolerance` refers to, once the search looks for faster plans.
         """
+        self.faster_goal: PlanConfig | None = None
+        """The goal of the search for faster plans, once it has begun."""
         self._limited: dict[int, Run] = {}
         """Run file of each full simulation, with the number of steps that time allowed."""
 
@@ -91,6 +94,11 @@ class Race:
         """Return the plan to choose by cost. `plan.tolerance` refers to it from now on."""
         self.cheapest = self.run(pool, watch)
         return self.cheapest
+
+    def aim_at_faster(self, goal: PlanConfig) -> None:
+        """Let the search look for faster plans from now on, by this goal."""
+        self.faster_goal = goal
+        self.search.aim_at(goal)
 
     def settle(self, pool: Executor, index: int, watch: Callable[[], None]) -> int:
         """Simulate a plan until its step time is known, on every seed, and return it if it keeps the budget.
@@ -163,10 +171,19 @@ class Race:
 
     def is_tolerable(self, index: int) -> bool:
         """Whether a plan costs at most `plan.tolerance` more than the cheapest, over the same steps."""
+        if self.cheapest in self.search.unfinished:
+            self.cheapest = self._cheapest_left()
         if self.cheapest is None:
             return True
         dollars, _ = self.ratios(index, self.cheapest)
         return dollars <= 1 + self.search.space.run.plan.tolerance
+
+    def _cheapest_left(self) -> int | None:
+        """Return the cheapest plan that finishes and keeps the limits of `[plan]`, over the few steps of the search."""
+        search = self.search
+        left = {i: s for i, s in search.speeds.items() if i not in search.unfinished}
+        spends = {i: search.spend_of(s).whole for i, s in left.items() if search.keeps_limits(s)}
+        return min(spends, key=spends.__getitem__, default=None)
 
     def _stays_tolerable(self, pool: Executor, index: int, watch: Callable[[], None]) -> bool:
         """Whether a finalist is still tolerable over more steps.

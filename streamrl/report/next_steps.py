@@ -73,3 +73,10 @@ def execute_command(verdict: Verdict, plan_file: Path) -> str:
 def _title(verdict: Verdict) -> str:
     back_ends = ", ".join(verdict.back_ends)
     return f"{verdict.name} ({back_ends})" if back_ends else verdict.name
+
+
+def differing(plan: Plan) -> list[str]:
+    """Return the settings in which the variant with fuller memory differs from the plan."""
+    assert plan.tighter is not None, "it has a variant"
+    ours, theirs = plan.allocation.settings, plan.tighter.settings
+    return [f"{key}={theirs[key]}" for key in theirs if theirs[key] != ours.get(key)]

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from streamrl.record.band import ends_of
 from streamrl.record.uncertainty import unshared_error
+from streamrl.report.next_steps import differing
 from streamrl.report.run_tables import basis_of, dollars_text, fact_lines, headline, time_text
 from streamrl.report.words import EXPLAINED, NBSP, SYSTEMS, PlannedSides, rent_text
 from streamrl.runfile.formatting import (
@@ -23,6 +24,7 @@ from streamrl.runfile.formatting import (
     band_text,
     format_dollars,
     format_step_time,
+    listing,
 )
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.sim.planner.plan import (
@@ -171,8 +173,8 @@ def why_lines(plan: Plan) -> Iterator[str]:
     yield from _alterations(plan)
     if plan.tighter is not None:
         yield (
-            f"with less room {plan.tighter.gain:.0%} better: {plan.tighter.choice}, whose trainer takes "
-            f"{plan.tighter.memory:.1%} of a GPU"
+            f"with less room {plan.tighter.gain:.0%} better: {plan.tighter.choice}, with {listing(differing(plan))}, "
+            f"whose trainer takes {plan.tighter.memory:.1%} of a GPU"
         )
     yield search_text(plan)
 
@@ -291,7 +293,8 @@ def _option_lines(option: PlanOption) -> Iterator[Text]:
     labels = Text(", ".join(option.labels), style="bold")
     yield labels.append(f": {option.relation}" if option.relation else "", style="not bold")
     yield Text(option.text)
-    yield Text("; ".join(each for each in (option.trains_on, option.note) if each))
+    aside = "" if option.is_offered else "not offered: see the keys of [plan] and its pools"
+    yield Text("; ".join(each for each in (option.trains_on, aside, option.note) if each))
 
 
 def _with_whole_figures(table: Table) -> Table:

@@ -11,7 +11,7 @@ from pathlib import Path
 from streamrl.record.band import Band
 from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import WholeRun
-from streamrl.report.next_steps import start_commands, verdict_lines
+from streamrl.report.next_steps import differing, start_commands, verdict_lines
 from streamrl.report.page.answer import Tile
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.comparison import why
@@ -209,15 +209,8 @@ def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
             )
     if plan.tighter is not None:
         yield NextStep(
-            text=f"A variant that is {percent(plan.tighter.gain)} cheaper fills {percent(plan.tighter.memory)} of the trainer's GPU memory, which is more than plans may here: {plan.tighter.choice}. Its settings differ in {listing(_differing(plan))}."
+            text=f"A variant that is {percent(plan.tighter.gain)} cheaper fills {percent(plan.tighter.memory)} of the trainer's GPU memory, which is more than plans may here: {plan.tighter.choice}. Its settings differ in {listing(differing(plan))}."
         )
-
-
-def _differing(plan: Plan) -> list[str]:
-    """Return the settings in which the variant with fuller memory differs from the plan."""
-    assert plan.tighter is not None, "it has a variant"
-    ours, theirs = plan.allocation.settings, plan.tighter.settings
-    return [f"{key}={theirs[key]}" for key in theirs if theirs[key] != ours.get(key)]
 
 
 SOURCE = re.compile(
