@@ -246,10 +246,18 @@ class OtherRows:
                 self.leave_out(label, reason)
                 continue
             alone = search.only(candidate)
+            if label == "on parts of a node" and self._is_beaten(alone.spend_of(metrics)):
+                self.leave_out(label, "the best one is dearer and slower than the recommended plan")
+                continue
             is_offered = search.space.index_of(candidate) is not None
             yield Row(
                 labels=(label,), search=alone, index=0, speeds=[metrics], is_offered=is_offered
             )
+
+    def _is_beaten(self, spend: Spend[float]) -> bool:
+        """Whether the chosen plan costs less and takes less time."""
+        chosen = self._race.spend(self._chosen)
+        return chosen.whole <= spend.whole and chosen.seconds <= spend.seconds
 
     def leave_out(self, label: OptionLabel, reason: str) -> None:
         """Record why a plan has no row."""
