@@ -122,6 +122,18 @@ def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
     assert "The chosen plan stays the best" not in text
 
 
+def test_what_longer_outputs_do_to_the_whole_run_is_said(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    longer = replace(
+        plan.sensitivity[0], what="lengths +20%", value=1.1 * plan.objective.value, still_fits=True
+    )
+    by_token = replace(plan, objective=replace(plan.objective, name="cost-per-million-tokens"))
+    write_plan(replace(by_token, sensitivity=[longer]), directory)
+    text = render_html(make_page(read_report([directory])))
+    assert "with lengths +20% about +32\N{NO-BREAK SPACE}%" in text
+
+
 # Drawings -----------------------------------------------------------------------------------------
 
 

@@ -79,6 +79,27 @@ class Sensitivity:
     source: str
     left_out: str = ""
     """What-ifs that cannot change the plan, and why; empty if there are none."""
+    of_lengths: str = ""
+    """What a change of lengths does to the whole run, if the figure is dollars per token."""
+
+
+def _of_lengths(plan: Plan) -> str:
+    """Return what longer and shorter outputs do to the dollars of the whole run. Tokens change with lengths."""
+    if plan.objective.name != "cost-per-million-tokens":
+        return ""
+    effects = []
+    for each in plan.sensitivity:
+        match = SHIFT.fullmatch(each.what)
+        if match is not None and match["what"] == "lengths" and each.still_fits:
+            tokens = float(match["sign"] + match["share"]) / 100
+            ratio = (1 + tokens) * each.value / plan.objective.value - 1
+            effects.append(f"with {each.what} about {change(ratio)}")
+    if not effects:
+        return ""
+    return (
+        f"Dollars here are per token, and tokens change with lengths. The whole run changes by more: "
+        f"{listing(effects)}."
+    )
 
 
 def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
@@ -110,6 +131,7 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
         changes=list(plan.sensitivity),
         missing=_missing([*plan.not_varied, *(swing.what for swing in swings)]),
         left_out=not_varied_text(plan.not_varied),
+        of_lengths=_of_lengths(plan),
         source=source,
     )
 
@@ -244,6 +266,8 @@ def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
         section.tables.append(
             PageTable("Changes under which another plan would be chosen.", head, rows)
         )
+    if found.of_lengths:
+        section.notes.append(found.of_lengths)
     if found.left_out:
         section.notes.append(f"{found.left_out[:1].upper()}{found.left_out[1:]}.")
     if found.missing:
