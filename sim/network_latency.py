@@ -8,7 +8,7 @@ the way to it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import simpy
@@ -16,6 +16,8 @@ import simpy
 from streamrl.engine.messages import Abort, Command, Event, Generate, LoadWeights
 
 ReplicaCommand = Generate | LoadWeights | Abort
+Message = TypeVar("Message", bound=tuple[float, *tuple[Any, ...]])
+"""When it was sent, and its content."""
 S = TypeVar("S", Generate, LoadWeights, Abort)
 
 
@@ -70,12 +72,16 @@ class DelayedChannel:
         callbacks.append(arrive)
 
     def _arrive_there(self, arrival: simpy.Event) -> None:
-        sent_at = self._there[0][0] if self._there else None
-        while self._there and self._there[0][0] == sent_at:
-            _, command, take = self._there.popleft()
+        for _, command, take in _of_one_instant(self._there):
             take(command)
 
     def _arrive_back(self, arrival: simpy.Event) -> None:
-        sent_at = self._back[0][0] if self._back else None
-        while self._back and self._back[0][0] == sent_at:
-            self._emit(self._back.popleft()[1])
+        for _, event in _of_one_instant(self._back):
+            self._emit(event)
+
+
+def _of_one_instant(line: deque[Message]) -> Iterator[Message]:
+    """Remove and yield the first message of a line, and those that were sent at the same instant."""
+    sent_at = line[0][0] if line else None
+    while line and line[0][0] == sent_at:
+        yield line.popleft()

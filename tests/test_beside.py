@@ -191,7 +191,7 @@ def test_where_the_cheapest_plan_does_not_finish_the_tolerance_refers_to_the_nex
     search.run(Here(), lambda: None)
     race = Race(search)
     cheapest = race.find_cheapest(Here(), lambda: None)
-    search.give_up(cheapest, Unfinished("its replicas were lost"))
+    race.give_up(cheapest, Unfinished("its replicas were lost"))
     spends = {i: search.spend_of(search.speeds[i]).whole for i in search.ranking()}
     next_one = min(spends, key=spends.__getitem__)
     assert race.is_tolerable(next_one) and race.cheapest == next_one

@@ -16,8 +16,8 @@ from streamrl.hardware.side_memory import trainer_side
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.plan_config import PlanConfig
 from streamrl.sim.planner.layouts import Degrees, Replicas, sizes
+from streamrl.sim.planner.objective import beats, faster_goal
 from streamrl.sim.planner.options import recommended_of
 from streamrl.sim.planner.plan import OverMemoryLimit
 from streamrl.sim.planner.plan_settings import describe, settings_of
@@ -92,11 +92,13 @@ def find_on_partial_nodes(
         return None
     other.estimates.take_paces(search.estimates)
     is_part = _uses_parts(other.space, names)
-    _simulate_best(other, np.where(is_part, 1.0, np.inf), pool, watch)
+    _simulate_best(other, is_part, pool, watch)
     if not (known := _known(other)):
         return None
-    other.aim_at(_faster_goal(run.plan, other, known))
-    _simulate_best(other, np.where(is_part, 1.0, np.inf), pool, watch)
+    if run.plan.takes_faster:
+        least = min(other.spend_of(speed).whole for speed in known.values())
+        other.aim_at(faster_goal(run.plan, least))
+    _simulate_best(other, is_part, pool, watch)
     other.aim_at(run.plan)
     known = _known(other)
     cheapest = min(known, key=lambda index: other.spend_of(known[index]).whole)
@@ -128,14 +130,11 @@ def _uses_parts(space: Space, names: Collection[str]) -> Mask:
     return found
 
 
-def _simulate_best(
-    search: Search, weights: Floats, pool: Executor, watch: Callable[[], None]
-) -> None:
-    """Simulate a few steps of the best plans by estimate among those with a finite weight."""
+def _simulate_best(search: Search, among: Mask, pool: Executor, watch: Callable[[], None]) -> None:
+    """Simulate a few steps of the best plans by estimate among some."""
 
     def pick(order: list[int], scores: Floats) -> list[int]:
-        weighted = scores * weights
-        those = [index for index in best_of(weighted) if np.isfinite(weighted[index])]
+        those = [i for i in best_of(np.where(among, scores, np.inf)) if among[i]]
         return list(islice(search.unlike(those, scores), TRIED))
 
     if not search.is_late:
@@ -147,25 +146,13 @@ def _known(search: Search) -> dict[int, Speed]:
     return {index: search.speeds[index] for index in search.ranking()}
 
 
-def _faster_goal(plan: PlanConfig, search: Search, known: Mapping[int, Speed]) -> PlanConfig:
-    """Return the goal for the second look: the fastest plan that costs little more, if `[plan]` asks for it."""
-    if not plan.takes_faster:
-        return plan
-    most = (1 + plan.tolerance) * min(search.spend_of(speed).whole for speed in known.values())
-    budget = most if plan.budget is None else min(most, plan.budget)
-    changed: PlanConfig = replace(plan, objective="step-time", budget=budget)
-    return changed
-
-
 def _is_worth(search: Search, speed: Speed, rivals: Sequence[Speed]) -> bool:
     """Whether a plan is clearly cheaper or faster than the first rival, and no rival beats it in both."""
     ours, others = search.spend_of(speed), [search.spend_of(rival) for rival in rivals]
     is_better = (
         ours.whole < (1 - ALIKE) * others[0].whole or ours.seconds < (1 - ALIKE) * others[0].seconds
     )
-    return is_better and not any(
-        other.whole <= ours.whole and other.seconds <= ours.seconds for other in others
-    )
+    return is_better and not any(beats(other, ours) for other in others)
 
 
 def _alike(search: Search, chosen: int) -> Run:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar, assert_never
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.record.steady_state import Speed
@@ -205,6 +206,19 @@ def excess(plan: PlanConfig, spend: Spend[Figure]) -> Figure | float:
     for limit in limits_of(plan):
         most = np.maximum(most, spend[limit.place] / limit.most)
     return most
+
+
+def beats(one: Spend[float], other: Spend[float]) -> bool:
+    """Whether a plan costs no more than another, and takes no longer."""
+    return one.whole <= other.whole and one.seconds <= other.seconds
+
+
+def faster_goal(plan: PlanConfig, least: float) -> PlanConfig:
+    """Return the goal of a search for the fastest plan that costs little more than `least` dollars."""
+    most = (1 + plan.tolerance) * least
+    budget = most if plan.budget is None else min(most, plan.budget)
+    changed: PlanConfig = replace(plan, objective="step-time", budget=budget)
+    return changed
 
 
 def keeps_limits(plan: PlanConfig, spend: Spend[float]) -> bool:

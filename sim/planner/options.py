@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import ratio_half_width
 from streamrl.record.steady_state import Speed
-from streamrl.sim.planner.objective import Spend, limits_of, value_of
+from streamrl.sim.planner.objective import Spend, beats, limits_of, value_of
 from streamrl.sim.planner.plan import LeftOutOption, OptionLabel, PlanOption
 from streamrl.sim.planner.plan_description import choice_of, whole_run_of
 from streamrl.sim.planner.plan_settings import describe, group_of
@@ -246,18 +246,14 @@ class OtherRows:
                 self.leave_out(label, reason)
                 continue
             alone = search.only(candidate)
-            if label == "on parts of a node" and self._is_beaten(alone.spend_of(metrics)):
+            chosen = race.spend(self._chosen)
+            if label == "on parts of a node" and beats(chosen, alone.spend_of(metrics)):
                 self.leave_out(label, "the best one is dearer and slower than the recommended plan")
                 continue
             is_offered = search.space.index_of(candidate) is not None
             yield Row(
                 labels=(label,), search=alone, index=0, speeds=[metrics], is_offered=is_offered
             )
-
-    def _is_beaten(self, spend: Spend[float]) -> bool:
-        """Whether the chosen plan costs less and takes less time."""
-        chosen = self._race.spend(self._chosen)
-        return chosen.whole <= spend.whole and chosen.seconds <= spend.seconds
 
     def leave_out(self, label: OptionLabel, reason: str) -> None:
         """Record why a plan has no row."""

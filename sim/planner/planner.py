@@ -30,7 +30,7 @@ from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
 from streamrl.sim.planner.bottleneck import find_binding, find_gains
 from streamrl.sim.planner.modes import Scope, keep_to_framework
-from streamrl.sim.planner.objective import UNITS
+from streamrl.sim.planner.objective import UNITS, faster_goal
 from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
 from streamrl.sim.planner.plan import Change, Choice, Figure, Plan, PlanFrame, PlannedFramework
 from streamrl.sim.planner.plan_description import PlanDescription, drafts_text, whole_run_of
@@ -257,10 +257,8 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
     cheapest = race.find_cheapest(pool, progress.on("finalists"))
     if search.is_late:
         return
-    plan, spend = search.space.run.plan, search.spend_of(search.speeds[cheapest])
-    most = (1 + plan.tolerance) * spend.whole
-    budget = most if plan.budget is None else min(most, plan.budget)
-    race.aim_at_faster(replace(plan, objective="step-time", budget=budget))
+    spend = search.spend_of(search.speeds[cheapest])
+    race.aim_at_faster(faster_goal(search.space.run.plan, spend.whole))
     search.run(pool, progress.on("faster plans"))
 
 

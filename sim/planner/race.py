@@ -146,7 +146,7 @@ class Race:
             for index in new:
                 speed = found.get(index)
                 if isinstance(speed, Unfinished):
-                    search.give_up(index, speed)
+                    self.give_up(index, speed)
                 elif speed is not None:
                     self.finals.setdefault(index, []).append(speed)
         self.finals = {i: s for i, s in self.finals.items() if i not in search.unfinished}
@@ -171,12 +171,17 @@ class Race:
 
     def is_tolerable(self, index: int) -> bool:
         """Whether a plan costs at most `plan.tolerance` more than the cheapest, over the same steps."""
-        if self.cheapest in self.search.unfinished:
-            self.cheapest = self._cheapest_left()
         if self.cheapest is None:
             return True
         dollars, _ = self.ratios(index, self.cheapest)
         return dollars <= 1 + self.search.space.run.plan.tolerance
+
+    def give_up(self, index: int, reason: Unfinished) -> None:
+        """Record that a plan does not finish, so that it cannot be chosen and `plan.tolerance` refers to another."""
+        self.search.give_up(index, reason)
+        self.finals.pop(index, None)
+        if index == self.cheapest:
+            self.cheapest = self._cheapest_left()
 
     def _cheapest_left(self) -> int | None:
         """Return the cheapest plan that finishes and keeps the limits of `[plan]`, over the few steps of the search."""
@@ -231,8 +236,7 @@ class Race:
         if len(finished) == len(of_seeds):
             self.steady[index] = finished
         else:
-            self.search.give_up(index, next(m for m in of_seeds if isinstance(m, Unfinished)))
-            self.finals.pop(index, None)
+            self.give_up(index, next(m for m in of_seeds if isinstance(m, Unfinished)))
 
     def stand_beside(
         self, pool: Executor, chosen: int, indices: Iterable[int], watch: Callable[[], None]
@@ -250,8 +254,7 @@ class Race:
     def _take_beside(self, found: Mapping[int, Metrics | Unfinished]) -> None:
         for index, metrics in found.items():
             if isinstance(metrics, Unfinished):
-                self.search.give_up(index, metrics)
-                self.finals.pop(index, None)
+                self.give_up(index, metrics)
             else:
                 self.beside[index] = metrics
 

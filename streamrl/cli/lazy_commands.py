@@ -47,20 +47,26 @@ def _in_one_line(ctx: Click, parse: Callable[[], list[str]]) -> list[str]:
         raise ValueError(usage_text(error, ctx)) from None
 
 
-class PlainCommand(TyperCommand):
-    """A command whose errors are one line, and whose help shows only types that a user writes."""
+class Plain:
+    """Makes the errors of a command or a group one line, and lets its help show only types that a user writes."""
 
     def parse_args(self, ctx: Click, args: list[str]) -> list[str]:
-        """Read the options and arguments.
+        """Read the options and arguments; those before the command in a group.
 
         Raises:
             ValueError: one of them is wrong.
         """
-        return _in_one_line(ctx, partial(super().parse_args, ctx, args))
+        parent: Any = super()
+        return _in_one_line(ctx, partial(parent.parse_args, ctx, args))
 
     def get_params(self, ctx: Click) -> list[Any]:
         """Return the parameters, with that of help."""
-        return _without_flag_types(super().get_params(ctx))
+        parent: Any = super()
+        return _without_flag_types(parent.get_params(ctx))
+
+
+class PlainCommand(Plain, TyperCommand):
+    """A plain command."""
 
 
 class LazyCommand(TyperCommand):
@@ -107,20 +113,8 @@ def _in_paragraphs(text: str) -> tuple[list[str], str]:
     return paragraphs, "\n".join(examples)
 
 
-class PlainGroup(TyperGroup):
-    """A group whose errors are one line. A wrong command gets the nearest name."""
-
-    def parse_args(self, ctx: Click, args: list[str]) -> list[str]:
-        """Read the options before the command.
-
-        Raises:
-            ValueError: one of them is wrong.
-        """
-        return _in_one_line(ctx, partial(super().parse_args, ctx, args))
-
-    def get_params(self, ctx: Click) -> list[Any]:
-        """Return the options of the group itself."""
-        return _without_flag_types(super().get_params(ctx))
+class PlainGroup(Plain, TyperGroup):
+    """A plain group. A wrong command gets the nearest name."""
 
     def resolve_command(self, ctx: Click, args: list[str]) -> Any:
         """Return the command that is called.
