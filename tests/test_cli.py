@@ -159,6 +159,36 @@ def test_a_wrong_option_gets_one_line_with_the_nearest_name(
     assert done.stderr.startswith(f"streamrl: {reason}") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--model", "qwen2.5-7b", "--gpus", "8xH20", "-o", ""],
+        ["plan", EXAMPLE, "--output="],
+        ["simulate", EXAMPLE, "--output", ""],
+        ["export", EXAMPLE, "--framework", "verl", "-o", ""],
+        ["report", "plans", "-o", ""],
+        ["ranker", "fit", "log.csv", "--output", ""],
+        ["validate", "serving", "-o", ""],
+    ],
+)
+def test_an_empty_path_is_refused_and_not_read_as_the_current_directory(
+    arguments: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = streamrl(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "streamrl: --output is empty; write a path\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_is_the_current_directory_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = streamrl("simulate", EXAMPLE, "--output", ".", "--set", "rollout.replicas=")
+    assert done.returncode == 2 and "rollout.replicas" in done.stderr
+
+
 def test_help_ends_with_an_example_and_shows_options_in_groups() -> None:
     shown = streamrl("plan", "--help").stdout
     assert re.search(r"\n Example: streamrl plan [^│]*$", shown)

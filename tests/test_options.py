@@ -13,8 +13,14 @@ from msgspec.structs import replace
 
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.layouts import ROLLOUT_MEMORY, TRAINER_MEMORY, Degrees, Replicas
-from streamrl.sim.planner.options import FEWEST_ROWS, MOST_ROWS, age_text, relation_text
-from streamrl.sim.planner.plan import Plan, PlanOption
+from streamrl.sim.planner.options import (
+    FEWEST_ROWS,
+    MOST_ROWS,
+    OtherRows,
+    age_text,
+    relation_text,
+)
+from streamrl.sim.planner.plan import OptionLabel, Plan, PlanOption
 from streamrl.sim.planner.plan_settings import candidate_of, group_of, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
@@ -118,6 +124,26 @@ def test_a_layout_that_cannot_run_is_left_out_with_the_reason() -> None:
     assert large.refusal_of(own._replace(replicas=wide)) == TRAINER_MEMORY
 
 
+def test_a_plan_on_parts_of_a_node_that_is_dearer_and_slower_has_no_row() -> None:
+    search = Search.open(few(SMALL))
+    search.run(Here(), lambda: None)
+    race = Race(search)
+    race.settle(Here(), race.run(Here(), lambda: None), lambda: None)
+    chosen = next(iter(race.steady))
+    plan = search.space.candidate(chosen)
+    slower = plan._replace(replicas=plan.replicas._replace(max_running=2))
+    labels: list[OptionLabel] = ["on parts of a node", "your own file"]
+    rows = {label: OtherRows(race, chosen) for label in labels}
+    found = {}
+    for label, each in rows.items():
+        each.add(label, slower)
+        found[label] = list(each.simulate(Here(), lambda: None))
+    assert not found["on parts of a node"] and len(found["your own file"]) == 1
+    (left_out,) = rows["on parts of a node"].left_out
+    assert left_out.label == "on parts of a node" and "dearer and slower" in left_out.reason
+    assert not rows["your own file"].left_out
+
+
 # Settings and words -------------------------------------------------------------------------------
 
 
@@ -132,7 +158,7 @@ def test_settings_of_a_plan_give_the_plan_back() -> None:
     mixed = Candidate(replicas._replace(beside=beside), Degrees(*trainer), mode)
     assert candidate_of(settings_of(mixed)) == mixed
     assert search.space.index_of(mixed) is None
-    assert len(search.space.only(mixed)) == 1
+    assert len(search.space.only([mixed])) == 1
 
 
 def test_ratios_and_ages_are_said_in_words() -> None:

@@ -131,7 +131,7 @@ class Search(Scores):
 
     def only(self, candidate: Candidate) -> Search:
         """Return a search with a single plan, to describe it."""
-        space = self.space.only(candidate)
+        space = self.space.only([candidate])
         estimates = Estimates(space, counted_batches(self.base))
         return Search(space=space, estimates=estimates, base=self.base, deadline=self.deadline)
 

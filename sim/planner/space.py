@@ -7,7 +7,7 @@ and pairs are left out, and their reasons are counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
@@ -267,7 +267,7 @@ class Candidate(NamedTuple):
         return with_rent(for_target(laid_out, run.plan.target))
 
 
-Part = TypeVar("Part")
+Part = TypeVar("Part", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,20 +426,21 @@ class Space:
         )
         return space._without_unused()
 
-    def only(self, candidate: Candidate) -> Space:
-        """Return a space with a single plan, which `[plan]` may exclude."""
-        replicas, trainer, mode = candidate
-        pairs = Pairs(self.run.cluster, [replicas], [trainer])
-        first = np.zeros(1, dtype=np.int32)
+    def only(self, candidates: Sequence[Candidate]) -> Space:
+        """Return a space with these plans alone, which `[plan]` may exclude."""
+        replicas, of_replicas = _numbered(candidate.replicas for candidate in candidates)
+        trainers, of_trainer = _numbered(candidate.trainer for candidate in candidates)
+        modes, of_mode = _numbered(candidate.mode for candidate in candidates)
+        pairs = Pairs(self.run.cluster, replicas, trainers)
         return Space(
             run=self.run,
-            replicas=[replicas],
-            trainers=[trainer],
-            modes=[mode],
-            of_replicas=first,
-            of_trainer=first,
-            of_mode=first,
-            prices=pairs.prices([mode], first, first, first),
+            replicas=replicas,
+            trainers=trainers,
+            modes=modes,
+            of_replicas=of_replicas,
+            of_trainer=of_trainer,
+            of_mode=of_mode,
+            prices=pairs.prices(modes, of_replicas, of_trainer, of_mode),
             cut=Counter(),
         )
 
@@ -695,6 +696,13 @@ def _context_degrees(trainer: TrainerConfig, longest: int) -> Sequence[int]:
 
 
 # Shared helpers -----------------------------------------------------------------------------------
+
+
+def _numbered(parts: Iterable[Part]) -> tuple[list[Part], Indices]:
+    """Return the distinct parts, and the place of each part among them."""
+    places: dict[Part, int] = {}
+    of_each = [places.setdefault(part, len(places)) for part in parts]
+    return list(places), np.array(of_each, dtype=np.int32)
 
 
 def _used(parts: list[Part], places: Indices) -> tuple[list[Part], Indices]:

@@ -10,11 +10,11 @@ page has the grid and the same rule in JavaScript.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace as replace_fields
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -35,11 +35,10 @@ from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
 from streamrl.sim.planner.plan_settings import describe, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.space import Candidate, Pairs, Space
+from streamrl.sim.planner.space import Space
 from streamrl.sim.planner.trial import counted_batches, open_trial, shortened
 
 Floats = NDArray[np.float64]
-Part = TypeVar("Part", bound=Hashable)
 LENGTHS = (0.5, 0.7, 1.0, 1.4, 2.0)
 CAPS = (0.5, 1.0, 2.0)
 LINKS = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -138,12 +137,11 @@ def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf
     run = search.space.run
     kept = _near_front(search, race, chosen)
     hours = _unchanged_hours(search, race, chosen, metrics.whole_run)
-    candidates = [search.space.candidate(index) for index in kept]
+    space = search.space.only([search.space.candidate(index) for index in kept])
     points = _points(search.space)
     links = LINKS if run.cluster.links else (1.0,)
-    base_space = _space_of(search.base, candidates)
-    syncs = [_sync_at(base_space, factor) for factor in links]
-    jobs = [_Job(shortened(point, run.seed), candidates, syncs) for point in points.runs]
+    syncs = [_sync_at(space, factor) for factor in links]
+    jobs = [_Job(shortened(point, run.seed), space, syncs) for point in points.runs]
     found = list(pool.map(_estimate, jobs))
     base = found[points.unchanged].steps[:, links.index(1.0)]
     ratios = [each.steps / base[:, None] for each in found]
@@ -365,7 +363,8 @@ class _Job(NamedTuple):
 
     base: bytes
     """The encoded run file."""
-    candidates: list[Candidate]
+    space: Space
+    """The plans, as the run file without a change has them."""
     syncs: list[SyncTimes]
     """Times of the weight sync of all plans, by factor of the links. They do not depend on lengths."""
 
@@ -382,11 +381,11 @@ def _estimate(job: _Job) -> _Found:
     """Estimate the plans at one point of the grid."""
     batches = counted_batches(job.base)[:MOST_BATCHES]
     drawn = [length for batch in batches for draw in batch.drawn for length in draw.lengths]
-    found = np.full((len(job.candidates), len(job.syncs)), np.nan)
-    space = _space_of(job.base, job.candidates)
+    space = replace_fields(job.space, run=open_trial(job.base)[0])
+    found = np.full((len(space), len(job.syncs)), np.nan)
     fitting = [place for place in range(len(space)) if _fits(space, place)]
     if fitting:
-        kept = _space_of(job.base, [job.candidates[place] for place in fitting])
+        kept = space.only([space.candidate(place) for place in fitting])
         estimates = Estimates(kept, batches)
         for column, sync in enumerate(job.syncs):
             own = SyncTimes(*(times[fitting] for times in sync))
@@ -409,31 +408,3 @@ def _sync_at(space: Space, factor: float) -> SyncTimes:
     cluster = space.run.cluster
     links = [replace(link, bandwidth=Bandwidth(link.bandwidth * factor)) for link in cluster.links]
     return sync_times(space.priced(replace(cluster, links=links)))
-
-
-def _space_of(base: bytes, candidates: Sequence[Candidate]) -> Space:
-    """Return a space of some plans of an encoded run file."""
-    run, _ = open_trial(base)
-    replicas, of_replicas = _numbered(candidate.replicas for candidate in candidates)
-    trainers, of_trainer = _numbered(candidate.trainer for candidate in candidates)
-    modes, of_mode = _numbered(candidate.mode for candidate in candidates)
-    pairs = Pairs(run.cluster, replicas, trainers)
-    prices = pairs.prices(modes, of_replicas, of_trainer, of_mode)
-    return Space(
-        run=run,
-        replicas=replicas,
-        trainers=trainers,
-        modes=modes,
-        of_replicas=of_replicas,
-        of_trainer=of_trainer,
-        of_mode=of_mode,
-        prices=prices,
-        cut=Counter(),
-    )
-
-
-def _numbered(parts: Iterable[Part]) -> tuple[list[Part], NDArray[np.int32]]:
-    """Return the distinct parts, and the place of each part among them."""
-    places: dict[Part, int] = {}
-    of_each = [places.setdefault(part, len(places)) for part in parts]
-    return list(places), np.array(of_each, dtype=np.int32)

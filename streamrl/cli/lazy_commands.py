@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
-from streamrl.cli.usage_errors import UsageError, no_such_command, usage_text
+from streamrl.cli.usage_errors import UsageError, check_paths, no_such_command, usage_text
 
 Click: TypeAlias = Any
 """A command or a context of click, or of typer's copy of it, depending on typer's version."""
@@ -57,7 +57,10 @@ class Plain:
             ValueError: one of them is wrong.
         """
         parent: Any = super()
-        return _in_one_line(ctx, partial(parent.parse_args, ctx, args))
+        written = [*args]  # parsing takes them out
+        rest = _in_one_line(ctx, partial(parent.parse_args, ctx, args))
+        check_paths(ctx, written)
+        return rest
 
     def get_params(self, ctx: Click) -> list[Any]:
         """Return the parameters, with that of help."""

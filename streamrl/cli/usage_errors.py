@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -33,6 +34,16 @@ def usage_text(error: Any, context: Any) -> str:
     if extra := EXTRA.search(text):
         text = f"too many arguments, from {extra[1].split()[0]!r} on"
     return f"{_plain(text)}; {_see_help(context)}"
+
+
+def check_paths(context: Any, args: Sequence[str]) -> None:
+    """Raise `ValueError` if a path is empty. It would be read as the current directory."""
+    for param in context.command.get_params(context):
+        value = context.params.get(param.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        empty = {"", *(f"{name}=" for name in param.opts)}
+        if Path() in values and empty.intersection(args):
+            raise ValueError(f"{_name(param)} is empty; write a path")
 
 
 def no_such_command(context: Any, name: str, names: Iterable[str]) -> str:
