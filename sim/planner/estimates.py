@@ -178,12 +178,15 @@ class StageSeconds(NamedTuple):
 class Estimates:
     """Estimates and bounds of the step time of every plan in a space."""
 
-    def __init__(self, space: Space, batches: Sequence[StepBatch]) -> None:
+    def __init__(
+        self, space: Space, batches: Sequence[StepBatch], sync: SyncTimes | None = None
+    ) -> None:
         """Compute everything that needs no simulation.
 
         Args:
             space: the plans.
             batches: the batches that steps generate and train on.
+            sync: times of the weight sync of every plan; computed if None.
 
         Raises:
             ValueError: costs of the run's model or GPUs are missing.
@@ -211,11 +214,17 @@ class Estimates:
         """Per trainer and streaming mode: the ratio of passes computed one by one to their closed
         form.
         """
-        self._push, self._load, self._egress = sync_times(space)
+        self._push, self._load, self._egress = sync = sync or sync_times(space)
+        self._syncs = {tuple(space.run.cluster.links): sync}
+        """Times of the weight sync of every plan, by the links of the offer."""
         self._rewards = list(self._find_rewards())
         """Seconds of the rewards of a step, by mode."""
         self._estimated: StageSeconds | None = None
         """The estimate of every plan, until something is learned."""
+
+    @property
+    def _sync(self) -> SyncTimes:
+        return SyncTimes(self._push, self._load, self._egress)
 
     def _find_rewards(self) -> Iterator[RewardTimes]:
         """Yield the seconds of the rewards of a step, for each mode."""
@@ -235,6 +244,7 @@ class Estimates:
         self._push = np.concatenate([self._push, more.push])
         self._load = np.concatenate([self._load, more.load])
         self._egress = np.concatenate([self._egress, more.egress])
+        self._syncs = {tuple(space.run.cluster.links): self._sync}
 
     def _train(self) -> None:
         """Compute the closed forms of all trainers."""
@@ -343,7 +353,7 @@ class Estimates:
 
         Learned ratios of simulated times to closed forms and bounds are kept.
         """
-        other = Estimates(self.space, batches)
+        other = Estimates(self.space, batches, self._sync)
         other.take_paces(self)
         other._correct(self._checked)
         for asked, found in self._times.items():
@@ -383,11 +393,13 @@ class Estimates:
 
     def _take_space(self, space: Space) -> None:
         """Replace the space by one with the same plans, perhaps with other prices, links or costs."""
-        links, self.space, self._estimated = self.space.run.cluster.links, space, None
-        if space.run.cluster.links != links:
-            self._take_sync(sync_times(space))
+        self.space, self._estimated, links = space, None, tuple(space.run.cluster.links)
+        if links not in self._syncs:
+            self._syncs[links] = sync_times(space)
+        self._take_sync(self._syncs[links])
 
     def _take_sync(self, sync: SyncTimes) -> None:
+        self._syncs = {**self._syncs, tuple(self.space.run.cluster.links): sync}
         (self._push, self._load, self._egress), self._estimated = sync, None
 
     # Steps ----------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ The planner compares thousands of trainers by the closed form. It uses the costs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
@@ -30,7 +32,8 @@ from streamrl.workload.workload import Draw
 Floats = NDArray[np.float64]
 
 
-class GenerationTime(NamedTuple):
+@dataclass(frozen=True)
+class GenerationTime:
     """Simulated generation times of batches that follow each other."""
 
     seconds: Floats
@@ -59,10 +62,15 @@ class GenerationTime(NamedTuple):
     rewards take no time.
     """
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Mean seconds of a batch."""
         return float(self.seconds.mean())
+
+    @cached_property
+    def _overlapping(self) -> tuple[float, float]:
+        """Mean seconds of a share, and of a batch whose replicas are busy with others too."""
+        return float(self.shares.mean()), float(max(self.together.mean(), self.turnovers.mean()))
 
     def scaled(self, factor: float) -> GenerationTime:
         """Return the times of batches that take `factor` times as long."""
@@ -77,8 +85,8 @@ class GenerationTime(NamedTuple):
 
     def overlapping(self, num_batches: int) -> float:
         """Return the seconds of a step if `num_batches` batches are under way at any time."""
-        under_way = max(self.together.mean(), self.turnovers.mean())
-        return float(max(self.shares.mean(), under_way / num_batches))
+        share, under_way = self._overlapping
+        return max(share, under_way / num_batches)
 
     def stream_end(self, train_time: Floats) -> Floats:
         """Return when trainers end that work on rollouts as they finish, given the seconds of training for all.

@@ -386,10 +386,10 @@ def _estimate(job: _Job) -> _Found:
     fitting = [place for place in range(len(space)) if _fits(space, place)]
     if fitting:
         kept = space.only([space.candidate(place) for place in fitting])
-        estimates = Estimates(kept, batches)
-        for column, sync in enumerate(job.syncs):
-            own = SyncTimes(*(times[fitting] for times in sync))
-            found[fitting, column] = estimates.with_sync(own).estimate().step
+        own = [SyncTimes(*(times[fitting] for times in sync)) for sync in job.syncs]
+        estimates = Estimates(kept, batches, own[0])
+        for column, sync in enumerate(own):
+            found[fitting, column] = estimates.with_sync(sync).estimate().step
     return _Found(float(np.mean(drawn)), found)
 
 
