@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console, RenderableType
 
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
@@ -19,6 +21,7 @@ from streamrl.report.pictures.drawing import Rectangle, Text, scale, ticks
 from streamrl.report.pictures.range_bars import Swing, tornado_picture
 from streamrl.report.pictures.stacked_bars import RIGHT, WIDTH, shares_picture
 from streamrl.report.pictures.step_timeline import typical_step
+from streamrl.report.plan_report import plan_report
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.planner.plan import read_plan, write_plan
 from tests.report_directories import write_planned, write_runs
@@ -107,7 +110,8 @@ def test_a_plans_what_ifs_become_pairs_around_its_own_seed(tmp_path: Path) -> No
     for change in plan.sensitivity:
         what, _, sign = change.what.rpartition(" ")
         value = named[what].more if sign.startswith("+") else named[what].less
-        assert value == pytest.approx(change.value / plan.objective.value - 1)
+        assert change.cost_ratio is not None and value == pytest.approx(change.cost_ratio - 1)
+    assert found.of == "total cost of plan"
     prices = [swing for swing in found.swings if swing.what.startswith("price")]
     assert all(swing.less == pytest.approx(-(swing.more or 0)) for swing in prices)
 
@@ -118,20 +122,59 @@ def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
     changed = replace(plan.sensitivity[0], is_other=True, choice="9 x", gain=0.25, still_fits=True)
     write_plan(replace(plan, sensitivity=[changed, *plan.sensitivity[1:]]), directory)
     text = render_html(make_page(read_report([directory])))
-    assert "<td>9 x</td>" in text and "-25\N{NO-BREAK SPACE}%" in text
+    assert ">9 x<small>saves 25\N{NO-BREAK SPACE}% then</small></td>" in text
     assert "The chosen plan stays the best" not in text
 
 
-def test_what_longer_outputs_do_to_the_whole_run_is_said(tmp_path: Path) -> None:
+def test_a_change_is_told_in_dollars_and_hours_of_the_whole_run(tmp_path: Path) -> None:
     directory = write_planned(tmp_path / "plan")
     plan = read_plan(directory / "plan.json")
+    assert plan.whole_run is not None
+    whole = replace(plan.whole_run, seconds=36_000.0, dollars=200.0)
     longer = replace(
-        plan.sensitivity[0], what="lengths +20%", value=1.1 * plan.objective.value, still_fits=True
+        plan.sensitivity[0],
+        what="lengths +20%",
+        value=plan.objective.value,  # a token costs the same
+        time_ratio=1.2,
+        cost_ratio=1.25,
+        is_estimate=True,
+        still_fits=True,
+        is_other=False,
     )
-    by_token = replace(plan, objective=replace(plan.objective, name="cost-per-million-tokens"))
-    write_plan(replace(by_token, sensitivity=[longer]), directory)
-    text = render_html(make_page(read_report([directory])))
-    assert "with lengths +20% about +32\N{NO-BREAK SPACE}%" in text
+    write_plan(replace(plan, whole_run=whole, sensitivity=[longer]), directory)
+    page = make_page(read_report([directory]))
+    (section,) = [each for each in page.sections if each.name == "sensitivity"]
+    (table,) = section.tables
+    rows = [[cell.text.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table.rows]
+    assert list(table.head) == ["if", "total cost", "takes", "best then"]
+    assert rows[0] == ["nothing changes", "$200", "10 hours", ""]
+    assert rows[1] == ["lengths +20%", "$250", "12 hours", "this plan"]
+    assert table.rows[1][0].note == "estimate, not simulated"
+    (line,) = [
+        line
+        for line in printed(plan_report(read_plan(directory / "plan.json"), details=True))
+        if "lengths +20%" in line
+    ]
+    assert "$250 (+25.0%), 12.0 h (+20.0%), an estimate" in line
+
+
+def test_changes_of_a_plan_of_an_earlier_version_are_told_of_the_figure_that_it_has(
+    tmp_path: Path,
+) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    old = [replace(each, time_ratio=None, cost_ratio=None) for each in plan.sensitivity]
+    found = of_plan(replace(plan, sensitivity=old), "plan", "plan.json")
+    assert found.of == f"{plan.objective.unit} of plan"
+    for swing in found.swings:
+        assert swing.more is not None
+
+
+def printed(shown: RenderableType) -> list[str]:
+    """Return the lines that a terminal shows."""
+    console = Console(width=200, file=StringIO(), record=True)
+    console.print(shown)
+    return console.export_text().splitlines()
 
 
 # Drawings -----------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_a_page_of_everything_has_every_section(html: str) -> None:
         "Why this plan",
         "What if: How long may outputs be?",
         "Idle by cause",
-        "What would change the cost",
+        "What would change the total",
         "How sure this is",
         "The whole run",
         "Plan against alternatives",

@@ -66,6 +66,9 @@ def test_an_effect_is_within_three_points_of_a_longer_simulation(system: SystemN
         assert isinstance(after, Speed)
         direct = value_of(plan, after) / value_of(plan, before)
         assert verdict.value == pytest.approx(direct, abs=0.03), verdict.what
+        for key, ratio in (("step_time", verdict.seconds), ("cost_per_step", verdict.dollars)):
+            exact = getattr(after, key) / getattr(before, key)
+            assert ratio == pytest.approx(exact, abs=0.04), (verdict.what, key)
         assert abs(direct - 1) < 0.01 or (verdict.value - 1) * (direct - 1) > 0, verdict.what
 
 
@@ -105,6 +108,23 @@ def test_a_small_effect_within_its_interval_is_none_where_steps_stream_ahead() -
     short = replace(speed, counted_steps=(4, 6))
     assert sensitivity._may_be_chance(short, short, 0.995)
     assert not sensitivity._may_be_chance(short, short, 0.98)
+
+
+def test_longer_outputs_take_longer_even_if_a_token_costs_the_same() -> None:
+    search, _, found = judged("stream-async")
+    shift = shift_of(search, "lengths +20%")
+    longer = SAME._replace(value=1.001, seconds=1.2, dollars=1.21)
+    assert sensitivity._level(shift, longer) == longer._replace(value=1.0)
+    training = shift_of(search, "speed of training (MFU) +20%")
+    assert sensitivity._level(training, longer) == SAME
+    (lengths,) = (each for each in found.verdicts if each.what == "lengths +20%")
+    assert lengths.seconds > 1.1 and lengths.dollars > 1.1
+
+
+def test_a_price_changes_dollars_and_no_seconds() -> None:
+    _, _, found = judged("stream-sync")
+    (dearer,) = (each for each in found.verdicts if each.what == "price of h800 +20%")
+    assert dearer.seconds == 1.0 and 1.0 < dearer.dollars < 1.2
 
 
 def test_a_change_after_which_the_plan_misses_its_deadline_says_so() -> None:

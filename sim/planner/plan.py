@@ -254,6 +254,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `value` comes from closed forms, because no time was left to simulate it."""
     breaks: list[str] = []
     """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
+    time_ratio: float | None = None
+    cost_ratio: float | None = None
+    """Ratios of the time and dollars of a step after the change to those before, of the same plan as
+    `value`; None if an earlier version wrote the file.
+    """
 
 
 class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -370,6 +370,8 @@ def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Chan
         is_estimate=verdict.is_estimate,
         breaks=list(verdict.breaks),
         gain=gain,
+        time_ratio=verdict.seconds,
+        cost_ratio=verdict.dollars,
     )
 
 

@@ -101,6 +101,9 @@ class Verdict(NamedTuple):
     """Whether `value` comes from closed forms, because no time was left to simulate it."""
     breaks: tuple[str, ...] = ()
     """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
+    seconds: float = 1.0
+    dollars: float = 1.0
+    """Ratios of the time and dollars of a step, of the same plan as `value`."""
 
 
 class Judgement(NamedTuple):
@@ -171,6 +174,8 @@ class _Look(NamedTuple):
     estimates: Estimates
     ratio: float = 1.0
     """Estimated ratio of the chosen plan's objective after the change to that before."""
+    seconds: float = 1.0
+    """Estimated ratio of its step time."""
     other: int | None = None
     """The plan that is better by estimate."""
 
@@ -261,7 +266,8 @@ def _picked(look: _Look, search: Search) -> _Look:
     places = np.nonzero(is_open)[0]
     order = places[np.argsort(after.values[places], kind="stable")][:MOST_PICKS].tolist()
     fitting = (i for i in order if _fits(look.shift, search.space.candidate(i)))
-    return look._replace(ratio=ratio, other=next(fitting, None))
+    seconds = float(after.steps[chosen] / before.steps[chosen])
+    return look._replace(ratio=ratio, seconds=seconds, other=next(fitting, None))
 
 
 class _Expected(NamedTuple):
@@ -410,7 +416,7 @@ def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int)
         after = speeds[place, look.chosen]
         ours = _ratios(look, search, before, after, look.chosen)
         if _streams_ahead(look, search) and _may_be_chance(before, after, ours.value):
-            ours = SAME
+            ours = _level(look.shift, ours)
     elif look.chosen is not None and not _matters(look, search):
         ours = _ratios(look, search, before, before, look.chosen)
     if look.other is None:
@@ -420,6 +426,11 @@ def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int)
     if speed is None and _is_known(look, search, look.other):
         speed = search.speeds[look.other]
     return ours, None if speed is None else _ratios(look, search, before, speed, other)
+
+
+def _level(shift: Shift, ratios: _Paired) -> _Paired:
+    """Return ratios without an effect on the objective. Other lengths still change the time and dollars of a step."""
+    return ratios._replace(value=1.0) if shift.kind == "lengths" else SAME
 
 
 def _may_be_chance(before: Speed, after: Speed, ratio: float) -> bool:
@@ -544,9 +555,17 @@ def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired 
     other = None if look.other is None else search.space.candidate(look.other)
     shift, is_estimate = look.shift, ours is None
     if look.chosen is None:
-        value = 1.0 if theirs is None else theirs.value
-        other = None if theirs is None else other
-        return Verdict(shift.what, value, False, other, value, True)
+        found = theirs or SAME
+        return Verdict(
+            what=shift.what,
+            value=found.value,
+            still_fits=False,
+            other=None if theirs is None else other,
+            other_value=found.value,
+            is_used=True,
+            seconds=found.seconds,
+            dollars=found.dollars,
+        )
     breaks = () if ours is None else _broken(search, look.chosen_index, ours)
     if (
         other is None
@@ -554,16 +573,18 @@ def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired 
         or not _is_better(search, look.chosen_index, ours, theirs, breaks)
     ):
         other, theirs = None, None
-    value = look.ratio if ours is None else ours.value
+    found = ours or _Paired(look.ratio, look.seconds, look.seconds)
     return Verdict(
         what=shift.what,
-        value=value,
+        value=found.value,
         still_fits=True,
         other=other,
-        other_value=value if theirs is None else theirs.value,
+        other_value=found.value if theirs is None else theirs.value,
         is_used=any(shift.touches(plan) for plan in (own, other) if plan is not None),
         is_estimate=is_estimate,
         breaks=breaks,
+        seconds=found.seconds,
+        dollars=found.dollars,
     )
 
 

@@ -25,6 +25,8 @@ from streamrl.runfile.formatting import (
     format_dollars,
     format_step_time,
     listing,
+    long_dollars,
+    long_time,
 )
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.sim.planner.plan import (
@@ -399,23 +401,42 @@ def _doubt(plan: Plan, runner: RunnerUp) -> str:
 
 
 def _sensitivity(plan: Plan) -> Table:
-    table = Table("if", "the plan gives", "saves", "better then", box=None, pad_edge=False)
+    table = Table("if", "the whole run", "saves", "better then", box=None, pad_edge=False)
     for change in plan.sensitivity:
         other = (_gain(change), change.choice) if change.is_other else ("", "no other")
         table.add_row(change.what, _given(plan, change), *other)
     return table
 
 
+def total_after(plan: Plan, change: Change) -> tuple[float, float] | None:
+    """Return the seconds and dollars of the whole run after a change; None if the plan's file lacks them."""
+    whole = plan.whole_run
+    if whole is None or change.time_ratio is None or change.cost_ratio is None:
+        return None
+    return whole.seconds * change.time_ratio, whole.dollars * change.cost_ratio
+
+
 def _given(plan: Plan, change: Change) -> str:
-    """Return the objective of the chosen plan after a change, and the relative effect."""
+    """Return the total of the chosen plan after a change, and the relative effect."""
     if not change.still_fits:
         return "does not fit"
-    effect = change.value / plan.objective.value - 1
-    shown = f"{effect:+.1%}" if abs(effect) >= NO_CHANGE else "no change"
-    if change.is_estimate:
-        shown += ", an estimate"
-    given = f"{VALUES[plan.objective.name](change.value)} ({shown})"
-    return f"{given}, exceeds {' and '.join(change.breaks)}" if change.breaks else given
+    total = total_after(plan, change)
+    if total is None:
+        ratio = change.value / plan.objective.value
+        figures = [f"{VALUES[plan.objective.name](change.value)} ({_effect(ratio)})"]
+    else:
+        seconds, dollars = total
+        figures = [f"{long_dollars(dollars)} ({_effect(change.cost_ratio)})"] if dollars else []
+        figures.append(f"{long_time(seconds)} ({_effect(change.time_ratio)})")
+    figures += ["an estimate"] if change.is_estimate else []
+    figures += [f"exceeds {' and '.join(change.breaks)}"] if change.breaks else []
+    return ", ".join(figures)
+
+
+def _effect(ratio: float | None) -> str:
+    """Return a ratio as a relative change: "+12.0%"."""
+    effect = (ratio or 1.0) - 1
+    return f"{effect:+.1%}" if abs(effect) >= NO_CHANGE else "no change"
 
 
 def _gain(change: Change) -> str:

@@ -16,6 +16,7 @@ from streamrl.runfile.roles_config import (
     TrainerConfig,
     VerifierConfig,
 )
+from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 from streamrl.sim.planner.plan import SHORT, PlannedSide
 
 NBSP = "\N{NO-BREAK SPACE}"
@@ -106,6 +107,23 @@ def dollars(value: float) -> str:
     if value >= 1000:
         return f"${value:,.0f}"
     return "$0.00" if value == 0 else format_dollars(value)
+
+
+FEW_DAYS = 2
+"""Days from which a time is shown in days."""
+
+
+def money(value: float) -> str:
+    """Return dollars of a whole run: "$441", "$9.27"; cents matter only below a hundred dollars."""
+    return f"${value:,.0f}" if value >= 100 else f"${value:,.2f}"
+
+
+def time_in_words(seconds: float) -> str:
+    """Return a time of a whole run with three digits: "2.09 days", "31.4 hours", "42 minutes"."""
+    for word, size in (("days", SECONDS_PER_DAY), ("hours", SECONDS_PER_HOUR)):
+        if seconds >= (FEW_DAYS * size if word == "days" else size):
+            return f"{seconds / size:.3g}{NBSP}{word}"
+    return f"{seconds / 60:.3g}{NBSP}minutes"
 
 
 def seconds(value: float) -> str:

@@ -20,26 +20,10 @@ from streamrl.report.page.options import LETTERS, Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
-from streamrl.report.words import NBSP, SYSTEMS, gpu_word, percent
+from streamrl.report.words import NBSP, SYSTEMS, gpu_word, money, percent, time_in_words
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 from streamrl.sim.planner.plan import PLAN_TOML, Choice, Plan, PlanOption
-
-FEW_DAYS = 2
-"""Days from which a time is shown in days."""
-
-
-def money(value: float) -> str:
-    """Return dollars of a whole run: "$441", "$9.27"; cents matter only below a hundred dollars."""
-    return f"${value:,.0f}" if value >= 100 else f"${value:,.2f}"
-
-
-def time_in_words(seconds: float) -> str:
-    """Return a time of a whole run with three digits: "2.09 days", "31.4 hours", "42 minutes"."""
-    for word, size in (("days", SECONDS_PER_DAY), ("hours", SECONDS_PER_HOUR)):
-        if seconds >= (FEW_DAYS * size if word == "days" else size):
-            return f"{seconds / size:.3g}{NBSP}{word}"
-    return f"{seconds / 60:.3g}{NBSP}minutes"
 
 
 def title_of(made: PlanMade) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamrl.engine.trace import Trace
@@ -17,15 +17,24 @@ from streamrl.report.page.options import Option
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import RecordedRun, Sources
 from streamrl.report.pictures.drawing import Picture
-from streamrl.report.pictures.range_bars import Range, Swing, bands_picture, tornado_picture
+from streamrl.report.pictures.range_bars import LEAST, Range, Swing, bands_picture, tornado_picture
 from streamrl.report.pictures.stacked_bars import segments, shares_picture
 from streamrl.report.pictures.step_timeline import timeline_picture, typical_step
 from streamrl.report.pictures.study_chart import study_picture
-from streamrl.report.plan_report import not_varied_text
+from streamrl.report.plan_report import not_varied_text, total_after
 from streamrl.report.run_tables import facts, headline
 from streamrl.report.study_report import RecordedStudy
 from streamrl.report.study_table import MetricTable, Spread, name_of
-from streamrl.report.words import ACTIVITIES, CAUSES, TIERS, change, percent, tiers_text
+from streamrl.report.words import (
+    ACTIVITIES,
+    CAUSES,
+    TIERS,
+    change,
+    money,
+    percent,
+    tiers_text,
+    time_in_words,
+)
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.gpu_pools import sides_of
 from streamrl.sim.planner.plan import Change, Plan
@@ -79,32 +88,13 @@ class Sensitivity:
     source: str
     left_out: str = ""
     """What-ifs that cannot change the plan, and why; empty if there are none."""
-    of_lengths: str = ""
-    """What a change of lengths does to the whole run, if the figure is dollars per token."""
-
-
-def _of_lengths(plan: Plan) -> str:
-    """Return what longer and shorter outputs do to the dollars of the whole run. Tokens change with lengths."""
-    if plan.objective.name != "cost-per-million-tokens":
-        return ""
-    effects = []
-    for each in plan.sensitivity:
-        match = SHIFT.fullmatch(each.what)
-        if match is not None and match["what"] == "lengths" and each.still_fits:
-            tokens = float(match["sign"] + match["share"]) / 100
-            ratio = (1 + tokens) * each.value / plan.objective.value - 1
-            effects.append(f"with {each.what} about {change(ratio)}")
-    if not effects:
-        return ""
-    return (
-        f"Dollars here are per token, and tokens change with lengths. The whole run changes by more: "
-        f"{listing(effects)}."
-    )
+    plan: Plan | None = None
+    """The plan, whose total the changes move."""
 
 
 def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
     """Read a plan's what-ifs. The figure is that of the chosen plan, or of another if it no longer fits."""
-    base = plan.objective.value
+    figure, effect_of = _figure_of(plan)
     found: dict[str, dict[str, float]] = {}
     notes: dict[str, str] = {}
     shares: dict[str, None] = {}
@@ -113,7 +103,7 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
         match = SHIFT.fullmatch(each.what)
         what = match["what"] if match else each.what
         sign = "+" if match is None or match["sign"] == "+" else "-"
-        found.setdefault(what, {})[sign] = each.value / base - 1
+        found.setdefault(what, {})[sign] = effect_of(each)
         if match:
             shares[f"{match['share']} %"] = None
         if each.is_used:
@@ -125,15 +115,28 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
         for what, values in found.items()
     ]
     return Sensitivity(
-        of=f"{plan.objective.unit} of {name}",
+        of=f"{figure} of {name}",
         by=" or ".join(shares) or "as named",
         swings=swings,
         changes=list(plan.sensitivity),
         missing=_missing([*plan.not_varied, *(swing.what for swing in swings)]),
         left_out=not_varied_text(plan.not_varied),
-        of_lengths=_of_lengths(plan),
+        plan=plan,
         source=source,
     )
+
+
+def _figure_of(plan: Plan) -> tuple[str, Callable[[Change], float]]:
+    """Return the figure whose changes are drawn: the total, as in the head of the page, and its relative change.
+
+    Plans of earlier versions have only the figure that they are judged by.
+    """
+    base, changes = plan.objective.value, plan.sensitivity
+    if any(total_after(plan, each) is None for each in changes):
+        return plan.objective.unit, lambda change: change.value / base - 1
+    if plan.whole_run is not None and plan.whole_run.dollars:
+        return "total cost", lambda change: (change.cost_ratio or 1.0) - 1
+    return "total time", lambda change: (change.time_ratio or 1.0) - 1
 
 
 def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
@@ -145,7 +148,7 @@ def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
         for pool, part in dollars.items()
     ]
     return Sensitivity(
-        of=f"dollars per million tokens of {name}",
+        of=f"total cost of {name}",
         by=percent(BY),
         swings=swings,
         changes=[],
@@ -239,7 +242,7 @@ def _step_picture(option: Option, run: RecordedRun, longest: float) -> Picture:
 
 def sensitivity_section(sources: Sources, options: Sequence[Option]) -> PageSection:
     """Draw a tornado for each plan, or for the chosen run."""
-    section = PageSection("sensitivity", "What would change the cost")
+    section = PageSection("sensitivity", "What would change the total")
     found = [of_plan(m.plan, m.name, f"{m.name}/{m.path.name}") for m in sources.plans]
     chosen = chosen_of(list(options))
     if not found and chosen is not None and chosen.run is not None:
@@ -260,14 +263,8 @@ def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
     others = [c for c in found.changes if c.is_other or c.breaks or not c.still_fits]
     if found.changes and not others:
         section.text.append("The chosen plan stays the best under each of these changes.")
-    if others:
-        rows = [cells(c.what, c.choice, _saves(c)) for c in others]
-        head = ("if", "better then", "saves")
-        section.tables.append(
-            PageTable("Changes under which another plan would be chosen.", head, rows)
-        )
-    if found.of_lengths:
-        section.notes.append(found.of_lengths)
+    if found.plan is not None and found.changes:
+        section.tables.append(_totals_table(found.plan))
     if found.left_out:
         section.notes.append(f"{found.left_out[:1].upper()}{found.left_out[1:]}.")
     if found.missing:
@@ -277,11 +274,53 @@ def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
         )
 
 
+def _totals_table(plan: Plan) -> PageTable:
+    """Return the total after each change, and the plan that would be the best then."""
+    is_paid = plan.whole_run is not None and plan.whole_run.dollars > 0
+    head = ("if", *(("total cost",) if is_paid else ()), "takes", "best then")
+    rows = []
+    if plan.whole_run is not None:
+        as_planned = [money(plan.whole_run.dollars)] if is_paid else []
+        rows = [cells("nothing changes", *as_planned, time_in_words(plan.whole_run.seconds), "")]
+    rows += [_total_row(plan, change, is_paid=is_paid) for change in _by_thing(plan.sensitivity)]
+    return PageTable("", head, rows, numbers=range(1, len(head) - 1), is_cards=True)
+
+
+def _by_thing(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes with both directions of a thing next to each other."""
+    things = [SHIFT.sub(r"\g<what>", each.what) for each in changes]
+    order = sorted(range(len(changes)), key=lambda place: (things.index(things[place]), place))
+    return [changes[place] for place in order]
+
+
+def _total_row(plan: Plan, each: Change, *, is_paid: bool) -> list[PageCell]:
+    total = total_after(plan, each)
+    figures = [PageCell("")] * (1 + is_paid)
+    if total is not None and (each.still_fits or each.is_other):
+        seconds, dollars = total
+        figures = [PageCell(time_in_words(seconds), _effect_text(each.time_ratio))]
+        if is_paid:
+            figures.insert(0, PageCell(money(dollars), _effect_text(each.cost_ratio)))
+    note = "estimate, not simulated" if each.is_estimate else ""
+    best = PageCell(each.choice, _saves(each)) if each.is_other else PageCell("this plan", "")
+    if each.breaks and not each.is_other:
+        best = PageCell("this plan", f"it exceeds {listing(each.breaks)}")
+    if not each.still_fits and not each.is_other:
+        best = PageCell("no plan that was tried", "the chosen one does not fit")
+    return [PageCell(each.what, note), *figures, best]
+
+
+def _effect_text(ratio: float | None) -> str:
+    """Return a relative change for a note: "+12 %"; empty without a visible one."""
+    effect = (ratio or 1.0) - 1
+    return change(effect) if abs(effect) >= LEAST else ""
+
+
 def _saves(each: Change) -> str:
     """Return what another plan saves after a change, or why the chosen one cannot be kept."""
     if not each.still_fits:
-        return "the chosen one does not fit"
-    saved = change(-each.gain) if each.is_other else "no other"
+        return "the chosen one does not fit; the figures are of this one"
+    saved = f"saves {percent(each.gain)} then"
     return f"{saved}; the chosen one exceeds {listing(each.breaks)}" if each.breaks else saved
 
 
