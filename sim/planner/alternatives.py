@@ -29,6 +29,8 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 TRIED = 4
 """Plans on parts of a node that are simulated at a time, by cost and by time."""
+NO_TIME = "no time was left to search for it"
+NONE_BETTER = "none that was tried is better"
 
 
 class BetterPlan(NamedTuple):
@@ -66,8 +68,8 @@ def find_on_partial_nodes(
     rivals: Sequence[Speed],
     pool: Executor,
     watch: Callable[[], None],
-) -> Candidate | None:
-    """Return the plan to choose if parts of a node could be rented, or None.
+) -> Candidate | str:
+    """Return the plan to choose if parts of a node could be rented, or the reason why there is none.
 
     All systems and both sides are estimated again, with every number of GPUs up to a node. The best
     ones by cost are simulated, then faster ones that cost little more.
@@ -75,26 +77,26 @@ def find_on_partial_nodes(
     Args:
         search: the search on whole nodes.
         names: pools of which parts may be rented.
-        rivals: the recommended and the cheapest plan, simulated on the prompts of the search. The
-            result is None if one of them is cheaper and faster, or if it is not clearly better
-            than the first.
+        rivals: the recommended and the cheapest plan, simulated on the prompts of the search. There
+            is no result if one of them is cheaper and faster, or if it is not clearly better than
+            the first.
         pool: simulates.
         watch: called after each simulation.
     """
     if search.is_late:
-        return None
+        return NO_TIME
     run = search.space.run
     counts = list(_counts(run.cluster.pools))
     plan = replace(run.plan, rollout_gpus=counts, trainer_gpus=counts)
     try:
         other = Search.open(replace(run, plan=plan), search.deadline)
-    except ValueError:  # no plan fits, or there are too many
-        return None
+    except ValueError as error:  # no plan fits, or there are too many
+        return f"they could not be searched: {error}"
     other.estimates.take_paces(search.estimates)
     is_part = _uses_parts(other.space, names)
     _simulate_best(other, is_part, pool, watch)
     if not (known := _known(other)):
-        return None
+        return _why_none(other, is_part)
     if run.plan.takes_faster:
         least = min(other.spend_of(speed).whole for speed in known.values())
         other.aim_at(faster_goal(run.plan, least))
@@ -104,7 +106,16 @@ def find_on_partial_nodes(
     cheapest = min(known, key=lambda index: other.spend_of(known[index]).whole)
     best = (recommended_of(other, known), cheapest)
     worth = (index for index in best if _is_worth(other, known[index], rivals))
-    return next(map(other.space.candidate, worth), None)
+    return next(map(other.space.candidate, worth), NONE_BETTER)
+
+
+def _why_none(search: Search, among: Mask) -> str:
+    """Return why no plan among some can be compared."""
+    if not among.any():
+        return "the offer and [plan] have none"
+    if not search.speeds and not search.unfinished:
+        return NO_TIME
+    return str(search.nothing_left(search.speeds.values()))
 
 
 def _counts(pools: Mapping[str, PoolConfig]) -> Iterator[int]:

@@ -8,14 +8,17 @@ rows. Every row was simulated for as many steps as the recommended plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import ratio_half_width
 from streamrl.record.steady_state import Speed
-from streamrl.sim.planner.objective import Spend, beats, limits_of, value_of
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.sim.planner.objective import Spend, beats, limits_of, unmet, value_of
 from streamrl.sim.planner.plan import LeftOutOption, OptionLabel, PlanOption
 from streamrl.sim.planner.plan_description import choice_of, whole_run_of
 from streamrl.sim.planner.plan_settings import describe, group_of
@@ -177,11 +180,38 @@ class Options:
         shown = {label for row in rows for label in row.labels}
         for label in self._kinds:
             if label not in shown:
-                index = self._first(label)
-                reason = "the offer and [plan] have none"
-                if index is not None:
-                    reason = f"no time was left to simulate it: {self._text(index)}"
-                yield LeftOutOption(label=label, reason=reason)
+                yield LeftOutOption(label=label, reason=self._why_none(label))
+
+    def _why_none(self, label: OptionLabel) -> str:
+        """Return why a kind of plan has no row."""
+        search, index = self._search, self._first(label)
+        if index is not None and (known := self._race.as_known(index)):
+            limits = _broken_limits(search.space.run.plan, search.spend_of(known[0]))
+            return f"{limits} over more steps: {self._text(index)}"
+        if index is not None:
+            return f"no time was left to simulate it: {self._text(index)}"
+        modes, plans = np.unique(search.space.of_mode, return_index=True)
+        fits = {mode for mode, plan in zip(modes, plans, strict=True) if self._kinds[label](plan)}
+        if not fits:
+            return "the offer and [plan] have none"
+        return self._why_none_was_kept(fits)
+
+    def _why_none_was_kept(self, modes: Collection[int]) -> str:
+        """Return why no plan with some modes was kept, although such plans exist."""
+        search, of_mode = self._search, self._search.space.of_mode
+        stopped = {i: why for i, why in search.unfinished.items() if of_mode[i] in modes}
+        ended = [i for i in search.speeds if of_mode[i] in modes and i not in stopped]
+        spends = [search.spend_of(search.speeds[index]) for index in ended]
+        reasons = [str(unmet(search.space.run.plan, spends))] if spends else []
+        reasons += [
+            f"a plan that was simulated does not come to its end: {why.reason}"
+            for why in list(stopped.values())[:1]
+        ]
+        if reasons:
+            return "; ".join(reasons)
+        if search.is_late:
+            return "no time was left to simulate one"
+        return "by their estimates none is better than the recommended plan"
 
     def _text(self, index: int) -> str:
         space = self._search.space
@@ -295,15 +325,15 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
         ratio_half_width=None if row is first else width,
         relation="" if row is first else relation_text(cost_ratio, ours.seconds / theirs.seconds),
         is_offered=row.is_offered,
-        note=_exceeds(row),
+        note=_broken_limits(row.search.space.run.plan, row.spend),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
     )
 
 
-def _exceeds(row: Row) -> str:
-    """Return the limits of `[plan]` that a plan exceeds."""
-    limits = limits_of(row.search.space.run.plan)
-    broken = [f"plan.{limit.key}" for limit in limits if row.spend[limit.place] > limit.most]
+def _broken_limits(plan: PlanConfig, spend: Spend[float]) -> str:
+    """Return the limits that a plan exceeds."""
+    limits = limits_of(plan)
+    broken = [f"plan.{limit.key}" for limit in limits if spend[limit.place] > limit.most]
     return f"exceeds {' and '.join(broken)}" if broken else ""
 
 

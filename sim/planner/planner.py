@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 MOST_RETURNS = 3
 """Most times that finalists are compared again because a what-if suggests other plans."""
+FASTEST_MIXED = 4
+"""Plans with two kinds of replicas that are simulated for the row of the fastest plan."""
 NOT_JUDGED = Judgement([], {})
 """The sensitivity of a plan if no time is left for it."""
 
@@ -151,12 +153,10 @@ def _plan(
         rivals = [search.speeds[i] for i in (chosen, race.cheapest) if i is not None]
         on_parts = progress.on("parts of a node")
         parts = find_on_partial_nodes(search, whole_nodes, rivals, pool, on_parts)
-        if parts is not None:
-            others.add("on parts of a node", parts)
-        elif search.is_late:
-            others.leave_out("on parts of a node", "no time was left to search for it")
+        if isinstance(parts, str):
+            others.leave_out("on parts of a node", parts)
         else:
-            others.leave_out("on parts of a node", "none that was tried is better")
+            others.add("on parts of a node", parts)
     rows = options.rows(others.simulate(pool, progress.on("options")))
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = race.planned(chosen)
@@ -263,12 +263,17 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
 
 
 def _look_for_fastest(search: Search, pool: Executor, progress: _Progress) -> None:
-    """Simulate plans that may be faster than all others, for the row of the fastest plan."""
+    """Simulate plans that may be faster than all others, for the row of the fastest plan.
+
+    Plans with two kinds of replicas come after the best ones of one kind.
+    """
     if search.is_late:
         return
-    plan = search.space.run.plan
+    plan, watch = search.space.run.plan, progress.on("options")
     with search.judged_by(replace(plan, objective="step-time", value_of_hour=0.0)):
-        search.simulate(pool, search.next_round(pool), progress.on("options"))
+        search.simulate(pool, search.next_round(pool), watch)
+        if not search.is_late:
+            search.simulate(pool, search.faster_mixed(pool, FASTEST_MIXED), watch)
 
 
 def _choose(

@@ -42,6 +42,9 @@ EQUAL = 4
 """Significant digits to which objectives are compared. Paired steps are no more exact."""
 CONTENDS = 1.08
 """Largest ratio of a finalist's objective to the best one's, over the few steps of the search."""
+MAY_BE_CHANCE = 0.05
+"""Largest share of the objective that may be chance. A plan further behind is never alike, however wide its interval is.
+"""
 SETTLING = 0.5
 """Share of `plan.time_limit` for which the chosen plan may be simulated after the limit."""
 MEASURING = 1.3
@@ -376,10 +379,12 @@ class Race:
         return median(map(self.search.value_of, self.finals[index]))
 
     def is_alike(self, index: int, best: int) -> bool:
-        """Whether a finalist costs about as much as the best one, or the difference may be chance."""
+        """Whether a finalist costs about as much as the best one, or a difference up to `MAY_BE_CHANCE` may be chance."""
         behind = self.behind(index, best)
         (one, *_), (other, *_) = self.pair(index, best)
-        return behind <= ALIKE or is_beyond_chance(one, other, 1 + behind) is False
+        return behind <= ALIKE or (
+            behind <= MAY_BE_CHANCE and is_beyond_chance(one, other, 1 + behind) is False
+        )
 
     def behind(self, index: int, other: int) -> float:
         """Return the share by which a plan's objective is above another's, over the same steps."""

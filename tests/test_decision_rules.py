@@ -1,0 +1,148 @@
+"""The rules of a plan's answer: what counts as alike, which ratios are compared, and why a kind of plan has no row."""
+
+from __future__ import annotations
+
+from dataclasses import replace as replace_fields
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.record.steady_state import Speed
+from streamrl.sim.planner.alternatives import find_on_partial_nodes
+from streamrl.sim.planner.options import Options
+from streamrl.sim.planner.planner import FASTEST_MIXED, _look_for_fastest, _Progress
+from streamrl.sim.planner.race import MAY_BE_CHANCE, Race
+from streamrl.sim.planner.search import ALIKE, Search
+from streamrl.sim.planner.trial import Unfinished
+from tests.test_mixed_fleets import ONE_TRAINER
+from tests.test_mixed_fleets import offer as mixed_offer
+from tests.test_plan import SMALL, Here, few
+
+
+def searched(changes: dict[str, Any] | None = None, **plan: Any) -> Search:
+    search = Search.open(few({**SMALL, **(changes or {})}, **plan))
+    search.run(Here(), lambda: None)
+    return search
+
+
+def scaled(speed: Speed, share: float) -> Speed:
+    """Return a simulation whose steps are all longer by a share, and as much dearer."""
+    return replace(
+        speed,
+        step_time=share * speed.step_time,
+        step_times=[share * seconds for seconds in speed.step_times],
+        cost_per_step=share * speed.cost_per_step,
+        cost_per_million_tokens=share * speed.cost_per_million_tokens,
+    )
+
+
+# What is alike ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behind", "is_sure", "is_alike"),
+    [
+        (ALIKE / 2, True, True),
+        (0.04, True, False),
+        (0.04, False, True),
+        (MAY_BE_CHANCE + 0.01, False, False),
+        (0.5, False, False),
+    ],
+)
+def test_a_much_dearer_plan_is_not_alike_even_where_the_difference_may_be_chance(
+    behind: float, is_sure: bool, is_alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = searched()
+    race = Race(search)
+    first, second = search.ranking()[:2]
+    speed = search.speeds[first]
+    race.finals = {first: [speed], second: [scaled(speed, 1 + behind)]}
+    monkeypatch.setattr("streamrl.sim.planner.race.is_beyond_chance", lambda *_: is_sure)
+    assert race.is_alike(second, first) == is_alike
+
+
+# The fastest plan ---------------------------------------------------------------------------------
+
+
+def test_the_fastest_row_may_have_two_kinds_of_replicas_even_if_the_search_by_cost_mixed_none() -> (
+    None
+):
+    search = Search.open(mixed_offer({**ONE_TRAINER, "objective": "cost-per-million-tokens"}))
+    search._converge(Here(), lambda: None)
+    _look_for_fastest(search, Here(), _Progress(lambda *_: None))
+    seconds = {i: search.spend_of(speed).seconds for i, speed in search.speeds.items()}
+    mixed = {i: s for i, s in seconds.items() if search.space.candidate(i).replicas.beside}
+    alike = [s for i, s in seconds.items() if i not in mixed]
+    assert 0 < len(mixed) <= FASTEST_MIXED and min(mixed.values()) < 0.95 * min(alike)
+
+
+# Kinds without a row ------------------------------------------------------------------------------
+
+
+def left_out(search: Search) -> dict[str, str]:
+    race = Race(search)
+    chosen = search.ranking()[0]
+    return {each.label: each.reason for each in Options(search, race, chosen).left_out([])}
+
+
+def colocated(search: Search) -> list[int]:
+    space = search.space
+    return [i for i in search.speeds if space.candidate(i).mode.system == "colocated"]
+
+
+def test_a_kind_of_plan_that_the_offer_lacks_has_no_row() -> None:
+    search = searched(systems=["stream-async"])
+    for label in ("best colocated", "best synchronous"):
+        assert left_out(search)[label] == "the offer and [plan] have none"
+
+
+def test_a_kind_of_plan_that_exceeds_a_limit_names_it() -> None:
+    search = searched()
+    shortest = min(search.spend_of(search.speeds[i]).seconds for i in colocated(search))
+    others = [i for i in search.speeds if i not in colocated(search)]
+    assert min(search.spend_of(search.speeds[i]).seconds for i in others) < 0.99 * shortest
+    run = search.space.run
+    limited = replace(run, plan=replace(run.plan, deadline=0.99 * shortest))
+    search.space = replace_fields(search.space, run=limited)
+    search.aim_at(limited.plan)
+    told = left_out(search)["best colocated"]
+    assert told.startswith("plan.deadline ") and "the fastest plan that was simulated" in told
+
+
+def test_a_kind_of_plan_that_does_not_finish_says_so() -> None:
+    search = searched()
+    for index in colocated(search):
+        search.give_up(index, Unfinished("its replicas were lost"))
+    told = left_out(search)["best colocated"]
+    assert told == "a plan that was simulated does not come to its end: its replicas were lost"
+
+
+def test_a_kind_of_plan_that_was_not_simulated_says_so() -> None:
+    search = searched()
+    for index in colocated(search):
+        del search.speeds[index]
+    assert "by their estimates" in left_out(search)["best colocated"]
+    search.deadline = 0.0
+    assert left_out(search)["best colocated"] == "no time was left to simulate one"
+
+
+# Parts of a node ----------------------------------------------------------------------------------
+
+
+def test_a_search_on_parts_of_a_node_that_could_not_open_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = searched()
+    rivals = [search.speeds[search.ranking()[0]]]
+
+    def parts() -> object:
+        return find_on_partial_nodes(search, ["h800"], rivals, Here(), lambda: None)
+
+    def refuse(*_: object, **__: object) -> Search:
+        raise ValueError("too many plans")
+
+    monkeypatch.setattr(Search, "open", refuse)
+    assert parts() == "they could not be searched: too many plans"
+    search.deadline = 0.0
+    assert parts() == "no time was left to search for it"
