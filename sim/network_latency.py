@@ -8,7 +8,7 @@ the way to it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import simpy
@@ -16,8 +16,6 @@ import simpy
 from streamrl.engine.messages import Abort, Command, Event, Generate, LoadWeights
 
 ReplicaCommand = Generate | LoadWeights | Abort
-Message = TypeVar("Message", bound=tuple[float, *tuple[Any, ...]])
-"""When it was sent, and its content."""
 S = TypeVar("S", Generate, LoadWeights, Abort)
 
 
@@ -35,53 +33,55 @@ class DelayedChannel:
         self.seconds = seconds
         self._env = env
         self._emit = emit
-        self._there: deque[tuple[float, ReplicaCommand, Callable[[Any], None]]] = deque()
-        """Messages to the replica: when each was sent, the command, and what takes it."""
-        self._back: deque[tuple[float, Event]] = deque()
+        self._there: deque[tuple[float, list[tuple[ReplicaCommand, Callable[[Any], None]]]]] = (
+            deque()
+        )
+        """Messages to the replica by the instant when they were sent: each command, and what takes
+        it.
+        """
+        self._back: deque[tuple[float, list[Event]]] = deque()
+        """Events from the replica by the instant when they were sent."""
 
     def send(self, command: S, take: Callable[[S], None]) -> None:
         """Pass a command to `take` after the latency."""
-        self._wait(self._there, self._arrive_there)
-        self._there.append((self._env.now, command, take))
+        there, now = self._there, self._env.now
+        if not there or there[-1][0] != now:
+            there.append((now, []))
+            self._wait(self._arrive_there)
+        there[-1][1].append((command, take))
 
     def emit(self, event: Event) -> None:
         """Pass on an event after the latency."""
-        self._wait(self._back, self._arrive_back)
-        self._back.append((self._env.now, event))
+        back, now = self._back, self._env.now
+        if not back or back[-1][0] != now:
+            back.append((now, []))
+            self._wait(self._arrive_back)
+        back[-1][1].append(event)
 
     def bring_back(self) -> None:
         """Deliver all events that are under way now."""
         while self._back:
-            self._emit(self._back.popleft()[1])
+            self._arrive_back()
 
     def cut(self) -> list[Command]:
         """Cancel all messages; return the commands that were under way, each of which must end in an event."""
-        lost: list[Command] = [c for _, c, _ in self._there if not isinstance(c, Abort)]
+        commands = [command for _, sent in self._there for command, _ in sent]
         self._there.clear()
         self._back.clear()
-        return lost
+        return [command for command in commands if not isinstance(command, Abort)]
 
-    def _wait(
-        self, line: Sequence[tuple[float, *tuple[Any, ...]]], arrive: Callable[[simpy.Event], None]
-    ) -> None:
-        """Let a message arrive after the latency, together with those that were sent at the same instant."""
-        if line and line[-1][0] == self._env.now:
-            return
+    def _wait(self, arrive: Callable[[simpy.Event], None]) -> None:
+        """Let the messages of this instant arrive after the latency."""
         callbacks = self._env.timeout(self.seconds).callbacks
         assert callbacks is not None, "it has not happened yet"
         callbacks.append(arrive)
 
     def _arrive_there(self, arrival: simpy.Event) -> None:
-        for _, command, take in _of_one_instant(self._there):
-            take(command)
+        if self._there:
+            for command, take in self._there.popleft()[1]:
+                take(command)
 
-    def _arrive_back(self, arrival: simpy.Event) -> None:
-        for _, event in _of_one_instant(self._back):
-            self._emit(event)
-
-
-def _of_one_instant(line: deque[Message]) -> Iterator[Message]:
-    """Remove and yield the first message of a line, and those that were sent at the same instant."""
-    sent_at = line[0][0] if line else None
-    while line and line[0][0] == sent_at:
-        yield line.popleft()
+    def _arrive_back(self, arrival: simpy.Event | None = None) -> None:
+        if self._back:
+            for event in self._back.popleft()[1]:
+                self._emit(event)

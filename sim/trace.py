@@ -8,7 +8,7 @@ from typing import IO
 from streamrl.engine.messages import Command, Event
 from streamrl.engine.trace import BLOCK, Trace
 from streamrl.record.metrics import Metrics, RunReader, measure_read
-from streamrl.record.steady_state import LeaderSteps
+from streamrl.record.steady_state import OF_STEPS, LeaderSteps
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 
@@ -39,7 +39,8 @@ class StepTrace(Trace):
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry."""
         super().record(time, event, commands)
-        self.steps.record(time, event, commands)
+        if type(event) in OF_STEPS:
+            self.steps.record(time, event, commands)
 
 
 class MeasuredTrace(StepTrace):

@@ -48,9 +48,12 @@ class SimRewards:
             raise _unknown(run.followers)
         self._means = [mean for mean, _ in pairs]
         self._edges = list(accumulate(share for _, share in pairs))
+        self._are_equal = not self._means and not self._share
 
     def of(self, rollout: int) -> float:
         """Return the reward of a rollout."""
+        if self._are_equal:
+            return REWARD
         group, place = divmod(rollout, self._size)
         mean = self._mean(group) if self._means else REWARD
         is_end = place == 0 or (place == self._size - 1 and bool(self._means))
@@ -214,9 +217,13 @@ class Verifier:
         elif self._time:
             for _ in range(around.run_file.verifier.workers):
                 around.env.process(self._run())
+        self._takes_time = bool(self._models or self._handling_time or self._time)
 
     def verify(self, command: Verify) -> None:
         """Score a rollout after earlier ones; a verifier without a duration answers at once."""
+        if not self._takes_time and not self._stall_time:
+            self._tell(command)
+            return
         if self._models:
             drawn = self._around.rollouts[command.rollout]
             self._lengths[command.rollout] = drawn.prompt_tokens + drawn.length
@@ -261,4 +268,5 @@ class Verifier:
     @property
     def _stall_time(self) -> float:
         """Seconds that remain of a stall."""
-        return max(0.0, self._around.disruptions.stalled_until - self._around.env.now)
+        stalled_until = self._around.disruptions.stalled_until
+        return max(0.0, stalled_until - self._around.env.now) if stalled_until else 0.0

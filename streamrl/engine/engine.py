@@ -24,7 +24,9 @@ class Policy(Protocol):
     """One kind of decision of the engine.
 
     A policy may have an attribute `ignores`: those types of `FREQUENT` that never give it anything
-    to do. The engine does not ask it after them, unless a command has changed more of the state.
+    to do. It may have a method `is_at_rest(state)`: whether none of them will give it anything to
+    do, as long as nothing else happens. The engine does not ask it after such events, unless a
+    command has changed more of the state.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -45,16 +47,12 @@ class Engine:
 
     def __init__(self, state: State, policies: Sequence[Policy]) -> None:
         self.state = state
-        self._everyone = [(place, policy.decide) for place, policy in enumerate(policies, start=1)]
-        self._concerned: dict[type[Event], list[Decider]] = {
-            kind: [
-                decider
-                for decider, policy in zip(self._everyone, policies, strict=True)
-                if kind not in getattr(policy, "ignores", ())
-            ]
-            for kind in FREQUENT
-        }
-        """By type of event: the policies that may have something to do, in order of precedence."""
+        self._policies = policies
+        self._everyone: list[Decider] = [
+            (place, policy.decide) for place, policy in enumerate(policies, start=1)
+        ]
+        self._concerned: dict[type[Event], list[Decider]] = {}
+        """By type of `FREQUENT`: the policies to ask, until more of the state changes."""
         self._has_changed = True
         """Whether the last event led to a command that is not `ROUTINE`."""
         self._outside = [policy for policy in policies if isinstance(policy, FromOutside)]
@@ -101,34 +99,54 @@ class Engine:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Record an event that happened at `now` seconds, and return the commands that answer it."""
-        self.state.observe(event, now)
-        commands: list[Command] = []
-        concerned = None if self._has_changed else self._concerned.get(type(event))
-        self._has_changed = False
+        state, commands = self.state, list[Command]()
+        state.observe(event, now)
+        concerned = self._concerned.get(type(event))
         if concerned is None:
-            self._ask(self._everyone, commands)
-        elif last := self._ask(concerned, commands, until_change=True):
-            self._ask(self._everyone[last:], commands)
-        return commands
-
-    def _ask(
-        self, deciders: Sequence[Decider], commands: list[Command], *, until_change: bool = False
-    ) -> int:
-        """Ask policies in order, and add their commands.
-
-        With `until_change`, the first policy with a command that is not `ROUTINE` is the last, and
-        the number of policies up to it is returned: those after it must all be asked. Otherwise the
-        result is 0.
-        """
-        state = self.state
-        for place, decide in deciders:
+            concerned = self._find_concerned(type(event))
+        self._has_changed = False
+        for place, decide in concerned:
             # most policies return (): iterating over it anyway costs more
             if decided := decide(state):
-                for command in decided:
-                    state.commit(command)
-                    commands.append(command)
-                    if type(command) not in ROUTINE:
-                        self._has_changed = True
-                if until_change and self._has_changed:
-                    return place
-        return 0
+                self._commit(decided, commands)
+                if self._has_changed:
+                    self._ask_after(place, commands)
+                    break
+        return commands
+
+    def _find_concerned(self, kind: type[Event]) -> list[Decider]:
+        """Return the policies that may have something to do after such an event, in order of precedence."""
+        if kind not in FREQUENT:
+            self._concerned.clear()
+            return self._everyone
+        if self._has_changed:
+            return self._everyone
+        found = self._concerned[kind] = [
+            decider
+            for decider, policy in zip(self._everyone, self._policies, strict=True)
+            if not _skips(policy, kind, self.state)
+        ]
+        return found
+
+    def _commit(self, decided: Iterable[Command], commands: list[Command]) -> None:
+        """Add the commands of one policy."""
+        for command in decided:
+            self.state.commit(command)
+            commands.append(command)
+            if type(command) not in ROUTINE:
+                self._has_changed = True
+
+    def _ask_after(self, place: int, commands: list[Command]) -> None:
+        """Ask all policies after the one that changed more of the state."""
+        self._concerned.clear()
+        for _, decide in self._everyone[place:]:
+            if decided := decide(self.state):
+                self._commit(decided, commands)
+
+
+def _skips(policy: Policy, kind: type[Event], state: State) -> bool:
+    """Return whether a policy will have nothing to do after such events while nothing else happens."""
+    if kind in getattr(policy, "ignores", ()):
+        return True
+    is_at_rest: Callable[[State], bool] | None = getattr(policy, "is_at_rest", None)
+    return is_at_rest is not None and is_at_rest(state)

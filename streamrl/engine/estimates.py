@@ -91,7 +91,7 @@ class RecentLengths:
         Short rollouts finish first, so fewer of them look shorter than the step is.
         """
         self._enough = enough
-        self._arrived: deque[int] = deque()
+        self._arrived: deque[int] = deque(maxlen=STEPS_KEPT * enough)
         self._ordered: list[int] | None = None
         """Sorted lengths. Computed at the first request, because few runs need them."""
 
@@ -109,13 +109,12 @@ class RecentLengths:
 
     def add(self, tokens: int) -> None:
         """Add the length of a finished rollout, and forget the oldest one beyond the limit."""
-        if len(self._arrived) == STEPS_KEPT * self._enough:
-            oldest = self._arrived.popleft()
-            if self._ordered is not None:
-                del self._ordered[bisect_left(self._ordered, oldest)]
-        self._arrived.append(tokens)
-        if self._ordered is not None:
-            insort(self._ordered, tokens)
+        arrived, ordered = self._arrived, self._ordered
+        if ordered is not None:
+            if len(arrived) == arrived.maxlen:
+                del ordered[bisect_left(ordered, arrived[0])]
+            insort(ordered, tokens)
+        arrived.append(tokens)
 
     def expected_rest(self, done: float) -> float:
         """Return the remaining tokens of a rollout that has `done` tokens: the median of the longer ones.

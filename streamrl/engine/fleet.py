@@ -59,6 +59,8 @@ class Fleet:
     _num_promised: dict[int, int] = field(default_factory=dict)
     _loads: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Heaps of (load, replica) by promised version. Outdated entries are skipped."""
+    _changed: dict[int, Replica] = field(default_factory=dict)
+    """Replicas whose load is not in the heaps yet; it is entered when a heap is read."""
     _knows_most: bool = False
     """Whether the most loaded replica was requested. Few runs need it, so the heap is built on
     demand.
@@ -103,6 +105,7 @@ class Fleet:
 
     def least_loaded(self, oldest_version: int) -> Replica | None:
         """Return the replica with the least load that promises `oldest_version` or newer; ties go to the smaller id."""
+        self._enter_loads()
         best: tuple[float, int] | None = None
         for version, loads in self._loads.items():
             if version < oldest_version:
@@ -118,6 +121,7 @@ class Fleet:
         if not self._knows_most:
             self._knows_most = True
             self._sweep_most()
+        self._enter_loads()
         most = self._most
         while most and not self._has_load(-most[0][0], most[0][1]):
             heappop(most)
@@ -125,7 +129,7 @@ class Fleet:
 
     def next_in_turn(self, oldest_version: int) -> Replica | None:
         """Return the next replica by id after the last used one that promises `oldest_version` or newer."""
-        if all(version < oldest_version for version in self._loads):
+        if all(version < oldest_version for version in self._num_promised):
             return None
         for offset in range(1, self.num_started + 1):
             replica = self.replicas.get((self.last_used + offset) % self.num_started)
@@ -135,7 +139,7 @@ class Fleet:
 
     def fresh(self, oldest_version: int) -> list[Replica]:
         """Return all replicas that promise `oldest_version` or newer, by id."""
-        if all(version < oldest_version for version in self._loads):
+        if all(version < oldest_version for version in self._num_promised):
             return []
         found = [r for r in self.replicas.values() if r.promises(oldest_version)]
         return sorted(found, key=_by_id)
@@ -188,7 +192,8 @@ class Fleet:
     def see_pressure(self, rollout: Rollout, event: Generated, num_running: int) -> None:
         """Record the cache use of a replica when one of its rollouts ends, before that rollout is released."""
         replica = rollout.replica
-        if replica is None or replica.places is None or self.final is None:
+        assert self.final is not None, "limits follow the KV caches"
+        if replica is None or replica.places is None:
             return
         if event.finish != "aborted":
             self.final.add(rollout.group.prompt_tokens + event.tokens)
@@ -205,6 +210,7 @@ class Fleet:
         replica = self.replicas.pop(replica_id)
         self.outdated.pop(replica_id, None)
         self.idle.pop(replica_id, None)
+        self._changed.pop(replica_id, None)
         self._break_promise(replica)
         if replica.is_serving:
             replica.is_serving = False
@@ -243,6 +249,8 @@ class Fleet:
         rollout.phase = "generating"
         rollout.replica = replica
         rollout.sent_at = now
+        if not replica.rollouts:
+            self.idle.pop(replica_id, None)
         replica.rollouts[rollout.id] = rollout
         self.last_used = replica_id
         self._note_load(replica)
@@ -255,6 +263,8 @@ class Fleet:
         rollout.replica = None
         rollout.is_aborting = False
         self._note_load(replica)
+        if not replica.rollouts:
+            self._find_if_idle(replica)
 
     def _is_current(self, version: int, entry: tuple[float, int]) -> bool:
         load, replica_id = entry
@@ -271,12 +281,11 @@ class Fleet:
 
     def _promise(self, replica: Replica, version: int) -> None:
         self._break_promise(replica)
-        if replica.must_load:
-            self._note_load(replica)
-            return
-        replica.promised = version
-        self._num_promised[version] = self._num_promised.get(version, 0) + 1
+        if not replica.must_load:
+            replica.promised = version
+            self._num_promised[version] = self._num_promised.get(version, 0) + 1
         self._note_load(replica)
+        self._find_if_idle(replica)
 
     def _break_promise(self, replica: Replica) -> None:
         promised = replica.promised
@@ -286,28 +295,41 @@ class Fleet:
         self._num_promised[promised] -= 1
         if not self._num_promised[promised]:
             del self._num_promised[promised]
-            del self._loads[promised]
+            self._loads.pop(promised, None)
 
-    def _note_load(self, replica: Replica) -> None:
-        width = replica.share if replica.places is None else replica.places.limit
-        replica.load = (len(replica.rollouts) + 1) / width
+    def _find_if_idle(self, replica: Replica) -> None:
         if replica.rollouts or replica.loading is not None or not replica.is_serving:
             self.idle.pop(replica.id, None)
         else:
             self.idle[replica.id] = replica
-        if self._knows_most:
-            heappush(self._most, (-len(replica.rollouts), replica.id))
-            if len(self._most) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
-                self._sweep_most()
-        if replica.promised is None:
-            return
-        loads = self._loads.setdefault(replica.promised, [])
+
+    def _note_load(self, replica: Replica) -> None:
+        width = replica.share if replica.places is None else replica.places.limit
+        replica.load = (len(replica.rollouts) + 1) / width
+        self._changed[replica.id] = replica
+
+    def _enter_loads(self) -> None:
+        """Enter the loads that have changed since a heap was read."""
+        for replica in self._changed.values():
+            if self._knows_most:
+                self._enter_most(replica)
+            if replica.promised is not None:
+                self._enter_load(replica, replica.promised)
+        self._changed.clear()
+
+    def _enter_most(self, replica: Replica) -> None:
+        heappush(self._most, (-len(replica.rollouts), replica.id))
+        if len(self._most) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
+            self._sweep_most()
+
+    def _enter_load(self, replica: Replica, promised: int) -> None:
+        loads = self._loads.setdefault(promised, [])
         heappush(loads, (replica.load, replica.id))
         if len(loads) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
             loads[:] = [
                 (other.load, other.id)
                 for other in self.replicas.values()
-                if other.promised == replica.promised
+                if other.promised == promised
             ]
             heapify(loads)
 

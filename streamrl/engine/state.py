@@ -289,7 +289,8 @@ class State:
     def _end_generate(self, event: Generated) -> None:
         rollout = self.rollouts[event.rollout]
         self.num_generating -= 1
-        self.fleet.see_pressure(rollout, event, self.num_generating)
+        if self.fleet.final is not None:
+            self.fleet.see_pressure(rollout, event, self.num_generating)
         self.fleet.release(rollout)
         self.leader.pace.end_generation(rollout.group.step, self.now)
         rollout.tokens = event.tokens

@@ -69,7 +69,7 @@ class Batch:
         if rollout.group.id not in self.groups:
             return
         if not self.trains_whole_groups:
-            self._supply((rollout,))
+            (self.unscored if self.needs_score else self.trainable).append(rollout)
         elif not rollout.group.num_missing:
             self._supply(rollout.group.rollouts)
 
@@ -377,7 +377,7 @@ class TrainerSide:
             self.batch.add_ready(rollout)
         elif not group.num_missing and self._may_see(group):
             self._see_complete(group, version)
-        if self.leaves_out_uniform and group.is_uniform and self.wants(group):
+        if self.most_gen_batches > 1 and group.is_uniform and self.wants(group):
             self.uniform[group.id] = group
 
     def _see_complete(self, group: Group, version: int) -> None:

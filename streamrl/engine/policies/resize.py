@@ -10,6 +10,7 @@ from typing import NamedTuple
 from streamrl.engine.estimates import Latency, StepTimes
 from streamrl.engine.messages import (
     Command,
+    Generated,
     Promote,
     Resize,
     StartReplica,
@@ -58,11 +59,13 @@ class KeepReplicas:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield starts of missing replicas and trainers, and stops of surplus ones."""
+        return () if self.is_at_rest(state) else self._start(state)
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether the wanted trainers and replicas are there, or nothing may start or stop."""
         fleet = state.fleet
         is_complete = not state.num_unready and len(fleet.replicas) == fleet.num_wanted
-        if is_complete or not state.has_started or state.is_stopping:
-            return ()
-        return self._start(state)
+        return is_complete or not state.has_started or state.is_stopping
 
     def _start(self, state: State) -> Iterator[Command]:
         yield from self._start_trainers(state)
@@ -130,6 +133,8 @@ class AdjustReplicas:
     Only steps whose generation began with the current target of replicas count, so that the effect
     of the last decision is measured first.
     """
+
+    ignores = (Generated, Verified)
 
     def __init__(
         self,

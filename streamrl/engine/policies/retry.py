@@ -135,7 +135,7 @@ class StopWithoutProgress:
             return ()
         if failure_counts.num_dropped >= self.max_dropped:
             limit = f"{failure_counts.num_dropped:,} groups in a row were dropped (policies.max_dropped_groups)"
-        elif failure_counts.is_storm(state.now, MINUTE):
+        elif failure_counts.failed_at and failure_counts.is_storm(state.now, MINUTE):
             limit = f"{len(failure_counts.failed_at):,} rollouts failed within a minute (policies.max_failures_per_minute)"
         elif state.now - failure_counts.last_step_at > self.max_step_time:
             limit = f"no step was made in {self.max_step_time:,.0f} s (policies.max_step_time)"

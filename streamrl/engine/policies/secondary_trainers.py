@@ -59,7 +59,11 @@ class JoinedTrainers:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield their commands."""
-        return self._decide(state) if len(state.trainers) > self._num_first else ()
+        return () if self.is_at_rest(state) else self._decide(state)
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether no trainer has joined."""
+        return len(state.trainers) == self._num_first
 
     def _decide(self, state: State) -> Iterator[Command]:
         for trainer in state.trainers[self._num_first + len(self._policies) :]:

@@ -40,13 +40,20 @@ class BoundedAdmission:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield draws, one for each step."""
+        return () if self.is_at_rest(state) else self._draw(state, self._num_allowed(state))
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether no prompt may be drawn."""
+        is_drawn = state.num_admitted >= self._num_allowed(state)
+        return is_drawn or state.is_stopping or not state.leader.is_ready
+
+    def _num_allowed(self, state: State) -> int:
+        """Return the number of groups that may be drawn in total, extra ones included."""
         leader, window = state.leader, self.window
         num_allowed = window.num_allowed(leader.version, state.num_steps)
         if window.num_extra and len(leader.batch.groups) < leader.prompts_per_step:
             num_allowed += window.num_extra
-        if state.num_admitted >= num_allowed or state.is_stopping or not leader.is_ready:
-            return ()
-        return self._draw(state, num_allowed)
+        return num_allowed
 
     def _draw(self, state: State, num_allowed: int) -> Iterator[Command]:
         while state.num_admitted < num_allowed:
@@ -80,11 +87,17 @@ class TakeInLine:
     def decide(self, state: State) -> Iterable[Command]:
         """Return the available groups that fill the coming step."""
         trainer = state.trainers[self.trainer]
-        num_lacking = trainer.prompts_per_step - len(trainer.batch.groups)
-        if not num_lacking or not trainer.line or state.is_stopping or trainer.is_away:
+        if not trainer.line or self.is_at_rest(state):
             return ()
-        first = islice(trainer.line, num_lacking)
+        first = islice(trainer.line, trainer.prompts_per_step - len(trainer.batch.groups))
         return [Take(group.id, trainer.version + 1, trainer.id) for group in first]
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether the coming step is full, or takes nothing."""
+        trainer = state.trainers[self.trainer]
+        is_full = len(trainer.batch.groups) == trainer.prompts_per_step
+        has_all = trainer.takes_unfinished and not trainer.line
+        return is_full or has_all or state.is_stopping or trainer.is_away
 
 
 class BoundedBacklog:

@@ -41,11 +41,9 @@ class Stream:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return the trainer's next work when it is free."""
+        if self.is_at_rest(state):
+            return ()
         trainer = state.trainers[self.trainer]
-        if trainer.command is not None or not trainer.is_ready or state.is_stopping:
-            return ()
-        if trainer.is_away:
-            return ()
         batch, needed = trainer.batch, trainer.rollouts_per_step
         num_trained, num_trainable = len(batch.in_gradient), len(batch.trainable)
         if num_trained == needed:
@@ -56,6 +54,12 @@ class Stream:
         if num_unscored and num_unscored >= min(self.fill, needed - num_trained - num_trainable):
             return (Score(_ids(batch.unscored, self.most), trainer.id),)
         return ()
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether the trainer can start nothing."""
+        trainer = state.trainers[self.trainer]
+        is_free = trainer.command is None and trainer.is_ready
+        return not is_free or state.is_stopping or trainer.is_away
 
 
 class WholeBatch:
@@ -87,6 +91,10 @@ class WholeBatch:
         if batch.trainable:
             return (Train(_ids(batch.trainable, self.most), trainer.id),)
         return (_step(trainer),)
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether the trainer can start nothing."""
+        return not state.trainers[self.trainer].is_free or state.is_stopping
 
 
 def _step(trainer: TrainerSide) -> Step:

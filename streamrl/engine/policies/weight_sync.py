@@ -81,7 +81,11 @@ class Barrier:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push once generation is idle, then a load for each replica."""
-        return self._sync(state) if _is_behind(state) else ()
+        return () if self.is_at_rest(state) else self._sync(state)
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether every replica has the newest version that is due."""
+        return not _is_behind(state)
 
     def _sync(self, state: State) -> Iterator[Command]:
         if not state.num_generating:
@@ -102,7 +106,11 @@ class LoadBetweenBatches:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the push of the newest version, then a load for each idle replica behind it."""
-        return self._sync(state) if _is_behind(state) else ()
+        return () if self.is_at_rest(state) else self._sync(state)
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether every replica has the newest version that is due."""
+        return not _is_behind(state)
 
     def _sync(self, state: State) -> Iterator[Command]:
         yield from _push(state)
