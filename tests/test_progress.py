@@ -48,7 +48,7 @@ def test_planning_names_its_phases_in_their_order() -> None:
     make_plan(few(SMALL, systems=["stream-async"]), lambda done, what: told.append((done, what)))
     phases = list(dict.fromkeys(what for _, what in told))
     found = ("simulating", "finalists", "faster plans", "the chosen plan", "what if")
-    last = ("options", "what binds", "with less room", "parts of a node")
+    last = ("options", "near plans")
     assert phases == [*found, *last]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     firsts = {what: done for done, what in reversed(told)}

@@ -6,9 +6,10 @@ This is `streamrl plan`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from statistics import median
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
@@ -28,11 +29,20 @@ from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
-from streamrl.sim.planner.bottleneck import find_binding, find_gains
+from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS, faster_goal
 from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
-from streamrl.sim.planner.plan import Change, Choice, Figure, Plan, PlanFrame, PlannedFramework
+from streamrl.sim.planner.plan import (
+    Change,
+    Choice,
+    Figure,
+    OverMemoryLimit,
+    Plan,
+    PlanFrame,
+    PlannedFramework,
+    WhatIf,
+)
 from streamrl.sim.planner.plan_description import PlanDescription, drafts_text, whole_run_of
 from streamrl.sim.planner.plan_settings import describe, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
@@ -88,7 +98,7 @@ def make_plan(
         run: the run file.
         watch: called with the number of finished simulations and the name of the current phase.
             Phases are: simulating, finalists, faster plans, the chosen plan, what if, options,
-            what binds, with less room, parts of a node.
+            near plans.
         shows_own: whether the layout of the run file is a row of the answer.
 
     Raises:
@@ -143,20 +153,15 @@ def _plan(
     _look_for_fastest(search, pool, progress)
     chosen, judged = _settle(search, race, pool, progress, chosen, judged, own)
     search.aim_at(run.plan)
-    gains = find_gains(race, chosen, pool, progress.on("what binds"))
-    tighter = find_with_fuller_memory(search, chosen, pool, progress.on("with less room"))
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
+    near = _look_near(search, race, chosen, whole_nodes, pool, progress.on("near plans"))
     options, others = Options(search, race, chosen), OtherRows(race, chosen)
     if own is not None:
         others.add("your own file", own)
-    if whole_nodes:
-        rivals = [search.speeds[i] for i in (chosen, race.cheapest) if i is not None]
-        on_parts = progress.on("parts of a node")
-        parts = find_on_partial_nodes(search, whole_nodes, rivals, pool, on_parts)
-        if isinstance(parts, str):
-            others.leave_out("on parts of a node", parts)
-        else:
-            others.add("on parts of a node", parts)
+    if isinstance(near.parts, str):
+        others.leave_out("on parts of a node", near.parts)
+    elif near.parts is not None:
+        others.add("on parts of a node", near.parts)
     rows = options.rows(others.simulate(pool, progress.on("options")))
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = race.planned(chosen)
@@ -188,7 +193,7 @@ def _plan(
         options=describe_rows(rows),
         left_out=[*options.left_out(rows), *others.left_out],
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
-        binding=find_binding(search.estimates, chosen, metrics, gains),
+        binding=find_binding(search.estimates, chosen, metrics, near.gains),
         lower_bound=float(bounds.min()),
         gap=value / float(bounds.min()) - 1,
         own_bound=float(bounds[chosen]),
@@ -196,7 +201,7 @@ def _plan(
         pareto=found.pareto(),
         sensitivity=[_change(search, chosen, verdict, value) for verdict in judged.verdicts],
         not_varied=judged.left_out,
-        tighter=tighter,
+        tighter=near.tighter,
         staleness_cost=run.plan.staleness_cost,
         staleness_model=_staleness_model(
             run.plan.staleness_study, run.algorithm.corrected_by or "none"
@@ -204,12 +209,48 @@ def _plan(
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,
-        what_if=make_grid(search, race, chosen, pool),
+        what_if=near.what_if,
         framework=_of_framework(planned, scope),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
     return Planned(planned, plan)
+
+
+class _Near(NamedTuple):
+    """What is known of plans near the chosen one."""
+
+    gains: Mapping[RelaxedLimit, float]
+    """Share of a step that each relaxed limit saves."""
+    tighter: OverMemoryLimit | None
+    """A better plan with less free memory."""
+    parts: Candidate | str | None
+    """A plan on parts of a node, or why there is none; None if parts are not searched for."""
+    what_if: WhatIf | None
+    """The grid of the report page."""
+
+
+def _look_near(
+    search: Search,
+    race: Race,
+    chosen: int,
+    whole_nodes: Sequence[str],
+    pool: Executor,
+    watch: Callable[[], None],
+) -> _Near:
+    """Look at plans near the chosen one: four tasks in threads, because each mostly waits for simulations."""
+    rivals = [search.speeds[i] for i in (chosen, race.cheapest) if i is not None]
+    threads = ThreadPoolExecutor()
+    try:
+        gains = threads.submit(find_gains, race, chosen, pool, watch)
+        tighter = threads.submit(find_with_fuller_memory, search, chosen, pool, watch)
+        grid = threads.submit(make_grid, search, race, chosen, pool)
+        parts: Candidate | str | None = None
+        if whole_nodes:
+            parts = find_on_partial_nodes(search, whole_nodes, rivals, pool, watch)
+        return _Near(gains.result(), tighter.result(), parts, grid.result())
+    finally:  # after Ctrl-C the workers end, and then these threads
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _objective_band(search: Search, chosen: Choice, metrics: Metrics) -> Band:
@@ -343,19 +384,21 @@ def _wanted(search: Search, race: Race, chosen: int, own: Candidate | None) -> l
 
 
 class _Progress:
-    """Counts simulations."""
+    """Counts simulations, perhaps of several threads."""
 
     def __init__(self, watch: Callable[[int, str], None]) -> None:
         self._watch = watch
         self._done = 0
+        self._lock = Lock()
 
     def on(self, what: str) -> Callable[[], None]:
         """Report the start of a phase, and return the function to call after each of its simulations."""
         self._watch(self._done, what)
 
         def tell() -> None:
-            self._done += 1
-            self._watch(self._done, what)
+            with self._lock:
+                self._done += 1
+                self._watch(self._done, what)
 
         return tell
 
