@@ -11,13 +11,14 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from math import ceil
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from streamrl.engine.engine import Engine
+from streamrl.engine.entities import Group, Rollout
 from streamrl.engine.messages import (
     Event,
     Generate,
@@ -26,8 +27,9 @@ from streamrl.engine.messages import (
     RunStarted,
     TrainerStarted,
 )
+from streamrl.engine.policies.dispatch import Dispatch, in_units
 from streamrl.engine.presets import choose_system
-from streamrl.engine.systems import build_engine
+from streamrl.engine.systems import build_dispatch, build_engine, build_state
 from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
@@ -58,8 +60,27 @@ class Finish(NamedTuple):
     """Number of replicas that this one represents; 0 if the end was copied from a similar rollout."""
 
 
+class DrawnBatch(tuple[Draw, ...]):
+    """The groups of a batch, in draw order. What plans generate them from is computed once for all plans."""
+
+    @cached_property
+    def rollouts(self) -> dict[int, SimRollout]:
+        """Its rollouts by id, as replicas see them."""
+        return rollouts_of(self)
+
+    @cached_property
+    def waiting(self) -> list[Rollout]:
+        """Its rollouts by id, as dispatch policies see them before the first one is sent."""
+        groups = (Group.draw(draw.drawn, step=1, oldest_version=0) for draw in self)
+        return sorted(chain.from_iterable(group.rollouts for group in groups), key=_id)
+
+
+def _id(rollout: Rollout) -> int:
+    return rollout.id
+
+
 def generate_batch(
-    run: Run, costs: Costs, batch: Sequence[Draw], most: int | None = None
+    run: Run, costs: Costs, batch: DrawnBatch, most: int | None = None
 ) -> list[Finish]:
     """Return the end of every rollout of a batch, sorted by time; simulated ones have a weight above 0.
 
@@ -74,14 +95,12 @@ def generate_batch(
         ValueError: a policy needs `policies.latency`, and it is missing, or sends nothing.
     """
     shares: dict[int, list[Generate]] = defaultdict(list)
-    algorithm = replace(run.algorithm, steps=1, prompts_per_step=len(batch))
-    engine = build_engine(replace(run, algorithm=algorithm))
-    for command in _dispatch(engine, run.rollout.num_replicas, batch):
+    for command in Distribution(run, batch).commands():
         shares[command.replica].append(command)
     if not shares:
         why = "sends no rollout although all replicas are idle; mend its choose"
         raise DISPATCH.refusal(choose_system(run.policies).dispatch, why)
-    rollouts = rollouts_of(batch)
+    rollouts = batch.rollouts
     replicas = [IdleReplica(run, costs, kind) for kind in range(run.rollout.num_kinds)]
     kinds, finishes = run.rollout.kind_of_each, list[Finish]()
     simulated = _chosen(run.rollout, costs, shares, rollouts, most or len(shares))
@@ -161,13 +180,43 @@ def _sampled(steps: Mapping[int, float], most: int) -> dict[int, float]:
     return {**dict.fromkeys(first, 1.0), **dict.fromkeys(others, len(rest) / len(others))}
 
 
-def _dispatch(engine: Engine, num_replicas: int, batch: Sequence[Draw]) -> list[Generate]:
-    """Return the commands by which an engine sends its first batch to idle replicas."""
-    drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in batch))
-    replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(num_replicas))
-    events: Iterable[Event] = (RunStarted(0, 0), TrainerStarted(LEADER, 0), *replicas, drawn)
-    commands = [command for event in events for command in engine.handle(event, 0.0)]
-    return [command for command in commands if isinstance(command, Generate)]
+@dataclass(frozen=True)
+class Distribution:
+    """The distribution of a batch to idle replicas."""
+
+    run_file: Run
+    batch: DrawnBatch
+
+    def commands(self) -> Sequence[Generate]:
+        """Return the commands by which replicas get the batch, those of each replica in order."""
+        return list(self.dealt()) or self.sent_by_engine()
+
+    def dealt(self) -> Iterator[Generate]:
+        """Yield the commands as the dispatch policy gives them at once; none if only an engine can tell."""
+        run = self.run_file
+        policy = build_dispatch(run.policies, run.rollout, run.seed)[-1]
+        if not isinstance(policy, Dispatch):
+            return
+        state = build_state(run)
+        for replica_id, kind in enumerate(run.rollout.kind_of_each):
+            state.fleet.start(replica_id, 0, kind)
+            state.fleet.serve(replica_id, 0, 0)
+        units = in_units(self.batch.waiting, policy.keeps_groups)
+        places = policy.deal_to_idle(state, units, state.fleet.serving())
+        for unit in units if places else ():
+            replica = state.fleet.replicas[places[unit[0].id]]
+            yield from (policy.send(rollout, replica) for rollout in unit)
+
+    def sent_by_engine(self) -> list[Generate]:
+        """Return the commands by which an engine sends its first batch."""
+        num_prompts, num_replicas = len(self.batch), self.run_file.rollout.num_replicas
+        algorithm = replace(self.run_file.algorithm, steps=1, prompts_per_step=num_prompts)
+        engine = build_engine(replace(self.run_file, algorithm=algorithm))
+        drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in self.batch))
+        replicas = (ReplicaStarted(replica, 0) for replica in range(num_replicas))
+        events: Iterable[Event] = (RunStarted(0, 0), TrainerStarted(LEADER, 0), *replicas, drawn)
+        commands = [command for event in events for command in engine.handle(event, 0.0)]
+        return [command for command in commands if isinstance(command, Generate)]
 
 
 class StepEnds(NamedTuple):
@@ -188,7 +237,7 @@ class StepEnds(NamedTuple):
 class StepBatch:
     """The groups that are drawn for one step."""
 
-    drawn: list[Draw]
+    drawn: DrawnBatch
     """All groups in order: first the step's prompts, then one replacement for each rejected group."""
     passed_over: frozenset[int] = frozenset()
     """Ids of the groups that the trainer rejects."""
@@ -198,7 +247,7 @@ class StepBatch:
         """The groups that the step trains on."""
         return [draw for draw in self.drawn if draw.drawn.group not in self.passed_over]
 
-    def generate(self, generate: Callable[[Sequence[Draw]], list[Finish]]) -> StepEnds:
+    def generate(self, generate: Callable[[DrawnBatch], list[Finish]]) -> StepEnds:
         """Return the ends of its rollouts on idle replicas, on which `generate` is `generate_batch`."""
         at_once = generate(self.drawn)
         if not self.passed_over:
@@ -217,10 +266,10 @@ class StepBatch:
         in_turn = sorted(each._replace(time=each.time * slower) for each in kept)
         return StepEnds(at_once, in_turn)
 
-    def _rounds(self) -> Iterator[list[Draw]]:
+    def _rounds(self) -> Iterator[DrawnBatch]:
         """Yield the first groups, then the replacements for those that were rejected, and so on."""
         left, num = iter(self.drawn), len(self.trained)
-        while drawn := list(islice(left, num)):
+        while drawn := DrawnBatch(islice(left, num)):
             yield drawn
             num = sum(draw.drawn.group in self.passed_over for draw in drawn)
 
@@ -229,7 +278,7 @@ def step_batches(run: Run, workload: Workload) -> Iterator[StepBatch]:
     """Yield the batch of every step in order, assuming that groups are complete in the order of their ids."""
     algorithm, first = run.algorithm, 0
     while True:
-        batch = StepBatch(workload.draw(first, algorithm.prompts_per_step))
+        batch = StepBatch(DrawnBatch(workload.draw(first, algorithm.prompts_per_step)))
         if algorithm.leaves_out_uniform:
             batch = _filled(SimRewards(run), algorithm, workload, batch.drawn)
         yield batch
@@ -237,10 +286,10 @@ def step_batches(run: Run, workload: Workload) -> Iterator[StepBatch]:
 
 
 def _filled(
-    rewards: SimRewards, algorithm: AlgorithmConfig, workload: Workload, drawn: list[Draw]
+    rewards: SimRewards, algorithm: AlgorithmConfig, workload: Workload, first: DrawnBatch
 ) -> StepBatch:
     """Draw a replacement for each rejected group, up to the limit of `max_gen_batches`."""
-    drawn = [*drawn]
+    drawn = [*first]
     most = (algorithm.max_gen_batches - 1) * algorithm.prompts_per_step
     passed_over: set[int] = set()
     for draw in drawn:  # the list grows during the loop
@@ -250,4 +299,4 @@ def _filled(
         if len({rewards.of(rollout) for rollout in group.rollouts}) == 1:
             passed_over.add(group.group)
             drawn += workload.draw(drawn[-1].drawn.group + 1, 1)
-    return StepBatch(drawn, frozenset(passed_over))
+    return StepBatch(DrawnBatch(drawn), frozenset(passed_over))

@@ -14,7 +14,7 @@ from streamrl.engine.messages import Generated
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
-from streamrl.sim.batch_generation import Finish, generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, Finish, generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.fidelity.paper_scaling import read_paces
@@ -81,7 +81,7 @@ def test_generation_takes_as_long_as_the_first_step_of_a_simulation(
         workload__lengths__ranker="oracle",
     )
     costs = Costs.load(run)
-    batch = SimulatedWorkload(run).draw(0, 256)
+    batch = DrawnBatch(SimulatedWorkload(run).draw(0, 256))
     finishes = generate_batch(fill_policies(run, costs), costs, batch)
     simulated = [e.time for e in simulate(run).entries if isinstance(e.event, Generated)]
     assert [finish.time for finish in finishes] == pytest.approx(simulated, rel=1e-9)

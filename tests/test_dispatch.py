@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,13 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.policies.dispatch import FirstInFirstOut, LongestFirst
-from tests.runs import of, script, singles
+from streamrl.runfile.dispatch_choice import DISPATCH
+from streamrl.sim.batch_generation import Distribution, DrawnBatch
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.policy_estimates import fill_policies
+from streamrl.workload.workload import SimulatedWorkload
+from tests.runs import of, script, singles, small_run
+from tests.test_replica_kinds import WIDE
 
 # Coming up ----------------------------------------------------------------------------------------
 
@@ -42,6 +49,50 @@ def test_nothing_is_sent_before_every_replica_has_come_up() -> None:
     draws = s.tell(TrainerStarted(0, 0), ReplicaStarted(0, 0))
     assert not of(Generate, s.draw(draws))
     assert {c.replica for c in of(Generate, s.tell(ReplicaStarted(1, 0)))} == {0, 1}
+
+
+# The first batch ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_sync", ["drain-then-load", "between-batches"])
+@pytest.mark.parametrize("placement", ["split", "together"])
+@pytest.mark.parametrize("others", [[], [{**WIDE, "share": 1.7}], [{**WIDE, "share": 0.3}]])
+@pytest.mark.parametrize("dispatch", sorted(DISPATCH.own))
+def test_policies_deal_a_batch_to_idle_replicas_as_they_send_it(
+    dispatch: str, others: list[dict[str, Any]], placement: str, weight_sync: str
+) -> None:
+    changes = {
+        "policies.dispatch": dispatch,
+        "policies.group_placement": placement,
+        "policies.order": "longest-first",
+        "algorithm.prompts_per_step": 48,
+        "workload.lengths.ranker": "recall",
+    }
+    changes |= {"policies.system": "stream-async", "policies.weight_sync": weight_sync}
+    run = small_run({**changes, "rollout.others": others})
+    run = fill_policies(run, Costs.load(run))
+    distribution = Distribution(run, DrawnBatch(SimulatedWorkload(run).draw(0, 48)))
+    dealt, sent = list(distribution.dealt()), distribution.sent_by_engine()
+    assert len(dealt) == run.algorithm.rollouts_per_step
+    assert sorted(dealt, key=_of_rollout) == sorted(sent, key=_of_rollout)
+    for replica in range(run.rollout.num_replicas):
+        first, second = ([c.rollout for c in cs if c.replica == replica] for cs in (dealt, sent))
+        assert first == second
+
+
+@pytest.mark.parametrize(
+    "changes", [{"learns_from_siblings": True}, {"concurrency": "kv-pressure"}], ids=str
+)
+def test_a_policy_that_waits_for_room_is_asked_for_each_rollout(changes: dict[str, Any]) -> None:
+    changes = {f"policies.{key}": value for key, value in changes.items()}
+    run = small_run({**changes, "policies.order": "longest-first", "algorithm.prompts_per_step": 8})
+    distribution = Distribution(run, DrawnBatch(SimulatedWorkload(run).draw(0, 8)))
+    assert not list(distribution.dealt())
+    assert distribution.commands() == distribution.sent_by_engine() != []
+
+
+def _of_rollout(command: Generate) -> int:
+    return command.rollout
 
 
 # Dispatch -----------------------------------------------------------------------------------------

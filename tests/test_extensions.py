@@ -27,7 +27,7 @@ from streamrl.runfile.dispatch_choice import DISPATCH
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import write_run
 from streamrl.runfile.scorer_choice import SCORERS
-from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
@@ -506,7 +506,7 @@ def test_a_policy_that_sends_nothing_is_named(faulty: Path) -> None:
     run = small_run({"policies.dispatch": "odd_policies:Never"})
     with pytest.raises(RuntimeError, match=r"'odd_policies:Never' sends none of the waiting"):
         simulate(run)
-    draws = SimulatedWorkload(run).draw(0, 2)
+    draws = DrawnBatch(SimulatedWorkload(run).draw(0, 2))
     with pytest.raises(RunError, match=r"policies.dispatch 'odd_policies:Never' sends no rollout"):
         generate_batch(run, Costs.load(run), draws)
 

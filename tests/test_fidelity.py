@@ -12,7 +12,7 @@ from streamrl.cli.main import app
 from streamrl.hardware.memory import check_memory, most_running
 from streamrl.hardware.resolved import resolve
 from streamrl.report.fidelity import fidelity_page, section_of, with_section
-from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.paper import (
     BATCH,
@@ -109,7 +109,8 @@ def test_generation_lasts_from_the_prompts_to_the_last_rollout(one_seed: None) -
     run = make_case(case)
     costs, workload = Costs.load(run), SimulatedWorkload(run)
     alone = [
-        generate_batch(run, costs, workload.draw(BATCH * step, BATCH))[-1].time for step in range(5)
+        generate_batch(run, costs, DrawnBatch(workload.draw(BATCH * step, BATCH)))[-1].time
+        for step in range(5)
     ]
     assert min(alone) <= times.generation_time <= max(alone)
     assert times.generation_time < times.step_time

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.engine.messages import DrawnGroup, Generated, PromptsDrawn
-from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import DecodeCurve
 from streamrl.sim.costs.policy_estimates import fill_policies
@@ -197,7 +197,7 @@ def generation_times(shape: Shape, dispatch: str) -> list[float]:
     }
     costs = Costs.load(small_run(changes))
     runs = [fill_policies(small_run({**changes, "seed": seed}), costs) for seed in SEEDS]
-    batches = [SimulatedWorkload(run).draw(0, shape.num_rollouts) for run in runs]
+    batches = [DrawnBatch(SimulatedWorkload(run).draw(0, shape.num_rollouts)) for run in runs]
     return [
         generate_batch(run, costs, batch)[-1].time for run, batch in zip(runs, batches, strict=True)
     ]

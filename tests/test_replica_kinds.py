@@ -25,7 +25,7 @@ from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, write_run
-from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import even_shares, fill_policies
 from streamrl.sim.world import simulate
@@ -161,11 +161,12 @@ def test_every_kind_decodes_as_fast_as_alone() -> None:
     run = run_of(algorithm__prompts_per_step=8)
     costs = Costs.load(run)
     run = fill_policies(run, costs)
-    batch = SimulatedWorkload(run).draw(0, 8)
+    batch = DrawnBatch(SimulatedWorkload(run).draw(0, 8))
     finishes = generate_batch(run, costs, batch)
     alone = {
         kind: {
-            f.tokens: f for f in generate_batch(run.of_kind(kind), costs.of_kind(kind), batch[:1])
+            f.tokens: f
+            for f in generate_batch(run.of_kind(kind), costs.of_kind(kind), DrawnBatch(batch[:1]))
         }
         for kind in (0, 1)
     }

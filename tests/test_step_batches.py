@@ -47,7 +47,7 @@ def test_without_dynamic_sampling_a_step_is_what_is_drawn_for_it() -> None:
     changes = {"algorithm.dynamic_sampling": False, "workload.informative_share": 0.5}
     run = small_run({**DYNAMIC, **changes})
     for number, batch in enumerate(islice(step_batches(run, SimulatedWorkload(run)), 3)):
-        assert batch.trained == batch.drawn == SimulatedWorkload(run).draw(4 * number, 4)
+        assert batch.trained == list(batch.drawn) == SimulatedWorkload(run).draw(4 * number, 4)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from streamrl.hardware.memory import most_running
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import compose_decode
 from streamrl.sim.costs.inference import Shard
@@ -165,7 +165,7 @@ def makespan(job: Job) -> float:
     run = make_case(Case(job.size, "20K", "sync"), job.seed, changes)
     costs = Costs.load(run)
     run = fill_policies(run, costs)
-    return generate_batch(run, costs, SimulatedWorkload(run).draw(0, BATCH))[-1].time
+    return generate_batch(run, costs, DrawnBatch(SimulatedWorkload(run).draw(0, BATCH)))[-1].time
 
 
 def _batch_note() -> str:

@@ -11,7 +11,7 @@ from streamrl.engine.systems import build_engine
 from streamrl.engine.trace import Trace
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.resolved import resolve
-from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies, latency_points
 from streamrl.sim.fidelity.paper import BATCH, GPUS, Case, load_paper, make_case
@@ -214,7 +214,9 @@ def _rounds_note() -> str:
         for run, costs in known
     ]
     ends = [
-        generate_batch(fill_policies(run, costs), costs, SimulatedWorkload(run).draw(0, BATCH))
+        generate_batch(
+            fill_policies(run, costs), costs, DrawnBatch(SimulatedWorkload(run).draw(0, BATCH))
+        )
         for run, costs in known
     ]
     batches = [finishes[-1].time for finishes in ends]

@@ -38,7 +38,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
-from streamrl.sim.batch_generation import generate_batch
+from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.corrections import own_switch_time
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.published_rows import Row
@@ -374,7 +374,7 @@ def _generated(model: str, degree: int) -> float:
             "policies": {"system": "colocated"},
         }
     )
-    batch = SimulatedWorkload(run).draw(0, 1024)
+    batch = DrawnBatch(SimulatedWorkload(run).draw(0, 1024))
     return generate_batch(run, Costs.load(run), batch)[-1].time
 
 

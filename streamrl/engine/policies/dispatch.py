@@ -13,8 +13,9 @@ received weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heapreplace
+from itertools import cycle
 from typing import Protocol
 
 from streamrl.engine.entities import Replica, Rollout
@@ -107,6 +108,16 @@ class Dispatch(DispatchProperties):
         """Return a replica that promises a version fresh enough for `rollout`, or None while there is none."""
         raise NotImplementedError
 
+    def deal_to_idle(
+        self, state: State, units: list[list[Rollout]], replicas: list[Replica]
+    ) -> Mapping[int, int]:
+        """Return the replica of the first rollout of each unit, as `choose` does if all replicas are idle.
+
+        The result is empty if only `choose` can tell. The planner uses this, because it takes a
+        fifth of the time.
+        """
+        return {}
+
     def check_choices(self, check: Callable[[object, State, Rollout], Replica | None]) -> None:
         """Pass what `choose` of this object returns through `check`; other objects take no time for it."""
         choose = self.choose
@@ -135,6 +146,20 @@ class LeastLoaded(Dispatch):
         """Return the least loaded replica that is fresh enough."""
         return state.fleet.least_loaded(rollout.group.oldest_version)
 
+    def deal_to_idle(
+        self, state: State, units: list[list[Rollout]], replicas: list[Replica]
+    ) -> Mapping[int, int]:
+        """See `Dispatch`."""
+        places, shares = dict[int, int](), {replica.id: replica.share for replica in replicas}
+        loads = [(replica.load, replica.id) for replica in replicas]
+        after = dict.fromkeys(shares, 1)
+        heapify(loads)
+        for unit in units:
+            places[unit[0].id] = replica_id = loads[0][1]
+            after[replica_id] += len(unit)
+            heapreplace(loads, (after[replica_id] / shares[replica_id], replica_id))
+        return places
+
 
 class JustInTime(LeastLoaded):
     """Send a rollout only when a replica has room to run it, because the order of waiting rollouts may change.
@@ -154,6 +179,12 @@ class JustInTime(LeastLoaded):
             return None
         return replica
 
+    def deal_to_idle(
+        self, state: State, units: list[list[Rollout]], replicas: list[Replica]
+    ) -> Mapping[int, int]:
+        """See `Dispatch`: rollouts that find no room wait."""
+        return {}
+
 
 class RoundRobin(Dispatch):
     """Send rollouts to the replicas in turn, whatever their load."""
@@ -161,6 +192,12 @@ class RoundRobin(Dispatch):
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return the next replica by id that is fresh enough."""
         return state.fleet.next_in_turn(rollout.group.oldest_version)
+
+    def deal_to_idle(
+        self, state: State, units: list[list[Rollout]], replicas: list[Replica]
+    ) -> Mapping[int, int]:
+        """See `Dispatch`."""
+        return {unit[0].id: replica.id for unit, replica in zip(units, cycle(replicas))}
 
 
 class Dealt(Dispatch):
@@ -186,6 +223,13 @@ class Dealt(Dispatch):
         if replica is not None and replica.promises(oldest):
             return replica
         return state.fleet.least_loaded(oldest)
+
+    def deal_to_idle(
+        self, state: State, units: list[list[Rollout]], replicas: list[Replica]
+    ) -> Mapping[int, int]:
+        """See `Dispatch`."""
+        self.deal(state, units, replicas)
+        return self.places
 
     def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
         """Assign each unit of rollouts, which stay together, to one of `replicas` with `share_out`."""
@@ -287,6 +331,12 @@ class BatchByBatch(Dispatch):
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the shares of idle replicas."""
         return super().decide(state) if state.fleet.idle else ()
+
+    def deal_to_idle(
+        self, state: State, units: list[list[Rollout]], replicas: list[Replica]
+    ) -> Mapping[int, int]:
+        """See `Dispatch`."""
+        return self.dealt.deal_to_idle(state, units, replicas)
 
     def _send(self, state: State) -> Iterator[Command]:
         if not self._is_dealt(state) and not self._deal(state):
