@@ -18,11 +18,13 @@ from streamrl.runfile.files import make_run
 from streamrl.runfile.units import Bandwidth, Duration, Size
 from streamrl.sim.planner.first_answer import first_answer, run_table_of
 from streamrl.sim.planner.objective import value_of
+from streamrl.sim.planner.plan_description import PlanDescription
+from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.trial import Trial, short_speed_of
 from tests.runs import small_run
 from tests.test_metrics import two_steps
-from tests.test_plan import Here, few
+from tests.test_plan import Here, few, planned
 from tests.test_plan_limits import STEPS
 from tests.test_question import SMALL
 from tests.test_whole_run import measured
@@ -182,3 +184,64 @@ def test_a_first_answer_is_billed_at_both_ends_of_its_band_of_time() -> None:
 def test_what_cannot_be_billed_is_refused_by_key(changes: dict[str, Any], part: str) -> None:
     with pytest.raises(ValueError, match=part.replace(".", r"\.")):
         small_run(changes)
+
+
+# The objective -----------------------------------------------------------------------------------
+
+TERM: dict[str, Any] = {
+    "cluster.pools.h20.minimum_term": "24 h",
+    "cluster.pools.h800.minimum_term": "24 h",
+}
+
+
+def test_the_objective_of_a_run_within_its_minimum_term_is_the_bill_for_each_token() -> None:
+    """Its first steps are longer than the mean, so the bill must not be spread over its seconds."""
+    search = Search.open(few({**STEPS, **TERM}))
+    index = search.run(Here(), lambda: None)[0]
+    speed = search.speeds[index]
+    rent = float(search.space.prices[index])
+    tokens = speed.cost_per_step / speed.cost_per_million_tokens * 1e6
+    steps = search.space.run.algorithm.steps
+    assert search.value(index) == pytest.approx(24 * HOUR * rent / steps / tokens * 1e6)
+    bounds = search.bounds()
+    assert all(bounds[i] <= search.value(i) * (1 + 1e-9) for i in search.speeds)
+
+
+def test_no_bound_is_above_the_value_of_a_plan_within_its_minimum_term() -> None:
+    plan = planned(few({**STEPS, **TERM})).plan
+    assert 0 < plan.lower_bound <= plan.own_bound <= plan.objective.value and plan.gap >= 0
+
+
+def test_time_that_failed_attempts_and_set_up_take_is_waited_for() -> None:
+    billing = {"setup_time": "10 h", "failed_share": 0.25}
+    run = few({**STEPS, "cluster.billing": billing}, value_of_hour=36.0, objective="cost-per-step")
+    search = Search.open(run)
+    index = int(np.argmin(search.space.prices))
+    speed = short_speed_of(Trial(search.base, search.space.candidate(index)))
+    steps = run.algorithm.steps
+    waited = 1.25 * speed.step_time + 10 * HOUR / steps
+    free = replace(run.plan, value_of_hour=0.0)
+    assert value_of(run.plan, speed) - value_of(free, speed) == pytest.approx(0.01 * waited)
+    seconds, lags = np.full(len(search.space), speed.step_time), np.zeros(len(search.space))
+    estimates = search.estimates
+    more = estimates.values(seconds, lags, run.plan) - estimates.values(seconds, lags, free)
+    assert more[index] == pytest.approx(0.01 * waited)
+
+
+def test_the_front_is_of_time_and_dollars_of_the_whole_run() -> None:
+    """A pool with a minimum term is dear, however little its steps cost."""
+    changes = {**STEPS, "cluster.pools.h20.minimum_term": "400 h"}
+    search = Search.open(few(changes, objective="pareto", trainer_pools=["h20", "h800"]))
+    search.run(Here(), lambda: None)
+    race, (best, *_) = Race(search), search.ranking()
+    race.steady[best] = [search.speeds[best]]  # type: ignore[list-item]  # as short as the search
+    front = PlanDescription(search, race, best).on_front()
+    spends = {i: search.spend_of(search.speeds[i]) for i in search.ranking()}
+    for index in front:
+        assert not any(
+            each.whole < spends[index].whole and each.seconds < spends[index].seconds
+            for each in spends.values()
+        )
+    assert min(spends, key=lambda index: spends[index].whole) in front
+    estimated = search._spends(search._least_steps(search.estimates.estimate()))
+    assert search.scores()[int(estimated.whole.argmin())] <= 1.01

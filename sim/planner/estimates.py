@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
 from streamrl.hardware.resolved import resolve
-from streamrl.record.billing import adds_nothing, billing_ratios
+from streamrl.record.billing import adds_nothing, billing_ratios, rented_time
 from streamrl.record.charges import egress_dollars
 from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.cluster_config import ClusterConfig
@@ -427,7 +427,8 @@ class Estimates:
         plan, prices, egress = plan or self.space.run.plan, self.space.prices, self.egress(steps)
         lags = np.zeros(len(steps)) if lags is None else lags
         billed = self.billed(steps, lags, plan)
-        return values_of(plan, steps, prices, self.tokens, lags, egress, billed)
+        rented = self._rented(steps, lags, plan)
+        return values_of(plan, steps, prices, self.tokens, lags, egress, billed, rented)
 
     def billed(self, steps: Floats, lags: Floats, plan: PlanConfig) -> Floats | float:
         """Return the bill of every plan's whole run, relative to what its steps cost; see `billing_ratio`.
@@ -443,6 +444,14 @@ class Estimates:
         num_steps = self.space.run.algorithm.steps * steps_for_one(plan, lags)
         egress = num_steps * self.egress(steps)
         return billing_ratios(cluster, self.space.rents(), egress, num_steps * steps)
+
+    def _rented(self, steps: Floats, lags: Floats, plan: PlanConfig) -> Floats | float:
+        """Return the time until the end of every plan's whole run, relative to its steps; see `billed`."""
+        cluster = self.space.run.cluster
+        if adds_nothing(cluster):
+            return 1.0
+        seconds = self.space.run.algorithm.steps * steps_for_one(plan, lags) * steps
+        return rented_time(cluster.billing, seconds) / seconds
 
     def egress(self, steps: Floats) -> Floats:
         """Return the dollars of a step for traffic between pools.

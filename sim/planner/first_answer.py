@@ -345,7 +345,8 @@ def _figures(search: Search) -> _Figures:
     dollars = seconds * search.space.prices + search.estimates.egress(seconds)
     dollars *= search.estimates.billed(seconds, np.zeros(len(seconds)), search.goal)
     for index, speed in search.speeds.items():
-        seconds[index], dollars[index] = speed.step_time, speed.cost_per_step * speed.billing_ratio
+        seconds[index] = speed.step_time
+        dollars[index] = speed.cost_per_step * speed.steady_billing_ratio
     return _Figures(seconds, dollars)
 
 

@@ -29,11 +29,13 @@ def value_of(plan: PlanConfig, speed: Speed) -> float:
     """Return the objective of a simulated plan.
 
     For the Pareto set it is the product of seconds and dollars. All values are scaled to the
-    progress of a step without staleness (`plan.staleness_cost`). Dollars are those of the bill of the
-    whole run, for each of its steps, and include those of waiting (`plan.value_of_hour`).
+    progress of a step without staleness (`plan.staleness_cost`). Dollars are those of the bill of a
+    run of mean steps, for each of its steps. They include those of waiting (`plan.value_of_hour`),
+    also for set-up and failed attempts.
     """
-    steps, billed = steps_for_one(plan, speed.mean_staleness), speed.billing_ratio
-    waiting = plan.value_of_hour / SECONDS_PER_HOUR * speed.step_time
+    steps, billed = steps_for_one(plan, speed.mean_staleness), speed.steady_billing_ratio
+    rented = speed.step_time * speed.rented_ratio
+    waiting = plan.value_of_hour / SECONDS_PER_HOUR * rented
     match plan.objective:
         case "cost-per-million-tokens":
             paid = billed + waiting / speed.cost_per_step if waiting else billed
@@ -43,7 +45,7 @@ def value_of(plan: PlanConfig, speed: Speed) -> float:
         case "step-time":
             return speed.step_time * steps
         case "pareto":
-            return speed.step_time * speed.cost_per_step * billed * steps**2
+            return rented * speed.cost_per_step * billed * steps**2
         case _:
             assert_never(plan.objective)
 
@@ -56,6 +58,7 @@ def values_of(
     lags: Floats,
     egress: Floats,
     billed: Floats | float = 1.0,
+    rented: Floats | float = 1.0,
 ) -> Floats:
     """Estimate the objective of every plan.
 
@@ -67,10 +70,11 @@ def values_of(
         lags: mean staleness in versions.
         egress: dollars a step for traffic between pools.
         billed: bill of the whole run, relative to these dollars.
+        rented: time until the end of the whole run, relative to the seconds of its steps.
     """
     steps: Floats = steps_for_one(plan, np.asarray(lags))
     seconds, dollars = seconds * steps, (seconds * prices + egress) * steps * billed
-    waiting = plan.value_of_hour / SECONDS_PER_HOUR * seconds
+    waiting = plan.value_of_hour / SECONDS_PER_HOUR * seconds * rented
     match plan.objective:
         case "cost-per-million-tokens":
             return (dollars + waiting) / tokens_per_step * 1e6
@@ -79,7 +83,7 @@ def values_of(
         case "step-time":
             return seconds
         case "pareto":
-            return seconds * dollars
+            return seconds * rented * dollars
         case _:
             assert_never(plan.objective)
 

@@ -380,7 +380,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Number of sides, or pairs of sides, that each reason ruled out."""
     binding: Binding
     lower_bound: float
-    """Lowest objective that the bound of any plan allows."""
+    """Lowest objective that the bound of any plan allows. It is at most the value of the chosen plan. Bounds are of
+    the prompts of the search.
+    """
     gap: float
     """Share by which the chosen plan is above `lower_bound`."""
     own_bound: float
@@ -389,7 +391,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The best plans that are no options, at most five. Variants of a plan are members of one entry.
     """
     pareto: list[Choice]
-    """Plans that no other beats in both seconds and dollars of a step; empty for other objectives.
+    """Plans that no other beats in both time and dollars of the whole run; empty for other objectives.
     """
     sensitivity: list[Change]
     not_varied: dict[str, str] = {}

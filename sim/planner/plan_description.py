@@ -151,17 +151,19 @@ class PlanDescription:
         return [i for i in others if race.as_known(i) or i in race.finals]
 
     def on_front(self) -> list[int]:
-        """Return the plans that no other beats in seconds and dollars, over the few steps of the search."""
-        ranking, speeds = self._search.ranking(), self._search.speeds
-        points = [(speeds[i].step_time, speeds[i].cost_per_step) for i in ranking]
+        """Return the plans that no other beats in time and dollars, over the few steps of the search."""
+        ranking = self._search.ranking()
+        spends = [self._search.spend_of(self._search.speeds[index]) for index in ranking]
+        points = [(spend.seconds, spend.whole) for spend in spends]
         return [ranking[place] for place in front(points)]
 
     def pareto(self) -> list[Choice]:
-        """Return the plans that no other beats in seconds and dollars of a step, the fastest first."""
+        """Return the plans that no other beats in time and dollars of the whole run, the fastest first."""
         if self._search.space.run.plan.objective != "pareto":
             return []
         indices = [self._index, *self._known()]
-        points = [(self._times(i, "step_time"), self._times(i, "cost_per_step")) for i in indices]
+        ratios = [self._race.ratios(index, self._index) for index in indices]
+        points = [(seconds, dollars) for dollars, seconds in ratios]
         return [self._runner(indices[place]).choice for place in front(points)]
 
     def _times(self, index: int, key: str) -> float:

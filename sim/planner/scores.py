@@ -182,7 +182,8 @@ class Scores:
         stages = self.estimates.estimate()
         steps = self._least_steps(stages)
         if self.goal.objective == "pareto":
-            values = distance_to_front(steps, self._dollars(steps))
+            spends = self._spends(steps)
+            values = distance_to_front(spends.seconds, spends.whole)
         else:
             values = self.estimates.values(steps, self.lags, self.goal)
         values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
@@ -209,15 +210,18 @@ class Scores:
         """
         if not limits_of(self.goal):
             return np.zeros(len(self.space))
+        found: Floats = np.asarray(excess(self.goal, self._spends(steps, estimates)))
+        return found
+
+    def _spends(self, steps: Floats, estimates: Estimates | None = None) -> Spend[Floats]:
+        """Estimate the dollars and seconds of every plan, given its seconds of a step; see `excess_of`."""
         estimates = estimates or self.estimates
         dollars = self._dollars(steps, estimates)
         num_steps = self.space.run.algorithm.steps * steps_for_one(self.goal, self.lags)
         per_day = dollars / steps * SECONDS_PER_DAY
         whole = num_steps * dollars * estimates.billed(steps, self.lags, self.goal)
         seconds = rented_time(self.space.run.cluster.billing, num_steps * steps)
-        spend = Spend(dollars, per_day, whole, seconds)
-        found: Floats = np.asarray(excess(self.goal, spend))
-        return found
+        return Spend(dollars, per_day, whole, seconds)
 
     def over_limits(self) -> Floats:
         """Return the largest ratio of an estimated figure to its limit for every plan.

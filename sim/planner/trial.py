@@ -25,7 +25,7 @@ from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.steady_state import START, Speed, read_steps
-from streamrl.record.whole_run import billing_ratio_of, whole_time
+from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -210,8 +210,7 @@ def _measure_short(trial: Trial) -> Speed:
     trace = simulate_steady(portion, workload=open_portion(trial.run, trial.portions), costs=costs)
     paid = PaidGpus.of(run)
     speed = speed_of_all(_speed_of(trace), paid.dollars_per_second, trial.portions)
-    ratio = billing_ratio_of(run.cluster, whole_time(run, speed), speed, paid)
-    return replace(speed, billing_ratio=ratio)
+    return with_bill(run.cluster, speed, whole_time(run, speed), paid)
 
 
 def _speed_of(trace: Trace) -> Speed:

@@ -45,7 +45,7 @@ from streamrl.record.uncertainty import (
     read_uncertainty,
     unmeasured_warning,
 )
-from streamrl.record.whole_run import WholeRun, billing_ratio_of, make_whole_run, whole_time
+from streamrl.record.whole_run import WholeRun, make_whole_run, whole_time, with_bill
 from streamrl.runfile.formatting import (
     format_count,
     format_dollars,
@@ -464,8 +464,7 @@ def _measure_speed(
         mean_staleness=_mean_of(leader.made.staleness(first, last)),
     )
     time = whole_time(trace.run, speed, is_recorded=trace.world == "real")
-    ratio = billing_ratio_of(trace.run.cluster, time, speed, paid)
-    return msgspec.structs.replace(speed, billing_ratio=ratio)
+    return with_bill(trace.run.cluster, speed, time, paid)
 
 
 def _wasted(flow: Flow, trained: Sequence[int], window: tuple[float, float]) -> dict[str, float]:

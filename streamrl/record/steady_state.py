@@ -151,6 +151,11 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     billing_ratio: float = 1.0
     """Bill of the whole run, relative to the dollars that its steps cost at the figures above. It is 1 without keys of
     `cluster.billing`, `billing_unit` and `minimum_term`."""
+    steady_billing_ratio: float = 1.0
+    """The same for a run whose steps all take `step_time`, without its start and checkpoints. The objective of a plan
+    has it."""
+    rented_ratio: float = 1.0
+    """Time until the end of such a run, with set-up and failed attempts, relative to the time of its steps."""
     mean_staleness: float
     """Mean number of versions that a rollout was behind when the primary trainer trained on it."""
 

@@ -15,6 +15,7 @@ from math import ceil
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
@@ -184,6 +185,8 @@ class WholeTime(NamedTuple):
     checkpoint_time: float
     rented: float
     """Seconds for which GPUs are rented: `seconds`, set-up and failed attempts."""
+    exact_steps: float
+    """Number of steps before it is rounded up."""
 
 
 def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTime:
@@ -217,6 +220,7 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
         start_interval,
         saving,
         rented_time(run.cluster.billing, seconds),
+        run.algorithm.steps * steps_for_one(run.plan, speed.mean_staleness),
     )
 
 
@@ -236,13 +240,19 @@ def whole_dollars(speed: Speed, time: WholeTime) -> float:
     return (time.seconds * rent + time.steps * speed.egress_per_step) * speed.billing_ratio
 
 
-def billing_ratio_of(
-    cluster: ClusterConfig, time: WholeTime, speed: Speed, paid: PaidGpus
-) -> float:
-    """Return the bill of a whole run, relative to what its steps cost at the figures of a step."""
+def with_bill(cluster: ClusterConfig, speed: Speed, time: WholeTime, paid: PaidGpus) -> Speed:
+    """Return figures with the ratios of the whole run's bill and of its time."""
+    egress, steady = speed.egress_per_step, time.exact_steps * speed.step_time
     if adds_nothing(cluster):
-        return 1.0
-    return billing_ratio(cluster, paid.rents, time.steps * speed.egress_per_step, time.seconds)
+        return speed
+    steady_egress = time.exact_steps * egress
+    found: Speed = replace(
+        speed,
+        billing_ratio=billing_ratio(cluster, paid.rents, time.steps * egress, time.seconds),
+        steady_billing_ratio=billing_ratio(cluster, paid.rents, steady_egress, steady),
+        rented_ratio=rented_time(cluster.billing, steady) / steady,
+    )
+    return found
 
 
 def make_whole_run(
