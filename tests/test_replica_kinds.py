@@ -129,15 +129,18 @@ def test_rollouts_are_dealt_out_by_share(dispatch: str) -> None:
 
 
 def test_even_shares_give_every_kind_the_same_time() -> None:
-    slow, quick = Latency([(1, 0.01), (64, 0.0415)]), Latency([(1, 0.005), (256, 0.0305)])
-    shares = even_shares([slow, quick], [4, 2], 200)
+    slow, quick = ((1, 0.01), (64, 0.0415)), ((1, 0.005), (256, 0.0305))
+    shares = even_shares((slow, quick), (4, 2), 200)
     assert 4 * shares[0] + 2 * shares[1] == pytest.approx(200)
-    assert slow.step_time(shares[0]) == pytest.approx(quick.step_time(shares[1]))
+    seconds = [
+        Latency(points).step_time(n) for points, n in zip((slow, quick), shares, strict=True)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
 
 
 def test_even_shares_of_more_than_runs_at_once_are_by_tokens_a_second() -> None:
-    slow, quick = Latency([(1, 0.01), (8, 0.02)]), Latency([(1, 0.01), (64, 0.04)])
-    shares = even_shares([slow, quick], [1, 1], 10_000)
+    slow, quick = ((1, 0.01), (8, 0.02)), ((1, 0.01), (64, 0.04))
+    shares = even_shares((slow, quick), (1, 1), 10_000)
     assert shares[1] / shares[0] == pytest.approx((64 / 0.04) / (8 / 0.02))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 
@@ -432,14 +433,22 @@ def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
 def _compose_replica(
     replica: ReplicaHardware, config: CostsConfig
 ) -> tuple[DecodeCurve, PrefillCurve]:
-    """Compose a replica's decode step and prefill from operators."""
+    """Compose a replica's decode step and prefill from operators, once for any number of replicas."""
+    alone = msgspec.structs.replace(replica.config, replicas=1, others=())
+    return _composed(replace(replica, config=alone), config.engine, config.backend)
+
+
+@lru_cache(maxsize=64)
+def _composed(
+    replica: ReplicaHardware, engine: str, backend: str | None
+) -> tuple[DecodeCurve, PrefillCurve]:
     rollout = replica.config
     shard = Shard(
         replica.longest_model,
-        kernels_of(replica.pool.gpu, replica.precision, config.backend),
+        kernels_of(replica.pool.gpu, replica.precision, backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
-        load_engine(config.engine),
+        load_engine(engine),
         rollout.pipeline_parallel,
         rollout.data_parallel,
         overlaps_dispatch=rollout.overlaps_dispatch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -69,13 +69,12 @@ def _fill_kinds(resolved: ResolvedRun, costs: Costs) -> RolloutConfig:
     rollout = resolved.run.rollout
     if not rollout.others:
         return rollout
-    points = [
+    points = tuple(
         latency_points(replica, costs.of_kind(kind))
         for kind, replica in enumerate(resolved.replicas)
-    ]
-    numbers = [kind.replicas for kind in rollout.kinds]
-    num_rollouts = resolved.run.algorithm.rollouts_per_step
-    shares = even_shares([*map(Latency, points)], numbers, num_rollouts)
+    )
+    numbers = tuple(kind.replicas for kind in rollout.kinds)
+    shares = even_shares(points, numbers, resolved.run.algorithm.rollouts_per_step)
     filled = tuple(
         replace(other, latency=other.latency or own, share=other.share or share / shares[0])
         for other, own, share in zip(rollout.others, points[1:], shares[1:], strict=True)
@@ -83,19 +82,21 @@ def _fill_kinds(resolved: ResolvedRun, costs: Costs) -> RolloutConfig:
     return replace(rollout, others=filled)
 
 
+@lru_cache(maxsize=1024)
 def even_shares(
-    latencies: Sequence[Latency], numbers: Sequence[int], num_rollouts: int
-) -> list[float]:
+    points: tuple[Points, ...], numbers: tuple[int, ...], num_rollouts: int
+) -> tuple[float, ...]:
     """Return the rollouts per replica of each kind for which all need the same time per token.
 
     Args:
-        latencies: of each kind.
+        points: seconds of a decode step by batch size, of each kind.
         numbers: replicas of each kind.
         num_rollouts: rollouts to divide.
     """
+    latencies = [*map(Latency, points)]
 
-    def shares(seconds: float) -> list[float]:
-        return [_share_within(latency, seconds) for latency in latencies]
+    def shares(seconds: float) -> tuple[float, ...]:
+        return tuple(_share_within(latency, seconds) for latency in latencies)
 
     low, high = 0.0, max(latency.time(num_rollouts, 1.0, 1) for latency in latencies)
     for _ in range(HALVINGS):

@@ -149,18 +149,18 @@ def _mean_share(finishes: Sequence[Finish], num_replicas: int) -> float:
 def _by_group(finishes: Sequence[Finish]) -> list[Finish]:
     """Return the finishes, each moved to the end of its group."""
     ends = {finish.group: finish.time for finish in finishes}
-    return sorted(finish._replace(time=ends[finish.group]) for finish in finishes)
+    return sorted(Finish(ends[finish.group], *finish[1:]) for finish in finishes)
 
 
 def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:
     instants = np.array([finish.time for finish in finishes])
     tokens = np.array([finish.tokens * finish.weight for finish in finishes])
     left = np.cumsum(tokens[::-1])[::-1] / tokens.sum()
-    kept = _envelope(instants, left)
+    kept = _envelope(instants.tolist(), left.tolist())
     return instants[kept], left[kept]
 
 
-def _envelope(instants: Floats, left: Floats) -> list[int]:
+def _envelope(instants: list[float], left: list[float]) -> list[int]:
     """Return the indices that maximize `instants + left * x` for some x >= 0: an upper hull."""
     hull: list[int] = []
     for place in range(len(instants) - 1, -1, -1):  # `left` rises, `instants` fall
@@ -170,12 +170,10 @@ def _envelope(instants: Floats, left: Floats) -> list[int]:
     return hull
 
 
-def _is_below(x: Floats, y: Floats, first: int, middle: int, last: int) -> bool:
+def _is_below(x: list[float], y: list[float], first: int, middle: int, last: int) -> bool:
     """Whether the middle one of three lines is nowhere above both others."""
-    return bool(
-        (x[middle] - x[first]) * (y[last] - y[first])
-        <= (x[last] - x[first]) * (y[middle] - y[first])
-    )
+    across = (x[middle] - x[first]) * (y[last] - y[first])
+    return across <= (x[last] - x[first]) * (y[middle] - y[first])
 
 
 class DealtBatch(NamedTuple):
