@@ -221,7 +221,7 @@ class Verifier:
 
     def verify(self, command: Verify) -> None:
         """Score a rollout after earlier ones; a verifier without a duration answers at once."""
-        if not self._takes_time and not self._stall_time:
+        if not self._takes_time and not self._around.disruptions.stalled_until:
             self._tell(command)
             return
         if self._models:
@@ -268,5 +268,4 @@ class Verifier:
     @property
     def _stall_time(self) -> float:
         """Seconds that remain of a stall."""
-        stalled_until = self._around.disruptions.stalled_until
-        return max(0.0, stalled_until - self._around.env.now) if stalled_until else 0.0
+        return max(0.0, self._around.disruptions.stalled_until - self._around.env.now)

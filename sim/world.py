@@ -86,7 +86,7 @@ class LiveRollouts:
     def add(self, draws: list[Draw]) -> None:
         """Add new groups."""
         self.rollouts.update(rollouts_of(draws))
-        self._groups.update((draw.drawn.group, draw.drawn.rollouts) for draw in draws)
+        self._groups.update({draw.drawn.group: draw.drawn.rollouts for draw in draws})
 
     def end_step(self, version: int, groups: Iterable[int], trainer: int) -> None:
         """Record that a trainer has made a step from these groups, and forget groups that are long finished."""
@@ -101,11 +101,14 @@ class LiveRollouts:
     def leave(self, group: int, trainer: int) -> None:
         """Record that a trainer is done with a group."""
         if self._done_with.leave(group, trainer):
-            self.drop(group)
+            self._retire(group)
 
     def drop(self, group: int) -> None:
         """Record that no trainer uses a group any more."""
         self._done_with.drop(group)
+        self._retire(group)
+
+    def _retire(self, group: int) -> None:
         if group in self._groups:
             self._leaving[group] = self._version
 
@@ -243,7 +246,7 @@ class SimWorld(World[Trace]):
         """Pass `event` to the engine, and remove rollouts that all trainers have used."""
         if self.faults is not None:
             event = self.faults.result(event)
-        if isinstance(event, Stepped):
+        if type(event) is Stepped:
             groups = self._stepping.pop(event.trainer)
             self._live_rollouts.end_step(event.version, groups, event.trainer)
         super().emit(event)
@@ -345,7 +348,7 @@ class SimWorld(World[Trace]):
         draws = self._workload.draw(self._next_group, command.num_groups)
         self._next_group += command.num_groups
         self._live_rollouts.add(draws)
-        groups = tuple(draw.drawn for draw in draws)
+        groups = tuple([draw.drawn for draw in draws])
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:

@@ -76,7 +76,7 @@ class SimRollout(msgspec.Struct, frozen=True, gc=False):
 def rollouts_of(draws: Iterable[Draw]) -> dict[int, SimRollout]:
     """Return the rollouts of groups by id."""
     return {
-        rollout: SimRollout(draw.drawn.group, draw.drawn.prompt_tokens, length)
-        for draw in draws
-        for rollout, length in zip(draw.drawn.rollouts, draw.lengths, strict=True)
+        rollout: SimRollout(drawn.group, drawn.prompt_tokens, length)
+        for drawn, lengths in draws
+        for rollout, length in zip(drawn.rollouts, lengths, strict=True)
     }

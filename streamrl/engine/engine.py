@@ -99,8 +99,9 @@ class Engine:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Record an event that happened at `now` seconds, and return the commands that answer it."""
-        state, commands = self.state, list[Command]()
+        state = self.state
         state.observe(event, now)
+        commands: list[Command] = []
         concerned = self._concerned.get(type(event))
         if concerned is None:
             concerned = self._find_concerned(type(event))

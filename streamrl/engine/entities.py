@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
+import msgspec
+
 from streamrl.engine.concurrency import ConcurrencyLimit
 from streamrl.engine.messages import DrawnGroup
 
@@ -19,8 +21,7 @@ Each trainer's batch records how far that trainer is with a ready rollout.
 """
 
 
-@dataclass(slots=True, eq=False)
-class Rollout:
+class Rollout(msgspec.Struct, eq=False):
     """One sampled response."""
 
     id: int
@@ -38,8 +39,7 @@ class Rollout:
     """When it was last sent to a replica, in seconds."""
 
 
-@dataclass(slots=True, eq=False)
-class Group:
+class Group(msgspec.Struct, eq=False):
     """The rollouts of one prompt."""
 
     id: int
@@ -47,7 +47,7 @@ class Group:
     """The step that it was drawn for."""
     oldest_version: int
     prompt_tokens: int
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: list[Rollout] = []
     is_dropped: bool = False
     num_missing: int = 0
     """Rollouts that are not ready yet."""
@@ -64,17 +64,21 @@ class Group:
     @classmethod
     def draw(cls, drawn: DrawnGroup, step: int, oldest_version: int) -> Group:
         """Return a new group, with its rollouts, that was drawn for `step`."""
-        group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens)
+        group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens, family=drawn.family)
         group.num_missing = len(drawn.rollouts)
-        group.family = drawn.family
         group.rollouts = [
             Rollout(rollout, group, expected)
             for rollout, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True)
         ]
-        for number, tokens, version in kept_of(drawn):
-            rollout = group.rollouts[drawn.rollouts.index(number)]
-            rollout.tokens, rollout.born = tokens, version
+        if drawn.kept:
+            group.keep(drawn)
         return group
+
+    def keep(self, drawn: DrawnGroup) -> None:
+        """Set the tokens from before a resume."""
+        for number, tokens, version in kept_of(drawn):
+            rollout = self.rollouts[drawn.rollouts.index(number)]
+            rollout.tokens, rollout.born = tokens, version
 
 
 def kept_of(drawn: DrawnGroup) -> Iterator[tuple[int, int, int]]:
@@ -120,8 +124,8 @@ class Replica:
         return self.promised is not None and self.promised >= oldest_version
 
 
-Place = tuple[int, ...]
-"""Sort key of a waiting rollout: smaller is earlier."""
+Place = int | tuple[int, ...]
+"""Sort key of a waiting rollout: smaller is earlier. In draw order it is the id."""
 
 
 class WaitingRollouts:
@@ -143,7 +147,7 @@ class WaitingRollouts:
     def add(self, rollout: Rollout) -> None:
         """Add a rollout to the queue."""
         rollout.phase = "waiting"
-        place = self._place(rollout) if self._learns else (rollout.id,)
+        place = self._place(rollout) if self._learns else rollout.id
         heappush(self.heap, (place, self._num_added, rollout))
         self._num_added += 1
 

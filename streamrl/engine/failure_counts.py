@@ -66,8 +66,7 @@ class FailureCounts:
 
     def recover(self, rollout: Rollout) -> None:
         """Record that a rollout has its reward, which may complete its group."""
-        if self.failed:
-            self.failed.pop(rollout.id, None)
+        self.failed.pop(rollout.id, None)
         if not rollout.group.num_missing:
             self.num_dropped = 0
 

@@ -316,7 +316,8 @@ class State:
             return
         rollout.phase = "ready"
         group.num_missing -= 1
-        self.failure_counts.recover(rollout)
+        if self.failure_counts.failed or self.failure_counts.num_dropped:
+            self.failure_counts.recover(rollout)
         for trainer in self.trainers:
             trainer.see_ready(rollout, self.leader.version)
 
@@ -334,8 +335,8 @@ class State:
         self.is_stopping = self.is_stopping or self.has_all_steps
 
     def _add_groups(self, event: PromptsDrawn) -> None:
-        num_groups, are_known = len(event.groups), any(g.group in self.groups for g in event.groups)
-        if are_known or num_groups > self.num_drawing:
+        num_groups, new = len(event.groups), [drawn.group for drawn in event.groups]
+        if not self.groups.keys().isdisjoint(new) or num_groups > self.num_drawing:
             raise ValueError(f"{num_groups} groups drawn for step {event.step}, not asked for")
         self.num_drawing -= num_groups
         for drawn in event.groups:
@@ -365,8 +366,9 @@ class State:
 
     def _let_go(self, group: Group) -> None:
         """Forget a group that a trainer is done with, unless another one may still train on it."""
-        if any(trainer.wants(group) for trainer in self.trainers):
-            return
+        for trainer in self.trainers:
+            if trainer.wants(group):
+                return
         del self.groups[group.id]
         for rollout in group.rollouts:
             del self.rollouts[rollout.id]

@@ -60,8 +60,9 @@ class Batch:
     def take(self, group: Group) -> None:
         """Add `group` to the step, with its ready rollouts."""
         self.groups[group.id] = group
-        is_any_ready = group.num_missing < len(group.rollouts)
-        if not group.num_missing or (is_any_ready and not self.trains_whole_groups):
+        if not group.num_missing:
+            self._supply(group.rollouts)
+        elif group.num_missing < len(group.rollouts) and not self.trains_whole_groups:
             self._supply(r for r in group.rollouts if r.phase == "ready")
 
     def add_ready(self, rollout: Rollout) -> None:
@@ -97,7 +98,7 @@ class Batch:
         Rollouts that left the batch in the meantime are ignored.
         """
         held, self.in_hand = self.in_hand, []
-        if tuple(rollout.id for rollout in held) != event.rollouts:
+        if [rollout.id for rollout in held] != list(event.rollouts):
             raise ValueError(f"the trainer was not given rollouts {event.rollouts}")
         wanted = [rollout for rollout in held if rollout.group.id in self.groups]
         (self.trainable if isinstance(event, Scored) else self.in_gradient).extend(wanted)
@@ -315,8 +316,9 @@ class TrainerSide:
 
     def wants(self, group: Group) -> bool:
         """Return whether it may still train on `group`."""
-        is_coming = group.num_missing > 0 and self._may_see(group)
-        return is_coming or group.id in self.batch.groups or group in self.line
+        if group.num_missing and self._may_see(group):
+            return True
+        return group.id in self.batch.groups or group in self.line
 
     def _may_see(self, group: Group) -> bool:
         return group.id >= self.first_group and group.id not in self.done_before

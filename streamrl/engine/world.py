@@ -29,6 +29,8 @@ class GroupReferences:
 
     def leave(self, group: int, trainer: int) -> bool:
         """Record that a trainer is done with a group; return whether all trainers are."""
+        if len(self._first) == 1:
+            return True
         done = self._trainers.setdefault(group, set())
         done.add(trainer)
         if len(done) < len(self._first) and len(done) < sum(f <= group for f in self._first):
@@ -97,7 +99,7 @@ class World(ABC, Generic[R]):
         end itself.
         """
         unheard = self._unheard
-        if isinstance(event, Generated) and (news := self._learn(event)) is not None:
+        if type(event) is Generated and (news := self._learn(event)) is not None:
             unheard.append(news)
         unheard.append(event)
         if self._is_handling:

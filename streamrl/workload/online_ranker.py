@@ -335,6 +335,8 @@ class Expectations:
                 config, prompts_per_step=prompts_per_step, max_tokens=max_tokens, seed=seed
             )
         self._siblings = SiblingLengths() if learns_from_siblings else None
+        self.is_fixed = self._ranker is None and self._siblings is None
+        """Whether no rollout changes an expectation."""
 
     def draw(self, drawn: DrawnGroup, prompt: Hashable | None) -> DrawnGroup:
         """Return a group with its expectations; its expected tokens are the prior."""

@@ -233,7 +233,7 @@ class SimulatedWorkload:
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return the changed expectations of other rollouts, if siblings or a ranker are configured."""
-        return self._told.learn(event)
+        return None if self._told.is_fixed else self._told.learn(event)
 
     def forget(self, group: int) -> None:
         """Forget a dropped group."""
@@ -259,14 +259,15 @@ class SimulatedWorkload:
     def _group(self, group: int) -> Draw:
         source = group if self._tails is None else self._tails.source(group)
         block, offset = divmod(source, BLOCK)
-        drawn = self._block(block)
+        drawn = self._blocks.get(block) or self._block(block)
         size = self._group_size
         expected = tuple(drawn.expected[offset]) if drawn.expected else (self._mean,) * size
         rollouts = tuple(range(group * size, group * size + size))
         family = drawn.families[offset] if drawn.families else None
         plain = DrawnGroup(group, rollouts, drawn.prompt_tokens[offset], expected, family=family)
-        prompt = drawn.prompts[offset] if drawn.prompts else None
-        return Draw(self._told.draw(plain, prompt), tuple(drawn.lengths[offset]))
+        if not self._told.is_fixed:
+            plain = self._told.draw(plain, drawn.prompts[offset] if drawn.prompts else None)
+        return Draw(plain, tuple(drawn.lengths[offset]))
 
     def _sample(self, block: int) -> _Block:
         """Draw a block of groups."""

@@ -204,7 +204,7 @@ def _flowing_time(part: tuple[int, int], latency: Latency, num_replicas: float) 
 
 def _place(unit: list[Rollout]) -> tuple[int, int]:
     """Return the sort key of a unit: its longest rollout, longest first, ties by id."""
-    return -max(rollout.expected_tokens for rollout in unit), unit[0].id
+    return -max([rollout.expected_tokens for rollout in unit]), unit[0].id
 
 
 def _head(units: list[list[Rollout]], most: float) -> tuple[list[list[Rollout]], int]:

@@ -102,4 +102,4 @@ def _step(trainer: TrainerSide) -> Step:
 
 
 def _ids(line: deque[Rollout], most: int) -> tuple[int, ...]:
-    return tuple(rollout.id for rollout in islice(line, most))
+    return tuple([rollout.id for rollout in islice(line, most)])
