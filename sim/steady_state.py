@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil
 
-from streamrl.engine.trace import Trace
 from streamrl.record.metrics import Metrics
 from streamrl.record.steady_state import (
     LEAST_FAILURES,
@@ -60,7 +59,7 @@ def simulate_steady(
     watch: Callable[[int], None] = lambda version: None,
     workload: Workload | None = None,
     costs: Costs | None = None,
-) -> Trace:
+) -> StepTrace:
     """Simulate a run file until the precision of `[simulate]` is reached.
 
     If lengths drift or faults are planned, the whole training is simulated.
@@ -76,7 +75,9 @@ def simulate_steady(
         UnfinishedError: the run stops before its first step.
         RuntimeError: the run is stuck.
     """
-    return _simulate(open_world(run, workload, costs), watch).trace
+    trace = _simulate(open_world(run, workload, costs), watch).trace
+    assert isinstance(trace, StepTrace), "its world was opened with one"
+    return trace
 
 
 def measure_steady(

@@ -20,11 +20,10 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from streamrl.engine.presets import choose_system
-from streamrl.engine.trace import Trace
 from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, measure_speed
-from streamrl.record.steady_state import START, Speed, read_steps
+from streamrl.record.steady_state import START, Speed
 from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.checks import check_run
@@ -44,6 +43,7 @@ from streamrl.sim.planner.stage_times import (
     summarize,
 )
 from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
+from streamrl.sim.trace import StepTrace
 from streamrl.workload.workload import SimulatedWorkload
 
 PORTION_ROLLOUTS, PORTION_REPLICAS = 2048, 8
@@ -213,10 +213,10 @@ def _measure_short(trial: Trial) -> Speed:
     return with_bill(run.cluster, speed, whole_time(run, speed), paid)
 
 
-def _speed_of(trace: Trace) -> Speed:
+def _speed_of(trace: StepTrace) -> Speed:
     first, last = counted_steps(trace.run.simulate.max_steps)
-    num_whole = max(1, len(read_steps(trace)) - 1)  # without steps that a lost trainer rolled back
-    return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
+    num_whole = max(1, len(trace.steps) - 1)  # without steps that a lost trainer rolled back
+    return measure_speed(trace, (min(first, num_whole), min(last, num_whole)), trace.steps)
 
 
 def timed_speed_of(trial: Trial) -> tuple[Speed | Unfinished, float]:

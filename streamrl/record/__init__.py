@@ -5,7 +5,8 @@ Simulated and executed runs write the same trace, so all of this works for both.
 Files to read first:
 
 - `metrics.py`: `measure` returns the `Metrics` of a trace. `RunReader` combines the readers below.
-- `timeline.py`: the time span of each activity of each replica and trainer.
+- `message_reader.py`: one pass over the entries, in which each message goes to the readers that use its type.
+- `timeline.py`: the time span of each activity of each replica and trainer. `attempts.py` pairs each `Generate` with its end.
 - `attribution.py`: GPU-seconds by activity and by cause of idle time, from the counts of `state_counts.py`.
 - `decode_efficiency.py`: decode seconds that full batches would not need.
 - `steady_state.py`: the steps that count, and the confidence interval of their mean time.

@@ -40,11 +40,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from streamrl.engine.presets import choose_system
-from streamrl.engine.trace import Entry, Trace
+from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.operator_tables import Floats
 from streamrl.record.decode_efficiency import FullBatches, Parts, PartsReader, YieldSource
 from streamrl.record.interval_sums import IntervalSums
+from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.state_counts import ChangeReader, Counts
 from streamrl.record.timeline import Timeline, TimelineReader
 from streamrl.runfile.gpu_pools import kind_name
@@ -103,7 +104,7 @@ def attribute_sides(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> S
     return reader.between(*window)
 
 
-class AttributionReader:
+class AttributionReader(MessageReader):
     """Attributes GPU-seconds block by block.
 
     A GPU-second is attributed once no later event can change what its GPU did: some events report an
@@ -114,7 +115,7 @@ class AttributionReader:
         """Read the header of a trace; pass its entries to `read`."""
         run = trace.run
         self._run = run
-        self._timeline = TimelineReader()
+        self._timeline = TimelineReader(has_verifier=False)
         self._changes = ChangeReader(trace)
         self._parts = PartsReader(FullBatches.of(trace))
         self._seconds = IntervalSums[tuple[str, str]]()
@@ -135,11 +136,15 @@ class AttributionReader:
         self._seconds.marks.extend(times)
         self._parts.mark(times)
 
-    def read(self, entries: Sequence[Entry]) -> None:
-        """Read the next entries of the trace."""
-        self._timeline.read(entries)
-        self._changes.read(entries)
-        self._parts.read(entries)
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handlers of all messages that the attribution depends on."""
+        yield from self._timeline.handlers()
+        yield from self._changes.handlers()
+
+    def end_block(self, now: float) -> None:
+        """Set the instant of the last entry."""
+        super().end_block(now)
+        self._timeline.end_block(now)
 
     def settle(self) -> None:
         """Attribute the GPU-seconds that no later entry can change, and free their memory."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from streamrl.engine.messages import (
-    Command,
-    Event,
     Failed,
     PushWeights,
     ReplicaLost,
@@ -21,8 +19,9 @@ from streamrl.engine.messages import (
     StopReplica,
     WeightsPushed,
 )
-from streamrl.engine.trace import Entry, Trace
+from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import price_of
+from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import Side, find_link, sides_of
@@ -30,7 +29,7 @@ from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
 
-class PaidReplicas:
+class PaidReplicas(MessageReader):
     """Counts the replicas that are paid for: the wanted number, or the existing number if it is larger."""
 
     def __init__(self, wanted: int) -> None:
@@ -39,23 +38,30 @@ class PaidReplicas:
         self._since = [0.0]
         self._paid = [wanted]
 
-    def read(self, entries: Iterable[tuple[float, Event, list[Command]]]) -> None:
-        """Read the next entries of the trace."""
-        for time, event, commands in entries:
-            match event:
-                case ReplicaStopped() | ReplicaLost() | Failed(StartReplica() | StopReplica()):
-                    self._there -= 1
-                case _:
-                    pass  # ends no replica
-            for command in commands:
-                if isinstance(command, StartReplica):
-                    self._there += 1
-                elif isinstance(command, Resize):
-                    self._wanted = command.num_replicas
-            paid = max(self._wanted, self._there)
-            if paid != self._paid[-1]:
-                self._since.append(time)
-                self._paid.append(paid)
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handler of each type of message that begins or ends a replica."""
+        yield {
+            ReplicaStopped: lambda _, time: self._add(-1, time),
+            ReplicaLost: lambda _, time: self._add(-1, time),
+            Failed: self._fail,
+            StartReplica: lambda _, time: self._add(1, time),
+            Resize: self._resize,
+        }
+
+    def _fail(self, event: Failed, time: float) -> None:
+        if isinstance(event.command, StartReplica | StopReplica):
+            self._add(-1, time)
+
+    def _resize(self, command: Resize, time: float) -> None:
+        self._wanted = command.num_replicas
+        self._add(0, time)
+
+    def _add(self, num_replicas: int, time: float) -> None:
+        self._there += num_replicas
+        paid = max(self._wanted, self._there)
+        if paid != self._paid[-1]:
+            self._since.append(time)
+            self._paid.append(paid)
 
     def mean(self, start: float, end: float) -> float:
         """Return the mean number of paid replicas between two instants in seconds."""
@@ -142,7 +148,7 @@ def egress_dollars(
     return num_bytes / BYTES_PER_GB * sum(prices) / len(prices)
 
 
-class Pushes:
+class Pushes(MessageReader):
     """Counts the weight pushes of a run, which all have the same size.
 
     Other traffic does not count. KV caches migrate only within the pool of the replicas, and rollouts
@@ -153,15 +159,16 @@ class Pushes:
         self._begun_at = array("d")
         self._num_bytes = self._num_done = 0
 
-    def read(self, entries: Iterable[Entry]) -> None:
-        """Read the next entries of the trace."""
-        for time, event, commands in entries:
-            if type(event) is WeightsPushed:
-                self._num_bytes += event.num_bytes
-                self._num_done += 1
-            for command in commands:
-                if type(command) is PushWeights:
-                    self._begun_at.append(time)
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handlers of the begin and end of a push."""
+        yield {PushWeights: self._begin, WeightsPushed: self._end}
+
+    def _begin(self, _: PushWeights, time: float) -> None:
+        self._begun_at.append(time)
+
+    def _end(self, event: WeightsPushed, _: float) -> None:
+        self._num_bytes += event.num_bytes
+        self._num_done += 1
 
     def num_bytes(self, start: float, end: float) -> float:
         """Return the bytes of the pushes that begin in the interval [start, end)."""

@@ -190,8 +190,6 @@ class ChromeReader:
     def read(self, entries: Sequence[Entry]) -> Iterator[TraceEvent]:
         """Read the next entries of the trace, and yield the events that are complete."""
         self._timeline.read(entries)
-        if self._full.curves:
-            self._decoding.read(entries)
         for entry in entries:
             yield from self._mark(entry)
             yield from self._rollouts.read(entry)
@@ -234,7 +232,7 @@ class ChromeReader:
                 self._running.add(span.end, -1)
         yield from self._running.until(until, self._cut_at)
         if self._full.curves:
-            yield from self._lose(timeline.end, is_last=is_last)
+            yield from self._lose(timeline, is_last=is_last)
         self._cut_at = timeline.end
 
     def _slices(self, thread: Thread, spans: Sequence[Span], until: float) -> Iterator[TraceEvent]:
@@ -255,9 +253,10 @@ class ChromeReader:
         elif cut is not None:
             yield slice_event(cut, thread)
 
-    def _lose(self, until: float, *, is_last: bool) -> Iterator[TraceEvent]:
+    def _lose(self, timeline: Timeline, *, is_last: bool) -> Iterator[TraceEvent]:
         """Yield the counter of underfilled GPUs for the time ranges that ended."""
-        decoding = self._decoding.finish() if is_last else self._decoding.take(until)
+        until = inf if is_last else timeline.end
+        decoding = self._decoding.take(timeline, until)
         self._enter_lost(lost_of(decoding, self._full, self._kinds))
         begun = min(map(self._decoding.began_at, self._named), default=inf)
         yield from self._underfilled.until(inf if is_last else min(until, begun), inf)

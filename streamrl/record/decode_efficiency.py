@@ -22,21 +22,20 @@ The throughput of a full batch comes from the first of these sources that is ava
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from streamrl.engine.messages import Drop, Failed, Generate, Generated, PromptsDrawn, Step
-from streamrl.engine.trace import DecodeYield, Entry, Trace
+from streamrl.engine.trace import DecodeYield, Trace
 from streamrl.hardware.measured_profile import check_fits, read_measured, scaled_to_mean_speed
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profile_fit import fit_decode
+from streamrl.record.attempts import Attempts, by_replica
 from streamrl.record.interval_sums import IntervalSums
-from streamrl.record.timeline import Span, Timeline, read_timeline
+from streamrl.record.timeline import Timeline, read_timeline
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import RolloutConfig
 
@@ -79,116 +78,63 @@ class Decoding(NamedTuple):
         return self.end - self.start
 
 
-class _Stay(NamedTuple):
-    """A rollout in a replica's batch, from its first token to its end."""
-
-    start: float
-    end: float
-    prompt: float
-    context: float
-    """Tokens of prompt and output at the start."""
-    made: float
-    """Tokens that it decoded."""
-    is_known: bool
-    """Whether its running time and its tokens were reported."""
-
-
-def read_decoding(trace: Trace) -> dict[int, Decoding]:
-    """Return the decoding of each replica by its id, without replicas that never decoded."""
-    reader = DecodingReader()
-    reader.read(trace.entries)
-    return reader.finish()
-
-
 class DecodingReader:
-    """Reads the decoding of each replica from a trace, block by block."""
+    """Finds the decoding of each replica from its attempts, part by part of a timeline."""
 
     def __init__(self) -> None:
-        self._stays: dict[int, list[_Stay]] = defaultdict(list)
-        """By replica: finished stays that overlap time ranges that were not returned yet."""
+        self._stays: dict[int, Floats] = {}
+        """By replica: rows of `_stays_of` that overlap time ranges that were not returned yet."""
         self._since: dict[int, float] = {}
         """By replica: the end of the last returned time range."""
-        self._prompts: dict[int, int] = {}
-        self._groups: dict[int, tuple[int, ...]] = {}
-        self._sent: dict[int, tuple[Generate, float, int]] = {}
-        self._now = 0.0
 
-    def read(self, entries: Iterable[Entry]) -> None:
-        """Read the next entries of the trace."""
-        for now, event, commands in entries:
-            self._now = now
-            match event:
-                case Generated():
-                    command, _, prompt = self._sent.pop(event.rollout)
-                    self._stays[command.replica].append(_stay(command, event, now, prompt))
-                case Failed(Generate(rollout)):
-                    self._end_unknown(rollout)
-                case PromptsDrawn():
-                    for drawn in event.groups:
-                        self._groups[drawn.group] = drawn.rollouts
-                        self._prompts.update(dict.fromkeys(drawn.rollouts, drawn.prompt_tokens))
-                case _:
-                    pass  # does not concern decoding
-            for each in commands:
-                if isinstance(each, Generate):
-                    self._sent[each.rollout] = each, now, self._prompts[each.rollout]
-                elif isinstance(each, Step):
-                    self._forget(each.groups)
-                elif isinstance(each, Drop):
-                    self._forget((each.group,))
+    def take(self, timeline: Timeline, until: float | None = None) -> dict[int, Decoding]:
+        """Return the time ranges of each replica that were not returned yet.
 
-    def take(self, until: float) -> dict[int, Decoding]:
-        """Return the time ranges of each replica up to `until` that were not returned yet.
-
-        No later entry may report anything before `until`; see `TimelineReader.known_until`.
+        Args:
+            timeline: the next part of the timeline.
+            until: the instant up to which they are returned: the end of the part if None, infinity for the last part.
         """
+        for replica, own in _stays_of(timeline.ended).items():
+            before = self._stays.get(replica)
+            self._stays[replica] = own if before is None else np.concatenate([before, own])
         taken = {}
-        for replica, stays in self._stays.items():
+        for replica, stays in list(self._stays.items()):
             since = self._since.get(replica, -inf)
-            decoding, last = _stretches(stays, since, until)
+            decoding, last = _stretches(stays, since, timeline.end if until is None else until)
             if len(decoding.start):
                 taken[replica] = decoding
             self._since[replica] = last
-            stays[:] = [stay for stay in stays if stay.end > last]
-        for replica in [replica for replica, stays in self._stays.items() if not stays]:
-            del self._stays[replica]
+            self._stays[replica] = stays[stays[:, 1] > last]
+            if not len(self._stays[replica]):
+                del self._stays[replica]
         return taken
 
     def began_at(self, replica: int) -> float:
         """Return the instant at which the replica's next time range begins; infinity if it decodes nothing."""
         return self._since[replica] if replica in self._stays else inf
 
-    def finish(self) -> dict[int, Decoding]:
-        """Return the remaining time ranges. Running attempts are assumed to run until the last entry."""
-        for rollout in list(self._sent):
-            self._end_unknown(rollout)
-        return self.take(inf)
 
-    def _end_unknown(self, rollout: int) -> None:
-        command, sent_at, prompt = self._sent.pop(rollout)
-        stay = _Stay(sent_at, self._now, prompt, prompt + command.prefix, 0.0, is_known=False)
-        self._stays[command.replica].append(stay)
+def _stays_of(ended: Attempts) -> dict[int, Floats]:
+    """Return by replica a row for each attempt in its batch, from its first token to its end.
 
-    def _forget(self, groups: tuple[int, ...]) -> None:
-        """Forget groups that are trained on or dropped."""
-        for group in groups:
-            for rollout in self._groups.pop(group, ()):
-                del self._prompts[rollout]
+    The row has its start, its end, the tokens of its prompt, its tokens at the start, the tokens that it decoded, and 1
+    if those were reported.
+    """
+    start = np.minimum(ended.end, ended.start + ended.prefill_time)
+    first = np.minimum(ended.tokens, ended.prefix + ended.is_known)  # prefill yields one token
+    stays = np.column_stack(
+        [start, ended.end, ended.prompt, ended.prompt + first, ended.tokens - first, ended.is_known]
+    )
+    return by_replica(ended.replica, stays)
 
 
-def _stay(command: Generate, event: Generated, now: float, prompt: int) -> _Stay:
-    start = min(now, now - event.run_time + event.prefill_time)
-    first = min(event.tokens, command.prefix + 1)  # prefill yields one token
-    return _Stay(start, now, prompt, prompt + first, event.tokens - first, is_known=True)
-
-
-def _stretches(stays: list[_Stay], since: float, until: float) -> tuple[Decoding, float]:
+def _stretches(stays: Floats, since: float, until: float) -> tuple[Decoding, float]:
     """Cut a replica's time wherever a rollout joins or leaves its batch, and sum over the batch in between.
 
     Returns:
         The time ranges between two instants, and the end of the last one.
     """
-    start, end, prompt, context, made, is_known = np.array(stays, dtype=float).T
+    start, end, prompt, context, made, is_known = stays.T
     rate = np.divide(made, end - start, out=np.zeros_like(made), where=end > start)
     times = np.concatenate([np.maximum(start, since), np.maximum(end, since)])
     order = np.argsort(times, kind="stable")
@@ -242,7 +188,8 @@ class Underfilled(NamedTuple):
 
 def read_underfilled(trace: Trace) -> Underfilled:
     """Return the underfilled decode seconds of a whole trace."""
-    return lost_of(read_decoding(trace), FullBatches.of(trace), read_timeline(trace).kinds)
+    timeline = read_timeline(trace)
+    return lost_of(DecodingReader().take(timeline, inf), FullBatches.of(trace), timeline.kinds)
 
 
 class FullBatches(NamedTuple):
@@ -361,6 +308,7 @@ def _observed(decoding: Sequence[Decoding], most: int) -> float | None:
     return middle or None
 
 
+NO_ROWS: Floats = np.empty((0, 2))
 ENOUGH = 200_000
 """Without a curve, number of time ranges (48 bytes each) from which the throughput of full batches is taken for the
 whole run."""
@@ -380,13 +328,12 @@ class Parts(NamedTuple):
 def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
     """Return the parts of generation for each kind of replica in a window of seconds."""
     reader = PartsReader(FullBatches.of(trace), window)
-    reader.read(trace.entries)
     reader.finish(read_timeline(trace))
     return reader.between(*window)
 
 
 class PartsReader:
-    """Adds up the parts block by block. Without a decode curve it first collects `ENOUGH` time ranges."""
+    """Adds up the parts of a timeline. Without a decode curve it first collects `ENOUGH` time ranges."""
 
     def __init__(self, full: FullBatches, marks: Sequence[float] = ()) -> None:
         self._full = full
@@ -396,8 +343,8 @@ class PartsReader:
         """By replica: its kind, if it is not the first kind."""
         self._sums = IntervalSums[tuple[int, Part]](marks)
         self._decoding = DecodingReader()
-        self._paused: dict[int, list[Span]] = defaultdict(list)
-        """By replica: when prefills or weight loads paused its decoding."""
+        self._paused: dict[int, Floats] = {}
+        """By replica: rows (start, end) of prefills and weight loads, which pause its decoding."""
         self._kept: list[dict[int, Decoding]] = []
         self._rates: list[float | None] | None = None
         """Without a curve: tokens/s of full batches of each kind, once `ENOUGH` time ranges were collected."""
@@ -406,14 +353,10 @@ class PartsReader:
         """Add instants for `between`. Call this before entries after these instants are read."""
         self._sums.marks.extend(times)
 
-    def read(self, entries: Sequence[Entry]) -> None:
-        """Read the next entries of the trace."""
-        self._decoding.read(entries)
-
     def take(self, timeline: Timeline) -> None:
         """Add up the part of the run that a timeline covers. Call this with the parts in order."""
         self._see(timeline)
-        decoding = self._decoding.take(timeline.end)
+        decoding = self._decoding.take(timeline)
         if not self._full.curves and self._rates is None:
             self._kept.append(decoding)
             if sum(len(each.start) for part in self._kept for each in part.values()) < ENOUGH:
@@ -421,14 +364,13 @@ class PartsReader:
             decoding, self._kept = _joined(self._kept), []
             self._rates = observed_rates(decoding, self._full.rollouts, self._kinds)
         self._enter(decoding)
-        for replica, spans in self._paused.items():
-            began = self._decoding.began_at(replica)
-            spans[:] = [span for span in spans if span.end > began]
+        for replica, paused in self._paused.items():
+            self._paused[replica] = paused[paused[:, 1] > self._decoding.began_at(replica)]
 
     def finish(self, timeline: Timeline) -> None:
         """Add up the last part of the run."""
         self._see(timeline)
-        self._enter(_joined([*self._kept, self._decoding.finish()]))
+        self._enter(_joined([*self._kept, self._decoding.take(timeline, inf)]))
 
     def between(self, start: float, end: float) -> list[Parts]:
         """Return the GPU-seconds of each kind of replica between two marks."""
@@ -446,13 +388,17 @@ class PartsReader:
         """Add prefill seconds, and record when prefills and loads pause decoding."""
         self._kinds = timeline.kinds
         for kind in range(len(self._degrees)):
-            own = [s for r, s in timeline.prefills.items() if self._kinds.get(r, 0) == kind]
-            pieces = self._sums.cut(*_edges([*chain.from_iterable(own)]).T)
+            own = [rows for r, rows in timeline.prefills.items() if self._kinds.get(r, 0) == kind]
+            pieces = self._sums.cut(*np.concatenate([NO_ROWS, *own]).T)
             self._sums.add_pieces((kind, "prefill"), pieces.slot, pieces.end - pieces.start)
         for replica in {**timeline.replicas, **timeline.prefills}:
             spans = timeline.replicas.get(replica, [])
-            loads = [span for span in spans if span.activity == "sync"]
-            self._paused[replica] += sorted([*timeline.prefills.get(replica, []), *loads])
+            loads = [(span.start, span.end) for span in spans if span.activity == "sync"]
+            paused = np.concatenate(
+                [timeline.prefills.get(replica, NO_ROWS), np.array(loads).reshape(-1, 2)]
+            )
+            paused = paused[np.lexsort(paused.T[::-1])]
+            self._paused[replica] = np.concatenate([self._paused.get(replica, NO_ROWS), paused])
 
     def _enter(self, decoding: dict[int, Decoding]) -> None:
         """Add the underfilled seconds of time ranges, without paused seconds."""
@@ -460,7 +406,7 @@ class PartsReader:
         if decoding or self._rates is None:
             self._source = source
         for replica, lost in replicas.items():
-            self._enter_lost(self._kinds.get(replica, 0), lost, _edges(self._paused[replica]))
+            self._enter_lost(self._kinds.get(replica, 0), lost, self._paused[replica])
 
     def _enter_lost(self, kind: int, lost: Lost, paused: Floats) -> None:
         pieces = self._sums.cut(lost.start, lost.end)
@@ -480,11 +426,6 @@ def _joined(parts: list[dict[int, Decoding]]) -> dict[int, Decoding]:
         replica: Decoding(*map(np.concatenate, zip(*each, strict=True)))
         for replica, each in of_replicas.items()
     }
-
-
-def _edges(spans: Sequence[Span]) -> Floats:
-    """Return an array with a row (start, end) for each span."""
-    return np.array([(span.start, span.end) for span in spans], dtype=float).reshape(-1, 2)
 
 
 def _paused_until(paused: Floats, times: Floats) -> Floats:

@@ -21,21 +21,19 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from streamrl.engine.entities import kept_of
 from streamrl.engine.messages import (
     CheckpointSaved,
-    Command,
     DrawnGroup,
     Drop,
-    Event,
     Generated,
     Interrupted,
     PromptsDrawn,
@@ -55,6 +53,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK, drawn_again
+from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.served_versions import ServedVersions
 from streamrl.runfile.gpu_pools import trainer_names
 
@@ -300,7 +299,7 @@ class Draws:
         return ""
 
 
-class LedgerReader:
+class LedgerReader(MessageReader):
     """Reads the traces of a run and its restarts block by block, and builds the ledger.
 
     It keeps the open rollouts and a few numbers for each checkpoint.
@@ -332,7 +331,10 @@ class LedgerReader:
         self._first_leg = trace.leg
         self._served = ServedVersions(self._faults.add) if trace.world == "real" else None
         self.begin_trace(trace)
-        self._observe: dict[type[Event], Callable[[Any], None]] = {
+
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handler of each type of message that changes an account."""
+        yield {
             Generated: self._see_tokens,
             Trained: self._see_trained,
             Stepped: self._end_step,
@@ -344,30 +346,18 @@ class LedgerReader:
             TrainerJoined: self._see_joined,
             RunStarted: self._begin,
             Interrupted: self._see_end,
-            **(self._served.observe if self._served else {}),
-        }
-        self._obey: dict[type[Command], Callable[[Any], None]] = {
             Train: self._check_staleness,
             Step: self._begin_step,
             Drop: self._drop,
             Skip: self._skip,
             Stop: self._see_end,
             SaveCheckpoint: self._keep,
-            **(self._served.obey if self._served else {}),
         }
+        if self._served is not None:
+            yield from self._served.handlers()
 
     def _open(self, name: str, has_many: bool = True) -> TrainerAccount:
         return TrainerAccount(name, partial(self._faults.add, of=f"{name}: " if has_many else ""))
-
-    def read(self, entries: Iterable[tuple[float, Event, Sequence[Command]]]) -> None:
-        """Read the next entries of the current trace."""
-        observe, obey = self._observe.get, self._obey.get
-        for _, event, commands in entries:
-            if (see := observe(type(event))) is not None:
-                see(event)
-            for command in commands:
-                if (take := obey(type(command))) is not None:
-                    take(command)
 
     def balance(self) -> Ledger:
         """Return the ledger, once all entries are read."""
@@ -419,7 +409,7 @@ class LedgerReader:
         self._group_size = trace.run.algorithm.group_size
         self._num_steps = sys.maxsize if trace.is_endless else trace.run.algorithm.steps
 
-    def _begin(self, event: RunStarted) -> None:
+    def _begin(self, event: RunStarted, _: float) -> None:
         """Record a start of the run. A restart returns every account to its checkpoint."""
         if self._has_begun:
             self._check_end()
@@ -460,7 +450,7 @@ class LedgerReader:
         account.fall_back_to(begun.version, saved)
         account.done_before = drawn_again(event, begun)
 
-    def _keep(self, command: SaveCheckpoint) -> None:
+    def _keep(self, command: SaveCheckpoint, _: float) -> None:
         """Keep the account to which a resume from this checkpoint returns.
 
         The run may end before the checkpoint is reported.
@@ -472,7 +462,7 @@ class LedgerReader:
         kept = SavedAccount(command.groups_done, ahead, account.num_trained, account.dropped.copy())
         self._saved[command.trainer].request(command.version, kept)
 
-    def _see_end(self, _: Stop | Interrupted) -> None:
+    def _see_end(self, _: Stop | Interrupted, _time: float) -> None:
         self._has_ended = True
 
     def _check_end(self) -> None:
@@ -483,7 +473,7 @@ class LedgerReader:
 
     # Rollouts -------------------------------------------------------------------------------------
 
-    def _see_drawn(self, event: PromptsDrawn) -> None:
+    def _see_drawn(self, event: PromptsDrawn, _: float) -> None:
         for drawn in event.groups:
             if fault := self._draws.pass_to(drawn.group):
                 self._faults.add(fault)
@@ -503,7 +493,7 @@ class LedgerReader:
             else:
                 self._oldest[rollout], self._aborted_at[rollout] = version, tokens
 
-    def _see_tokens(self, event: Generated) -> None:
+    def _see_tokens(self, event: Generated, _: float) -> None:
         if self._served is not None:
             self._served.see_sampled(event)
         rollout, version = event.rollout, event.version
@@ -513,7 +503,7 @@ class LedgerReader:
         if event.finish == "aborted" and rollout in self._oldest:
             self._aborted_at[rollout] = event.tokens
 
-    def _check_staleness(self, command: Train) -> None:
+    def _check_staleness(self, command: Train, _: float) -> None:
         """Check the staleness of the tokens that the primary trainer trains on."""
         if command.trainer != LEADER:
             return
@@ -543,16 +533,16 @@ class LedgerReader:
 
     # Trainers -------------------------------------------------------------------------------------
 
-    def _see_started(self, event: TrainerStarted) -> None:
+    def _see_started(self, event: TrainerStarted, _: float) -> None:
         self._trainers[event.trainer].version = event.version
 
-    def _see_trained(self, event: Trained) -> None:
+    def _see_trained(self, event: Trained, _: float) -> None:
         self._trainers[event.trainer].train(event.rollouts)
 
-    def _begin_step(self, command: Step) -> None:
+    def _begin_step(self, command: Step, _: float) -> None:
         self._trainers[command.trainer].groups = command.groups
 
-    def _end_step(self, event: Stepped) -> None:
+    def _end_step(self, event: Stepped, _: float) -> None:
         account = self._trainers[event.trainer]
         done = account.end_step(event.version)
         if account is not self._leader:
@@ -565,21 +555,21 @@ class LedgerReader:
             self._faults.add(f"rollouts {rollouts} of group {first} were lost: {why}")
         self._has_ended = self._has_ended or event.version >= self._num_steps
 
-    def _see_saved(self, event: CheckpointSaved) -> None:
+    def _see_saved(self, event: CheckpointSaved, _: float) -> None:
         self._trainers[event.trainer].save(event.version)
         self._saved[event.trainer].complete(event.version)
 
-    def _see_joined(self, event: TrainerJoined) -> None:
+    def _see_joined(self, event: TrainerJoined, _: float) -> None:
         account = self._trainers[event.trainer]
         if not account.is_there:
             account.is_there = True
             if missed := self._leader.num_ended + self._leader.num_open:
                 account.dropped[ABSENT] = missed
 
-    def _see_lost(self, event: TrainerLost | TrainerStopped) -> None:
+    def _see_lost(self, event: TrainerLost | TrainerStopped, _: float) -> None:
         self._trainers[event.trainer].lose()
 
-    def _skip(self, command: Skip) -> None:
+    def _skip(self, command: Skip, _: float) -> None:
         rollouts = self._trainers[command.trainer].leave_out(command.group, command.reason)
         if not rollouts:
             self._faults.add(
@@ -588,7 +578,7 @@ class LedgerReader:
         if command.trainer == LEADER:
             self._forget(rollouts)
 
-    def _drop(self, command: Drop) -> None:
+    def _drop(self, command: Drop, _: float) -> None:
         left = [account.leave_out(command.group, command.reason) for account in self._trainers]
         if not any(left):
             self._faults.add(

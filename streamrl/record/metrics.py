@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from streamrl.engine.messages import Event, Interrupted, Stepped, Stop
-from streamrl.engine.trace import Entry, Trace, blaming_damage
+from streamrl.engine.messages import Interrupted, Stepped, Stop
+from streamrl.engine.trace import Trace, blaming_damage
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import (
     Attribution,
@@ -27,6 +27,7 @@ from streamrl.record.band import Band, ModelError, band_of, ends_of, read_model_
 from streamrl.record.charges import PaidGpus, PaidReplicas, Pushes, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.ledger import Ledger, LedgerReader
+from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.rollout_flow import Flow
 from streamrl.record.selection import SelectionMetrics
 from streamrl.record.steady_state import (
@@ -73,7 +74,7 @@ RATIOS = (
 """Metrics of speed and cost, which comparisons show with a relative error."""
 
 
-class PaceReader:
+class PaceReader(MessageReader):
     """Reads the inputs of `Speed` from a trace: steps, rollouts, paid replicas and pushes."""
 
     def __init__(self, trace: Trace) -> None:
@@ -84,20 +85,20 @@ class PaceReader:
         self.pushes = Pushes()
         self.stopped_for = ""
         """Why the run stopped or was interrupted; empty if it was not."""
-        self.end = 0.0
-        """Instant of the last entry."""
+        self._is_interrupted = False
 
-    def read(self, entries: Sequence[Entry]) -> None:
-        """Read the next entries of the trace."""
-        self.flow.read(entries)
-        self.replicas.read(entries)
-        self.pushes.read(entries)
-        stops = [c.reason for _, _, commands in entries for c in commands if type(c) is Stop]
-        stops += [event.reason for _, event, _ in entries if type(event) is Interrupted]
-        if stops:
-            self.stopped_for = stops[-1]
-        if entries:
-            self.end = entries[-1].time
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handlers of all messages that `Speed` depends on."""
+        for reader in (self.flow, self.replicas, self.pushes):
+            yield from reader.handlers()
+        yield {Stop: self._stop, Interrupted: self._interrupt}
+
+    def _stop(self, command: Stop, _: float) -> None:
+        if not self._is_interrupted:
+            self.stopped_for = command.reason
+
+    def _interrupt(self, event: Interrupted, _: float) -> None:
+        self.stopped_for, self._is_interrupted = event.reason, True
 
 
 class RunReader(PaceReader):
@@ -108,12 +109,21 @@ class RunReader(PaceReader):
         self.attribution = AttributionReader(trace)
         self.ledger = LedgerReader(trace)
 
-    def read(self, entries: Sequence[Entry]) -> None:
-        """Read the next entries of the trace."""
-        self.ledger.read(entries)
-        super().read(entries)
-        self.attribution.mark([time for time, event, _ in entries if _is_primary_step(event)])
-        self.attribution.read(entries)
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handlers of all messages that `Metrics` depend on."""
+        yield from self.ledger.handlers()
+        yield from super().handlers()
+        yield from self.attribution.handlers()
+        yield {Stepped: self._mark_step}
+
+    def end_block(self, now: float) -> None:
+        """Set the instant of the last entry."""
+        super().end_block(now)
+        self.attribution.end_block(now)
+
+    def _mark_step(self, event: Stepped, time: float) -> None:
+        if event.trainer == LEADER:
+            self.attribution.mark([time])
 
     def settle(self) -> None:
         """Add up what no later entry can change, and free its memory. Call this between blocks."""
@@ -133,10 +143,6 @@ def read_run(trace: Trace) -> RunReader:
         reader.read(block)
     reader.finish()
     return reader
-
-
-def _is_primary_step(event: Event) -> bool:
-    return type(event) is Stepped and event.trainer == LEADER
 
 
 VERIFY, SYNC = "verify", "sync"
@@ -339,12 +345,17 @@ def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metri
         return measure_read(read_run(trace), read_steps(trace), counted_steps)
 
 
-def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Speed:
+def measure_speed(
+    trace: Trace,
+    counted_steps: tuple[int, int] | None = None,
+    steps: LeaderSteps | None = None,
+) -> Speed:
     """Compute the figures of a trace that need only its steps and rollouts. This is faster than `measure`.
 
     Args:
         trace: the trace of a run.
         counted_steps: first and last step to count; None for the steady state.
+        steps: the steps of the primary trainer; read from the trace if None.
 
     Raises:
         ValueError: the trace has no finished step.
@@ -352,7 +363,7 @@ def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) ->
     reader = PaceReader(trace)
     for block in trace.blocks():
         reader.read(block)
-    return _measure_speed(reader, read_steps(trace), counted_steps)
+    return _measure_speed(reader, steps or read_steps(trace), counted_steps)
 
 
 def measure_read(
@@ -374,7 +385,7 @@ def measure_read(
     return Metrics(
         world=trace.world,
         num_steps=len(speed.step_times),
-        total_time=reader.end,
+        total_time=reader.now,
         whole_run=None
         if speed.unfinished
         else make_whole_run(trace, speed, shares, reader.replicas.mean(*window), error),

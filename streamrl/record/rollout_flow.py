@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from streamrl.engine.entities import kept_of
 from streamrl.engine.messages import (
     CheckpointSaved,
-    Command,
     DrawnGroup,
     Drop,
-    Event,
     Failed,
     Generate,
     Generated,
@@ -39,6 +37,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK
 from streamrl.record.interval_sums import IntervalSums
+from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.selection import Selection
 
 
@@ -102,23 +101,71 @@ class StepHistory:
         return gone
 
 
-@dataclass(slots=True)
-class OpenRollout:
-    """The state of a rollout that some trainer may still train on, or that is still generated."""
+class OpenRollouts:
+    """The rollouts that some trainer may still train on, or that a replica still runs, as columns."""
 
-    tokens: int = 0
-    born: int | None = None
-    """Version that it started under; None before its first token."""
-    reward: float | None = None
-    runs: bool = False
-    lost_in: int | None = None
-    """Slot of the instant at which the primary trainer lost it; None if it was not lost."""
-    lost_for: str = ""
-    """Why the primary trainer lost it."""
-    drawn_for: int = 0
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+        """By rollout: its output tokens so far. Every open rollout is here."""
+        self.born: dict[int, int] = {}
+        """By rollout that has a token: the version that it started under."""
+        self.rewards: dict[int, float] = {}
+
+    def draw(self, drawn: DrawnGroup) -> None:
+        """Add the rollouts of a group, with the tokens that they kept from before a resume."""
+        self.tokens.update(dict.fromkeys(drawn.rollouts, 0))
+        if drawn.kept:
+            for rollout, tokens, version in kept_of(drawn):
+                self.tokens[rollout], self.born[rollout] = tokens, version
+
+    def end_attempt(self, event: Generated) -> int:
+        """Record the tokens of an attempt; return how many of them are new."""
+        rollout, tokens = event.rollout, event.tokens
+        new = tokens - self.tokens[rollout]
+        self.tokens[rollout] = tokens
+        if new and rollout not in self.born:
+            self.born[rollout] = event.version
+        return new
+
+    def reward(self, event: Verified) -> None:
+        """Record a reward, unless the rollout was forgotten."""
+        if event.rollout in self.tokens:
+            self.rewards[event.rollout] = event.reward
+
+    def forget(self, rollout: int) -> None:
+        """Remove a rollout."""
+        del self.tokens[rollout]
+        self.born.pop(rollout, None)
+        self.rewards.pop(rollout, None)
+
+    def sum_up(self, coming: Iterable[tuple[tuple[int, ...], int]]) -> StepContents:
+        """Return the sums over the rollouts of a step; see `TrainerFlow`.
+
+        Raises:
+            KeyError: a rollout was never drawn, or has no token or no reward.
+        """
+        behind, tokens = Counter[int](), 0
+        rewards: list[float] = []
+        for rollouts, newest in coming:
+            for born, num in Counter(map(self.born.__getitem__, rollouts)).items():
+                behind[max(0, newest - born)] += num  # a rolled-back version may be newer
+            tokens += sum(map(self.tokens.__getitem__, rollouts))
+            rewards += map(self.rewards.__getitem__, rollouts)
+        reward = sum(rewards) / len(rewards) if rewards else 0.0
+        return StepContents(len(rewards), tokens, reward, dict(behind))
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group that some trainer has neither trained on nor dropped."""
+
+    drawn_for: int
     """The step for which it was drawn."""
-    num_trainers: int = 0
-    """Number of trainers that have neither trained on it nor dropped it."""
+    num_trainers: int
+    """Number of these trainers."""
+
+
+RolloutsByGroup: TypeAlias = Iterable[tuple[int, tuple[int, ...]]]
 
 
 @dataclass(slots=True)
@@ -178,12 +225,12 @@ class TrainerFlow:
         """Record the groups of the step that begins."""
         self._groups = groups
 
-    def end_step(self, time: float, known: dict[int, OpenRollout]) -> list[int]:
-        """Record that the step ended; return the rollouts that the trainer is done with."""
-        self.made.append(time, _make(self._coming, known))
+    def end_step(self, time: float, known: OpenRollouts) -> list[tuple[int, tuple[int, ...]]]:
+        """Record that the step ended; return the rollouts by group that the trainer is done with."""
+        self.made.append(time, known.sum_up(self._coming))
         self._coming = []
-        groups = [self._open.pop(group, ()) for group in self._groups]
-        return [rollout for rollouts in groups for rollout in rollouts]
+        groups = [(group, self._open.pop(group, ())) for group in self._groups]
+        return [(group, rollouts) for group, rollouts in groups if rollouts]
 
     def save(self, version: int) -> None:
         """Record that the trainer's checkpoint of `version` is on disk."""
@@ -213,15 +260,22 @@ class TrainerFlow:
         return taken_back.num_tokens
 
 
-class Flow:
+class Flow(MessageReader):
     """Follows every rollout from its tokens to the steps that trained on it, block by block."""
 
     def __init__(self, num_trainers: int, joined: Container[int] = ()) -> None:
         """Start with `num_trainers` trainers, of which those in `joined` join later."""
         self.trainers = [TrainerFlow(has_joined=n not in joined) for n in range(num_trainers)]
-        self._rollouts: dict[int, OpenRollout] = {}
         self.selection = Selection()
         """Trained rollouts compared with generated ones."""
+        self._rollouts = OpenRollouts()
+        self._groups: dict[int, OpenGroup] = {}
+        self._running: set[int] = set()
+        """Rollouts that a replica runs."""
+        self._unwanted: set[int] = set()
+        """Running rollouts that no trainer needs any more."""
+        self._lost_in: dict[int, tuple[int, str]] = {}
+        """By open rollout that the primary trainer lost: the slot of that instant, and why."""
         self._newest = 0
         self._lost = IntervalSums[str]()
         """Tokens of rollouts that the primary trainer lost between its steps, by reason."""
@@ -238,128 +292,137 @@ class Flow:
         """
         return {reason: num for reason, num in self._lost.between(start, end).items() if num}
 
-    def read(self, entries: Iterable[tuple[float, Event, list[Command]]]) -> None:
-        """Read the next entries of the trace."""
-        for time, event, commands in entries:
-            self._see(event, time)
-            for command in commands:
-                self._obey(command, time)
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handler of each type of message that changes a rollout or a step."""
+        yield {
+            Generated: self._end_attempt,
+            Verified: lambda event, _: self._rollouts.reward(event),
+            Stepped: self._end_step,
+            PromptsDrawn: self._draw,
+            CheckpointSaved: lambda event, _: self.trainers[event.trainer].save(event.version),
+            RunStarted: self._begin,
+            TrainerStarted: self._start_trainer,
+            TrainerJoined: self._join,
+            TrainerStopped: lambda event, _: self.trainers[event.trainer].fall_back(),
+            TrainerLost: self._lose_trainer,
+            Failed: self._fail,
+            Generate: lambda command, _: self._running.add(command.rollout),
+            Train: self._train,
+            Step: lambda step, _: self.trainers[step.trainer].begin_step(step.groups),
+            Skip: self._skip,
+            Drop: self._drop,
+        }
 
-    def _see(self, event: Event, time: float) -> None:
-        match event:
-            case Generated():
-                self._end_attempt(event)
-            case Verified():
-                if (rollout := self._rollouts.get(event.rollout)) is not None:
-                    rollout.reward = event.reward
-            case Stepped(version, trainer):
-                self._end_step(version, trainer, time)
-            case PromptsDrawn(groups=groups):
-                for drawn in groups:
-                    self._draw(drawn, event.step)
-            case CheckpointSaved(version, trainer):
-                self.trainers[trainer].save(version)
-            case RunStarted(version):
-                self._newest = version
-                self.leader.begin_at(version)
-                self.selection.begin_at(version)
-                for saved in event.followers:
-                    self.trainers[saved.trainer].begin_at(saved.version)
-            case TrainerStarted(trainer, version) if trainer == LEADER:
-                self._newest = version
-            case TrainerJoined(trainer):
-                self.trainers[trainer].has_joined = True
-            case TrainerStopped(trainer):
-                self.trainers[trainer].fall_back()
-            case TrainerLost(trainer):
-                tokens = self.trainers[trainer].fall_back()
-                if trainer == LEADER:
-                    self.selection.take_back(self.leader.version, ROLLED_BACK)
-                    self._lose(self._lost.slot_of(time), ROLLED_BACK, tokens)
-            case Failed(Generate(number)):
-                self._stop(number)
-            case _:
-                pass  # changes no rollout
+    # Trainers -------------------------------------------------------------------------------------
 
-    def _obey(self, command: Command, time: float) -> None:
-        match command:
-            case Generate():
-                self._rollouts[command.rollout].runs = True
-            case Train(rollouts, trainer):
-                self.trainers[trainer].train(rollouts, self._newest)
-            case Step(_, groups, trainer):
-                self.trainers[trainer].begin_step(groups)
-            case Skip(group, trainer, reason):
-                self._leave_out(group, trainer, reason, time)
-            case Drop(group, reason):
-                for trainer in range(len(self.trainers)):
-                    self._leave_out(group, trainer, reason, time)
-            case _:
-                pass  # changes nothing in any trainer's steps
+    def _begin(self, event: RunStarted, _: float) -> None:
+        self._newest = event.version
+        self.leader.begin_at(event.version)
+        self.selection.begin_at(event.version)
+        for saved in event.followers:
+            self.trainers[saved.trainer].begin_at(saved.version)
 
-    # Rollouts -------------------------------------------------------------------------------------
+    def _start_trainer(self, event: TrainerStarted, _: float) -> None:
+        if event.trainer == LEADER:
+            self._newest = event.version
 
-    def _draw(self, drawn: DrawnGroup, step: int) -> None:
-        for trainer in self.trainers:
-            trainer.see_drawn(drawn)
-        num_joined = sum(trainer.has_joined for trainer in self.trainers)
-        for rollout in drawn.rollouts:
-            self._rollouts[rollout] = OpenRollout(drawn_for=step, num_trainers=num_joined)
-        for rollout, tokens, version in kept_of(drawn):
-            self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
+    def _join(self, event: TrainerJoined, _: float) -> None:
+        self.trainers[event.trainer].has_joined = True
 
-    def _end_attempt(self, event: Generated) -> None:
-        rollout = self._rollouts[event.rollout]
-        new, rollout.tokens = event.tokens - rollout.tokens, event.tokens
-        if new and rollout.born is None:
-            rollout.born = event.version
-        if rollout.lost_in is not None:
-            self._lose(rollout.lost_in, rollout.lost_for, new)
-        self._stop(event.rollout)
+    def _lose_trainer(self, event: TrainerLost, time: float) -> None:
+        tokens = self.trainers[event.trainer].fall_back()
+        if event.trainer == LEADER:
+            self.selection.take_back(self.leader.version, ROLLED_BACK)
+            self._lose(self._lost.slot_of(time), ROLLED_BACK, tokens)
 
-    def _stop(self, number: int) -> None:
-        rollout = self._rollouts[number]
-        rollout.runs = False
-        if not rollout.num_trainers:
-            del self._rollouts[number]
+    def _train(self, command: Train, _: float) -> None:
+        self.trainers[command.trainer].train(command.rollouts, self._newest)
 
-    def _end_step(self, version: int, trainer: int, time: float) -> None:
-        done = self.trainers[trainer].end_step(time, self._rollouts)
-        if trainer == LEADER:
-            self._newest = version
-            self._select(version, done)
+    def _end_step(self, event: Stepped, time: float) -> None:
+        done = self.trainers[event.trainer].end_step(time, self._rollouts)
+        if event.trainer == LEADER:
+            self._newest = event.version
+            self._select(event.version, done)
             self._lost.marks.append(time)
         self._finish(done)
 
-    def _select(self, version: int, done: Iterable[int]) -> None:
+    def _select(self, version: int, done: RolloutsByGroup) -> None:
         """Record the rollouts of a step of the primary trainer, by the step for which they were drawn."""
+        known_tokens, known_rewards = self._rollouts.tokens, self._rollouts.rewards
         sums: dict[int, tuple[int, int, float]] = {}
-        for number in done:
-            rollout = self._rollouts[number]
-            num, tokens, reward = sums.get(rollout.drawn_for, (0, 0, 0.0))
-            assert rollout.reward is not None, "it was trained on"
-            sums[rollout.drawn_for] = num + 1, tokens + rollout.tokens, reward + rollout.reward
+        for group, rollouts in done:
+            drawn_for = self._groups[group].drawn_for
+            num, tokens, reward = sums.get(drawn_for, (0, 0, 0.0))
+            for rollout in rollouts:
+                tokens += known_tokens[rollout]
+                reward += known_rewards[rollout]
+            sums[drawn_for] = num + len(rollouts), tokens, reward
         for drawn_for, of_step in sums.items():
             self.selection.train(version, drawn_for, *of_step)
 
+    # Rollouts -------------------------------------------------------------------------------------
+
+    def _draw(self, event: PromptsDrawn, _: float) -> None:
+        num_joined = sum(trainer.has_joined for trainer in self.trainers)
+        for drawn in event.groups:
+            for trainer in self.trainers:
+                trainer.see_drawn(drawn)
+            self._rollouts.draw(drawn)
+            self._groups[drawn.group] = OpenGroup(event.step, num_joined)
+
+    def _end_attempt(self, event: Generated, _: float) -> None:
+        new = self._rollouts.end_attempt(event)
+        if event.rollout in self._lost_in:
+            self._lose(*self._lost_in[event.rollout], new)
+        self._stop(event.rollout)
+
+    def _fail(self, event: Failed, _: float) -> None:
+        if isinstance(event.command, Generate):
+            self._stop(event.command.rollout)
+
+    def _stop(self, rollout: int) -> None:
+        self._running.discard(rollout)
+        if rollout in self._unwanted:
+            self._unwanted.remove(rollout)
+            self._forget(rollout)
+
+    def _skip(self, command: Skip, time: float) -> None:
+        self._leave_out(command.group, command.trainer, command.reason, time)
+
+    def _drop(self, command: Drop, time: float) -> None:
+        for trainer in range(len(self.trainers)):
+            self._leave_out(command.group, trainer, command.reason, time)
+
     def _leave_out(self, group: int, trainer: int, reason: str, time: float) -> None:
         rollouts = self.trainers[trainer].leave_out(group, reason)
+        if not rollouts:
+            return
         if trainer == LEADER:
-            slot = self._lost.slot_of(time)
-            for number in rollouts:
-                rollout = self._rollouts[number]
-                rollout.lost_in, rollout.lost_for = slot, reason
-                self._lose(slot, reason, rollout.tokens)
-                self.selection.leave_out(rollout.drawn_for, reason, rollout.tokens, rollout.reward)
-        self._finish(rollouts)
+            drawn_for, slot = self._groups[group].drawn_for, self._lost.slot_of(time)
+            for rollout in rollouts:
+                tokens, reward = self._rollouts.tokens[rollout], self._rollouts.rewards.get(rollout)
+                self._lost_in[rollout] = slot, reason
+                self._lose(slot, reason, tokens)
+                self.selection.leave_out(drawn_for, reason, tokens, reward)
+        self._finish([(group, rollouts)])
 
-    def _finish(self, rollouts: Iterable[int]) -> None:
-        """Record that a trainer is done with rollouts; forget those that no trainer needs and no replica runs."""
-        for number in rollouts:
-            rollout = self._rollouts[number]
-            rollout.num_trainers -= 1
-            if not rollout.num_trainers and not rollout.runs:
-                del self._rollouts[number]
+    def _finish(self, done: RolloutsByGroup) -> None:
+        """Record that a trainer is done with groups; forget rollouts that no trainer needs and no replica runs."""
+        for group, rollouts in done:
+            open_group = self._groups[group]
+            open_group.num_trainers -= 1
+            if open_group.num_trainers:
+                continue
+            del self._groups[group]
+            for rollout in rollouts:
+                if rollout in self._running:
+                    self._unwanted.add(rollout)
+                else:
+                    self._forget(rollout)
+
+    def _forget(self, rollout: int) -> None:
+        self._rollouts.forget(rollout)
+        self._lost_in.pop(rollout, None)
 
     def _lose(self, slot: int, reason: str, tokens: int) -> None:
         if tokens:
@@ -371,23 +434,3 @@ def read_flow(trace: Trace) -> Flow:
     flow = Flow(trace.run.num_trainers, trace.joined)
     flow.read(trace.entries)
     return flow
-
-
-def _make(coming: list[tuple[tuple[int, ...], int]], known: dict[int, OpenRollout]) -> StepContents:
-    """Return the sums over the rollouts of a step.
-
-    Raises:
-        KeyError: a rollout was never drawn, or has no token or no reward.
-    """
-    behind = Counter[int]()
-    tokens, rewards = 0, []
-    for numbers, newest in coming:
-        for number in numbers:
-            rollout = known[number]
-            if rollout.born is None or rollout.reward is None:
-                raise KeyError(number)
-            behind[max(0, newest - rollout.born)] += 1  # a rolled-back version may be newer
-            tokens += rollout.tokens
-            rewards.append(rollout.reward)
-    reward = sum(rewards) / len(rewards) if rewards else 0.0
-    return StepContents(len(rewards), tokens, reward, dict(behind))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from streamrl.engine.messages import (
-    Command,
-    Event,
     Failed,
     Generate,
     Generated,
@@ -18,6 +16,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.record.message_reader import Handlers
 
 
 class AssignedVersion(NamedTuple):
@@ -69,13 +68,14 @@ class ServedVersions:
         """Running rollouts."""
         self._early: dict[int, int] = {}
         """By replica: a rollout that it sampled with the version it is loading, before it reported the load."""
-        self.observe: dict[type[Event], Callable[[Any], None]] = {
+
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handler of each type of message; `see_sampled` is called for every `Generated`."""
+        yield {
             WeightsPushed: self._see_pushed,
             WeightsLoaded: self._see_served,
             ReplicaStarted: self._see_served,
             Failed: self._see_failed,
-        }
-        self.obey: dict[type[Command], Callable[[Any], None]] = {
             LoadWeights: self._begin_load,
             StartReplica: self._begin_load,
             Generate: self._send,
@@ -112,10 +112,10 @@ class ServedVersions:
         else:
             self._report_fault(_unloaded_fault(command.replica, event.rollout, event.version))
 
-    def _see_pushed(self, event: WeightsPushed) -> None:
+    def _see_pushed(self, event: WeightsPushed, _: float) -> None:
         self._pushed[event.version] = event.checksum
 
-    def _begin_load(self, command: LoadWeights | StartReplica) -> None:
+    def _begin_load(self, command: LoadWeights | StartReplica, _: float) -> None:
         if command.version not in self._pushed:
             self._report_fault(
                 f"replica {command.replica} loads version {command.version}, which was never pushed"
@@ -125,7 +125,7 @@ class ServedVersions:
             command.version, self._pushed.get(command.version)
         )
 
-    def _see_failed(self, event: Failed) -> None:
+    def _see_failed(self, event: Failed, _: float) -> None:
         match event.command:
             case LoadWeights(replica) | StartReplica(replica):
                 self._loading.pop(replica, None)
@@ -135,7 +135,7 @@ class ServedVersions:
             case _:
                 pass  # served nothing
 
-    def _see_served(self, event: WeightsLoaded | ReplicaStarted) -> None:
+    def _see_served(self, event: WeightsLoaded | ReplicaStarted, _: float) -> None:
         assigned, version = self._loading.pop(event.replica, None), event.version
         if assigned is None or assigned.version != version:
             self._report_fault(
@@ -164,7 +164,7 @@ class ServedVersions:
             before.next = serving
         self._serving[event.replica] = serving
 
-    def _send(self, command: Generate) -> None:
+    def _send(self, command: Generate, _: float) -> None:
         self._sent[command.rollout] = Sent(command, self._serving.get(command.replica))
 
     def _check_early(self, replica: int) -> None:

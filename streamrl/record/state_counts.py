@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from streamrl.engine.messages import (
     CheckpointSaved,
-    Command,
-    DrawnGroup,
     Drop,
     Event,
     Failed,
@@ -42,6 +40,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
+from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.timeline import Timeline
 
 
@@ -74,7 +73,7 @@ class Counts:
             self.kinds[change.kind][change.what] += change.by
 
 
-class ChangeReader:
+class ChangeReader(MessageReader):
     """Reads the changes of the counts from a trace, block by block."""
 
     def __init__(self, trace: Trace) -> None:
@@ -93,14 +92,17 @@ class ChangeReader:
         ]
         self._untaken += [CountChange(0.0, "away", 1, n) for n in trainers if n in joined]
 
-    def read(self, entries: Sequence[Entry]) -> None:
-        """Read the next entries of the trace."""
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handlers of all messages that may change a count."""
         for source in self._sources:
-            self._untaken += source.read(entries)
+            yield from source.handlers()
 
     def take(self, timeline: Timeline) -> list[CountChange]:
         """Return all changes up to the end of the next part of the timeline, in order of time, each once."""
         changes = [*self._untaken, *_span_changes(timeline)]
+        for source in self._sources:
+            changes += source.changes
+            source.changes.clear()
         changes.sort(key=AT)
         num = bisect_right(changes, timeline.end, key=AT)
         self._untaken = changes[num:]
@@ -110,10 +112,11 @@ class ChangeReader:
 AT = attrgetter("time")
 
 
-class _Source(Protocol):
+class _Source(MessageReader):
     """Reads changes of one kind."""
 
-    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]: ...
+    def __init__(self) -> None:
+        self.changes: list[CountChange] = []
 
 
 def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
@@ -131,40 +134,59 @@ def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
         yield CountChange(span.end, "push", -1)
 
 
-class _RunChanges:
+class _RunChanges(_Source):
     """Counts wanted, existing and lost replicas, and draws of prompts."""
 
     def __init__(self, replicas: int, steps: int, *, is_endless: bool) -> None:
+        super().__init__()
         self._wanted = replicas
         self._kinds: dict[int, int] = {}
         """By replica: its kind."""
         self._prompts = _LastPrompts(None if is_endless else steps)
 
-    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
-        for time, event, commands in entries:
-            match event:
-                case PromptsDrawn():
-                    yield CountChange(time, "has prompts", 1)
-                case ReplicaLost(replica) | Failed(StartReplica(replica)):
-                    yield CountChange(time, "replicas", -1, kind=self._kinds[replica])
-                    yield CountChange(time, "lost", 1)
-                case ReplicaStopped(replica) | Failed(StopReplica(replica)):
-                    yield CountChange(time, "replicas", -1, kind=self._kinds[replica])
-                case _:
-                    pass  # changes no count of the run
-            if isinstance(event, LEADS_TO_PROMPTS) and (by := self._prompts.change(event)):
-                yield CountChange(time, "has last prompts", by)
-            for command in commands:
-                if isinstance(command, StartReplica):
-                    self._kinds[command.replica] = command.kind
-                    yield CountChange(time, "replicas", 1, kind=command.kind)
-                elif isinstance(command, Resize):
-                    yield CountChange(time, "wanted", command.num_replicas - self._wanted, kind=0)
-                    self._wanted = command.num_replicas
+    def handlers(self) -> Iterator[Handlers]:
+        yield {
+            PromptsDrawn: self._draw,
+            **dict.fromkeys((RunStarted, Stepped, CheckpointSaved, TrainerLost), self._see_prompts),
+            ReplicaLost: lambda event, time: self._lose(event.replica, time),
+            ReplicaStopped: lambda event, time: self._stop(event.replica, time),
+            Failed: self._fail,
+            StartReplica: self._start,
+            Resize: self._resize,
+        }
 
+    def _draw(self, event: PromptsDrawn, time: float) -> None:
+        self.changes.append(CountChange(time, "has prompts", 1))
+        self._see_prompts(event, time)
 
-LEADS_TO_PROMPTS = (PromptsDrawn, RunStarted, Stepped, CheckpointSaved, TrainerLost)
-"""Events that may change whether the last prompts are drawn."""
+    def _see_prompts(self, event: Event, time: float) -> None:
+        if by := self._prompts.change(event):
+            self.changes.append(CountChange(time, "has last prompts", by))
+
+    def _fail(self, event: Failed, time: float) -> None:
+        match event.command:
+            case StartReplica(replica):
+                self._lose(replica, time)
+            case StopReplica(replica):
+                self._stop(replica, time)
+            case _:
+                pass  # changes no count of the run
+
+    def _lose(self, replica: int, time: float) -> None:
+        self._stop(replica, time)
+        self.changes.append(CountChange(time, "lost", 1))
+
+    def _stop(self, replica: int, time: float) -> None:
+        self.changes.append(CountChange(time, "replicas", -1, kind=self._kinds[replica]))
+
+    def _start(self, command: StartReplica, time: float) -> None:
+        self._kinds[command.replica] = command.kind
+        self.changes.append(CountChange(time, "replicas", 1, kind=command.kind))
+
+    def _resize(self, command: Resize, time: float) -> None:
+        by = command.num_replicas - self._wanted
+        self.changes.append(CountChange(time, "wanted", by, kind=0))
+        self._wanted = command.num_replicas
 
 
 class _LastPrompts:
@@ -195,163 +217,184 @@ class _LastPrompts:
         return 0
 
 
-class _VerifyingChanges:
+class _VerifyingChanges(_Source):
     """Counts the requested rewards that are not computed yet."""
 
-    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
-        for time, event, commands in entries:
-            match event:
-                case Verified() | Failed(Verify()):
-                    yield CountChange(time, "verifying", -1)
-                case _:
-                    pass  # ends no reward
-            for command in commands:
-                if isinstance(command, Verify):
-                    yield CountChange(time, "verifying", 1)
+    def handlers(self) -> Iterator[Handlers]:
+        yield {
+            Verify: lambda _, time: self._add(1, time),
+            Verified: lambda _, time: self._add(-1, time),
+            Failed: self._fail,
+        }
+
+    def _add(self, by: int, time: float) -> None:
+        self.changes.append(CountChange(time, "verifying", by))
+
+    def _fail(self, event: Failed, time: float) -> None:
+        if isinstance(event.command, Verify):
+            self._add(-1, time)
 
 
-class _RolloutChanges:
-    """Counts the rollouts that wait for a replica, and those that the next step of a trainer lacks."""
+class _RolloutChanges(_Source):
+    """Counts the rollouts that wait for a replica, and those that the next step of a trainer lacks.
+
+    If the next step does not have all its groups yet, every rollout in progress may still belong to
+    it. Then all of them count as lacking.
+    """
 
     def __init__(self, trainer: int, prompts_per_step: int, has_joined: bool) -> None:
+        super().__init__()
         self._trainer = trainer
+        self._prompts_per_step = prompts_per_step
         self._has_joined = has_joined
         self._is_away = not has_joined
         """Whether the trainer has no GPUs."""
-        self._rollouts = _Rollouts(prompts_per_step)
-
-    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
-        for time, event, commands in entries:
-            self._see(event)
-            if isinstance(event, PRESENCE) and (by := self._change_presence(event)):
-                yield CountChange(time, "away", by, self._trainer)
-            for command in commands:
-                self._obey(command)
-            for name, by in self._rollouts.changes():
-                yield CountChange(time, name, by, self._trainer)
-
-    def _change_presence(self, event: Event) -> int:
-        """Return 1 if an event takes the trainer's GPUs away, -1 if it gives them back, else 0."""
-        was_away = self._is_away
-        match event:
-            case RunStarted(away=away) if self._trainer in away:
-                self._is_away = True
-            case TrainerJoined(trainer) if trainer == self._trainer:
-                self._has_joined, self._is_away = True, False
-            case TrainerStopped(trainer) if trainer == self._trainer:
-                self._is_away = True
-                self._rollouts.give_back()
-            case _:
-                pass  # of another trainer
-        return self._is_away - was_away
-
-    def _see(self, event: Event) -> None:
-        rollouts = self._rollouts
-        match event:
-            case Generated():
-                is_aborted = event.finish == "aborted"
-                rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
-            case Verified():
-                rollouts.move(event.rollout, READY)
-            case PromptsDrawn() if self._has_joined:
-                for drawn in event.groups:
-                    rollouts.draw(drawn)
-            case Failed(Generate(rollout)):
-                rollouts.move(rollout, WAITING)
-            case Stepped() if event.trainer == self._trainer:
-                rollouts.end_step()
-            case TrainerLost() if event.trainer == self._trainer:
-                rollouts.give_back()
-            case _:
-                pass  # changes no rollout
-
-    def _obey(self, command: Command) -> None:
-        match command:
-            case Generate():
-                self._rollouts.move(command.rollout, GENERATING)
-            case Take() if command.trainer == self._trainer:
-                self._rollouts.take(command.group)
-            case Skip() if command.trainer == self._trainer:
-                self._rollouts.forget(command.group)
-            case Drop():
-                self._rollouts.forget(command.group)
-            case _:
-                pass  # changes no rollout
-
-
-PRESENCE = (RunStarted, TrainerJoined, TrainerStopped)
-"""Events that may change whether a trainer has GPUs."""
-WAITING, GENERATING, UNVERIFIED, READY = range(4)
-
-
-class _Rollouts:
-    """Counts the rollouts for one trainer by stage, with separate counts for its next step."""
-
-    def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
-        self._groups: dict[int, DrawnGroup] = {}
-        self._group: dict[int, int] = {}
-        self._stage: dict[int, int] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+        """Rollouts of each group."""
         self._taken: dict[int, None] = {}
+        """Groups of the next step."""
         self._coming, self._other = [0] * 4, [0] * 4
-        self._last_counts = {"waiting": 0, "ungenerated": 0, "unverified": 0}
+        """Rollouts of these groups by stage, and those of all other groups."""
+        self._stage: dict[int, int] = {}
+        self._counts: dict[int, list[int]] = {}
+        """By rollout: the counts to which it belongs."""
+        self._last = dict.fromkeys(("waiting", "ungenerated", "unverified"), 0)
+        """The counts at the last entry."""
 
-    def draw(self, drawn: DrawnGroup) -> None:
-        self._groups[drawn.group] = drawn
-        for rollout in drawn.rollouts:
-            self._group[rollout] = drawn.group
-            self._stage[rollout] = WAITING
-        self._other[WAITING] += len(drawn.rollouts)
+    def handlers(self) -> Iterator[Handlers]:
+        yield {
+            Generated: self._end_attempt,
+            Verified: self._end_verify,
+            Generate: self._send,
+            PromptsDrawn: self._draw,
+            Failed: self._fail,
+            Stepped: self._end_step,
+            RunStarted: self._begin,
+            TrainerJoined: self._join,
+            TrainerStopped: self._stop,
+            TrainerLost: self._lose,
+            Take: self._take,
+            Skip: self._skip,
+            Drop: self._drop,
+            Entry: self._end_entry,
+        }
 
-    def move(self, rollout: int, stage: int) -> None:
-        if rollout not in self._stage:
-            return  # its group was dropped
-        counts = self._coming if self._group[rollout] in self._taken else self._other
-        counts[self._stage[rollout]] -= 1
-        counts[stage] += 1
-        self._stage[rollout] = stage
+    def _end_entry(self, _: Entry, time: float) -> None:
+        """Record the changes of the counts by all messages of an entry together."""
+        waiting, generating, unverified, _ready = self._coming
+        other, last = self._other, self._last
+        ungenerated = waiting + generating
+        waiting += other[WAITING]
+        if len(self._taken) < self._prompts_per_step:
+            ungenerated += other[WAITING] + other[GENERATING]
+            unverified += other[UNVERIFIED]
+        if waiting != last["waiting"]:
+            self._change("waiting", waiting, time)
+        if ungenerated != last["ungenerated"]:
+            self._change("ungenerated", ungenerated, time)
+        if unverified != last["unverified"]:
+            self._change("unverified", unverified, time)
 
-    def take(self, group: int) -> None:
-        self._taken[group] = None
-        for rollout in self._groups[group].rollouts:
-            self._other[self._stage[rollout]] -= 1
-            self._coming[self._stage[rollout]] += 1
+    def _change(self, name: str, count: int, time: float) -> None:
+        self.changes.append(CountChange(time, name, count - self._last[name], self._trainer))
+        self._last[name] = count
 
-    def give_back(self) -> None:
+    # Rollouts -------------------------------------------------------------------------------------
+
+    def _draw(self, event: PromptsDrawn, _: float) -> None:
+        if not self._has_joined:
+            return
+        for drawn in event.groups:
+            self._groups[drawn.group] = drawn.rollouts
+            self._stage.update(dict.fromkeys(drawn.rollouts, WAITING))
+            self._counts.update(dict.fromkeys(drawn.rollouts, self._other))
+            self._other[WAITING] += len(drawn.rollouts)
+
+    def _send(self, command: Generate, _: float) -> None:
+        self._move(command.rollout, GENERATING)
+
+    def _end_attempt(self, event: Generated, _: float) -> None:
+        self._move(event.rollout, WAITING if event.finish == "aborted" else UNVERIFIED)
+
+    def _end_verify(self, event: Verified, _: float) -> None:
+        self._move(event.rollout, READY)
+
+    def _fail(self, event: Failed, _: float) -> None:
+        if isinstance(event.command, Generate):
+            self._move(event.command.rollout, WAITING)
+
+    def _move(self, rollout: int, stage: int) -> None:
+        counts = self._counts.get(rollout)
+        if counts is not None:  # else its group was dropped
+            counts[self._stage[rollout]] -= 1
+            counts[stage] += 1
+            self._stage[rollout] = stage
+
+    # Groups ---------------------------------------------------------------------------------------
+
+    def _take(self, command: Take, _: float) -> None:
+        if command.trainer == self._trainer:
+            self._taken[command.group] = None
+            self._count_in(self._coming, self._groups[command.group])
+
+    def _count_in(self, counts: list[int], rollouts: tuple[int, ...]) -> None:
+        """Move rollouts to other counts."""
+        for rollout in rollouts:
+            stage = self._stage[rollout]
+            self._counts[rollout][stage] -= 1
+            self._counts[rollout] = counts
+            counts[stage] += 1
+
+    def _give_back(self) -> None:
         """Return the groups of the next step to the other groups, because the trainer is lost."""
-        for stage, count in enumerate(self._coming):
-            self._other[stage] += count
-        self._coming = [0] * 4
+        for group in self._taken:
+            self._count_in(self._other, self._groups[group])
         self._taken.clear()
 
-    def forget(self, group: int) -> None:
-        if group not in self._groups:
-            return  # trained on, or skipped, before it was dropped
-        counts = self._coming if group in self._taken else self._other
+    def _skip(self, command: Skip, _: float) -> None:
+        if command.trainer == self._trainer:
+            self._forget(command.group)
+
+    def _drop(self, command: Drop, _: float) -> None:
+        self._forget(command.group)
+
+    def _end_step(self, event: Stepped, _: float) -> None:
+        is_own_step = event.trainer == self._trainer
+        for group in list(self._taken) if is_own_step else ():
+            self._forget(group)
+
+    def _forget(self, group: int) -> None:
+        """Remove a group, unless it was trained on, or skipped, before it was dropped."""
         self._taken.pop(group, None)
-        for rollout in self._groups.pop(group).rollouts:
-            counts[self._stage.pop(rollout)] -= 1
-            del self._group[rollout]
+        for rollout in self._groups.pop(group, ()):
+            self._counts.pop(rollout)[self._stage.pop(rollout)] -= 1
 
-    def end_step(self) -> None:
-        for group in list(self._taken):
-            self.forget(group)
+    # The trainer ----------------------------------------------------------------------------------
 
-    def changes(self) -> Iterator[tuple[str, int]]:
-        """Yield the changes of the counts since the last call.
+    def _begin(self, event: RunStarted, time: float) -> None:
+        if self._trainer in event.away:
+            self._set_away(True, time)
 
-        If the next step does not have all its groups yet, every rollout in progress may still belong to
-        it. Then all of them count as lacking.
-        """
-        lacking = list(self._coming)
-        if len(self._taken) < self._groups_per_step:
-            lacking = [a + b for a, b in zip(self._coming, self._other, strict=True)]
-        counts = {
-            "waiting": self._coming[WAITING] + self._other[WAITING],
-            "ungenerated": lacking[WAITING] + lacking[GENERATING],
-            "unverified": lacking[UNVERIFIED],
-        }
-        for name, count in counts.items():
-            if count != self._last_counts[name]:
-                yield name, count - self._last_counts[name]
-        self._last_counts = counts
+    def _join(self, event: TrainerJoined, time: float) -> None:
+        if event.trainer == self._trainer:
+            self._has_joined = True
+            self._set_away(False, time)
+
+    def _stop(self, event: TrainerStopped, time: float) -> None:
+        if event.trainer == self._trainer:
+            self._set_away(True, time)
+            self._give_back()
+
+    def _lose(self, event: TrainerLost, _: float) -> None:
+        if event.trainer == self._trainer:
+            self._give_back()
+
+    def _set_away(self, is_away: bool, time: float) -> None:
+        """Record whether the trainer has no GPUs."""
+        if by := is_away - self._is_away:
+            self.changes.append(CountChange(time, "away", by, self._trainer))
+        self._is_away = is_away
+
+
+WAITING, GENERATING, UNVERIFIED, READY = range(4)
+"""Stages of a rollout."""

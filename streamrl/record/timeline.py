@@ -6,16 +6,17 @@ Figures draw these spans, and `attribution.py` adds them up.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
     Failed,
-    Generate,
-    Generated,
     LoadWeights,
     PushWeights,
     ReplicaLost,
@@ -38,8 +39,11 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.engine.trace import Entry, Trace
+from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import TrainerCommand
+from streamrl.hardware.operator_tables import Floats
+from streamrl.record.attempts import AttemptReader, Attempts, by_replica
+from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.notebook import frame_of, html_table
 
@@ -82,10 +86,12 @@ class Timeline(NamedTuple):
     """"push" while weights are pushed."""
     verifier: list[Span]
     """"verify" while any reward is computed."""
-    rollouts: dict[int, list[Span]]
-    """By replica: one span for each attempt, labelled with its rollout. These spans overlap."""
-    prefills: dict[int, list[Span]]
-    """By replica: when prefixes of rollouts were computed. These are parts of its "generate" spans."""
+    attempts: dict[int, Floats]
+    """By replica: a row (start, end, rollout) for each attempt. Attempts overlap."""
+    ended: Attempts
+    """The whole attempts that ended since the part before."""
+    prefills: dict[int, Floats]
+    """By replica: a row (start, end) for each time in which prefixes were computed. These are parts of its "generate" spans."""
     kinds: dict[int, int]
     """By replica: its kind, if it is not the first kind."""
     end: float
@@ -125,6 +131,17 @@ class Timeline(NamedTuple):
         yield from (("link", span) for span in self.link)
         yield from (("verifier", span) for span in self.verifier)
 
+    @property
+    def rollouts(self) -> dict[int, list[Span]]:
+        """Return by replica one span for each attempt, labelled with its rollout. These spans overlap."""
+        return {
+            replica: [
+                Span(start, end, "generate", str(int(rollout)))
+                for start, end, rollout in rows.tolist()
+            ]
+            for replica, rows in self.attempts.items()
+        }
+
     def starts(self) -> dict[int, float]:
         """Return the instant at which each replica began to start."""
         return {replica: spans[0].start for replica, spans in self.replicas.items()}
@@ -137,19 +154,21 @@ def read_timeline(trace: Trace) -> Timeline:
     return reader.finish()
 
 
-class TimelineReader:
+class TimelineReader(MessageReader):
     """Pairs commands with the events that end them, block by block."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        """Instant of the last entry."""
+    def __init__(self, *, has_verifier: bool = True) -> None:
+        """Start with no activity; without `has_verifier`, spans of the verifier are left out."""
+        self._has_verifier = has_verifier
         self._since = -inf
         """Instant up to which spans were returned."""
-        self._attempts: dict[int, tuple[int, float]] = {}
+        self._attempts = AttemptReader()
         self._loading: dict[tuple[int, int], float] = {}
         """By replica and version: the instant of the command to load it."""
-        self._rollouts: Spans = defaultdict(list)
-        self._prefills: Spans = defaultdict(list)
+        self._generating: dict[int, Floats] = {}
+        """By replica: a row (start, end, rollout) for each attempt, or part of one, that was not returned yet."""
+        self._prefills: dict[int, Floats] = {}
+        """The same for the prefills of attempts."""
         self._loads: Spans = defaultdict(list)
         self._starts: Spans = defaultdict(list)
         self._starting: dict[int, float] = {}
@@ -164,13 +183,25 @@ class TimelineReader:
         self._num_verifying = 0
         self._verifying_since = 0.0
 
-    def read(self, entries: Iterable[Entry]) -> None:
-        """Read the next entries of the trace."""
-        for entry in entries:
-            self._end(entry)
-            for command in entry.commands:
-                self._begin(command, entry.time)
-            self.now = entry.time
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handler of each type of message that begins or ends an activity."""
+        ends_work = (TrainerStarted, Scored, Trained, Stepped, CheckpointSaved, TrainerStopped)
+        yield from self._attempts.handlers()
+        yield {
+            StartReplica: self._begin_start,
+            ReplicaStarted: lambda event, now: self._end_start(event.replica, now),
+            ReplicaLost: lambda event, now: self._lose_replica(event.replica, now),
+            LoadWeights: self._begin_load,
+            WeightsLoaded: self._end_load,
+            PushWeights: self._begin_push,
+            WeightsPushed: lambda event, now: self._end_push(event.version, now),
+            **dict.fromkeys(TRAINER_WORK, self._begin_work),
+            **dict.fromkeys(ends_work, lambda event, now: self._end_work(event.trainer, now)),
+            TrainerLost: lambda event, now: self._lose_trainer(event.trainer, event.reason, now),
+            Failed: lambda event, now: self._end_failed(event.command, now),
+        }
+        if self._has_verifier:
+            yield {Verify: self._begin_verify, Verified: self._end_verify}
 
     @property
     def known_until(self) -> float:
@@ -179,9 +210,9 @@ class TimelineReader:
         Attempts, loads and pushes are reported only at their end. So this is at most the command of the
         oldest one in progress.
         """
-        since = [sent_at for _, sent_at in self._attempts.values()]
         pushes = [self._pushed_at] if self._num_pushes else []
-        return max(self._since, min([self.now, *since, *self._loading.values(), *pushes]))
+        begun = [*self._attempts.sent_at(), *self._loading.values(), *pushes]
+        return max(self._since, min(begun, default=self.now))
 
     def take(self, until: float) -> Timeline:
         """Return the spans up to an instant that were not returned yet.
@@ -200,8 +231,7 @@ class TimelineReader:
 
     def finish(self) -> Timeline:
         """Return the remaining spans. Activities without an end are assumed to end at the last entry."""
-        for rollout in list(self._attempts):
-            self._end_attempt(rollout, self.now)
+        self._attempts.end_all(self.now)
         for replica in list(self._starting):
             self._end_start(replica, self.now)
         for trainer in list(self._work):
@@ -213,117 +243,77 @@ class TimelineReader:
     def _take(self, until: float) -> Timeline:
         """Return the parts of all spans before an instant that were not returned yet."""
         since, self._since = self._since, until
-        starts, rollouts, loads, prefills = (
-            _take_each(spans, since, until)
-            for spans in (self._starts, self._rollouts, self._loads, self._prefills)
+        starts, loads = (_take_each(spans, since, until) for spans in (self._starts, self._loads))
+        ended = self._attempts.take()
+        self._add_attempts(ended)
+        attempts, prefills = (
+            _take_rows(rows, since, until) for rows in (self._generating, self._prefills)
         )
         return Timeline(
             replicas={
-                replica: [*starts.get(replica, ()), *_activity(replica, rollouts, loads)]
-                for replica in sorted({*starts, *rollouts, *loads})
+                replica: [
+                    *starts.get(replica, ()),
+                    *_activity(attempts.get(replica), loads.get(replica, [])),
+                ]
+                for replica in sorted({*starts, *attempts, *loads})
             },
             trainers={t: _take(spans, since, until) for t, spans in self._trainers.items()},
             link=_take(self._link, since, until),
             verifier=_take(self._verifier, since, until),
-            rollouts=rollouts,
+            attempts=attempts,
+            ended=ended,
             prefills={
-                replica: _subtract(_union(spans), loads.get(replica, []))
-                for replica, spans in prefills.items()
+                replica: _subtract_rows(_union(rows)[:, :2], loads.get(replica, []))
+                for replica, rows in prefills.items()
             },
             kinds=self._kinds,
             end=until,
         )
 
-    def _begin(self, command: Command, now: float) -> None:
-        match command:
-            case Generate():
-                self._attempts[command.rollout] = (command.replica, now)
-            case StartReplica():
-                self._starting[command.replica] = now
-                if command.kind:
-                    self._kinds[command.replica] = command.kind
-            case LoadWeights():
-                self._loading[command.replica, command.version] = now
-            case PushWeights():
-                self._num_pushes += 1
-                self._pushed_at = now
-            case StartTrainer() | StopTrainer() | Score() | Train() | Step() | SaveCheckpoint():
-                self._begin_work(command, now)
-            case Verify():
-                self._num_verifying += 1
-                if self._num_verifying == 1:
-                    self._verifying_since = now
-            case _:
-                pass  # occupies no resource
+    # Replicas -------------------------------------------------------------------------------------
 
-    def _end(self, entry: Entry) -> None:
-        event, now = entry.event, entry.time
-        match event:
-            case Generated():
-                self._end_attempt(event.rollout, now, event.run_time, event.prefill_time)
-            case Failed(command):
-                self._end_failed(command, now)
-            case WeightsLoaded():
-                self._loading.pop((event.replica, event.version), None)
-                label = f"v{event.version}"
-                self._loads[event.replica].append(Span(now - event.load_time, now, "sync", label))
-            case ReplicaStarted():
-                self._end_start(event.replica, now)
-            case ReplicaLost():
-                self._lost[event.replica] = now
-                self._end_start(event.replica, now)
-            case WeightsPushed():
-                self._end_push(event.version, now)
-            case TrainerStarted() | Scored() | Trained() | Stepped() | CheckpointSaved():
-                self._end_work(event.trainer, now)
-            case TrainerStopped():
-                self._end_work(event.trainer, now)
-            case TrainerLost():
-                self._lose_trainer(event.trainer, event.reason, now)
-            case Verified():
-                self._end_verify(now)
-            case _:
-                pass  # ends no activity
+    def _add_attempts(self, ended: Attempts) -> None:
+        """Add the rows of attempts, and of the prefills at their starts. None lasts after its replica was lost."""
+        start, end = ended.start, ended.end
+        if self._lost:
+            end = np.minimum(end, [self._lost.get(replica, inf) for replica in ended.replica])
+        prefilled = np.minimum(start + ended.prefill_time, end)
+        _add_rows(self._generating, ended, end, end > start)
+        _add_rows(self._prefills, ended, prefilled, ended.prefill_time > 0)
 
-    def _end_failed(self, command: Command, now: float) -> None:
-        match command:
-            case Generate(rollout):
-                self._end_attempt(rollout, now)
-            case StartReplica(replica):
-                self._lost[replica] = now
-                self._end_start(replica, now)
-            case LoadWeights(replica, version):
-                self._loading.pop((replica, version), None)
-            case PushWeights(version):
-                self._end_push(version, now)
-            case Verify():
-                self._end_verify(now)
-            case StartTrainer() | StopTrainer() | Score() | Train() | Step() | SaveCheckpoint():
-                if command.trainer in self._work:  # else it was lost and has restarted
-                    self._lose_trainer(command.trainer, type(command).__name__, now)
-            case _:
-                pass  # occupied no resource
+    def _begin_start(self, command: StartReplica, now: float) -> None:
+        self._starting[command.replica] = now
+        if command.kind:
+            self._kinds[command.replica] = command.kind
 
-    def _end_attempt(
-        self, rollout: int, now: float, run_time: float | None = None, prefill_time: float = 0.0
-    ) -> None:
-        """Add the span of an attempt. Without a reported running time it lasts from its command to the replica's loss."""
-        replica, sent_at = self._attempts.pop(rollout)
-        start = sent_at if run_time is None else now - run_time
-        end = min(now, self._lost.get(replica, now))
-        if end > start:
-            self._rollouts[replica].append(Span(start, end, "generate", str(rollout)))
-        if prefill_time > 0:
-            self._prefills[replica].append(Span(start, min(start + prefill_time, end), "prefill"))
+    def _lose_replica(self, replica: int, now: float) -> None:
+        self._lost[replica] = now
+        self._end_start(replica, now)
 
     def _end_start(self, replica: int, now: float) -> None:
         start = self._starting.pop(replica, None)
         if start is not None:
             self._starts[replica].append(Span(start, now, "start-up"))
 
+    def _begin_load(self, command: LoadWeights, now: float) -> None:
+        self._loading[command.replica, command.version] = now
+
+    def _end_load(self, event: WeightsLoaded, now: float) -> None:
+        self._loading.pop((event.replica, event.version), None)
+        label = f"v{event.version}"
+        self._loads[event.replica].append(Span(now - event.load_time, now, "sync", label))
+
+    # Links ----------------------------------------------------------------------------------------
+
+    def _begin_push(self, _: PushWeights, now: float) -> None:
+        self._num_pushes += 1
+        self._pushed_at = now
+
     def _end_push(self, version: int, now: float) -> None:
         self._num_pushes -= 1
         self._link.append(Span(self._pushed_at, now, "push", f"v{version}"))
+
+    # Trainers -------------------------------------------------------------------------------------
 
     def _begin_work(self, command: TrainerCommand, now: float) -> None:
         """Begin an activity of a trainer. The "failure" of a lost trainer continues until it has restarted."""
@@ -344,10 +334,35 @@ class TimelineReader:
             self._end_work(trainer, now)
         self._work[trainer] = Span(now, inf, "failure", reason)
 
-    def _end_verify(self, now: float) -> None:
+    # Verifiers ------------------------------------------------------------------------------------
+
+    def _begin_verify(self, _: Verify, now: float) -> None:
+        self._num_verifying += 1
+        if self._num_verifying == 1:
+            self._verifying_since = now
+
+    def _end_verify(self, _: Verified | Verify, now: float) -> None:
         self._num_verifying -= 1
         if not self._num_verifying and now > self._verifying_since:
             self._verifier.append(Span(self._verifying_since, now, "verify"))
+
+    # Failures -------------------------------------------------------------------------------------
+
+    def _end_failed(self, command: Command, now: float) -> None:
+        match command:
+            case StartReplica(replica):
+                self._lose_replica(replica, now)
+            case LoadWeights(replica, version):
+                self._loading.pop((replica, version), None)
+            case PushWeights(version):
+                self._end_push(version, now)
+            case Verify() if self._has_verifier:
+                self._end_verify(command, now)
+            case StartTrainer() | StopTrainer() | Score() | Train() | Step() | SaveCheckpoint():
+                if command.trainer in self._work:  # else it was lost and has restarted
+                    self._lose_trainer(command.trainer, type(command).__name__, now)
+            case _:
+                pass  # occupied no resource
 
 
 def _label(command: TrainerCommand) -> str:
@@ -384,22 +399,69 @@ def _take(spans: list[Span], since: float, until: float) -> list[Span]:
     return taken
 
 
-def _activity(replica: int, rollouts: Spans, loads: Spans) -> list[Span]:
-    """Return when a replica loaded weights, and when a rollout ran on it otherwise."""
-    of_loads = loads.get(replica, [])
-    return sorted([*of_loads, *_subtract(_union(rollouts.get(replica, [])), of_loads)])
+def _add_rows(
+    rows: dict[int, Floats], ended: Attempts, end: Floats, chosen: npt.NDArray[np.bool_]
+) -> None:
+    """Add the row (start, end, rollout) of each chosen attempt to those of its replica."""
+    table = np.column_stack([ended.start, end, ended.rollout])[chosen]
+    for replica, own in by_replica(ended.replica[chosen], table).items():
+        rows[replica] = np.concatenate([rows[replica], own]) if replica in rows else own
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Merge overlapping spans of one activity."""
-    merged: list[Span] = []
-    for span in sorted(spans):
-        if merged and span.start <= merged[-1].end:
-            start, end = merged[-1].start, max(merged[-1].end, span.end)
-            merged[-1] = Span(start, end, span.activity)
+def _take_rows(rows: dict[int, Floats], since: float, until: float) -> dict[int, Floats]:
+    """Remove and return the parts of rows between two instants, without replicas that have none."""
+    taken: dict[int, Floats] = {}
+    for replica, table in list(rows.items()):
+        start, end = np.maximum(table[:, :2], since).T
+        goes_on = end > until
+        begun = (start < until) | ~goes_on
+        if begun.any():
+            taken[replica] = np.column_stack([start, np.minimum(end, until), table[:, 2]])[begun]
+        if goes_on.any():
+            left = np.column_stack([np.maximum(start, until), end, table[:, 2]])
+            rows[replica] = left[goes_on]
         else:
-            merged.append(span)
-    return merged
+            del rows[replica]
+    return taken
+
+
+def _activity(attempts: Floats | None, loads: list[Span]) -> list[Span]:
+    """Return when a replica loaded weights, and when a rollout ran on it otherwise."""
+    if attempts is None:
+        return sorted(loads)
+    generating = [
+        Span(start, end, "generate", str(int(rollout)) if num == 1 else "")
+        for start, end, rollout, num in _union(attempts).tolist()
+    ]
+    return sorted([*loads, *_subtract(generating, loads)])
+
+
+def _union(rows: Floats) -> Floats:
+    """Merge rows (start, end, rollout) that overlap.
+
+    Returns:
+        Rows (start, end, rollout, number of merged rows); the rollout is that of the first row.
+    """
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(rows[:, 1])
+    first = np.flatnonzero(np.append(True, rows[1:, 0] > ends[:-1]))
+    last = np.append(first[1:], len(rows)) - 1
+    return np.column_stack([rows[first, 0], ends[last], rows[first, 2], last - first + 1])
+
+
+def _subtract_rows(rows: Floats, holes: list[Span]) -> Floats:
+    """Return the parts of rows (start, end) between holes, which do not overlap each other."""
+    start, end = rows.T
+    opens = np.array([-inf, *(hole.end for hole in holes)])
+    closes = np.array([*(hole.start for hole in holes), inf])
+    first = np.searchsorted(closes, start, "right")
+    num = np.maximum(np.searchsorted(opens, end, "left") - first, 0)
+    whole = np.repeat(np.arange(len(rows)), num)
+    gap = np.arange(len(whole)) - np.repeat(np.cumsum(num) - num, num) + first[whole]
+    parts = np.column_stack(
+        [np.maximum(start[whole], opens[gap]), np.minimum(end[whole], closes[gap])]
+    )
+    return parts[parts[:, 0] < parts[:, 1]]
 
 
 def _subtract(spans: list[Span], holes: list[Span]) -> list[Span]:

@@ -1,0 +1,133 @@
+"""Follow the attempts of rollouts on replicas: when each ran, and with how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from streamrl.engine.messages import (
+    Drop,
+    Failed,
+    Generate,
+    Generated,
+    PromptsDrawn,
+    Step,
+)
+from streamrl.hardware.operator_tables import Floats
+from streamrl.record.message_reader import Handlers, MessageReader
+
+
+class Attempts(NamedTuple):
+    """Attempts that have ended, as arrays in the order of their ends."""
+
+    replica: Floats
+    rollout: Floats
+    start: Floats
+    """Instant at which each began to run; if it was not reported, that of its command."""
+    end: Floats
+    prefill_time: Floats
+    """Seconds at the start until its prefix was computed."""
+    prompt: Floats
+    """Tokens of its prompt."""
+    prefix: Floats
+    """Output tokens from before it."""
+    tokens: Floats
+    """Output tokens at its end."""
+    is_known: Floats
+    """1 if its running time and its tokens were reported, else 0."""
+
+
+def by_replica(replicas: Floats, rows: Floats) -> dict[int, Floats]:
+    """Return the rows of each replica; replicas are in the order of their first rows."""
+    numbers, first, counts = np.unique(replicas, return_index=True, return_counts=True)
+    own = np.split(rows[np.argsort(replicas, kind="stable")], np.cumsum(counts)[:-1])
+    return {int(numbers[index]): own[index] for index in np.argsort(first)}
+
+
+class Sent(NamedTuple):
+    """A running attempt."""
+
+    command: Generate
+    at: float
+    """Instant of the command."""
+    prompt: int
+    """Tokens of its prompt."""
+
+
+class AttemptReader(MessageReader):
+    """Pairs each `Generate` with the event that ends it, block by block."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, Sent] = {}
+        """By rollout."""
+        self._ended: list[tuple[float, ...]] = []
+        """The numbers of each attempt, in the order of `Attempts`."""
+        self._prompts: dict[int, int] = {}
+        """Prompt tokens by rollout that may have further attempts."""
+        self._groups: dict[int, tuple[int, ...]] = {}
+        """Their groups."""
+
+    def handlers(self) -> Iterator[Handlers]:
+        """Yield the handler of each type of message that begins or ends an attempt."""
+        yield {
+            PromptsDrawn: self._draw,
+            Generate: self._begin,
+            Generated: self._end_reported,
+            Failed: self._fail,
+            Step: lambda command, _: self._forget(command.groups),
+            Drop: lambda command, _: self._forget((command.group,)),
+        }
+
+    def sent_at(self) -> list[float]:
+        """Return the instants of the commands of all running attempts."""
+        return [sent.at for sent in self._sent.values()]
+
+    def take(self) -> Attempts:
+        """Return the attempts that ended since the last call."""
+        width = len(Attempts._fields)
+        numbers = np.fromiter(
+            chain.from_iterable(self._ended), dtype=float, count=len(self._ended) * width
+        )
+        self._ended = []
+        return Attempts(*numbers.reshape(-1, width).T)
+
+    def end_all(self, now: float) -> None:
+        """End all running attempts, because the trace ends."""
+        for rollout in list(self._sent):
+            self._end_unreported(rollout, now)
+
+    def _draw(self, event: PromptsDrawn, _: float) -> None:
+        for drawn in event.groups:
+            self._groups[drawn.group] = drawn.rollouts
+            self._prompts.update(dict.fromkeys(drawn.rollouts, drawn.prompt_tokens))
+
+    def _begin(self, command: Generate, now: float) -> None:
+        self._sent[command.rollout] = Sent(command, now, self._prompts[command.rollout])
+
+    def _end_reported(self, event: Generated, now: float) -> None:
+        rollout = event.rollout
+        command, _, prompt = self._sent.pop(rollout)
+        start, prefix, tokens = now - event.run_time, command.prefix, event.tokens
+        self._ended.append(
+            (command.replica, rollout, start, now, event.prefill_time, prompt, prefix, tokens, True)
+        )
+
+    def _fail(self, event: Failed, now: float) -> None:
+        if isinstance(event.command, Generate):
+            self._end_unreported(event.command.rollout, now)
+
+    def _end_unreported(self, rollout: int, now: float) -> None:
+        command, sent_at, prompt = self._sent.pop(rollout)
+        prefix = command.prefix
+        self._ended.append(
+            (command.replica, rollout, sent_at, now, 0.0, prompt, prefix, prefix, False)
+        )
+
+    def _forget(self, groups: tuple[int, ...]) -> None:
+        """Forget groups that are trained on or dropped."""
+        for group in groups:
+            for rollout in self._groups.pop(group, ()):
+                del self._prompts[rollout]
