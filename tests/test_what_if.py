@@ -15,6 +15,7 @@ from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.sim.planner.plan import Plan, WhatIf, WhatIfPlan, read_plan
 from streamrl.sim.planner.what_if import (
     WhatIfQuestion,
+    _agreeing,
     priced_plans,
     recommend,
     unchanged_question,
@@ -131,6 +132,36 @@ def test_without_a_change_the_grid_recommends_the_plan_at_its_own_total(
     assert grid.plans[0].choice == plan.allocation.text
     assert best.dollars == pytest.approx(plan.whole_run.dollars, rel=1e-3)
     assert best.hours == pytest.approx(plan.whole_run.seconds / 3600, rel=1e-3)
+
+
+def test_the_grid_has_options_at_their_own_totals_and_no_row_contradicts_a_label(
+    plan: Plan, grid: WhatIf
+) -> None:
+    priced = priced_plans(grid, unchanged_question(grid))
+    by_settings = {str(sorted(grid.plans[p.place].settings.items())): p for p in priced}
+    found = {}
+    for option in plan.options:
+        row = by_settings.get(str(sorted(option.choice.settings.items())))
+        if row is not None:
+            assert row.hours == pytest.approx(option.whole_run.seconds / 3600, rel=1e-4)
+            assert row.dollars == pytest.approx(option.whole_run.dollars, rel=2e-3)
+            found |= dict.fromkeys(option.labels, row)
+    assert found["fastest"].hours == min(each.hours for each in priced)
+    assert found["cheapest"].dollars == min(each.dollars for each in priced)
+
+
+def test_an_estimate_that_beats_the_fastest_or_the_cheapest_option_is_left_out() -> None:
+    options = [
+        replace(small_plan(n, h), has_total=True) for n, h in ((2, 40.0), (1, 90.0), (4, 30.0))
+    ]
+    estimates = [
+        replace(small_plan(n, h), is_simulated=False) for n, h in ((3, 29.0), (1, 70.0), (3, 35.0))
+    ]
+    kept = _agreeing(small_grid(*options, *estimates)).plans
+    assert kept == [*options, estimates[2]]
+    late = replace(small_grid(*options, *estimates), deadline=60.0)
+    assert _agreeing(late).plans == [*options, *estimates[1:]], "70 hours break no label then"
+    assert _agreeing(small_grid(*estimates)).plans == estimates
 
 
 def test_longer_outputs_take_longer_and_a_dearer_pool_costs_more(grid: WhatIf) -> None:

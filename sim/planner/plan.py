@@ -277,6 +277,8 @@ class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Dollars of the whole run besides the rent of the GPUs, such as traffic between pools."""
     is_simulated: bool
     """Whether its hours without a change are from a simulation."""
+    has_total: bool = False
+    """Whether they are the total of a simulation as long as that of the chosen plan, as of each option."""
     hours: list[list[list[float | None]]]
     """Hours of the whole run by lengths, cap and links; None where the plan does not fit."""
 

@@ -4,16 +4,17 @@ The grid is computed once, with closed forms. The hours of a plan at a point of 
 
     simulated hours without a change  x  estimate at the point / estimate without a change
 
-so errors that both estimates share cancel. Prices, the value of an hour and a deadline need no grid. The report
+so errors that both estimates share cancel. Without a change an option has the total of its own simulation. Prices, the value of an hour and a deadline need no grid. The report
 page has the grid and the same rule in JavaScript.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace as replace_fields
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.estimates import Estimates, SyncTimes, sync_times
 from streamrl.sim.planner.objective import distance_to_front
 from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
+from streamrl.sim.planner.plan_description import whole_run_of
 from streamrl.sim.planner.plan_settings import describe, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
@@ -136,7 +138,9 @@ def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf
         return None
     run = search.space.run
     kept = _near_front(search, race, chosen)
+    totals = dict(_totals(race, kept))
     hours = _unchanged_hours(search, race, chosen, metrics.whole_run)
+    hours |= {index: whole.seconds / SECONDS_PER_HOUR for index, whole in totals.items()}
     space = search.space.only([search.space.candidate(index) for index in kept])
     points = _points(search.space)
     links = LINKS if run.cluster.links else (1.0,)
@@ -165,21 +169,53 @@ def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf
                 index,
                 hours[index],
                 _nested(ratios, place, hours[index], shape),
-                metrics.whole_run if index == chosen else None,
+                totals.get(index),
             )
             for place, index in enumerate(kept)
         ],
     )
-    return _pruned(_settled(grid), len(set(race.steady) | set(race.beside)))
+    return _pruned(_settled(_agreeing(grid)))
 
 
-def _pruned(grid: WhatIf, num_shown: int) -> WhatIf:
-    """Remove plans that another plan beats at every point with at most as many GPUs; the first ones are kept."""
+def _totals(race: Race, indices: Iterable[int]) -> Iterator[tuple[int, WholeRun]]:
+    """Yield the totals of the plans that were simulated as long as the chosen one."""
+    for index in indices:
+        speeds = race.as_known(index)
+        whole = whole_run_of(speeds) if speeds else None
+        if whole is not None:
+            yield index, whole
+
+
+def _agreeing(grid: WhatIf) -> WhatIf:
+    """Remove estimates that look faster than the fastest option, or cheaper than the cheapest one.
+
+    The search did not prefer them, so these estimates are too low.
+    """
+    question = unchanged_question(grid)
+    limit = inf if question.deadline is None else question.deadline
+    plans = [plan for plan in priced_plans(grid, question) if plan.hours <= limit]
+    known = [plan for plan in plans if grid.plans[plan.place].has_total]
+    if not known:
+        return grid
+    fastest, cheapest = (min(getattr(p, key) for p in known) for key in ("hours", "dollars"))
+    out = {
+        plan.place
+        for plan in plans
+        if not grid.plans[plan.place].has_total
+        and (plan.hours < fastest or plan.dollars < cheapest)
+    }
+    kept = [plan for place, plan in enumerate(grid.plans) if place not in out]
+    return replace(grid, plans=kept)
+
+
+def _pruned(grid: WhatIf) -> WhatIf:
+    """Remove estimates that another plan beats at every point with at most as many GPUs."""
     hours = np.array([plan.hours for plan in grid.plans], dtype=float)
     hours = np.where(np.isnan(hours), np.inf, hours)
-    kept: list[int] = list(range(min(num_shown, len(grid.plans))))
+    kept = [place for place, plan in enumerate(grid.plans) if plan.has_total]
     order = sorted(
-        range(len(kept), len(grid.plans)), key=lambda place: sum(grid.plans[place].paid.values())
+        (place for place, plan in enumerate(grid.plans) if not plan.has_total),
+        key=lambda place: sum(grid.plans[place].paid.values()),
     )
     for place in order:
         if not any(_beats(grid.plans[o], hours[o], grid.plans[place], hours[place]) for o in kept):
@@ -257,9 +293,7 @@ def _corrected_steps(search: Search) -> Floats:
     return np.array(steps * search.usual_over()[search.space.of_mode])
 
 
-def _unchanged_hours(
-    search: Search, race: Race, chosen: int, whole: WholeRun
-) -> Mapping[int, float]:
+def _unchanged_hours(search: Search, race: Race, chosen: int, whole: WholeRun) -> dict[int, float]:
     """Return the hours of the whole run of every plan.
 
     Those of simulated plans are the chosen plan's, times the ratio of their steps on the same prompts.
@@ -293,7 +327,7 @@ def _plan(
     grid: list[list[list[float | None]]],
     whole: WholeRun | None,
 ) -> WhatIfPlan:
-    """Return a plan of the grid; `whole` is the whole run of the chosen plan."""
+    """Return a plan of the grid; `whole` is the total of its own simulation, if it has one."""
     run, candidate = search.space.run, search.space.candidate(index)
     paid = PaidGpus.of(candidate.apply(run)).by_pool
     speed = search.speeds.get(index)
@@ -311,6 +345,7 @@ def _plan(
         mean_staleness=_lag(search, index),
         other_dollars=round(other, 2),
         is_simulated=speed is not None,
+        has_total=whole is not None,
         hours=grid,
     )
 
