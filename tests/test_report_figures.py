@@ -84,7 +84,7 @@ def test_the_page_says_which_share_is_unmeasured(tmp_path: Path) -> None:
     report = read_report([run])
     share = report.options[0].band.unmeasured
     assert share > 0.05
-    text = f"{share * 100:.0f}\N{NO-BREAK SPACE}% of the busy seconds of A are unmeasured"
+    text = f"{share * 100:.0f}\N{NO-BREAK SPACE}% of the busy seconds of run A are unmeasured"
     assert text in render_html(make_page(report))
 
 

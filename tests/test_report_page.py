@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.hardware.profiles import load_model
 from streamrl.record.attribution import IDLE
@@ -21,7 +22,7 @@ from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.page.sources import read_sources
 from streamrl.report.pictures.scatter import Point, front_of, stairs
-from streamrl.sim.planner.plan import read_plan
+from streamrl.sim.planner.plan import read_plan, write_plan
 from tests.command_line import streamrl
 from tests.report_directories import (
     simulate_plan,
@@ -129,7 +130,7 @@ def test_a_page_of_everything_has_every_section(html: str) -> None:
         "What was trained on, of what was generated",
         "One step",
         "How the options differ",
-        "Assumptions and sources (A, the plan)",
+        "Assumptions and sources (1 · recommended)",
         "Words",
     ]
 
@@ -180,8 +181,31 @@ def test_a_run_of_the_plan_is_the_plan_and_lends_it_its_trace(directories: list[
     plan, *others = report.options
     assert plan.kind == "plan" and plan.run is not None and plan.run.name == "plan"
     assert [o.name for o in others if o.kind == "run"] == ["<b>sync & co", "colocated"]
-    letters = [option.letter for option in report.options]
-    assert letters == sorted(set(letters))
+    plans = [option.mark for option in report.options if option.kind != "run"]
+    assert plans == [str(number + 1) for number in range(len(plans))]
+    assert [option.mark for option in report.options if option.kind == "run"] == ["A", "B"]
+
+
+def test_a_plan_has_one_name_everywhere_on_the_page(directories: list[Path]) -> None:
+    plan = read_plan(directories[0] / "plan.json")
+    options = read_report(directories[:1]).options
+    for option, of_plan in zip(options, plan.options, strict=False):
+        assert option.title == f"{of_plan.number} · {of_plan.labels[0]}"
+        assert option.whole_run == of_plan.whole_run
+    html = render_html(make_page(read_report(directories[:1])))
+    text = re.sub("<[^>]*>", " ", html)
+    assert "the plan" not in [option.name for option in options]
+    assert "runner-up" not in text and "A · " not in text
+    assert f"Assumptions and sources ({options[0].title})" in text
+    assert text.count("1 · recommended") >= 4
+
+
+def test_another_option_in_the_plan_file_is_named_by_its_number(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    write_plan(replace(plan, taken=2), directory)
+    text = render_html(make_page(read_report([directory])))
+    assert f"plan.toml holds option 2, {plan.options[1].labels[0]}" in text
 
 
 def test_a_run_of_other_lengths_is_not_the_plan(tmp_path: Path) -> None:
@@ -198,7 +222,8 @@ def test_a_plan_costs_what_it_was_chosen_for(directories: list[Path]) -> None:
     options = read_report(directories).options
     assert options[0].cost_per_million_tokens == plan.allocation.cost_per_million_tokens
     assert options[0].cost_per_million_tokens == pytest.approx(plan.objective.value)
-    for option, runner in zip(options[1:], plan.runners_up, strict=False):
+    runners = [option for option in options if option.kind == "runner-up"]
+    for option, runner in zip(runners, plan.runners_up, strict=True):
         paired = options[0].cost_per_million_tokens * (1 + runner.behind)
         assert option.cost_per_million_tokens == pytest.approx(paired)
         assert option.step_time == runner.choice.step_time
@@ -239,7 +264,7 @@ def test_options_that_do_other_work_are_not_compared_by_the_step(tmp_path: Path)
 def test_the_front_has_what_none_beats_in_both() -> None:
     figures = {"a": (10, 1.0), "b": (20, 2.0), "c": (15, 2.0), "d": (20, 2.5), "e": (5, 1.0)}
     points = [Point(name, name, *figure, False) for name, figure in figures.items()]
-    assert [point.letter for point in front_of(points)] == ["b", "a"]
+    assert [point.mark for point in front_of(points)] == ["b", "a"]
 
 
 def test_the_line_of_the_front_encloses_what_is_beaten() -> None:

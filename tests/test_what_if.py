@@ -263,6 +263,31 @@ def test_a_moved_slider_is_in_the_address_and_survives_a_reload(
     assert browser.complaints() == []
 
 
+ROWS = """[...document.querySelectorAll('.ranked tbody tr')].map(row =>
+  [...row.cells].map(cell => cell.firstChild ? cell.firstChild.textContent : ''))"""
+MOVE = """(() => { const one = document.querySelector('.slider input'); one.value = one.max;
+  one.dispatchEvent(new Event('input')); })()"""
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_each_row_has_the_name_of_its_option_and_says_whether_it_is_an_estimate(
+    browser: Browser, page: Path, plan: Plan
+) -> None:
+    names = [f"{each.number} \N{MIDDLE DOT} {each.labels[0]}" for each in plan.options]
+    browser.open(page)
+    rows = browser.evaluate(ROWS)
+    assert names[0] in [row[0] for row in rows]
+    for name, _, _, basis, *_ in rows:
+        assert name in names or name == "another plan"
+        assert basis == "simulated" if name in names else basis.startswith("estimate")
+    browser.evaluate(MOVE)
+    moved = browser.evaluate(ROWS)
+    assert all(row[3].startswith("estimate") for row in moved)
+    assert not {row[0] for row in moved}.intersection(names), "a label holds without a change"
+    assert "recommended" not in [row[-1] for row in moved]
+
+
 @pytest.mark.browser
 @needs_chromium
 def test_a_click_on_a_point_shows_that_plan_with_its_command(
@@ -273,7 +298,8 @@ def test_a_click_on_a_point_shows_that_plan_with_its_command(
         "document.querySelector('.spot:not(.chosen)').dispatchEvent(new Event('click', {bubbles: true}))"
     )
     shown = browser.evaluate("document.querySelector('.result .plan').textContent")
-    assert shown in {plan.choice for plan in grid.plans[1:]}
+    choice = browser.evaluate("document.querySelector('.result .choice').textContent")
+    assert choice in {plan.choice for plan in grid.plans[1:]} and not shown.startswith("1 ")
     command = browser.evaluate("document.querySelector('.result [data-copy]').dataset.copy")
     assert command.startswith("streamrl plan ") and "plan.trainer_gpus=" in command
 

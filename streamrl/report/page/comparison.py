@@ -62,8 +62,8 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
     drawn = _apart(shown)
     section.is_pair, section.pictures = True, _bars(drawn, chosen)
     section.notes += _left_out(shown, drawn)
-    section.notes += [f"{option.letter}: {option.note}." for option in shown if option.note]
-    section.notes += _chance(sources)
+    section.notes += [f"{option.title}: {option.note}." for option in shown if option.note]
+    section.notes += _chance(sources, options)
     rows = [_row(option, chosen) for option in shown]
     section.tables.append(
         PageTable(
@@ -72,7 +72,7 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
                 "",
                 "option",
                 "$ per million tokens",
-                f"against {chosen.letter}",
+                f"against {chosen.mark}",
                 "step",
                 "trained on",
                 "staleness",
@@ -113,7 +113,7 @@ def _row(option: Option, chosen: Option) -> list[PageCell]:
         cost = PageCell(dollars(option.cost_per_million_tokens), band)
         a_step, an_hour = f"{dollars(option.cost_per_step)} each", dollars(option.dollars_per_hour)
     return [
-        PageCell(option.letter),
+        PageCell(option.mark),
         PageCell(option.name, option.what),
         cost,
         PageCell("not finished" if option.unfinished else against_text),
@@ -182,17 +182,18 @@ def _staleness(plan: Plan) -> str:
     )
 
 
-def _chance(sources: Sources) -> Iterator[str]:
+def _chance(sources: Sources, options: Sequence[Option]) -> Iterator[str]:
     """Yield the runners-up whose gap is within the interval of the difference."""
-    for made in sources.plans:
-        alike = [
-            f"runner-up {place}"
-            for place, runner in enumerate(made.plan.runners_up, start=1)
-            if runner.is_beyond_chance is False
-        ]
-        if alike:
-            verb = "is" if len(alike) == 1 else "are"
-            yield f"{listing(alike)} {verb} behind by no more than the 95 % interval of the difference: that may be chance."
+    runners = [runner for made in sources.plans for runner in made.plan.runners_up]
+    those = [option for option in options if option.kind == "runner-up"]
+    alike = [
+        option.mark
+        for option, runner in zip(those, runners, strict=True)
+        if runner.is_beyond_chance is False
+    ]
+    if alike:
+        verb, noun = ("is", "Option") if len(alike) == 1 else ("are", "Options")
+        yield f"{noun} {listing(alike)} {verb} behind by no more than the 95 % interval of the difference: that may be chance."
 
 
 def _work_note(options: list[Option]) -> Iterator[str]:
@@ -219,7 +220,7 @@ def _same_gpus(one: Option, other: Option) -> bool:
 
 
 def _left_out(shown: Sequence[Option], drawn: Sequence[Option]) -> Iterator[str]:
-    rest = [option.letter for option in shown if option not in drawn]
+    rest = [option.mark for option in shown if option not in drawn]
     if rest:
         yield (
             f"The bars leave out {listing(rest)}: they rent the GPUs of an option that is drawn, and differ in how they split "
@@ -230,10 +231,9 @@ def _left_out(shown: Sequence[Option], drawn: Sequence[Option]) -> Iterator[str]
 def _bars(options: Sequence[Option], chosen: Option) -> list[Picture]:
     costs, speeds = [], []
     for option in options:
-        label = f"{option.letter} · {option.name}"
         cost, rate = option.cost_per_million_tokens, option.goodput
-        costs.append(Bar(label, option.rent, cost, *option.cost_range, option is chosen))
-        speeds.append(Bar(label, option.rent, rate, *option.goodput_range, option is chosen))
+        costs.append(Bar(option.title, option.rent, cost, *option.cost_range, option is chosen))
+        speeds.append(Bar(option.title, option.rent, rate, *option.goodput_range, option is chosen))
     speed = bars_picture("speed", "Output tokens trained on per second", speeds, _rate, "More")
     if not any(option.is_paid for option in options):
         return [speed]
@@ -248,14 +248,14 @@ def _rate(value: float) -> str:
 def _front(options: list[Option]) -> PageSection:
     chosen = chosen_of(options)
     points = [
-        Point(o.letter, o.name, o.goodput, o.cost_per_million_tokens, o is chosen) for o in options
+        Point(o.mark, o.name, o.goodput, o.cost_per_million_tokens, o is chosen) for o in options
     ]
     front = front_of(points)
-    letters = listing([point.letter for point in front])
+    marks = listing([point.mark for point in front])
     verb = "is" if len(front) == 1 else "are"
     section = PageSection("front", "Speed against cost")
     section.text.append(
-        f"{letters} {verb} on the Pareto front: no other option shown is both faster and cheaper."
+        f"{marks} {verb} on the Pareto front: no other option shown is both faster and cheaper."
     )
     section.pictures.append(scatter_picture("pareto", points))
     return section
@@ -274,7 +274,7 @@ def differences(options: list[Option]) -> Iterator[PageSection]:
     section.tables.append(
         PageTable(
             "Keys of the run file that differ; default is what the system named by `policies.system` has.",
-            ("key", *(o.letter for o in options)),
+            ("key", *(o.mark for o in options)),
             rows,
         )
     )

@@ -16,7 +16,7 @@ from streamrl.report.page.answer import Tile
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.comparison import why
 from streamrl.report.page.identity import day_text
-from streamrl.report.page.options import LETTERS, Option
+from streamrl.report.page.options import Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
@@ -154,9 +154,8 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
     plan_file = f"{made.name}/{PLAN_TOML}"
     if made.plan.taken != 1:
         taken = made.plan.options[made.plan.taken - 1]
-        letter = LETTERS[taken.number - 1]
         yield NextStep(
-            text=f"{PLAN_TOML} holds option {letter}, {', '.join(taken.labels)}: {taken.relation}."
+            text=f"{PLAN_TOML} holds option {taken.number}, {', '.join(taken.labels)}: {taken.relation}."
         )
     if not any(verdict.can_run for verdict in made.plan.carried_by):
         told = "; ".join(verdict_lines(made.plan.carried_by)).removeprefix("not by: ")
@@ -264,7 +263,7 @@ def _cells(option: PlanOption) -> list[PageCell]:
 def _points(made: PlanMade) -> Iterator[PlanPoint]:
     """Yield the options with their names, and other simulated plans as small dots."""
     for option in made.plan.options:
-        whole, name = option.whole_run, f"{option.number} {option.labels[0]}"
+        whole, name = option.whole_run, f"{option.number} \N{MIDDLE DOT} {option.labels[0]}"
         told = f"{name}: {money(whole.dollars)}, {time_in_words(whole.seconds)}"
         hours = whole.seconds / SECONDS_PER_HOUR
         yield PlanPoint(name, told, hours, whole.dollars, option.number == 1)

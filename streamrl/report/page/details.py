@@ -178,7 +178,7 @@ MOST_REASONS = 6
 
 def idle_section(options: Sequence[Option]) -> PageSection:
     """Show the use of GPU-seconds of every option with a trace."""
-    runs = [(f"{o.letter} · {o.name}", o.run) for o in options if o.run is not None]
+    runs = [(o.title, o.run) for o in options if o.run is not None]
     section = PageSection("idle", "Idle by cause")
     if not runs:
         section.notes.append(NO_TRACE)
@@ -225,7 +225,7 @@ def step_section(options: Sequence[Option]) -> PageSection:
     for option, run in shown:
         section.pictures.append(_step_picture(option, run, longest))
     if len(found) > len(shown):
-        rest = listing([option.letter for option, _ in found[MOST_STEPS:]])
+        rest = listing([option.mark for option, _ in found[MOST_STEPS:]])
         section.notes.append(f"Steps of {rest} are not drawn.")
     return section
 
@@ -236,7 +236,7 @@ def _step_time(run: RecordedRun) -> float:
 
 def _step_picture(option: Option, run: RecordedRun, longest: float) -> Picture:
     step = typical_step(run.metrics)
-    name, label = f"step-{option.letter}", f"{option.letter} · {option.name}"
+    name, label = f"step-{option.mark}", option.title
     return timeline_picture(name, label, run.trace, run.metrics, (step, step), longest)
 
 
@@ -348,7 +348,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
         ]
         for tier in COST_TIERS
     ]
-    head = ("tier", f"share in {chosen.letter}", "a second may truly be", "because")
+    head = ("tier", "share of seconds", "a second may truly be", "because")
     section.tables.append(PageTable("", head, rows, numbers=(1,)))
     if chosen.band.num_seeds == 1 and chosen.world == "simulated":
         section.notes.append(
@@ -369,16 +369,16 @@ def _bands(option: Option) -> Picture:
             ("together", found.factors),
         )
     ]
-    title = f"Dollars per million tokens of {option.letter} · {option.name}"
+    title = f"Dollars per million tokens of {option.title}"
     return bands_picture("bands", title, cost, ranges)
 
 
 def _unmeasured(option: Option) -> str:
     if option.band.tiers is None:
-        return f"Where the seconds of {option.letter} come from is not recorded."
+        return f"Where the seconds of {option.noun} come from is not recorded."
     share = option.band.unmeasured
     told = percent(share) if share > 0 else "None"
-    return f"{told} of the busy seconds of {option.letter} are unmeasured: they come from datasheets alone."
+    return f"{told} of the busy seconds of {option.noun} are unmeasured: they come from datasheets alone."
 
 
 def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
@@ -441,9 +441,7 @@ def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator
     told = made or chosen.run
     if told is None:
         return
-    section = PageSection(
-        "assumptions", f"Assumptions and sources ({chosen.letter}, {chosen.name})"
-    )
+    section = PageSection("assumptions", f"Assumptions and sources ({chosen.title})")
     found = assumptions_of(told.run, told.model, trace, made.plan if made is not None else None)
     rows = [cells(each.what, each.value, each.source) for each in found]
     section.tables.append(PageTable("", ("what", "value", "source"), rows))

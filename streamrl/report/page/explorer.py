@@ -11,7 +11,7 @@ from markupsafe import Markup
 from streamrl.report.page.decision import plan_command
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.words import SYSTEMS, gpu_word
-from streamrl.sim.planner.plan import WhatIfPlan
+from streamrl.sim.planner.plan import Plan, PlanOption, WhatIfPlan
 
 
 def explorer_data(made: PlanMade) -> Markup | None:
@@ -21,7 +21,7 @@ def explorer_data(made: PlanMade) -> Markup | None:
         return None
     table: dict[str, object] = {
         **msgspec.to_builtins(grid),
-        "plans": [_plan(made, plan) for plan in grid.plans],
+        "plans": [_plan(made, plan, _option_of(made.plan, plan)) for plan in grid.plans],
         "gpus": {name: gpu_word(gpu) for name, gpu in grid.gpus.items()},
         "steps": made.plan.whole_run.steps,
     }
@@ -29,7 +29,13 @@ def explorer_data(made: PlanMade) -> Markup | None:
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
-def _plan(made: PlanMade, plan: WhatIfPlan) -> dict[str, object]:
+def _option_of(plan: Plan, found: WhatIfPlan) -> PlanOption | None:
+    """Return the option that a plan of the grid is, or None."""
+    those = (option for option in plan.options if option.choice.settings == found.settings)
+    return next(those, None)
+
+
+def _plan(made: PlanMade, plan: WhatIfPlan, option: PlanOption | None) -> dict[str, object]:
     system = str(plan.settings["policies.system"])
     keys = (
         "choice",
@@ -38,10 +44,13 @@ def _plan(made: PlanMade, plan: WhatIfPlan) -> dict[str, object]:
         "paid",
         "other_dollars",
         "is_simulated",
+        "has_total",
         "hours",
     )
     return {
         **{key: getattr(plan, key) for key in keys},
+        "number": None if option is None else option.number,
+        "name": "another plan" if option is None else option.labels[0],
         "staleness": round(plan.mean_staleness, 2),
         "system": SYSTEMS.get(system, system),
         "command": _command(made, plan),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 import msgspec
@@ -21,9 +22,10 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import values_by_key
 from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
-from streamrl.sim.planner.plan import Choice
+from streamrl.sim.planner.plan import Choice, Plan, PlanOption
 
-Kind = Literal["plan", "runner-up", "front", "run"]
+Kind = Literal["plan", "option", "runner-up", "front", "run"]
+"""The recommended plan, another option of its table, other simulated plans, or a recorded run."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ASIDE = (".nodes", "policies.latency", "policies.context_time")
 """Ends of keys in which two runs of one plan may differ."""
@@ -33,8 +35,8 @@ ASIDE = (".nodes", "policies.latency", "policies.context_time")
 class Option:
     """One option of how to run, with its time and cost."""
 
-    letter: str = ""
-    """Its letter in figures."""
+    mark: str = ""
+    """Its short name in figures: the number of a plan, as `streamrl plan` prints it, or the letter of a run."""
     name: str
     kind: Kind
     what: str
@@ -66,6 +68,16 @@ class Option:
     """Total of all its training steps; None for runners-up of a plan."""
     unfinished: str = ""
     """The step after which it stopped early, and why. Such a run cannot be the answer."""
+
+    @property
+    def title(self) -> str:
+        """Return its mark and its name, by which all parts of the page call it."""
+        return f"{self.mark} \N{MIDDLE DOT} {self.name}"
+
+    @property
+    def noun(self) -> str:
+        """Return what to call it in a sentence: "option 2", "run A"."""
+        return f"run {self.mark}" if self.kind == "run" else f"option {self.mark}"
 
     @property
     def is_executed(self) -> bool:
@@ -107,7 +119,7 @@ class Option:
 
 
 def make_options(sources: Sources) -> list[Option]:
-    """Return all options: each plan and its runners-up, then the recorded runs.
+    """Return all options: each plan with its options and runners-up, then the recorded runs.
 
     A run with a plan's exact allocation is merged into that plan and adds its trace. Runs that
     differ only in the seed are one option.
@@ -121,7 +133,16 @@ def make_options(sources: Sources) -> list[Option]:
             options.append(_of_run(run))
         else:
             options[place] = _merged(options[place], run)
-    return [replace(option, letter=_letter(index)) for index, option in enumerate(options)]
+    return _marked(options)
+
+
+def _marked(options: list[Option]) -> list[Option]:
+    """Return the options with their marks: plans are numbered in their order, and runs have letters."""
+    numbers, letters = count(1), map(_letter, count())
+    return [
+        replace(option, mark=next(letters) if option.kind == "run" else str(next(numbers)))
+        for option in options
+    ]
 
 
 def flatten(run: Run, inputs: Mapping[str, str]) -> dict[str, object]:
@@ -142,20 +163,31 @@ def _letter(index: int) -> str:
 
 
 def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
-    plan = made.plan
-    name = "the plan" if is_only else made.name
-    chosen = _of_choice(made, plan.allocation, name, "plan", plan.tiers, plan.objective.value)
-    yield replace(chosen, whole_run=plan.whole_run)
+    """Yield the options of a plan in the order of its table, then its runners-up and its front."""
+    plan, before = made.plan, "" if is_only else f"{made.name}, "
+    first = plan.options[0].labels[0] if plan.options else "recommended"
+    chosen = _of_choice(made, plan.allocation, f"{before}{first}", "plan", plan.objective.value)
+    yield replace(chosen, band=_with_tiers(chosen.band, plan), whole_run=plan.whole_run)
     shown = [plan.allocation.settings]
-    for index, runner in enumerate(plan.runners_up, start=1):
+    for other in plan.options[1:]:
+        shown.append(other.choice.settings)
+        option = _of_choice(made, other.choice, f"{before}{other.labels[0]}", "option", None)
+        yield replace(option, band=_with_tiers(option.band, other), whole_run=other.whole_run)
+    for runner in plan.runners_up:
         shown.append(runner.choice.settings)
-        name = f"runner-up {index}" if is_only else f"{made.name}, runner-up {index}"
-        option = _of_choice(made, runner.choice, name, "runner-up", None, runner.value)
+        base = runner.variant_of
+        name = "another plan" if base is None else f"variant of {base}"
+        option = _of_choice(made, runner.choice, before + name, "runner-up", runner.value)
         yield replace(option, behind=runner.behind)
-    rest = [choice for choice in plan.pareto if choice.settings not in shown]
-    for index, choice in enumerate(rest, start=1):
-        name = f"on the front {index}" if is_only else f"{made.name}, on the front {index}"
-        yield _of_choice(made, choice, name, "front", None, None)
+    for choice in plan.pareto:
+        if choice.settings not in shown:
+            yield _of_choice(made, choice, f"{before}on the front", "front", None)
+
+
+def _with_tiers(band: Band, simulated: Plan | PlanOption) -> Band:
+    """Return a band with the sources of the seconds of a plan, and their errors."""
+    told = simulated.uncertainty
+    return replace(band, tiers=simulated.tiers, p90=told.p90 if told is not None else {})
 
 
 def _of_choice(
@@ -163,7 +195,6 @@ def _of_choice(
     choice: Choice,
     name: str,
     kind: Kind,
-    tiers: Mapping[str, float] | None,
     value: float | None,
 ) -> Option:
     """Return the option of a choice whose objective is `value`, by which its seeds are known; None if unknown."""
@@ -179,7 +210,6 @@ def _of_choice(
     seeds = (1.0, 1.0)
     if value is not None:
         seeds = (choice.least / value) ** power, (choice.most / value) ** power
-    is_plan, told = kind == "plan", made.plan.uncertainty
     return Option(
         name=name,
         kind=kind,
@@ -199,8 +229,6 @@ def _of_choice(
         band=Band(
             seeds=seeds,
             num_seeds=choice.num_seeds,
-            tiers=tiers,
-            p90=told.p90 if is_plan and told is not None else {},
             unchecked=choice.model_error.unchecked if choice.model_error is not None else (),
         ),
         staleness=choice.mean_staleness,

@@ -150,7 +150,7 @@ def describe(report: Report) -> dict[str, object]:
     return {
         "whole_run": chosen.whole_run if chosen is not None else None,
         "answer": _answer(sources, options),
-        "chosen": chosen.letter if chosen is not None else None,
+        "chosen": chosen.mark if chosen is not None else None,
         "options": [_option_json(option) for option in options],
         "sensitivity": [
             {"what": swing.what, "less": swing.less, "more": swing.more}
@@ -258,10 +258,11 @@ def _subtitle(sources: Sources) -> str:
 
 
 def _option_json(option: Option) -> dict[str, object]:
-    keys = ("letter", "name", "kind", "what", "world", "step_time", "goodput", "cost_per_step")
+    keys = ("name", "kind", "what", "world", "step_time", "goodput", "cost_per_step")
     more = ("cost_per_million_tokens", "dollars_per_hour", "cost_range", "source")
     metrics = option.run.metrics if option.run is not None else None
     return {
+        "letter": option.mark,
         **{key: getattr(option, key) for key in (*keys, *more)},
         "num_seeds": option.band.num_seeds,
         "tiers": option.band.tiers,

@@ -1,4 +1,4 @@
-"""Speed against cost: every option as a letter, and the line of the undominated ones."""
+"""Speed against cost: every option with its mark, and the line of the undominated ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from streamrl.report.words import dollars
 
 WIDTH, HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
-NEAR = 20.0  # units that a point's letter takes: letters of closer points would overlap
-BESIDE = 11.0  # units from a point to its letter
+NEAR = 20.0  # units that a point's mark takes: marks of closer points would overlap
+BESIDE = 11.0  # units from a point to its mark
 MARGIN = 0.08  # of the range, around the outermost points
-CAPTION = "Each letter is an option, at its simulated or executed figures. The line joins those that none beats in both."
+CAPTION = "Each number or letter is an option, at its simulated or executed figures. The line joins those that none beats in both."
 LEGEND = (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "beaten in both"))
 
 
@@ -22,7 +22,8 @@ LEGEND = (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "b
 class Point:
     """One option."""
 
-    letter: str
+    mark: str
+    """Its number or letter."""
     label: str
     speed: float
     """Trained tokens per second."""
@@ -44,7 +45,7 @@ def scatter_picture(name: str, points: Sequence[Point]) -> Picture:
     """Draw every option at its speed and cost."""
     front = front_of(points)
     told = "; ".join(
-        f"{p.letter} {p.label}: {p.speed:,.0f} tokens/s at {dollars(p.cost)} per million"
+        f"{p.mark} {p.label}: {p.speed:,.0f} tokens/s at {dollars(p.cost)} per million"
         for p in points
     )
     drawing = Drawing(name, "Speed against cost of every option", told, WIDTH, HEIGHT)
@@ -52,7 +53,7 @@ def scatter_picture(name: str, points: Sequence[Point]) -> Picture:
     corners = [(across(p.speed), up(p.cost)) for p in front]
     drawing.polyline(stairs(corners), "front")
     for cluster in _clusters(points, across, up):
-        _draw_cluster(drawing, cluster, {p.letter for p in front}, across, up)
+        _draw_cluster(drawing, cluster, {p.mark for p in front}, across, up)
     return Picture(drawing, CAPTION, LEGEND)
 
 
@@ -88,7 +89,7 @@ def stairs(corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _clusters(
     points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[list[Point]]:
-    """Group points whose letters would overlap; the letters of a group form a row at its rightmost point."""
+    """Group points whose marks would overlap; the marks of a group form a row at its rightmost point."""
     clusters = [[point] for point in points]
 
     def overlap(one: list[Point], other: list[Point]) -> bool:
@@ -112,14 +113,14 @@ def _place(
     return across(right.speed), up(right.cost)
 
 
-def _letters_at(x: float) -> tuple[float, Anchor]:
-    """Return the position and anchor of letters next to a point; at the right border, they are on its left."""
+def _marks_at(x: float) -> tuple[float, Anchor]:
+    """Return the position and anchor of marks next to a point; at the right border, they are on its left."""
     return (x - BESIDE, "end") if x > WIDTH - RIGHT - 90 else (x + BESIDE, "start")
 
 
 def _start(x: float, count: int) -> float:
-    """Return the left end of the letters of `count` points."""
-    beside, anchor = _letters_at(x)
+    """Return the left end of the marks of `count` points."""
+    beside, anchor = _marks_at(x)
     return beside - NEAR * count if anchor == "end" else beside
 
 
@@ -131,12 +132,10 @@ def _draw_cluster(
     up: Callable[[float], float],
 ) -> None:
     for point in sorted(cluster, key=lambda point: point.is_chosen):
-        css = (
-            "dot chosen" if point.is_chosen else "dot on-front" if point.letter in front else "dot"
-        )
-        told = f"{point.letter} {point.label}: {point.speed:,.0f} tokens/s, {dollars(point.cost)}"
+        css = "dot chosen" if point.is_chosen else "dot on-front" if point.mark in front else "dot"
+        told = f"{point.mark} {point.label}: {point.speed:,.0f} tokens/s, {dollars(point.cost)}"
         drawing.dot(across(point.speed), up(point.cost), 6, css, told)
     x, y = _place(cluster, across, up)
-    beside, anchor = _letters_at(x)
-    letters = " ".join(point.letter for point in cluster)
-    drawing.text(beside, y - 8, letters, "strong", anchor)
+    beside, anchor = _marks_at(x)
+    marks = " ".join(point.mark for point in cluster)
+    drawing.text(beside, y - 8, marks, "strong", anchor)

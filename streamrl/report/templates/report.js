@@ -188,23 +188,40 @@ function update() {
   history.replaceState(null, "", fragment() || location.href.split("#")[0]);
 }
 
+/* Other lengths, caps and links make hours estimates. Prices, an hour of waiting and a deadline do not. */
+const isScaled = () => ["lengths", "cap", "links"].some((key) => asked[key] !== unchanged[key]);
+const isMoved = () => fragment() !== "" && fragment() !== "#what-if?plan=" + asked.plan;
+
+/* A plan has one name on the page. Its label holds without a change, so a moved slider adds "as planned". */
+function nameOf(place) {
+  const plan = grid.plans[place];
+  return plan.number === null ? plan.name : `${plan.number} \u00b7 ${plan.name}${isMoved() ? " as planned" : ""}`;
+}
+
+function basisOf(place) {
+  const plan = grid.plans[place];
+  if (!plan.is_simulated) return "estimate, not simulated";
+  if (isScaled()) return "estimate, scaled from a simulation";
+  return plan.has_total ? "simulated" : "estimate from a short simulation";
+}
+
 const line = (className, text) => make("p", { className, textContent: text });
 
 function showResult(plans, best, shown) {
   const box = document.querySelector(".result");
   if (!best) return box.replaceChildren(line("plan", "No plan of this page fits these values."));
-  const isMoved = fragment() !== "" && fragment() !== "#what-if?plan=" + asked.plan;
   const own = plans.find((plan) => plan.place === 0);
   const isLate = asked.deadline !== null && best.hours > asked.deadline;
-  const state = shown !== best ? "A plan that you picked" : isLate ? "No plan keeps the deadline; the fastest is" : !isMoved ? "As planned" : best.place === 0 ? "The recommended plan stays the best" : "Another plan would be recommended";
+  const state = shown !== best ? "A plan that you picked" : isLate ? "No plan keeps the deadline; the fastest is" : !isMoved() ? "As planned" : best.place === 0 ? "Option 1 stays the best" : "Another plan would be recommended";
   const plan = grid.plans[shown.place];
   const lines = [
     line("state", state),
-    line("plan", plan.choice),
+    line("plan", nameOf(shown.place)),
+    line("choice", plan.choice),
     line("figures", `${money(shown.dollars)} \u00b7 ${time(shown.hours)}`),
-    line("state", `${plan.system}; staleness ${plan.staleness}${plan.is_simulated ? "" : "; never simulated"}`),
+    line("state", `${basisOf(shown.place)}; ${plan.system}; rollouts lag ${plan.staleness} updates behind`),
   ];
-  if (shown.place !== 0) lines.push(line("state", own ? `The plan of this page would cost ${money(own.dollars)} and take ${time(own.hours)}.` : "The plan of this page does not fit these values."));
+  if (shown.place !== 0) lines.push(line("state", own ? `Option 1 would cost ${money(own.dollars)} and take ${time(own.hours)}.` : "Option 1 does not fit these values."));
   const copyCommand = make("button", { type: "button", textContent: "Copy command", title: plan.command });
   copyCommand.dataset.copy = plan.command;
   const copyLink = make("button", { type: "button", textContent: "Copy link" });
@@ -281,7 +298,7 @@ function drawChart(plans, best, shown) {
   if (shown) picture.append(svg("circle", { class: "ring", cx: x(shown.hours), cy: y(shown.dollars), r: 11 }));
 }
 
-const told = (plan) => `${grid.plans[plan.place].choice}: ${money(plan.dollars)}, ${time(plan.hours)}`;
+const told = (plan) => `${nameOf(plan.place)}, ${grid.plans[plan.place].choice}: ${money(plan.dollars)}, ${time(plan.hours)}, ${basisOf(plan.place)}`;
 
 /* List the plans on the front, and the recommended and the shown plan. */
 function rank(plans, best, shown) {
@@ -289,20 +306,24 @@ function rank(plans, best, shown) {
   const kept = front(plans);
   for (const plan of [best, shown]) if (plan && !kept.includes(plan)) kept.push(plan);
   kept.sort((a, b) => a.dollars - b.dollars);
-  const heads = ["plan", "total cost", "takes", "staleness", ""];
-  const cell = (text, at) => make("td", { textContent: text, className: at && at < 4 ? "number" : "" });
+  const heads = ["option", "total cost", "takes", "these figures are", "rollouts lag behind", ""];
+  const isNumber = (at) => at === 1 || at === 2;
+  const cell = (text, at) => make("td", { textContent: text, className: isNumber(at) ? "number" : "" });
   const rows = kept.slice(0, 8).map((plan) => {
     const one = grid.plans[plan.place];
     const row = make("tr", { className: plan === shown ? "chosen" : "" });
-    [one.choice, money(plan.dollars), time(plan.hours), String(one.staleness), plan === best ? "recommended" : ""].forEach((text, at) => {
+    const updates = `${one.staleness} update${one.staleness === 1 ? "" : "s"}`;
+    const note = plan !== best ? "" : isMoved() ? "best for these values" : "recommended";
+    [nameOf(plan.place), money(plan.dollars), time(plan.hours), basisOf(plan.place), updates, note].forEach((text, at) => {
       const made = cell(text, at);
       made.dataset.head = heads[at];
+      if (at === 0) made.append(make("small", { textContent: one.choice }));
       row.append(made);
     });
     row.addEventListener("click", () => pick(plan.place));
     return row;
   });
-  const head = make("tr", {}, ...heads.map((text, at) => make("th", { scope: "col", textContent: text, className: at && at < 4 ? "number" : "" })));
+  const head = make("tr", {}, ...heads.map((text, at) => make("th", { scope: "col", textContent: text, className: isNumber(at) ? "number" : "" })));
   table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
 }
 
