@@ -75,10 +75,13 @@ def test_what_turns_out_clearly_better_beside_a_plan_is_chosen() -> None:
     chosen, other, *_ = search.run(Here(), lambda: None)
     race = Race(search)
     race.steady[chosen] = [metrics_of(Trial(search.base, search.space.candidate(chosen)))]
-    cost = race.steady[chosen][0].cost_per_million_tokens
+    ours = race.steady[chosen][0]
     for share, better in ((0.9, other), (1 - ALIKE / 2, None), (1.2, None)):
-        speed = search.speeds[other]
-        race.beside[other] = replace(speed, cost_per_million_tokens=share * cost)
+        race.beside[other] = replace(
+            ours,
+            cost_per_step=share * ours.cost_per_step,
+            cost_per_million_tokens=share * ours.cost_per_million_tokens,
+        )
         assert race.better_beside(chosen) == better
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from streamrl.record.charges import PaidGpus
 from streamrl.record.steady_state import Speed
+from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.sim.planner.alternatives import find_on_partial_nodes
 from streamrl.sim.planner.options import Options
 from streamrl.sim.planner.planner import FASTEST_MIXED, _look_for_fastest, _Progress
-from streamrl.sim.planner.race import MAY_BE_CHANCE, Race
+from streamrl.sim.planner.race import MAY_BE_CHANCE, Race, Simulated, ratios_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.trial import Unfinished
 from tests.test_mixed_fleets import ONE_TRAINER
@@ -146,3 +148,83 @@ def test_a_search_on_parts_of_a_node_that_could_not_open_says_why(
     assert parts() == "they could not be searched: too many plans"
     search.deadline = 0.0
     assert parts() == "no time was left to search for it"
+
+
+# Ratios -------------------------------------------------------------------------------------------
+
+
+def drifting(speed: Speed, num_steps: int, share: float = 1.0) -> Speed:
+    """Return a simulation of some steps, each a tenth longer than the one before; all count but the first."""
+    seconds = [share * 10 * 1.1**place for place in range(num_steps)]
+    mean = sum(seconds[1:]) / (num_steps - 1)
+    dollars = speed.cost_per_step / speed.step_time * mean
+    return replace(
+        speed,
+        step_time=mean,
+        step_times=seconds,
+        step_tokens=[1000] * num_steps,
+        counted_steps=(2, num_steps),
+        cost_per_step=dollars,
+        cost_per_million_tokens=dollars * 1000,
+        egress_per_step=0.0,
+    )
+
+
+def billed(search: Search, index: int, speed: Speed) -> Speed:
+    run = search.space.candidate(index).apply(search.space.run)
+    return with_bill(run.cluster, speed, whole_time(run, speed), PaidGpus.of(run))
+
+
+def raced(search: Search, **known: Speed) -> tuple[Race, int, int]:
+    race, (first, second, *_) = Race(search), search.ranking()
+    speeds = {first: known["first"], second: known["second"]}
+    race.beside = {i: billed(search, i, speed) for i, speed in speeds.items()}  # type: ignore[misc]
+    return race, first, second
+
+
+@pytest.mark.parametrize("changes", [{}, {"cluster.billing": {"setup_time": "60 s"}}])
+def test_plans_with_unequal_numbers_of_steps_are_compared_over_those_of_both(
+    changes: dict[str, Any],
+) -> None:
+    """Later steps are longer, so the plan with more steps would look slower and dearer than it is."""
+    search = searched({"algorithm.steps": 40, **changes})
+    speed = search.speeds[search.ranking()[0]]
+    race, first, second = raced(
+        search, first=drifting(speed, 8), second=drifting(speed, 16, share=0.9)
+    )
+    assert race.behind(second, first) == pytest.approx(-0.1, abs=0.03)
+    dollars, seconds = race.ratios(second, first)
+    later = 60.0 if changes else 0.0
+    own = [1 + 39 * sum(1.1**place for place in range(1, 8)) / 7]
+    assert seconds == pytest.approx((later + 9 * own[0]) / (later + 10 * own[0]))
+    assert dollars == pytest.approx(seconds) and race.dominates(second, first)
+    one, other = (Simulated(search, i, race.as_known(i)) for i in (second, first))
+    assert ratios_of(one, other) == (dollars, seconds)
+
+
+def test_a_reason_says_where_chance_alone_decides_by_the_tolerance() -> None:
+    search = searched({"algorithm.steps": 40})
+    tolerance = search.space.run.plan.tolerance
+    speed = drifting(search.speeds[search.ranking()[0]], 12)
+    noisy = [
+        seconds * (1.1 if place % 2 else 0.9) for place, seconds in enumerate(speed.step_times)
+    ]
+
+    def raced_at(dearer: float, *, is_noisy: bool) -> tuple[Race, int]:
+        share = dearer * speed.step_time / (sum(noisy[1:]) / 11) if is_noisy else 1.0
+        times = [share * seconds for seconds in noisy] if is_noisy else speed.step_times
+        rent = dearer * speed.cost_per_step
+        other = replace(speed, step_times=times, cost_per_step=rent)
+        race, cheapest, index = raced(search, first=speed, second=other)
+        race.cheapest = cheapest
+        return race, index
+
+    for dearer, is_noisy, is_near in (
+        (1 + tolerance - 0.02, True, True),
+        (1 + tolerance - 0.02, False, False),
+        (1 + tolerance + 0.02, True, True),
+        (1.5, True, False),
+    ):
+        race, index = raced_at(dearer, is_noisy=is_noisy)
+        assert race.is_near_tolerance(index) == is_near, (dearer, is_noisy)
+        assert race.just_above_tolerance() == ([index] if is_near and dearer > 1.1 else [])

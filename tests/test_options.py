@@ -18,11 +18,11 @@ from streamrl.sim.planner.options import (
     MOST_ROWS,
     OtherRows,
     age_text,
-    relation_text,
 )
 from streamrl.sim.planner.plan import OptionLabel, Plan, PlanOption
 from streamrl.sim.planner.plan_settings import candidate_of, group_of, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.relations import relation_text
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate, Space
 from tests.test_plan import SMALL, Here, few, planned
@@ -162,10 +162,13 @@ def test_settings_of_a_plan_give_the_plan_back() -> None:
 
 
 def test_ratios_and_ages_are_said_in_words() -> None:
-    assert relation_text(1.115, 1 / 1.8) == "11.5 % dearer, 1.8 times as fast"
-    assert relation_text(0.91, 2.31) == "9.0 % cheaper, takes 2.3 times as long"
-    assert relation_text(1.0, 1.08) == "costs the same, takes 8.0 % longer"
-    assert relation_text(None, 0.93) == "takes 7.0 % less time"
+    assert relation_text(1.115, 1 / 1.8, 0.005) == "11.5 % dearer, 1.8 times as fast"
+    assert relation_text(0.91, 2.31, 0.005) == "9.0 % cheaper, takes 2.3 times as long"
+    assert relation_text(1.0, 1.08, 0.005) == "costs the same, takes 8.0 % longer"
+    assert relation_text(None, 0.93, 0.005) == "takes 7.0 % less time"
+    assert relation_text(1.115, 1.08, 0.03) == "12 % dearer, takes 8 % longer"
+    assert relation_text(1.02, 1.08, 0.03) == "2 % dearer (may be chance), takes 8 % longer"
+    assert relation_text(1.115, 1 / 1.8) == "about 12 % dearer, about 1.8 times as fast"
     assert age_text(0.0) == "trains on fresh rollouts"
     assert age_text(1.0) == "trains on rollouts 1 step old"
     assert age_text(0.52) == "trains on rollouts 0.5 steps old"

@@ -22,7 +22,8 @@ from streamrl.sim.planner.objective import Spend, beats, limits_of, unmet, value
 from streamrl.sim.planner.plan import LeftOutOption, OptionLabel, PlanOption
 from streamrl.sim.planner.plan_description import choice_of, whole_run_of
 from streamrl.sim.planner.plan_settings import describe, group_of
-from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.race import Race, Simulated, ratios_of
+from streamrl.sim.planner.relations import relation_text
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import Unfinished
@@ -32,10 +33,6 @@ MOST_ROWS, FEWEST_ROWS = 5, 3
 """Rows of plans that the offer allows. The own file and parts of a node are further rows."""
 MUCH_FASTER = 0.75
 """A plan is much faster if its time is below this share of another plan's."""
-TIMES = 1.2
-"""Ratio of times from which words are "times as fast" and not a percentage."""
-EQUAL = 0.0005
-"""Smallest difference that words mention: 0.05 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +60,11 @@ class Row:
     def group(self) -> Hashable:
         """A key that variants of the plan share."""
         return group_of(self.search.space.candidate(self.index))
+
+    @property
+    def simulated(self) -> Simulated:
+        """The plan with its simulations."""
+        return Simulated(self.search, self.index, self.speeds)
 
     @property
     def spend(self) -> Spend[float]:
@@ -306,8 +308,9 @@ def describe_rows(rows: Sequence[Row]) -> list[PlanOption]:
 def _option(number: int, row: Row, first: Row) -> PlanOption:
     whole, metrics = whole_run_of(row.speeds), row.metrics
     assert whole is not None, "only finished runs are options"
-    choice, ours, theirs = choice_of(row.search, row.index, row.speeds), row.spend, first.spend
-    cost_ratio = ours.whole / theirs.whole if theirs.whole else None
+    choice = choice_of(row.search, row.index, row.speeds)
+    dollars, seconds = ratios_of(row.simulated, first.simulated)
+    cost_ratio = dollars if first.spend.whole else None
     space = row.search.space
     planned = space.candidate(row.index).apply(space.run)
     width = ratio_half_width(metrics, first.metrics)
@@ -321,9 +324,9 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
         uncertainty=metrics.uncertainty,
         trains_on=age_text(metrics.mean_staleness),
         cost_ratio=cost_ratio,
-        time_ratio=ours.seconds / theirs.seconds,
+        time_ratio=seconds,
         ratio_half_width=None if row is first else width,
-        relation="" if row is first else relation_text(cost_ratio, ours.seconds / theirs.seconds),
+        relation="" if row is first else relation_text(cost_ratio, seconds, width),
         is_offered=row.is_offered,
         note=_broken_limits(row.search.space.run.plan, row.spend),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
@@ -343,25 +346,3 @@ def age_text(staleness: float) -> str:
     if age == "0":
         return "trains on fresh rollouts"
     return f"trains on rollouts {age} step{'' if age == '1' else 's'} old"
-
-
-def relation_text(cost_ratio: float | None, time_ratio: float) -> str:
-    """Return two ratios to the recommended plan in words: "11.5 % dearer, 1.8 times as fast"."""
-    parts = [] if cost_ratio is None else [_cost_text(cost_ratio)]
-    return ", ".join([*parts, _time_text(time_ratio)])
-
-
-def _cost_text(ratio: float) -> str:
-    if abs(ratio - 1) < EQUAL:
-        return "costs the same"
-    return f"{abs(ratio - 1) * 100:.1f} % {'dearer' if ratio > 1 else 'cheaper'}"
-
-
-def _time_text(ratio: float) -> str:
-    if abs(ratio - 1) < EQUAL:
-        return "as fast"
-    if ratio >= TIMES:
-        return f"takes {ratio:.1f} times as long"
-    if 1 / ratio >= TIMES:
-        return f"{1 / ratio:.1f} times as fast"
-    return f"takes {abs(ratio - 1) * 100:.1f} % {'longer' if ratio > 1 else 'less time'}"

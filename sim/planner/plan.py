@@ -186,9 +186,11 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     trains_on: str
     """Age of its rollouts, such as "trains on rollouts 1 step old"."""
     cost_ratio: float | None
-    """Dollars of the whole run, divided by those of the recommended plan; None if GPUs are free."""
+    """Dollars of the whole run, divided by those of the recommended plan; None if GPUs are free. Both ratios are over
+    the steps that count in both simulations.
+    """
     time_ratio: float
-    """Time of the whole run, divided by that of the recommended plan."""
+    """Wall time of the whole run, divided by that of the recommended plan."""
     ratio_half_width: float | None = None
     """Half the 95 % interval (sampling error) of both ratios, as a share. None if too few steps were
     simulated.

@@ -111,11 +111,26 @@ class PlanDescription:
         if cheapest == self._index and not self._search.has_converged:
             return "the cheapest; plan.time_limit ended the search for faster plans"
         if cheapest == self._index:
-            return f"the cheapest; none that costs at most {tolerance:.0%} more is faster"
+            return f"the cheapest; none that costs at most {tolerance:.0%} more is faster{self._just_dearer()}"
         dollars, seconds = self._race.ratios(self._index, cheapest)
+        is_sure = not self._race.is_near_tolerance(self._index)
         return (
-            f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dollars - 1:.1%} dearer, "
-            f"{1 / seconds:.2g} times as fast as {self._text(cheapest)}"
+            f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dollars - 1:.1%} dearer"
+            f"{'' if is_sure else ' (within chance of that limit)'}, {1 / seconds:.2g} times as fast as "
+            f"{self._text(cheapest)}{self._just_dearer()}"
+        )
+
+    def _just_dearer(self) -> str:
+        """Return the fastest plan that is above `plan.tolerance` only within chance; empty if there is none."""
+        race, chosen = self._race, self._index
+        above = {i: race.ratios(i, chosen)[1] for i in race.just_above_tolerance()}
+        faster = {index: seconds for index, seconds in above.items() if seconds < 1 - ALIKE}
+        if not faster:
+            return ""
+        index = min(faster, key=faster.__getitem__)
+        return (
+            f"; within chance, a plan that takes {1 - faster[index]:.0%} less time is within that limit too: "
+            f"{self._text(index)}"
         )
 
     def _better_in_second(self, best: int) -> str:
@@ -192,8 +207,8 @@ class PlanDescription:
                 choice=self.chosen, value=search.value_of(race.steady[index][0]), behind=0.0
             )
         behind = race.behind(index, self._index)
-        (one, *more), (other, *_) = race.pair(index, self._index)
-        choice = choice_of(search, index, [one, *more])
+        (one, *_), (other, *_) = race.pair(index, self._index)
+        choice = choice_of(search, index, race.simulated(index))
         width = ratio_half_width(one, other)
         if not race.as_known(index):
             choice = self._scaled(choice, index, behind, width)

@@ -6,20 +6,24 @@ Compare the finalists for longer on the same prompts, choose the best, and simul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import chain
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from streamrl.record.billing import adds_nothing
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
-from streamrl.record.steady_state import Speed
+from streamrl.record.steady_state import Speed, over_steps
+from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.sim.planner.objective import Spend, excess, limits_of
+from streamrl.sim.planner.relations import may_be_chance
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import (
@@ -179,6 +183,20 @@ class Race:
         dollars, _ = self.ratios(index, self.cheapest)
         return dollars <= 1 + self.search.space.run.plan.tolerance
 
+    def is_near_tolerance(self, index: int) -> bool:
+        """Whether chance alone may decide if a plan costs at most `plan.tolerance` more than the cheapest."""
+        if self.cheapest in (None, index):
+            return False
+        dollars, _ = self.ratios(index, self.cheapest)
+        (one, *_), (other, *_) = self.pair(index, self.cheapest)
+        limit = 1 + self.search.space.run.plan.tolerance
+        return may_be_chance(dollars, limit, ratio_half_width(one, other))
+
+    def just_above_tolerance(self) -> list[int]:
+        """Return the plans with more steps than the search needs that are above `plan.tolerance` within chance."""
+        known = dict.fromkeys([*self.known(), *filter(self._keeps_limits, self.finals)])
+        return [i for i in known if not self.is_tolerable(i) and self.is_near_tolerance(i)]
+
     def give_up(self, index: int, reason: Unfinished) -> None:
         """Record that a plan does not finish, so that it cannot be chosen and `plan.tolerance` refers to another."""
         self.search.give_up(index, reason)
@@ -290,8 +308,8 @@ class Race:
     def take_cheaper(self) -> None:
         """Let `plan.tolerance` refer to the cheapest plan that was simulated for long."""
         known = self.known()
-        if self.cheapest in known:
-            self.cheapest = min(known, key=lambda index: self.spend(index).whole)
+        if (cheapest := self.cheapest) in known:
+            self.cheapest = min(known, key=lambda index: self.ratios(index, cheapest)[0])
 
     def spend(self, index: int) -> Spend[float]:
         """Return the dollars and seconds of a plan that was simulated for as long as the chosen one."""
@@ -306,12 +324,12 @@ class Race:
         kept = [index for index in self.known() if self.is_tolerable(index)]
         if not kept:
             return None
-        values = {i: self.search.value_of(self.as_known(i)[0]) for i in (*kept, chosen)}
-        best = min(kept, key=lambda index: values[index])
-        if chosen not in kept or values[best] < (1 - ALIKE) * values[chosen]:
+        behind = {index: self.behind(index, chosen) for index in kept}
+        best = min(kept, key=lambda index: behind[index])
+        if chosen not in kept or behind[best] < -ALIKE:
             return best
         ahead = [index for index in kept if self.dominates(index, chosen)]
-        return min(ahead, key=lambda index: values[index], default=None)
+        return min(ahead, key=lambda index: behind[index], default=None)
 
     def dominates(self, index: int, other: int) -> bool:
         """Whether a plan is both cheaper and faster than another, by more than chance."""
@@ -321,20 +339,8 @@ class Race:
         return all(_is_below(ratio, one, another) for ratio in self.ratios(index, other))
 
     def ratios(self, index: int, other: int) -> tuple[float, float]:
-        """Return the ratios of a plan's dollars and seconds to another's, for the whole run.
-
-        Both have the same prompts and as many steps. If GPUs are free, the first ratio is 1.
-        """
-        pair = self.pair(index, other)
-
-        def ratio(key: str) -> float:
-            ours, theirs = (
-                median(getattr(self.search.spend_of(speed), key) for speed in speeds)
-                for speeds in pair
-            )
-            return float(ours / theirs) if theirs else 1.0
-
-        return ratio("whole"), ratio("seconds")
+        """Return the ratios of a plan's dollars and time to another's; see `ratios_of`."""
+        return ratios_of(*self._sources(index, other))
 
     def ahead_over_few_steps(self, chosen: int) -> list[int]:
         """Return the finalists that need more steps, because they may be better than they were judged.
@@ -394,17 +400,79 @@ class Race:
         return ours / theirs - 1
 
     def pair(self, index: int, other: int) -> tuple[list[Speed], list[Speed]]:
-        """Return simulations of two plans on the same prompts and for as many steps.
+        """Return simulations of two plans on the same prompts, over the steps that count in both.
 
         They are of the steady state if both have it. Otherwise they are of the finalists, or of the
         search.
         """
-        ours, theirs = self.as_known(index), self.as_known(other)
-        if num := min(len(ours), len(theirs)):
-            return [*ours[:num]], [*theirs[:num]]
-        if index in self.finals and other in self.finals:
-            return self.finals[index], self.finals[other]
-        return [self.search.speeds[index]], [self.search.speeds[other]]
+        return paired(*self._sources(index, other))
+
+    def simulated(self, index: int) -> Sequence[Speed]:
+        """Return the longest simulations of a plan by seed."""
+        return self.as_known(index) or self.finals.get(index) or [self.search.speeds[index]]
+
+    def _sources(self, index: int, other: int) -> tuple[Simulated, Simulated]:
+        ours: Sequence[Speed] = self.as_known(index)
+        theirs: Sequence[Speed] = self.as_known(other)
+        if not (ours and theirs):
+            are_finalists = index in self.finals and other in self.finals
+            of_few = {i: [self.search.speeds[i]] for i in (index, other)}
+            found = self.finals if are_finalists else of_few
+            ours, theirs = found[index], found[other]
+        return Simulated(self.search, index, ours), Simulated(self.search, other, theirs)
+
+
+class Simulated(NamedTuple):
+    """A plan of a search, with its simulations by seed."""
+
+    search: Search
+    plan: int
+    speeds: Sequence[Speed]
+
+    def over(self, place: int, first: int, last: int) -> Speed:
+        """Return the figures of one simulation over some of its steps."""
+        speed = over_steps(self.speeds[place], first, last)
+        space = self.search.space
+        if adds_nothing(space.run.cluster):
+            return speed
+        run = space.candidate(self.plan).apply(space.run)
+        return with_bill(run.cluster, speed, whole_time(run, speed), PaidGpus.of(run))
+
+    def spends(self, speeds: Iterable[Speed]) -> list[Spend[float]]:
+        """Return the dollars and seconds of simulations of the plan."""
+        return [self.search.spend_of(speed) for speed in speeds]
+
+
+def paired(one: Simulated, other: Simulated) -> tuple[list[Speed], list[Speed]]:
+    """Return the simulations of two plans by seed, over the steps that count in both.
+
+    Simulations without a common step are returned as they are.
+    """
+    pairs = list(zip(one.speeds, other.speeds, strict=False))
+    ours, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
+    for place, (speed, rival) in enumerate(pairs):
+        first = max(speed.counted_steps[0], rival.counted_steps[0])
+        last = min(speed.counted_steps[1], rival.counted_steps[1])
+        if first <= last and speed.counted_steps != (first, last):
+            ours[place] = one.over(place, first, last)
+        if first <= last and rival.counted_steps != (first, last):
+            theirs[place] = other.over(place, first, last)
+    return ours, theirs
+
+
+def ratios_of(one: Simulated, other: Simulated) -> tuple[float, float]:
+    """Return the ratios of a plan's dollars and time of the whole run to another's, over common steps.
+
+    They are ratios of the medians over seeds. If GPUs are free, the first ratio is 1.
+    """
+    ours, theirs = paired(one, other)
+    spends, rivals = one.spends(ours), other.spends(theirs)
+
+    def ratio(key: str) -> float:
+        value, rival = (median(getattr(each, key) for each in found) for found in (spends, rivals))
+        return float(value / rival) if rival else 1.0
+
+    return ratio("whole"), ratio("seconds")
 
 
 def _is_below(ratio: float, one: Speed, other: Speed) -> bool:

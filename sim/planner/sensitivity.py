@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from streamrl.record.charges import PaidGpus
 from streamrl.record.run_comparison import is_beyond_chance
-from streamrl.record.steady_state import START, Speed
+from streamrl.record.steady_state import START, Speed, over_steps, with_costs
 from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.planner.estimates import Estimates, Floats
@@ -446,7 +446,7 @@ def _ratios(
     last = min(len(before.step_times), len(after.step_times), after.counted_steps[1])
     first = min(1 + START if _overlaps(search, look.chosen_index, candidate) else 2, last)
     run, plan = search.space.run, search.space.run.plan
-    before, after = _over(before, first, last), _over(after, first, last)
+    before, after = over_steps(before, first, last), over_steps(after, first, last)
     if look.shift.kind == "price":
         rents = [
             PaidGpus.of(candidate.apply(each)).dollars_per_second for each in (look.shift.run, run)
@@ -459,27 +459,10 @@ def _ratios(
     )
 
 
-def _over(speed: Speed, first: int, last: int) -> Speed:
-    """Return the figures of a simulation over some of its steps."""
-    seconds = speed.step_times[first - 1 : last]
-    tokens = sum(speed.step_tokens[first - 1 : last]) / len(seconds)
-    step_time = sum(seconds) / len(seconds)
-    rent = (speed.cost_per_step - speed.egress_per_step) / speed.step_time
-    return _costing(replace(speed, step_time=step_time), rent * step_time, tokens)
-
-
 def _repriced(speed: Speed, factor: float) -> Speed:
     """Return the figures with other prices of the GPUs."""
     tokens = speed.cost_per_step / (speed.cost_per_million_tokens or 1.0) * 1e6
-    return _costing(speed, factor * (speed.cost_per_step - speed.egress_per_step), tokens)
-
-
-def _costing(speed: Speed, rent: float, tokens: float) -> Speed:
-    """Return the figures for other dollars of GPUs and other tokens of a step."""
-    dollars = rent + speed.egress_per_step
-    per_million = dollars / tokens * 1e6 if tokens else 0.0
-    changed: Speed = replace(speed, cost_per_step=dollars, cost_per_million_tokens=per_million)
-    return changed
+    return with_costs(speed, factor * (speed.cost_per_step - speed.egress_per_step), tokens)
 
 
 # Signs ----------------------------------------------------------------------------------------------

@@ -168,6 +168,28 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         return least / self.step_time, most / self.step_time
 
 
+def over_steps(speed: Speed, first: int, last: int) -> Speed:
+    """Return the figures of a simulation over some of its steps."""
+    seconds = speed.step_times[first - 1 : last]
+    tokens = sum(speed.step_tokens[first - 1 : last]) / len(seconds)
+    step_time = sum(seconds) / len(seconds)
+    rent = (speed.cost_per_step - speed.egress_per_step) / speed.step_time
+    fewer = msgspec.structs.replace(
+        speed, step_time=step_time, step_time_interval=None, counted_steps=(first, last)
+    )
+    return with_costs(fewer, rent * step_time, tokens)
+
+
+def with_costs(speed: Speed, rent: float, tokens: float) -> Speed:
+    """Return the figures for other dollars of GPUs and other tokens of a step."""
+    dollars = rent + speed.egress_per_step
+    per_million = dollars / tokens * 1e6 if tokens else 0.0
+    changed: Speed = msgspec.structs.replace(
+        speed, cost_per_step=dollars, cost_per_million_tokens=per_million
+    )
+    return changed
+
+
 MSER_SIZE = 5
 """Values per mean, as White recommends for truncation."""
 NEGLIGIBLE = 1e-6
