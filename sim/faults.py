@@ -118,6 +118,10 @@ class Victims(WorldInterface, Protocol):
         """Let a trainer die."""
 
 
+CAN_BE_LOST = (Generated, WeightsPushed, CheckpointSaved)
+"""Events that a planned fault may turn into failures."""
+
+
 class Strike(NamedTuple):
     """A fault that has occurred."""
 

@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 from typing import Any, Protocol, TypeAlias, assert_never
 
+import msgspec
 import simpy
 
 from streamrl.engine.messages import (
@@ -35,8 +36,7 @@ from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.sim.world_interface import SimRollout, WorldInterface
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """One `Generate` command on this replica."""
 
     rollout: int
@@ -86,14 +86,15 @@ class Attempt:
     ) -> Generated:
         """Return the event of its end at `now` seconds, with the replica's cache statistics."""
         run_time = 0.0 if self.began_at is None else now - self.began_at
-        rollout, tokens, version, prefill_time = (
+        return Generated(
             self.rollout,
             self.done,
+            finish,
             self.version,
+            run_time,
             self.prefill_time,
-        )
-        return Generated(
-            rollout, tokens, finish, version, run_time, prefill_time, cache_use, num_preempted
+            cache_use,
+            num_preempted,
         )
 
 
@@ -508,15 +509,11 @@ class Replica:
                 continue  # was aborted or preempted
             self._leave(attempt)
             self._is_full = False
-            self._free_slot()
+            if self._freed_at != self._step:
+                self._freed_at, self._num_freed = self._step, 0
+            self._num_freed += 1
             is_cut = attempt.length >= self._max_tokens
-            self._end(attempt, "length" if is_cut else "stop")
-
-    def _free_slot(self) -> None:
-        """Count a slot whose rollout ended with this decode step."""
-        if self._freed_at != self._step:
-            self._freed_at, self._num_freed = self._step, 0
-        self._num_freed += 1
+            self._emit(self._ended(attempt, "length" if is_cut else "stop"))
 
     def _end_aborted(self) -> None:
         while self._aborted:
@@ -527,10 +524,7 @@ class Replica:
             if rollout in self._running:
                 self._leave(attempt)
                 self._is_full = False
-            self._end(attempt, "aborted")
-
-    def _end(self, attempt: Attempt, finish: Finish) -> None:
-        self._emit(self._ended(attempt, finish))
+            self._emit(self._ended(attempt, "aborted"))
 
     def _ended(self, attempt: Attempt, finish: Finish) -> Generated:
         if self._num_reported is None:

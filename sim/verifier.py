@@ -221,8 +221,9 @@ class Verifier:
 
     def verify(self, command: Verify) -> None:
         """Score a rollout after earlier ones; a verifier without a duration answers at once."""
-        if not self._takes_time and not self._around.disruptions.stalled_until:
-            self._tell(command)
+        around = self._around
+        if not self._takes_time and not around.disruptions.stalled_until:
+            around.emit(Verified(command.rollout, self._rewards.of(command.rollout)))
             return
         if self._models:
             drawn = self._around.rollouts[command.rollout]

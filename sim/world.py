@@ -14,7 +14,6 @@ from streamrl.engine.messages import (
     Command,
     DrawPrompts,
     Drop,
-    Event,
     Failed,
     Generate,
     Generated,
@@ -55,7 +54,7 @@ from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs, TrainerCosts
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.cpu_contention import Cores
-from streamrl.sim.faults import Failures, SimFaults
+from streamrl.sim.faults import CAN_BE_LOST, Failures, SimFaults
 from streamrl.sim.network_latency import DelayedChannel, S
 from streamrl.sim.replica import Replica
 from streamrl.sim.trace import StepTrace
@@ -91,7 +90,8 @@ class LiveRollouts:
     def end_step(self, version: int, groups: Iterable[int], trainer: int) -> None:
         """Record that a trainer has made a step from these groups, and forget groups that are long finished."""
         for group in groups:
-            self.leave(group, trainer)
+            if self._done_with.leave(group, trainer):
+                self._retire(group)
         if trainer == LEADER:
             self._version = version
             gone = [g for g, since in self._leaving.items() if since <= version - KEPT_STEPS]
@@ -190,6 +190,9 @@ class SimWorld(World[Trace]):
         self.verifier = Verifier(self)
         self._failures = Failures(self, self.lose, self.lose_trainer)
         self.faults = SimFaults(self) if run.faults else None
+        if self.faults is not None:
+            self._prepare = dict.fromkeys(CAN_BE_LOST, self.faults.result)
+        self._prepare[Stepped] = self._end_step
 
     @property
     def now(self) -> float:
@@ -242,14 +245,11 @@ class SimWorld(World[Trace]):
                     gc.collect(YOUNGEST)
                 yield
 
-    def emit(self, event: Event) -> None:
-        """Pass `event` to the engine, and remove rollouts that all trainers have used."""
-        if self.faults is not None:
-            event = self.faults.result(event)
-        if type(event) is Stepped:
-            groups = self._stepping.pop(event.trainer)
-            self._live_rollouts.end_step(event.version, groups, event.trainer)
-        super().emit(event)
+    def _end_step(self, event: Stepped) -> Stepped:
+        """Remove rollouts that all trainers have used."""
+        groups = self._stepping.pop(event.trainer)
+        self._live_rollouts.end_step(event.version, groups, event.trainer)
+        return event
 
     def start(self, command: Command) -> None:
         """Pass a command to its resource."""

@@ -6,7 +6,8 @@ the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
 from typing import Protocol
 
 from streamrl.engine.messages import Command, Event, Generate, Generated, Verified, Verify
@@ -26,7 +27,8 @@ class Policy(Protocol):
     A policy may have an attribute `ignores`: those types of `FREQUENT` that never give it anything
     to do. It may have a method `is_at_rest(state)`: whether none of them will give it anything to
     do, as long as nothing else happens. The engine does not ask it after such events, unless a
-    command has changed more of the state.
+    command has changed more of the state. A policy at rest that waits for an instant has a method
+    `rests_until(state)`, which returns it in seconds.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -53,6 +55,8 @@ class Engine:
         ]
         self._concerned: dict[type[Event], list[Decider]] = {}
         """By type of `FREQUENT`: the policies to ask, until more of the state changes."""
+        self._rests_until = 0.0
+        """Instant after which one of the other policies must be asked."""
         self._has_changed = True
         """Whether the last event led to a command that is not `ROUTINE`."""
         self._outside = [policy for policy in policies if isinstance(policy, FromOutside)]
@@ -103,7 +107,7 @@ class Engine:
         state.observe(event, now)
         commands: list[Command] = []
         concerned = self._concerned.get(type(event))
-        if concerned is None:
+        if concerned is None or now > self._rests_until:
             concerned = self._find_concerned(type(event))
         self._has_changed = False
         for place, decide in concerned:
@@ -122,6 +126,7 @@ class Engine:
             return self._everyone
         if self._has_changed:
             return self._everyone
+        self._rests_until = min(_find_instants(self._policies, self.state), default=inf)
         found = self._concerned[kind] = [
             decider
             for decider, policy in zip(self._everyone, self._policies, strict=True)
@@ -143,6 +148,13 @@ class Engine:
         for _, decide in self._everyone[place:]:
             if decided := decide(self.state):
                 self._commit(decided, commands)
+
+
+def _find_instants(policies: Sequence[Policy], state: State) -> Iterator[float]:
+    """Yield the instants that policies wait for."""
+    for policy in policies:
+        if (rests_until := getattr(policy, "rests_until", None)) is not None:
+            yield rests_until(state)
 
 
 def _skips(policy: Policy, kind: type[Event], state: State) -> bool:

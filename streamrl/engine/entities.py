@@ -98,8 +98,6 @@ class Replica:
     """Index of its kind in the fleet."""
     share: float = 1.0
     """Rollouts that it gets for each rollout of a replica of the first kind."""
-    load: float = 0.0
-    """Its number of rollouts plus one, divided by its share. The fleet updates it."""
     is_serving: bool = False
     loading: int | None = None
     """Version that its running `LoadWeights` brings."""
@@ -113,6 +111,12 @@ class Replica:
     """Rollouts that were sent to it and have not ended, queued or running."""
     places: ConcurrencyLimit | None = None
     """Limit on its rollouts, if it follows its KV cache."""
+
+    @property
+    def load(self) -> float:
+        """Its number of rollouts plus one, divided by its share, or by its limit if it has one."""
+        width = self.share if self.places is None else self.places.limit
+        return (len(self.rollouts) + 1) / width
 
     @property
     def has_place(self) -> bool:

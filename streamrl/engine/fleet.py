@@ -151,7 +151,7 @@ class Fleet:
     def start(self, replica_id: int, version: int, kind: int = 0) -> None:
         """Record that a replica starts with `version`."""
         share = self.kinds[kind].share
-        replica = Replica(replica_id, version, kind, share, load=1 / share, loading=version)
+        replica = Replica(replica_id, version, kind, share, loading=version)
         if self.final is not None:
             replica.places = ConcurrencyLimit(self.most_places)
         self.replicas[replica_id] = replica
@@ -253,7 +253,7 @@ class Fleet:
             self.idle.pop(replica_id, None)
         replica.rollouts[rollout.id] = rollout
         self.last_used = replica_id
-        self._note_load(replica)
+        self._changed[replica_id] = replica
 
     def release(self, rollout: Rollout) -> None:
         """Record that `rollout` is no longer on its replica."""
@@ -262,7 +262,7 @@ class Fleet:
         del replica.rollouts[rollout.id]
         rollout.replica = None
         rollout.is_aborting = False
-        self._note_load(replica)
+        self._changed[replica.id] = replica
         if not replica.rollouts:
             self._find_if_idle(replica)
 
@@ -284,7 +284,7 @@ class Fleet:
         if not replica.must_load:
             replica.promised = version
             self._num_promised[version] = self._num_promised.get(version, 0) + 1
-        self._note_load(replica)
+        self._changed[replica.id] = replica
         self._find_if_idle(replica)
 
     def _break_promise(self, replica: Replica) -> None:
@@ -302,11 +302,6 @@ class Fleet:
             self.idle.pop(replica.id, None)
         else:
             self.idle[replica.id] = replica
-
-    def _note_load(self, replica: Replica) -> None:
-        width = replica.share if replica.places is None else replica.places.limit
-        replica.load = (len(replica.rollouts) + 1) / width
-        self._changed[replica.id] = replica
 
     def _enter_loads(self) -> None:
         """Enter the loads that have changed since a heap was read."""

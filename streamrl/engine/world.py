@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import Command, Event, ExpectationsChanged, Generated
@@ -79,6 +79,8 @@ class World(ABC, Generic[R]):
         self.engine = engine
         self.trace = trace
         self._learn = learn
+        self._prepare: dict[type[Event], Callable[[Any], Event]] = {}
+        """By type of event: what turns it into the event that the engine handles."""
         self._unheard: deque[Event] = deque()
         self._is_handling = False
 
@@ -99,6 +101,8 @@ class World(ABC, Generic[R]):
         end itself.
         """
         unheard = self._unheard
+        if (prepare := self._prepare.get(type(event))) is not None:
+            event = prepare(event)
         if type(event) is Generated and (news := self._learn(event)) is not None:
             unheard.append(news)
         unheard.append(event)

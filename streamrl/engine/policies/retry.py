@@ -113,13 +113,14 @@ def drop(group: Group, reason: str) -> Iterator[Command]:
 
 
 MINUTE = 60.0  # seconds
+ROUNDING = 1e-6
+"""Share of a limit by which a sum of seconds may differ from a difference."""
 
 
 class StopWithoutProgress:
     """Stop a run without progress, with the most frequent failure reason since its last step.
 
-    It looks at every event. Without events there is nothing to count: the world must detect a hang
-    and report it as a loss.
+    Without events there is nothing to count: the world must detect a hang and report it as a loss.
     """
 
     def __init__(self, max_dropped: int, max_step_time: float) -> None:
@@ -135,10 +136,18 @@ class StopWithoutProgress:
             return ()
         if failure_counts.num_dropped >= self.max_dropped:
             limit = f"{failure_counts.num_dropped:,} groups in a row were dropped (policies.max_dropped_groups)"
-        elif failure_counts.failed_at and failure_counts.is_storm(state.now, MINUTE):
+        elif failure_counts.is_storm(state.now, MINUTE):
             limit = f"{len(failure_counts.failed_at):,} rollouts failed within a minute (policies.max_failures_per_minute)"
         elif state.now - failure_counts.last_step_at > self.max_step_time:
             limit = f"no step was made in {self.max_step_time:,.0f} s (policies.max_step_time)"
         else:
             return ()
         return (Stop(f"{limit}{failure_counts}"),)
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether no limit is reached. Rollouts that end reach none, except with time."""
+        return not self.decide(state)
+
+    def rests_until(self, state: State) -> float:
+        """Return when a step takes too long, less what rounding may change."""
+        return state.failure_counts.last_step_at + self.max_step_time * (1 - ROUNDING)
