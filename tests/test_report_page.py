@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 from msgspec.structs import replace
 
 from streamrl.hardware.profiles import load_model
+from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import IDLE
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.report.page.rental import gpus_by_pool
 from streamrl.report.page.sources import read_sources
+from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.scatter import Point, front_of, stairs
+from streamrl.report.words import SYSTEMS
 from streamrl.sim.planner.plan import read_plan, write_plan
 from tests.command_line import streamrl
 from tests.report_directories import (
@@ -116,6 +121,7 @@ def test_tags_are_balanced_and_ids_are_unique(html: str) -> None:
 
 def test_a_page_of_everything_has_every_section(html: str) -> None:
     assert Outline(html).headings == [
+        "What to rent, and where",
         "What to do next",
         "Options that differ",
         "What if? ",
@@ -131,7 +137,6 @@ def test_a_page_of_everything_has_every_section(html: str) -> None:
         "One step",
         "How the options differ",
         "Assumptions and sources (1 · recommended)",
-        "Words",
     ]
 
 
@@ -171,6 +176,98 @@ def test_rows_of_a_markdown_table_have_as_many_cells_as_its_head(directories: li
 def test_a_pipe_in_a_name_ends_no_cell(tmp_path: Path) -> None:
     (run,) = write_runs(tmp_path, **{"a|b": {}})
     assert "| a\\|b (" in render_markdown(make_page(read_report([run])))
+
+
+# Words --------------------------------------------------------------------------------------------
+
+
+def test_a_word_is_explained_once_in_visible_text_and_linked_from_each_part() -> None:
+    terms = Terms()
+    first = terms.mark(Markup("TP2 and TP4 of <code>TP8</code>, band"))
+    assert first == (
+        '<a class="term" href="#word-1">TP2</a> and TP4 of <code>TP8</code>, '
+        '<a class="term" href="#word-2">band</a>'
+    )
+    assert [(term.anchor, term.word) for term in terms.take()] == [
+        ("word-1", "TP2"),
+        ("word-2", "band"),
+    ]
+    assert terms.mark(Markup("TP4")) == '<a class="term" href="#word-1">TP4</a>'
+    assert terms.take() == []
+
+
+def test_no_word_is_explained_in_a_key_or_where_its_meaning_stands() -> None:
+    terms = Terms()
+    for text in (
+        "trainer.offload=True",
+        "policies.system=colocated",
+        "non-stale, bandwidth",
+        f"stream-async ({SYSTEMS['stream-async']})".replace("rollouts", "ones"),
+        f"colocated ({SYSTEMS['colocated']})",
+    ):
+        found = terms.mark(Markup.escape(text))
+        assert found == text or text.startswith("stream-async ("), text
+    assert [term.word for term in terms.take()] == ["stream-async"]
+
+
+def test_a_page_has_no_word_that_only_a_pointer_explains(html: str) -> None:
+    assert "<abbr" not in html and 'class="term" title' not in html
+    anchors = re.findall(r'<a class="term" href="#(word-\d+)"', html)
+    told = re.findall(r'<div id="(word-\d+)"><dt>', html)
+    assert anchors and sorted(set(anchors)) == sorted(told)
+    for each in told:  # no meaning stands before its word
+        assert html.index(f'href="#{each}"') < html.index(f'id="{each}"')
+
+
+def test_markdown_ends_with_the_words_that_it_has(directories: list[Path]) -> None:
+    text = render_markdown(make_page(read_report(directories)))
+    words = text[text.index("## Words") :]
+    assert "- **band**: the range in which" in words and "- **MFU**" in words
+    assert "**KL**" not in words
+
+
+# What to rent -------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_where_to_rent_what_at_whose_price(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    page = make_page(read_report([directory]))
+    assert page.rental is not None
+    (table,) = page.rental.tables
+    (made,) = read_report([directory]).sources.plans
+    used = gpus_by_pool(made.plan.allocation)
+    rows = {row[0].text: row for row in table.rows}
+    assert list(rows) == sorted(used)
+    for pool, count in used.items():
+        _, rent, _, nodes, price, source = rows[pool]
+        assert rent.text.startswith(f"{count}\N{NO-BREAK SPACE}") and "node" in nodes.text
+        assert price.text.startswith("$") and price.text.endswith("a GPU-hour")
+        assert source.text == "from the run file"
+    assert page.tiles[0].note.endswith("prices from the run file")
+    links = [note for note in page.rental.notes if note.startswith("Link between")]
+    assert len(links) == (len(used) > 1)
+    html = render_html(page)
+    assert html.index("What to rent, and where") < html.index("What to do next")
+
+
+def test_a_price_has_the_source_that_states_it(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    assert plan.whole_run is not None
+    pool = plan.allocation.trainer.pool
+    own = Assumed(key=f"cluster.pools.{pool}.price", text="", source="list price (2025)")
+    write_plan(replace(plan, whole_run=replace(plan.whole_run, assumed=[own])), directory)
+    page = make_page(read_report([directory]))
+    assert page.rental is not None
+    sources = {row[0].text: row[-1].text for row in page.rental.tables[0].rows}
+    assert sources[pool] == "assumed from the profile (list price (2025))"
+    assert "prices assumed from the profile" in page.tiles[0].note
+    write_plan(plan, directory)
+    file = directory / "plan.toml"
+    file.write_text(f"# Chosen by `streamrl plan --model m --gpus 4xH20@1`:\n{file.read_text()}")
+    assert (
+        make_page(read_report([directory])).tiles[0].note.endswith("prices as given in the command")
+    )
 
 
 # What is compared ---------------------------------------------------------------------------------
@@ -332,7 +429,7 @@ def test_a_study_alone_is_a_report_of_its_finding(tmp_path: Path) -> None:
     report = read_report([write_study(tmp_path / "study")])
     page = make_page(report)
     assert page.answer == "Async costs less throughout." and page.tiles == []
-    text = render_html(page)
+    text = re.sub(r"<a [^>]*>|</a>", "", render_html(page))
     assert "75\N{NO-BREAK SPACE}% composed, 25\N{NO-BREAK SPACE}% unmeasured" in text
     assert "9 does not fit" in text
     assert describe(report)["chosen"] is None

@@ -78,28 +78,24 @@ EXPLAINED = {
     "[Ee]ntropy": "how undecided the model is at each token",
     "datasheets?": "the maker's peak figures, with an assumed efficiency; not measured",
 }
-"""Meanings that the page shows where a word first stands, by its pattern."""
-GLOSSARY = {
-    "rollout": "one response that the model generates for a prompt, to be scored and trained on",
-    "step": "one update of the weights, from a batch of rollouts",
-    "tokens trained on": "output tokens of rollouts that went into an update; what the money is for",
-    "goodput": "tokens trained on per second",
+"""Meanings of words, by the pattern of the word."""
+PAGE_WORDS = {
+    "[Bb]ands?": EXPLAINED["band"],
+    "[Pp]ools?": "GPUs of one kind in one place",
+    "(?:optimizer |training )?[Ss]teps?": "updates of the weights, each from a batch of rollouts",
+    "tokens trained on": "output tokens of rollouts that went into an update: what the money is for",
+    "[Tt]rainers?": "the GPUs that compute updates; of several, the first one decides on each step",
     "full batch": "as many rollouts as a replica's memory, or its run file, lets it generate at once",
-    "replica": "one copy of the model that generates, with its GPUs",
-    "trainer": "the GPUs that compute updates; of several, the first leads, and the others learn from the same rollouts",
-    "weight sync": "sending updated weights to the replicas",
-    "staleness": "how many updates a rollout lags behind the weights it is used to train",
-    "TP, PP, DP, EP": (
-        "ways to split a model over GPUs: within each layer (tensor), by layers (pipeline), copies that share the "
-        "batch (data), by experts of a mixture (expert)"
-    ),
     "MFU": "model FLOPs utilisation: the share of the GPUs' peak arithmetic that training uses",
-    "pool": "GPUs of one kind in one place",
-    "band": (
-        "the range in which a figure may truly be: sampling error and model error together, each at its limit"
-    ),
-    "measured, composed, roofline": "how a simulated second is known, from best to least",
+    "[Cc]omposed": TIERS["composed"],
+    "Pareto front": "the plans that no other plan beats in both time and cost",
+    "delta sync": "only changed weights are sent to the replicas",
+    "[Pp]refill": "reading a prompt, before the first token is generated",
+    "[Dd]ecode": "generating tokens one after another",
+    "[Ss]eeds?": "the start of the random numbers; another one draws other lengths",
+    **EXPLAINED,
 }
+"""Meanings that a page shows below the part that has a word first, by the pattern of the word."""
 
 
 def dollars(value: float) -> str:

@@ -22,7 +22,7 @@ from streamrl.report.words import (
     tokens_per_second,
 )
 from streamrl.runfile.formatting import band_ends, listing
-from streamrl.sim.planner.plan import Plan
+from streamrl.sim.planner.plan import Plan, PlanOption
 
 MOST_ROWS = 30  # options of a table that people still read
 MOST_KEYS = 24  # differing keys of run files; more are shown as a number
@@ -136,7 +136,7 @@ def why(made: PlanMade) -> Iterator[str]:
     """Yield why a plan was chosen, what it waits for, and how much was searched."""
     plan = made.plan
     if plan.why:
-        yield f"It was chosen as {plan.why}."
+        yield f"It was chosen as {_with_numbers(plan.why, plan.options)}."
     alone = plan.binding.seconds
     stages = [f"{STAGES[name]} {seconds(alone[name])}" for name in STAGES if name in alone]
     stage = STAGES.get(plan.binding.stage, plan.binding.stage)
@@ -152,6 +152,13 @@ def why(made: PlanMade) -> Iterator[str]:
     )
     yield _openness(plan)
     yield _staleness(plan)
+
+
+def _with_numbers(text: str, options: Sequence[PlanOption]) -> str:
+    """Return a text in which options are called by their number and name, not by their layout."""
+    for option in options:
+        text = text.replace(option.text, f"option {option.number} ({option.labels[0]})")
+    return text
 
 
 def _openness(plan: Plan) -> str:

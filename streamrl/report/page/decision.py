@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta
@@ -18,6 +17,15 @@ from streamrl.report.page.comparison import why
 from streamrl.report.page.identity import day_text
 from streamrl.report.page.options import Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
+from streamrl.report.page.rental import (
+    PLACES,
+    command_words,
+    gpu_names,
+    gpus_by_pool,
+    link_lines,
+    prices_from,
+    rental_table,
+)
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
 from streamrl.report.words import NBSP, SYSTEMS, gpu_word, money, percent, time_in_words
@@ -38,21 +46,9 @@ def title_of(made: PlanMade) -> str:
     return f"{what[0].upper()}{what[1:]}{time} to post-train {made.model.name}"
 
 
-def gpus_by_pool(choice: Choice) -> dict[str, int]:
-    """Return the GPUs that a plan uses in each pool. Colocated sides share theirs."""
-    sides = [choice.trainer, choice.rollout]
-    sides += [side for side in (choice.rollout.beside, choice.verifier) if side is not None]
-    found: dict[str, int] = {}
-    is_shared = choice.settings["policies.system"] == "colocated"
-    for side in sides:
-        before, takes_turns = found.get(side.pool, 0), is_shared and side is not choice.verifier
-        found[side.pool] = max(before, side.num_gpus) if takes_turns else before + side.num_gpus
-    return found
-
-
 def _gpus_text(gpus: Mapping[str, int], made: PlanMade, *, is_owned: bool) -> str:
     """Return the GPUs of rented or of owned pools. A taken option's run file lacks pools that it does not rent."""
-    names, pools = _gpu_names(made.plan.allocation), made.run.cluster.pools
+    names, pools = gpu_names(made.plan.allocation), made.run.cluster.pools
     return listing(
         [
             f"{count}{NBSP}{gpu_word(names[name])}"
@@ -60,12 +56,6 @@ def _gpus_text(gpus: Mapping[str, int], made: PlanMade, *, is_owned: bool) -> st
             if (name in pools and pools[name].owned) == is_owned
         ]
     )
-
-
-def _gpu_names(choice: Choice) -> dict[str, str]:
-    """Return the GPU of each pool that a plan uses."""
-    sides = [choice.rollout, choice.rollout.beside, choice.trainer, choice.verifier]
-    return {side.pool: side.gpu for side in sides if side is not None}
 
 
 def lead_of(made: PlanMade, option: Option) -> str:
@@ -94,7 +84,8 @@ def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
         return
     seconds, dollars = _bands(whole, option)
     if option.is_paid:
-        note = _range_text(dollars, money)
+        parts = [_range_text(dollars, money), prices_from(made)]
+        note = "; ".join(part for part in parts if part)
         yield Tile(money(whole.dollars), f"total for {whole.steps:,} steps", note)
     yield Tile(
         time_in_words(whole.seconds), "from start to end", _range_text(seconds, time_in_words)
@@ -149,6 +140,12 @@ def _caveats(option: Option) -> Iterator[Tile]:
     yield Tile(percent(share), label, note, is_warning=share > MOST_UNMEASURED)
 
 
+def rental_section(made: PlanMade) -> PageSection:
+    """Return where to rent what, at which price."""
+    notes = [*link_lines(made), PLACES]
+    return PageSection("rent", "What to rent, and where", tables=[rental_table(made)], notes=notes)
+
+
 def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
     """Yield what to do after reading a plan, with commands."""
     plan_file = f"{made.name}/{PLAN_TOML}"
@@ -187,7 +184,7 @@ def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
     for option in plan.options:
         if "on parts of a node" in option.labels:
             yield NextStep(
-                text=f"If you can rent parts of a node: {option.text}. It is {option.relation}.",
+                text=f"If you can rent parts of a node, take option {option.number}: {option.text}. It is {option.relation}.",
                 command=plan_command(made, {"plan.unit": "1"}),
             )
     if plan.tighter is not None:
@@ -196,21 +193,11 @@ def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
         )
 
 
-SOURCE = re.compile(
-    r"^# (?:Chosen by|Option \d+ of) `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE
-)
-"""The comment of a plan file with the command that made it."""
-
-
 def plan_command(made: PlanMade, changes: Mapping[str, str]) -> str:
     """Return the command that plans again with other settings, as the plan file names it."""
-    found = SOURCE.search((made.path.parent / PLAN_TOML).read_text(encoding="utf-8"))
-    try:
-        words = shlex.split(found["words"]) if found is not None else []
-    except ValueError:  # a quote without its end
-        words = []
+    words = command_words(made) or ["RUN.toml"]
     settings = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    return shlex.join(["streamrl", "plan", *(words or ["RUN.toml"]), *settings])
+    return shlex.join(["streamrl", "plan", *words, *settings])
 
 
 def totals_of(plan: Plan, choice: Choice) -> tuple[float, float]:

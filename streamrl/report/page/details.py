@@ -302,12 +302,22 @@ def _total_row(plan: Plan, each: Change, *, is_paid: bool) -> list[PageCell]:
         if is_paid:
             figures.insert(0, PageCell(money(dollars), _effect_text(each.cost_ratio)))
     note = "estimate, not simulated" if each.is_estimate else ""
-    best = PageCell(each.choice, _saves(each)) if each.is_other else PageCell("this plan", "")
+    best = PageCell("this plan")
+    if each.is_other:
+        best = PageCell(_name_in(plan, each.choice), _saves(each))
     if each.breaks and not each.is_other:
         best = PageCell("this plan", f"it exceeds {listing(each.breaks)}")
     if not each.still_fits and not each.is_other:
         best = PageCell("no plan that was tried", "the chosen one does not fit")
     return [PageCell(each.what, note), *figures, best]
+
+
+def _name_in(plan: Plan, choice: str) -> str:
+    """Return the number and the name of a plan that is an option, before its layout."""
+    numbers = (
+        f"{o.number} \N{MIDDLE DOT} {o.labels[0]}: " for o in plan.options if o.text == choice
+    )
+    return next(numbers, "") + choice
 
 
 def _effect_text(ratio: float | None) -> str:
@@ -358,19 +368,20 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
 
 
 def _bands(option: Option) -> Picture:
-    """Draw the range of the cost from seeds alone, tiers alone, and both."""
-    cost, found = option.cost_per_million_tokens, option.band
+    """Draw the range of the total cost, or of a million tokens, from seeds alone, tiers alone, and both."""
+    found, whole = option.band, option.whole_run
+    cost, figure = option.cost_per_million_tokens, "Dollars per million tokens"
+    together = option.cost_range
+    if whole is not None and whole.dollars and whole.dollars_band is not None:
+        cost, figure = whole.dollars, "Total cost"
+        together = whole.dollars_band.low, whole.dollars_band.high
     seeds = "interval of the mean step" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
     ranges = [
-        Range(label, cost * least, cost * most, label == "together")
-        for label, (least, most) in (
-            (seeds, found.seeds),
-            ("seconds by tier", found.of_tiers),
-            ("together", found.factors),
-        )
+        Range(label, cost * least, cost * most)
+        for label, (least, most) in ((seeds, found.seeds), ("seconds by tier", found.of_tiers))
     ]
-    title = f"Dollars per million tokens of {option.title}"
-    return bands_picture("bands", title, cost, ranges)
+    ranges.append(Range("together", *together, is_total=True))
+    return bands_picture("bands", f"{figure} of {option.title}", cost, ranges)
 
 
 def _unmeasured(option: Option) -> str:

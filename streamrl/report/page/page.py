@@ -20,6 +20,7 @@ from streamrl.report.page.decision import (
     lead_of,
     next_steps,
     options_section,
+    rental_section,
     tiles_of_plan,
     title_of,
     why_section,
@@ -52,8 +53,8 @@ from streamrl.report.page.measured import (
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources, read_sources
+from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
-from streamrl.report.words import EXPLAINED, GLOSSARY
 from streamrl.runfile.formatting import listing
 
 
@@ -100,9 +101,9 @@ def make_page(
         subtitle=_subtitle(sources),
         answer=_answer(sources, options),
         tiles=tiles,
+        rental=None if made is None else rental_section(made),
         steps=list(next_steps(made, chosen)) if made is not None and chosen is not None else [],
         sections=list(_sections(sources, options, prediction)),
-        terms=GLOSSARY,
         explorer=None if made is None else explorer_data(made),
         facts=list(facts_of(sources, day)),
     )
@@ -133,13 +134,13 @@ def render_html(page: Page) -> str:
     """Return a page as self-contained HTML. Its policy allows no fetch, and no script but its own."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     return _ENVIRONMENT.get_template("report.html.j2").render(
-        page=page, script=Markup(SCRIPT), script_hash=Markup(f"sha256-{digest}")
+        page=page, terms=Terms(), script=Markup(SCRIPT), script_hash=Markup(f"sha256-{digest}")
     )
 
 
 def render_markdown(page: Page) -> str:
     """Return a page as Markdown; the numbers of its figures are in tables and captions."""
-    text = _ENVIRONMENT.get_template("report.md.j2").render(page=page)
+    text = _ENVIRONMENT.get_template("report.md.j2").render(page=page, terms=Terms())
     return text.replace("&#39;", "'").replace("&#34;", '"')  # quotes are harmless in Markdown
 
 
@@ -289,32 +290,8 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(Markup.escape(text))))
 
 
-_PLAIN = re.compile(r"<code>.*?</code>|[^<]+|<[^>]*>")
-_WORDS = re.compile("|".join(rf"(?<![\w-])(?:{word})(?![\w-])" for word in EXPLAINED))
-
-
-def _explain(text: Markup, seen: set[str]) -> Markup:
-    """Mark the first use of each word that a reader may not know, with its meaning.
-
-    Args:
-        text: escaped text.
-        seen: the meanings that were shown before; new ones are added.
-    """
-
-    def mark(match: re.Match[str]) -> str:
-        meaning = next(m for word, m in EXPLAINED.items() if re.fullmatch(word, match[0]))
-        if meaning in seen:
-            return match[0]
-        seen.add(meaning)
-        return f'<abbr title="{Markup.escape(meaning)}">{match[0]}</abbr>'
-
-    parts = (part[0] for part in _PLAIN.finditer(str(text)))
-    return Markup("".join(part if part[0] == "<" else _WORDS.sub(mark, part) for part in parts))
-
-
 _ENVIRONMENT.filters |= {"cell": _table_text, "code": _code, "element": element, "swatch": swatch}
-_ENVIRONMENT.filters |= {"explain": _explain}
-_ENVIRONMENT.globals |= {"colours": COLOURS, "rules": rules(), "fresh": set}
+_ENVIRONMENT.globals |= {"colours": COLOURS, "rules": rules()}
 SCRIPT = (files("streamrl.report") / "templates" / "report.js").read_text(encoding="utf-8")
 """The script of the page."""
 

@@ -68,9 +68,10 @@ class Page:
     subtitle: str
     answer: str
     tiles: list[Tile]
+    rental: PageSection | None
+    """What to rent and where, if the page is about a plan. It is part of the decision."""
     steps: list[NextStep]
     sections: list[PageSection]
-    terms: dict[str, str]
     explorer: Markup | None = None
     """Data for the what-if part, as JSON."""
     facts: list[tuple[str, str]]

@@ -205,6 +205,8 @@ function basisOf(place) {
   return plan.has_total ? "simulated" : "estimate from a short simulation";
 }
 
+const updates = (plan) => `${plan.staleness} update${plan.staleness === 1 ? "" : "s"}`;
+
 const line = (className, text) => make("p", { className, textContent: text });
 
 function showResult(plans, best, shown) {
@@ -219,7 +221,7 @@ function showResult(plans, best, shown) {
     line("plan", nameOf(shown.place)),
     line("choice", plan.choice),
     line("figures", `${money(shown.dollars)} \u00b7 ${time(shown.hours)}`),
-    line("state", `${basisOf(shown.place)}; ${plan.system}; rollouts lag ${plan.staleness} updates behind`),
+    line("state", `${basisOf(shown.place)}; ${plan.system}; rollouts lag ${updates(plan)} behind`),
   ];
   if (shown.place !== 0) lines.push(line("state", own ? `Option 1 would cost ${money(own.dollars)} and take ${time(own.hours)}.` : "Option 1 does not fit these values."));
   const copyCommand = make("button", { type: "button", textContent: "Copy command", title: plan.command });
@@ -312,9 +314,8 @@ function rank(plans, best, shown) {
   const rows = kept.slice(0, 8).map((plan) => {
     const one = grid.plans[plan.place];
     const row = make("tr", { className: plan === shown ? "chosen" : "" });
-    const updates = `${one.staleness} update${one.staleness === 1 ? "" : "s"}`;
     const note = plan !== best ? "" : isMoved() ? "best for these values" : "recommended";
-    [nameOf(plan.place), money(plan.dollars), time(plan.hours), basisOf(plan.place), updates, note].forEach((text, at) => {
+    [nameOf(plan.place), money(plan.dollars), time(plan.hours), basisOf(plan.place), updates(one), note].forEach((text, at) => {
       const made = cell(text, at);
       made.dataset.head = heads[at];
       if (at === 0) made.append(make("small", { textContent: one.choice }));

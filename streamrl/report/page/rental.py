@@ -1,0 +1,154 @@
+"""What a plan rents: which GPUs in which pool, on how many nodes, at whose price, and over which links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from math import ceil
+
+from streamrl.hardware.profiles import gpu_of, price_of
+from streamrl.report.page.parts import PageCell, PageTable
+from streamrl.report.page.sources import PlanMade
+from streamrl.report.words import NBSP, dollars, gpu_word
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
+from streamrl.runfile.formatting import listing
+from streamrl.runfile.keys import pool_key
+from streamrl.runfile.units import BITS_PER_BYTE
+from streamrl.sim.planner.plan import PLAN_TOML, Choice
+
+SOURCE = re.compile(
+    r"^# (?:Chosen by|Option \d+ of) `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE
+)
+"""The comment of a plan file with the command that made it."""
+PLACES = (
+    "A pool is named as in the offer. Its name is all that the offer says of the datacenter or region. "
+    "Rent all GPUs of a pool in one place, because the plan counts on the network within it."
+)
+
+
+def command_words(made: PlanMade) -> list[str]:
+    """Return the words of the command that made a plan, as the plan file has them; empty if it has none."""
+    found = SOURCE.search((made.path.parent / PLAN_TOML).read_text(encoding="utf-8"))
+    try:
+        return shlex.split(found["words"]) if found is not None else []
+    except ValueError:  # a quote without its end
+        return []
+
+
+def gpus_by_pool(choice: Choice) -> dict[str, int]:
+    """Return the GPUs that a plan uses in each pool. Colocated sides share theirs."""
+    return {pool: sum(tasks.values()) for pool, tasks in _uses(choice).items()}
+
+
+def _uses(choice: Choice) -> dict[str, dict[str, int]]:
+    """Return the GPUs of each pool by their task."""
+    sides = [("generate", choice.rollout), ("train", choice.trainer)]
+    sides += [("generate", choice.rollout.beside)] if choice.rollout.beside is not None else []
+    if choice.settings["policies.system"] == "colocated":
+        shared = max(choice.rollout, choice.trainer, key=lambda side: side.num_gpus)
+        sides = [("generate and train in turn", shared)]
+    if choice.verifier is not None:
+        sides.append(("compute rewards", choice.verifier))
+    found: dict[str, dict[str, int]] = {}
+    for task, side in sides:
+        tasks = found.setdefault(side.pool, {})
+        tasks[task] = tasks.get(task, 0) + side.num_gpus
+    return found
+
+
+def gpu_names(choice: Choice) -> dict[str, str]:
+    """Return the GPU of each pool that a plan uses."""
+    sides = [choice.rollout, choice.rollout.beside, choice.trainer, choice.verifier]
+    return {side.pool: side.gpu for side in sides if side is not None}
+
+
+def rental_table(made: PlanMade) -> PageTable:
+    """Return what to rent in each pool, with its price and who says so."""
+    chosen = made.plan.allocation
+    is_paid = chosen.dollars_per_hour > 0
+    head = ("pool", "rent", "to", "nodes", *(("price", "which is") if is_paid else ()))
+    rows = [
+        _row(made, pool, tasks, is_paid=is_paid) for pool, tasks in sorted(_uses(chosen).items())
+    ]
+    return PageTable("", head, rows, is_cards=True)
+
+
+def _row(made: PlanMade, pool: str, tasks: Mapping[str, int], *, is_paid: bool) -> list[PageCell]:
+    count, gpu = sum(tasks.values()), gpu_word(gpu_names(made.plan.allocation)[pool])
+    own = made.run.cluster.pools.get(pool)
+    cells = [
+        PageCell(pool),
+        PageCell(f"{count}{NBSP}{gpu}", "yours" if own is not None and own.owned else ""),
+        PageCell("; ".join(f"{task}: {each}" for task, each in tasks.items())),
+        PageCell(*_nodes(own, count)),
+    ]
+    if not is_paid:
+        return cells
+    price = _price(made, pool)
+    return [
+        *cells,
+        PageCell(f"{dollars(price)} a GPU-hour", f"{dollars(price * count)} an hour"),
+        PageCell(price_source(made, pool)),
+    ]
+
+
+def _nodes(pool: PoolConfig | None, count: int) -> tuple[str, str]:
+    """Return on how many nodes the GPUs are, and what network the plan counts on."""
+    if pool is None or pool.gpu == "cpu":
+        return "", ""
+    nodes = ceil(count / pool.gpus_per_node)
+    text = f"{nodes} of {pool.gpus_per_node} GPUs each" if nodes > 1 else "1 node"
+    if nodes == 1 and count < pool.gpus_per_node:
+        text = f"part of 1 node of {pool.gpus_per_node} GPUs"
+    speed = gpu_of(pool).network * pool.gpus_per_node * BITS_PER_BYTE / 1e9
+    return text, f"{speed:g} Gbit/s between nodes, {pool.transport}" if nodes > 1 else ""
+
+
+def _price(made: PlanMade, pool: str) -> float:
+    """Return the price of a GPU-hour. The file of a taken option lacks pools of other plans, but the total has them."""
+    if pool in made.run.cluster.pools:
+        return price_of(made.run.cluster.pools[pool])
+    whole = made.plan.whole_run
+    total = None if whole is None else whole.pools.get(pool)
+    return total.dollars / total.gpu_hours if total is not None and total.gpu_hours else 0.0
+
+
+def price_source(made: PlanMade, pool: str) -> str:
+    """Return who states the price of a pool: the command, the run file, or a profile as an assumption."""
+    whole = made.plan.whole_run
+    for each in [] if whole is None else whole.assumed:
+        if each.key == pool_key(pool, "price"):
+            return f"assumed from the profile ({each.source})"
+    return (
+        "as given in the command (--gpus)"
+        if "--gpus" in command_words(made)
+        else "from the run file"
+    )
+
+
+def prices_from(made: PlanMade) -> str:
+    """Return where the prices of the total are from, in a few words: "prices from the run file"."""
+    sources = [price_source(made, pool) for pool in gpus_by_pool(made.plan.allocation)]
+    return f"prices {listing([each.partition(' (')[0] for each in dict.fromkeys(sources)])}"
+
+
+def link_lines(made: PlanMade) -> Iterator[str]:
+    """Yield the links between the pools of a plan, each with its source."""
+    used = gpus_by_pool(made.plan.allocation)
+    for link in made.run.cluster.links:
+        if all(pool in used for pool in link.between):
+            yield f"Link between {' and '.join(link.between)}: {_link_text(link)} ({_link_source(made)})."
+
+
+def _link_text(link: LinkConfig) -> str:
+    latency = f", {link.latency * 1e3:g} ms" if link.latency else ", no latency counted"
+    price = f", ${link.price_per_gb:g} per GB" if link.price_per_gb else ""
+    return f"{link.bandwidth * BITS_PER_BYTE / 1e9:g} Gbit/s each way{latency}, {link.transport}{price}"
+
+
+def _link_source(made: PlanMade) -> str:
+    words = command_words(made)
+    if "--gpus" not in words:
+        return "run file"
+    return "as given in the command" if "--link" in words else "assumed: --link sets it"
