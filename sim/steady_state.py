@@ -36,6 +36,8 @@ GROWTH = 1.1
 """Factor by which the number of steps grows between two checks of the precision. Checks cost
 little then, and few steps are wasted.
 """
+MORE_STEPS = 1
+"""Steps after those that count. By their end, work that was under way has been reported."""
 LOOKS = 2
 """Consecutive checks that must succeed. With one check, runs stop too early if the first steps are
 similar by chance: 95 % intervals then cover 80 to 90 %.
@@ -59,6 +61,7 @@ def simulate_steady(
     watch: Callable[[int], None] = lambda version: None,
     workload: Workload | None = None,
     costs: Costs | None = None,
+    num_more: int = MORE_STEPS,
 ) -> StepTrace:
     """Simulate a run file until the precision of `[simulate]` is reached.
 
@@ -69,13 +72,14 @@ def simulate_steady(
         watch: called with each new policy version.
         workload: prompts and lengths; those of the run if None.
         costs: costs of the run; loaded if None.
+        num_more: steps after `simulate.max_steps`. A `Speed` needs none.
 
     Raises:
         ValueError: the run file does not fit its profiles or the GPU memory.
         UnfinishedError: the run stops before its first step.
         RuntimeError: the run is stuck.
     """
-    trace = _simulate(open_world(run, workload, costs), watch).trace
+    trace = _simulate(open_world(run, workload, costs), watch, num_more).trace
     assert isinstance(trace, StepTrace), "its world was opened with one"
     return trace
 
@@ -124,9 +128,11 @@ def _check_whole(most: int, steps: int) -> None:
         raise RunError("simulate.max_steps", most, Bounds(steps), text, ("algorithm.steps",))
 
 
-def _simulate(world: SimWorld, watch: Callable[[int], None]) -> SimWorld:
+def _simulate(
+    world: SimWorld, watch: Callable[[int], None], num_more: int = MORE_STEPS
+) -> SimWorld:
     """Simulate until enough steps are known."""
-    world.run(watch, Enough(world).is_there)
+    world.run(watch, Enough(world, num_more=num_more).is_there)
     if not world.steps:
         steps, reason = world.run_file.algorithm.steps, world.engine.stop_reason
         raise UnfinishedError(describe_unfinished(steps, 0, reason or "no step stays"))
@@ -137,15 +143,18 @@ class Enough:
     """Decides when enough steps were simulated."""
 
     def __init__(
-        self, world: SimWorld, is_known: Callable[[Steady, float], bool] = Steady.is_within
+        self,
+        world: SimWorld,
+        is_known: Callable[[Steady, float], bool] = Steady.is_within,
+        num_more: int = MORE_STEPS,
     ) -> None:
         """Watch a world that has not begun, until the precision of its run file is reached.
 
         Args:
             world: the simulated run.
             is_known: whether these steps determine the wanted value within a relative error, such
-                as the mean
-                step time or the ratio of two.
+                as the mean step time or the ratio of two.
+            num_more: steps to simulate after the most that count.
         """
         run = world.run_file
         self._run = run
@@ -154,16 +163,15 @@ class Enough:
         self._num_found = 0
         """Consecutive checks that succeeded."""
         self._next_look = min(LEAST_STEPS, run.simulate.max_steps)
-        self._most = run.simulate.max_steps
         self._is_whole = not run.has_steady_state
-        if self._is_whole:
-            self._most = min(self._most, run.algorithm.steps)
+        most = run.simulate.max_steps
+        self._last = num_more + (min(most, run.algorithm.steps) if self._is_whole else most)
 
     def is_there(self) -> bool:
         """Return whether no further step is needed; call it once after each step."""
         steps = self._steps
-        if steps.num_made > self._most:
-            return True  # this was the extra step
+        if steps.num_made >= self._last:
+            return True
         if self._is_whole or self._num_found == LOOKS or len(steps) < self._next_look:
             return self._num_found == LOOKS
         self._next_look = ceil(GROWTH * len(steps))

@@ -204,10 +204,11 @@ def _if_finished(measure: Callable[[Trial], Figures], trial: Trial) -> Figures |
 def _measure_short(trial: Trial) -> Speed:
     run, workload = _planned(trial)
     if trial.portions == 1:
-        return _speed_of(simulate_steady(run, workload=workload))
+        return _speed_of(simulate_steady(run, workload=workload, num_more=0))
     costs = costs_of_portion(Costs.load(run), trial.portions)
     portion = portion_of(run, trial.portions)
-    trace = simulate_steady(portion, workload=open_portion(trial.run, trial.portions), costs=costs)
+    fewer = open_portion(trial.run, trial.portions)
+    trace = simulate_steady(portion, workload=fewer, costs=costs, num_more=0)
     paid = PaidGpus.of(run)
     speed = speed_of_all(_speed_of(trace), paid.dollars_per_second, trial.portions)
     return with_bill(run.cluster, speed, whole_time(run, speed), paid)
@@ -215,7 +216,7 @@ def _measure_short(trial: Trial) -> Speed:
 
 def _speed_of(trace: StepTrace) -> Speed:
     first, last = counted_steps(trace.run.simulate.max_steps)
-    num_whole = max(1, len(trace.steps) - 1)  # without steps that a lost trainer rolled back
+    num_whole = len(trace.steps)  # without steps that a lost trainer rolled back
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)), trace.steps)
 
 
