@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -235,6 +236,7 @@ def test_a_study_leaves_rows_findings_and_a_figure_for_each_metric(tmp_path: Pat
     assert data["finding"] == data["findings"]["step_time"] == report.finding("step_time")
     found = data["rows"][1]["metrics"]["step_time"]
     assert found["least"] <= found["median"] <= found["most"]
+    assert found["band"]["low"] < found["least"] and found["most"] < found["band"]["high"]
     assert [path.name for path in figures] == ["step_time.png", "cost_per_million_tokens.png"]
     assert all(path.stat().st_size > 10_000 for path in figures)
 
@@ -254,6 +256,22 @@ def test_the_report_draws_of_a_study_what_its_figures_show(tmp_path: Path) -> No
 
 
 # The command --------------------------------------------------------------------------------------
+
+
+def test_a_sweep_shows_bands_and_sampling_error_only_on_request() -> None:
+    sweep = ["--sweep", "rollout.replicas=8,16", "--seeds", "2", *QUICK]
+    short = streamrl("simulate", RUN, *sweep, "--set", "simulate.max_steps=12")
+    assert short.returncode == 0, short.stderr
+    assert "±" not in short.stdout and "brackets hold bands" in short.stdout
+    rows = [line for line in short.stdout.splitlines() if re.match(r"(8|16) ", line)]
+    for row in rows:
+        assert re.fullmatch(
+            r"\d+ +[\d.]+ s \([\d.]+ to [\d.]+\) +\$[\d.]+ \([\d.]+ to [\d.]+\)", row
+        )
+    both = streamrl("simulate", RUN, *sweep, "--set", "simulate.max_steps=12", "--intervals")
+    more = [line for line in both.stdout.splitlines() if re.match(r"(8|16) ", line)]
+    assert len(rows) == len(more) == 2
+    assert all(row.count("±") == 2 and row.count(" to ") == 2 for row in more)
 
 
 def test_the_command_sweeps_and_prints_what_scripts_rely_on(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from streamrl.hardware.tiers import Provenance, Tier
 from streamrl.record.attribution import BUSY, IDLE
+from streamrl.record.band import Band
 from streamrl.record.metrics import RATIOS, Metrics
 
 
@@ -20,6 +21,8 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     figures: dict[str, float]
     """Metrics, and the other columns of study.csv."""
+    bands: dict[str, Band] = {}
+    """Ranges in which figures may truly be, with sampling error and model error."""
     note: str = ""
     """Reason why they are less exact than requested; empty if there is none."""
 
@@ -40,7 +43,9 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
             **{f"busy.{activity}": metrics.busy.get(activity, 0.0) for activity in BUSY},
             **{f"tiers.{tier}": metrics.tiers.get(tier, 0.0) for tier in get_args(Tier)},
         }
-        return cls(place=place, seed=seed, figures=figures, note=metrics.note)
+        bands = {name: getattr(metrics, f"{name}_band", None) for name in RATIOS}
+        known = {name: band for name, band in bands.items() if band is not None}
+        return cls(place=place, seed=seed, figures=figures, bands=known, note=metrics.note)
 
     def spread(self, metric: str) -> float:
         """Return the relative half-width of a figure's 95 % interval; 0 if it is unknown."""

@@ -159,7 +159,7 @@ def simulate(
         from streamrl.cli.simulate_sweep import make_study, run_study
 
         study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
-        run_study(study, output, skips=skip_infeasible, as_json=as_json)
+        run_study(study, output, skips=skip_infeasible, as_json=as_json, intervals=intervals)
         return
     _refuse_options_of_studies(of_studies)
     run = load_run(run_file, overrides or ())

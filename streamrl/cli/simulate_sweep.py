@@ -54,7 +54,9 @@ def make_study(
     )
 
 
-def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) -> None:
+def run_study(
+    study: Study, output: Path | None, *, skips: bool, as_json: bool, intervals: bool
+) -> None:
     """Check every combination, simulate each with every seed, and print the results.
 
     Raises:
@@ -65,7 +67,7 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
     if as_json:
         print_json(describe(report))
     else:
-        _print(report, figures, output)
+        _print(report, figures, output, intervals=intervals)
     if unfinished := report.grid.unfinished:
         names = "; ".join(report.grid.name(each.place) for each in unfinished)
         raise RuntimeError(
@@ -73,17 +75,19 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
         )
 
 
-def _print(report: StudyResult, figures: list[Path], output: Path | None) -> None:
+def _print(
+    report: StudyResult, figures: list[Path], output: Path | None, *, intervals: bool
+) -> None:
     study, console = report.study, stdout_console()
     console.print(f"[bold]{study.title}[/]", highlight=False)
     if study.question:
         console.print(study.question, highlight=False)
     console.print()
-    console.print(text_table(report))
+    console.print(text_table(report, intervals=intervals))
     console.print()
     for sentence in dict.fromkeys(s for m in study.metrics for s in report.sentences(m)):
         console.print(sentence, highlight=False)
-    console.print(report.note, highlight=False)
+    console.print(report.table_note, highlight=False)
     for doubt in report.doubts:
         console.print(doubt, highlight=False)
     for each in (*report.grid.refused, *report.grid.unfinished):

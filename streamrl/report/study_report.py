@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-from msgspec.structs import asdict
 from rich.table import Table as TextTable
 
 from streamrl.report.figures import study_figure
@@ -50,7 +49,7 @@ class StudyResult:
         left_out = (*self.grid.refused, *self.grid.unfinished)
         notes = [
             *dict.fromkeys(s for metric in self.study.metrics for s in self.sentences(metric)),
-            self.note,
+            self.table_note,
             *self.doubts,
             *(f"left out: {self.grid.name(each.place)}: {each.reason}" for each in left_out),
         ]
@@ -84,13 +83,33 @@ class StudyResult:
     @property
     def note(self) -> str:
         """Return what the values of a figure mean."""
+        widest = self.widest
+        if not widest:
+            return self._note("")
+        return self._note(
+            f", bars are 95 % intervals, ± {widest * 100:.2g} % at most (smaller differences may be chance)"
+        )
+
+    @property
+    def table_note(self) -> str:
+        """Return what the values of a table mean."""
+        parts = ["brackets hold bands, with the model error"] if self.has_bands else []
+        if widest := self.widest:
+            parts.append(f"differences below {widest * 100:.2g} % may be chance")
+        return self._note("".join(f"; {part}" for part in parts))
+
+    def _note(self, told: str) -> str:
         seeds = self.study.num_seeds
         spread = f"median of {seeds} seeds" if seeds > 1 else "one seed"
-        if widest := self.widest:
-            spread += f", bars are 95 % intervals, ± {widest * 100:.2g} % at most (smaller differences may be chance)"
+        spread += told
         num_left_out = len(self.grid.refused) + len(self.grid.unfinished)
         left_out = f"; {num_left_out} combinations left out" if num_left_out else ""
         return f"Simulated, {spread}{left_out}: {self.study.run_file.name}."
+
+    @property
+    def has_bands(self) -> bool:
+        """Return whether a table of the study shows bands."""
+        return any(row.bands.keys() & set(self.study.metrics) for row in self.rows)
 
     @property
     def widest(self) -> float:
@@ -135,7 +154,9 @@ def describe(report: StudyResult) -> Json:
                 "values": grid.values(cell.place),
                 "label": label_of(grid.axes, cell.place),
                 "place": cell.place,
-                "metrics": {m: asdict(tables[m].spreads[cell.place]) for m in study.metrics},
+                "metrics": {
+                    m: msgspec.to_builtins(tables[m].spreads[cell.place]) for m in study.metrics
+                },
             }
             for cell in grid.cells
         ],
@@ -178,10 +199,10 @@ def write_rows(report: StudyResult, path: Path) -> None:
             writer.writerow([*(values[key] for key in keys), row.seed, *figures])
 
 
-def text_table(report: StudyResult) -> TextTable:
-    """Lay out the median of every metric, a line for each combination."""
+def text_table(report: StudyResult, *, intervals: bool = False) -> TextTable:
+    """Lay out the median of every metric with its band, a line for each combination."""
     text = TextTable(box=None, pad_edge=False)
-    (head, *rows), num_axes = table_rows(report), len(report.grid.axes)
+    (head, *rows), num_axes = table_rows(report, intervals=intervals), len(report.grid.axes)
     for place, name in enumerate(head):
         text.add_column(name, justify="left" if place < num_axes else "right")
     for row in rows:
@@ -189,14 +210,15 @@ def text_table(report: StudyResult) -> TextTable:
     return text
 
 
-def table_rows(report: StudyResult) -> Iterator[list[str]]:
+def table_rows(report: StudyResult, *, intervals: bool = False) -> Iterator[list[str]]:
     """Yield the heads of a table of all combinations, then its rows."""
     tables = [report.table(metric) for metric in report.study.metrics]
     axes = report.grid.axes
     yield [*(axis.title for axis in axes), *(name_of(table.metric) for table in tables)]
     for cell in report.grid.cells:
         labels = [a.point_labels[at] for a, at in zip(axes, cell.place, strict=True)]
-        yield [*labels, *(table.format_spread(table.spreads[cell.place]) for table in tables)]
+        spreads = ((table, table.spreads[cell.place]) for table in tables)
+        yield [*labels, *(t.format_spread(each, intervals=intervals) for t, each in spreads)]
 
 
 STUDY_CSV, STUDY_JSON = "study.csv", "study.json"

@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from streamrl.record.attribution import BUSY, IDLE
+from streamrl.record.band import Band, ends_of, hull
 from streamrl.record.metrics import RATIOS
 from streamrl.report.run_tables import LABELS, format_figure
-from streamrl.runfile.formatting import format_share, format_step_time
+from streamrl.runfile.formatting import band_text, format_share, format_step_time
 from streamrl.runfile.sweep import Axis
 from streamrl.sim.studies.results import StudyRow
 
@@ -59,6 +60,8 @@ class Spread(msgspec.Struct, frozen=True):
     least: float
     """The lowest end of the 95 % intervals of all seeds, if there are intervals."""
     most: float
+    band: Band | None = None
+    """The range in which it may truly be, with the model error, over all seeds; None if it is unknown."""
 
     @property
     def half(self) -> float:
@@ -123,13 +126,20 @@ class MetricTable:
         """Return the best of some values of the metric."""
         return min(values) if self.is_less_better else max(values)
 
-    def format_spread(self, spread: Spread) -> str:
-        """Return a value with half its range, such as "164.7 s ± 1.2"."""
-        if self.metric == "step_time" and spread.half:
-            return format_step_time(spread.median, (spread.least, spread.most))
-        if self.is_share or not spread.half or not spread.median:
-            return self.format(spread.median)
-        return f"{self.format(spread.median)} ± {spread.half / spread.median * 100:.2g} %"
+    def format_spread(self, spread: Spread, *, intervals: bool = False) -> str:
+        """Return a value with its band, such as "164.7 s (132 to 223)".
+
+        With `intervals` it also has half its 95 % interval: "164.7 s ± 1.2 (132 to 223)".
+        """
+        has_interval = intervals and spread.half > 0 and not self.is_share
+        ends = ends_of(spread.band)
+        if self.metric == "step_time":
+            interval = (spread.least, spread.most) if has_interval else None
+            return format_step_time(spread.median, interval, ends)
+        text = self.format(spread.median)
+        if has_interval and spread.median:
+            text += f" ± {spread.half / spread.median * 100:.2g} %"
+        return f"{text} {band_text(ends)}".rstrip()
 
     def format(self, value: float) -> str:
         """Return a value as text."""
@@ -152,7 +162,8 @@ def _spread(metric: str, rows: Sequence[StudyRow]) -> Spread:
     values = [row.figures[metric] for row in rows]
     lows = [value * (1 - row.spread(metric)) for value, row in zip(values, rows, strict=True)]
     highs = [value * (1 + row.spread(metric)) for value, row in zip(values, rows, strict=True)]
-    return Spread(median(values), min(lows), max(highs))
+    bands = [row.bands[metric] for row in rows if metric in row.bands]
+    return Spread(median(values), min(lows), max(highs), hull(bands) if bands else None)
 
 
 def label_of(axes: Sequence[Axis], place: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.band import TIERS as COST_TIERS
+from streamrl.record.band import ends_of
 from streamrl.report.page import band
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds, tiers_by_operation
@@ -438,7 +439,9 @@ def _study_caption(study: RecordedStudy) -> str:
 
 
 def _spread_cell(table: MetricTable, spread: Spread) -> PageCell:
-    least, most = table.format(spread.least), table.format(spread.most)
+    """Return a value with its band; studies of earlier versions have only the 95 % interval."""
+    low, high = ends_of(spread.band) or (spread.least, spread.most)
+    least, most = table.format(low), table.format(high)
     return PageCell(table.format(spread.median), f"{least} to {most}" if least != most else "")
 
 
