@@ -100,6 +100,15 @@ def test_a_run_stops_when_no_step_was_made_for_too_long_and_each_step_begins_ane
     assert stop.reason == "no step was made in 60 s (policies.max_step_time)"
 
 
+def test_a_rollout_that_ends_after_the_longest_step_stops_the_run() -> None:
+    s = singles(9, policies__system="stream-sync", policies__max_step_time="1 min")
+    s.draw(s.begin())
+    assert not of(Stop, s.finish(0, 1, 2, 3))
+    s.now += 60.0
+    (stop,) = of(Stop, s.tell(generated(4)))
+    assert stop.reason == "no step was made in 60 s (policies.max_step_time)"
+
+
 def test_a_simulated_run_in_which_every_reward_fails_ends() -> None:
     world = FaultyWorld(small_run({"policies.max_dropped_groups": 7}), range(10**6))
     trace = world.run()
