@@ -127,10 +127,10 @@ class KvCache:
 
     def enter(self, attempt: Attempt, tokens: int) -> None:
         """Add a rollout that joins the batch with `tokens` new tokens, including its prompt if it was missing."""
-        if self.lacks_prompt(attempt):
-            self._sharing[attempt.prefix] = 0
+        siblings = self._sharing.get(attempt.prefix, 0)
+        if not siblings:
             self.prompt_tokens += attempt.prompt_tokens
-        self._sharing[attempt.prefix] += 1
+        self._sharing[attempt.prefix] = siblings + 1
         self.num_rollouts += 1
         self.held += tokens
 
@@ -325,19 +325,20 @@ class Replica:
         if self._load is not None or self._is_full or not self._queue:
             return None
         joined: list[Attempt] = []
+        running, cache, rides_along = self._running, self._cache, self._costs.rides_along
         tokens, again, pairs, num_prefixes, step_time, transfer_time = 0, 0, 0.0, 0, 0.0, 0.0
         places = self._max_running - self._num_stale_slots()
-        budget = self._costs.tokens_per_pass - len(self._running)
-        while self._queue and len(self._running) < places and tokens < budget:
+        budget = self._costs.tokens_per_pass - len(running)
+        while self._queue and len(running) < places and tokens < budget:
             priority, rollout = self._queue[0]
             attempt = self._queued.get(rollout)
             if attempt is None or attempt.priority != priority:
                 heappop(self._queue)
                 continue
             context = attempt.prompt_tokens + attempt.done
-            fresh = context if self._cache.lacks_prompt(attempt) else attempt.done
-            riding = len(self._running) if self._costs.rides_along and not num_prefixes else 0
-            if not self._admission.has_room(self._cache, attempt, fresh, riding):
+            fresh = context if cache.lacks_prompt(attempt) else attempt.done
+            riding = len(running) if rides_along and not num_prefixes else 0
+            if not self._admission.has_room(cache, attempt, fresh, riding):
                 break
             if attempt.brings_cache:
                 heappop(self._queue)

@@ -35,12 +35,7 @@ class StepTrace(Trace):
             is_endless=is_endless,
         )
         self.steps = LeaderSteps()
-
-    def record(self, time: float, event: Event, commands: list[Command]) -> None:
-        """Add one entry."""
-        super().record(time, event, commands)
-        if type(event) in OF_STEPS:
-            self.steps.record(time, event, commands)
+        self._readers = dict.fromkeys(OF_STEPS, self.steps.record)
 
 
 class MeasuredTrace(StepTrace):

@@ -59,6 +59,8 @@ class Fleet:
     _num_promised: dict[int, int] = field(default_factory=dict)
     _loads: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Heaps of (load, replica) by promised version. Outdated entries are skipped."""
+    _newest: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """The newest entry of each replica in those heaps; all others are outdated."""
     _changed: dict[int, Replica] = field(default_factory=dict)
     """Replicas whose load is not in the heaps yet; it is entered when a heap is read."""
     _knows_most: bool = False
@@ -107,10 +109,11 @@ class Fleet:
         """Return the replica with the least load that promises `oldest_version` or newer; ties go to the smaller id."""
         self._enter_loads()
         best: tuple[float, int] | None = None
+        newest = self._newest
         for version, loads in self._loads.items():
             if version < oldest_version:
                 continue
-            while loads and not self._is_current(version, loads[0]):
+            while loads and newest.get(loads[0][1]) is not loads[0]:
                 heappop(loads)
             if loads and (best is None or loads[0] < best):
                 best = loads[0]
@@ -266,11 +269,6 @@ class Fleet:
         if not replica.rollouts:
             self._find_if_idle(replica)
 
-    def _is_current(self, version: int, entry: tuple[float, int]) -> bool:
-        load, replica_id = entry
-        replica = self.replicas.get(replica_id)
-        return replica is not None and replica.promised == version and replica.load == load
-
     def _has_load(self, load: int, replica_id: int) -> bool:
         replica = self.replicas.get(replica_id)
         return replica is not None and len(replica.rollouts) == load
@@ -292,6 +290,7 @@ class Fleet:
         if promised is None:
             return
         replica.promised = None
+        self._newest.pop(replica.id, None)
         self._num_promised[promised] -= 1
         if not self._num_promised[promised]:
             del self._num_promised[promised]
@@ -319,13 +318,10 @@ class Fleet:
 
     def _enter_load(self, replica: Replica, promised: int) -> None:
         loads = self._loads.setdefault(promised, [])
-        heappush(loads, (replica.load, replica.id))
+        entry = self._newest[replica.id] = (replica.load, replica.id)
+        heappush(loads, entry)
         if len(loads) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
-            loads[:] = [
-                (other.load, other.id)
-                for other in self.replicas.values()
-                if other.promised == promised
-            ]
+            loads[:] = [each for each in loads if self._newest.get(each[1]) is each]
             heapify(loads)
 
     def _leave_version(self, replica: Replica) -> None:

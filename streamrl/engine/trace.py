@@ -315,6 +315,8 @@ class Trace:
         self._file = file
         self._keeps_entries = keeps_entries
         self._tell = tell
+        self._readers: dict[type[Event], Callable[[float, Event, list[Command]], None]] = {}
+        """By type of event: what reads its entries as they happen."""
         if file is not None:
             file.write(self._encode_header())
 
@@ -360,13 +362,16 @@ class Trace:
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry."""
-        entry = Entry(time, event, commands)
+        # what `Entry` does, without its slower constructor
+        entry = tuple.__new__(Entry, (time, event, commands))
         if self._keeps_entries:
             self._own.append(entry)
         if self._file is not None:
             self._file.write(_ENCODER.encode(entry) + b"\n")
         if self._tell is not None:
             self._tell(entry)
+        if (read := self._readers.get(type(event))) is not None:
+            read(time, event, commands)
 
     def blocks(self) -> Iterator[Sequence[Entry]]:
         """Yield the entries in order: all at once from memory, or in blocks from a file."""

@@ -320,7 +320,14 @@ def read_steps(trace: Trace) -> LeaderSteps:
     return steps
 
 
-OF_STEPS = {Generated, Stepped, CheckpointSaved, RunStarted, TrainerLost, ReplicaLost}
+OF_STEPS: set[type[Event]] = {
+    Generated,
+    Stepped,
+    CheckpointSaved,
+    RunStarted,
+    TrainerLost,
+    ReplicaLost,
+}
 """Events that `record` uses. It returns early for all others, because it is called for every event."""
 
 
