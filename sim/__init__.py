@@ -9,7 +9,7 @@ Files to read first:
 - `verifier.py`: verifier workers and reward-model replicas.
 - `steady_state.py`: simulates until the mean step time is known; most callers begin here.
 - `batch_generation.py`: generation of one batch alone, for the planner's estimates;
-  `idle_replica.py` computes the ends of the rollouts of each replica.
+  `idle_replica.py` and `lone_batch.py` compute the ends of the rollouts of each replica.
 
 The folders are `costs` (seconds and bytes of every operation), `planner`, `studies` (sweeps and
 comparisons), `calibration`, `checkup` and `fidelity` (predictions against published measurements).

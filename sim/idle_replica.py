@@ -2,7 +2,8 @@
 
 If all of them join the batch in one pass and the KV cache has room for them until they end, then
 the batch only shrinks, and one sum over the rollouts in order of length gives all ends. Otherwise
-the replica's process is simulated. It needs no event queue, because its next event is the only one.
+`streamrl.sim.lone_batch` follows the batch. With the costs of a measured machine the replica's
+process is simulated. It needs no event queue, because its next event is the only one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from streamrl.engine.messages import Event, Generate, Generated
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.cpu_contention import Cores
+from streamrl.sim.lone_batch import LoneBatch
 from streamrl.sim.replica import Replica
 from streamrl.sim.world_interface import Disruptions, SimRollout
 
@@ -45,16 +47,23 @@ class IdleReplica:
         self._own = self.costs.of_kind(self.kind)
         self._config = self.run_file.rollout.kinds[self.kind]
         self._shares_prefixes = self.run_file.of_kind(self.kind).shares_prefixes
+        own = self._own
+        is_measured = own.rides_along or own.refill_passes > 0 or own.padded_share > 0
+        self._is_plain = not is_measured and own.tokens_per_pass == inf
 
     def ends(
         self, rollouts: Mapping[int, SimRollout], commands: Sequence[Generate]
     ) -> Sequence[End]:
         """Return the ends of the rollouts that a replica is told to generate."""
+        if not self._is_plain or any(command.prefix for command in commands):
+            return self.simulated_ends(rollouts, commands)
         drawn = [rollouts[command.rollout] for command in commands]
         prefill_time = self._prefill_time(drawn)
-        if prefill_time is None or any(command.prefix for command in commands):
-            return self.simulated_ends(rollouts, commands)
-        return list(self._drain(drawn, prefill_time))
+        if prefill_time is not None:
+            return list(self._drain(drawn, prefill_time))
+        queue = [rollouts[command.rollout] for command in sorted(commands, key=_in_queue)]
+        batch = LoneBatch(self._own, self._config, queue, shares_prefixes=self._shares_prefixes)
+        return [End(time, queue[place].length, queue[place].group) for time, place in batch.ends()]
 
     def simulated_ends(
         self, rollouts: Mapping[int, SimRollout], commands: Sequence[Generate]
@@ -76,12 +85,7 @@ class IdleReplica:
         tokens = sum(max(prompt, 1) for prompt in prompts) + num_rollouts - len(prompts)
         reserved = self._config.max_tokens if self._config.admission == "reserve" else 0
         held = sum(prompts) + sum(max(each.length, reserved) for each in drawn)
-        if (
-            num_rollouts > self._config.max_running
-            or tokens > self._own.tokens_per_pass
-            or held > self._own.kv_capacity
-            or self._own.padded_share
-        ):
+        if num_rollouts > self._config.max_running or held > self._own.kv_capacity:
             return None
         pairs = sum(prompt * prompt for prompt in prompts) / 2
         return self._own.prefill_time(tokens, pairs, 0, num_rollouts)
@@ -107,6 +111,10 @@ class IdleReplica:
 
 def _length(drawn: SimRollout) -> int:
     return drawn.length
+
+
+def _in_queue(command: Generate) -> tuple[int, int]:
+    return command.priority, command.rollout
 
 
 @dataclass

@@ -1,19 +1,21 @@
-"""When the rollouts of an idle replica end: by a sum over their lengths, and by the replica's process."""
+"""When the rollouts of an idle replica end: computed in short, and by the replica's process."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from streamrl.engine.messages import Generate
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.idle_replica import End, IdleReplica
+from streamrl.sim.idle_replica import IdleReplica
 from streamrl.sim.world_interface import SimRollout
 from tests.runs import small_run
 
-NUM_CASES = 150
+NUM_CASES = 300
+COSTS = Costs.load(small_run({"rollout.max_running": 64}))
 
 
 class Case:
@@ -40,33 +42,50 @@ class Case:
             "rollout.max_running": max(1, num + random.choice([-1, 0, 0, 5])),
             "rollout.shares_prefixes": shares_prefixes,
         }
-        run = small_run(changes)
         held = sum(prompts) * (1 if shares_prefixes else size)
         held += 900 * num if admission == "reserve" else tokens
-        least = 1600 if admission == "reserve" else 1 + 2 * 700 + longest
-        room = max(least, held + random.choice([-longest, -1, 0, 0, 1, 10**6]))
-        per_pass = random.choice([float("inf"), float("inf"), held // 2 + 1])
-        limits = {"kv_capacity": room, "tokens_per_pass": per_pass}
-        self.replica = IdleReplica(run, replace(Costs.load(run), **limits), 0)
+        least = max(prompts) + (900 if admission == "reserve" else longest) + 1
+        room = random.choice([random.randint(least, least + held), held - 1, held, held + 9**6])
+        costs = replace(COSTS, kv_capacity=max(least, room))
+        self.replica = IdleReplica(small_run(changes), costs, 0)
+
+    @property
+    def joins_at_once(self) -> bool:
+        """Whether no rollout waits for another one."""
+        return self.replica._prefill_time(list(self.rollouts.values())) is not None
 
 
 @pytest.mark.parametrize("shares_prefixes", [False, True])
 @pytest.mark.parametrize("admission", ["on-demand", "reserve"])
-def test_a_batch_that_only_shrinks_ends_as_the_process_says_to_the_last_bit(
+def test_ends_are_those_of_the_process_to_the_last_bit(
     admission: str, shares_prefixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random, simulated, summed = Random(admission), 0, 0
+    random, num_at_once = Random(admission), 0
     process = IdleReplica.simulated_ends
+    monkeypatch.delattr(IdleReplica, "simulated_ends")
     for _ in range(NUM_CASES):
         case = Case(random, admission, shares_prefixes=shares_prefixes)
         expected = sorted(process(case.replica, case.rollouts, case.commands))
         assert len(expected) == len(case.rollouts)
-        with monkeypatch.context() as patched:
-            patched.setattr(IdleReplica, "simulated_ends", lambda *arguments: [])
-            found = sorted(case.replica.ends(case.rollouts, case.commands))
-        summed, simulated = summed + bool(found), simulated + (not found)
-        assert found in (expected, list[End]())
-    assert min(summed, simulated) > NUM_CASES // 5, "both ways are used"
+        assert sorted(case.replica.ends(case.rollouts, case.commands)) == expected
+        num_at_once += case.joins_at_once
+    assert NUM_CASES // 5 < num_at_once < NUM_CASES * 4 // 5
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"rides_along": True}, {"refill_passes": 2}, {"padded_share": 0.5}, {"tokens_per_pass": 60}],
+    ids=str,
+)
+def test_replicas_of_a_measured_machine_are_simulated(limits: dict[str, Any]) -> None:
+    run = small_run({"rollout.max_running": 2})
+    plain = IdleReplica(run, COSTS, 0)
+    measured = IdleReplica(run, replace(COSTS, **limits), 0)
+    rollouts = {n: SimRollout(n, 40, 30 + 9 * n) for n in range(4)}
+    commands = [Generate(n, 0, n) for n in rollouts]
+    ends = sorted(measured.ends(rollouts, commands))
+    assert ends == sorted(measured.simulated_ends(rollouts, commands))
+    assert ends != sorted(plain.ends(rollouts, commands))
 
 
 def test_rollouts_that_already_have_tokens_are_simulated() -> None:
