@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.shared import sole_writer
 from streamrl.runfile.files import write_run
 from tests.command_line import streamrl
 from tests.test_plan import few
@@ -187,6 +188,26 @@ def test_a_path_that_is_the_current_directory_is_not_an_empty_one(
     monkeypatch.chdir(tmp_path)
     done = streamrl("simulate", EXAMPLE, "--output", ".", "--set", "rollout.replicas=")
     assert done.returncode == 2 and "rollout.replicas" in done.stderr
+
+
+def test_a_second_plan_into_one_directory_is_refused_while_the_first_writes(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("the first one's")
+    arguments = ["plan", "--model", "qwen2.5-7b", "--gpus", "8xH20", "--force", "-o", tmp_path]
+    with sole_writer(tmp_path):
+        done = streamrl(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"streamrl: {tmp_path} is in use by another command")
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / "plan.toml").read_text() == "the first one's"
+    with sole_writer(tmp_path):  # it ends with the command that holds it
+        assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
+
+
+def test_a_plan_that_fails_leaves_no_directory(tmp_path: Path) -> None:
+    no_room = ["--set", "plan.trainer_gpus=[1]", "--set", "model.name=qwen2.5-72b"]
+    done = streamrl("plan", EXAMPLE, *no_room, "-o", tmp_path / "new" / "plan")
+    assert done.returncode == 2 and "no trainer" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_ends_with_an_example_and_shows_options_in_groups() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +36,7 @@ from streamrl.cli.shared import (
     claim_directory,
     print_json,
     removing_partial,
+    sole_writer,
     stdout_console,
 )
 from streamrl.export.launch_file import find_arguments, launch_script
@@ -155,35 +156,38 @@ def plan(
         output = Path()
     source = _source_of(run_file, {**stated, "for": target})
     base = run_file.parent if run_file else Path()
-    earlier = None
-    if output is not None and number is not None and not force:
-        earlier = _earlier(digest_of(run), output)
-    if earlier is not None and number is not None:
-        planned = Planned(*take(run, earlier, number))
-    else:
-        if output is not None:
-            names = (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",)))
-            _claim(output, names, force=force)
-        if question is not None and not as_json:
-            print_first_answer(estimate(run), question, stated)
-            limit = format_duration(run.plan.time_limit)
-            typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
-        with _progress() as watch:
-            planned = make_plan(run, watch, shows_own=has_own)
-        if not as_json:
-            stdout_console().print(plan_report(planned.plan, intervals=intervals, details=details))
-        if output is not None:
+    with nullcontext() if output is None else sole_writer(output):
+        earlier = None
+        if output is not None and number is not None and not force:
+            earlier = _earlier(digest_of(run), output)
+        if earlier is not None and number is not None:
+            planned = Planned(*take(run, earlier, number))
+        else:
+            if output is not None:
+                names = (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",)))
+                _claim(output, names, force=force)
+            if question is not None and not as_json:
+                print_first_answer(estimate(run), question, stated)
+                limit = format_duration(run.plan.time_limit)
+                typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
+            with _progress() as watch:
+                planned = make_plan(run, watch, shows_own=has_own)
+            if not as_json:
+                stdout_console().print(
+                    plan_report(planned.plan, intervals=intervals, details=details)
+                )
+            if output is not None:
+                _write(planned, output, source, base)
+            if number is not None:
+                planned = Planned(*take(run, planned.plan, number))
+        if as_json:
+            print_json(planned.plan)
+        if output is not None and number is not None:
             _write(planned, output, source, base)
-        if number is not None:
-            planned = Planned(*take(run, planned.plan, number))
-    if as_json:
-        print_json(planned.plan)
-    if output is not None and number is not None:
-        _write(planned, output, source, base)
-    if not as_json:
-        _print_next(output, planned.plan, details=details)
-    if other is not None and output is not None:
-        _export(planned.run, other, output, as_json=as_json)
+        if not as_json:
+            _print_next(output, planned.plan, details=details)
+        if other is not None and output is not None:
+            _export(planned.run, other, output, as_json=as_json)
 
 
 def _source_of(run_file: Path | None, stated: Mapping[str, object]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,6 +86,40 @@ def claim_file(path: Path) -> None:
     """Raise `ValueError` if a result could not be written to a file. Called before any work; it leaves no file."""
     check_no_directory(path, "--output")
     claim_directory(path.parent)
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Make a directory for results, and let no other command write its results there meanwhile.
+
+    The lock is on the directory itself and ends with this process. A new directory is removed if
+    nothing was written. Where the file system has no locks, none is taken.
+
+    Raises:
+        ValueError: another command holds the directory, or nothing can be written there.
+    """
+    claim_directory(directory)
+    new = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            _lock(descriptor, directory)
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):  # it has results
+            for each in new:
+                each.rmdir()
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{directory} is in use by another command that writes there; wait for it, or name another directory with --output"
+        ) from None
 
 
 @contextmanager
