@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import simpy
 
-from streamrl.engine.engine import Engine
+from streamrl.engine.engine import Engine, Policy
 from streamrl.engine.invariants import check
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -107,6 +107,10 @@ def run_with_capacity(tokens: int, changes: dict[str, Any] | None = None) -> Run
 
 class CheckedEngine(Engine):
     """Checks the state's invariants after every event, and policies that ignored it."""
+
+    def __init__(self, state: State, policies: Sequence[Policy]) -> None:
+        super().__init__(state, policies)
+        self._policies = policies
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Handle `event`, then check."""

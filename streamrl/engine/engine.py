@@ -6,7 +6,7 @@ the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Protocol
 
@@ -49,10 +49,22 @@ class Engine:
 
     def __init__(self, state: State, policies: Sequence[Policy]) -> None:
         self.state = state
-        self._policies = policies
         self._everyone: list[Decider] = [
             (place, policy.decide) for place, policy in enumerate(policies, start=1)
         ]
+        self._attentive = {
+            kind: [
+                (decider, getattr(policy, "is_at_rest", _never))
+                for decider, policy in zip(self._everyone, policies, strict=True)
+                if kind not in getattr(policy, "ignores", ())
+            ]
+            for kind in FREQUENT
+        }
+        """By type of `FREQUENT`: the policies that do not ignore it, and whether each is at rest."""
+        self._instants: list[Callable[[State], float]] = [
+            policy.rests_until for policy in policies if hasattr(policy, "rests_until")
+        ]
+        """For each policy that waits for an instant, what returns it."""
         self._concerned: dict[type[Event], list[Decider]] = {}
         """By type of `FREQUENT`: the policies to ask, until more of the state changes."""
         self._rests_until = 0.0
@@ -126,11 +138,10 @@ class Engine:
             return self._everyone
         if self._has_changed:
             return self._everyone
-        self._rests_until = min(_find_instants(self._policies, self.state), default=inf)
+        state = self.state
+        self._rests_until = min([rests_until(state) for rests_until in self._instants], default=inf)
         found = self._concerned[kind] = [
-            decider
-            for decider, policy in zip(self._everyone, self._policies, strict=True)
-            if not _skips(policy, kind, self.state)
+            decider for decider, is_at_rest in self._attentive[kind] if not is_at_rest(state)
         ]
         return found
 
@@ -150,16 +161,6 @@ class Engine:
                 self._commit(decided, commands)
 
 
-def _find_instants(policies: Sequence[Policy], state: State) -> Iterator[float]:
-    """Yield the instants that policies wait for."""
-    for policy in policies:
-        if (rests_until := getattr(policy, "rests_until", None)) is not None:
-            yield rests_until(state)
-
-
-def _skips(policy: Policy, kind: type[Event], state: State) -> bool:
-    """Return whether a policy will have nothing to do after such events while nothing else happens."""
-    if kind in getattr(policy, "ignores", ()):
-        return True
-    is_at_rest: Callable[[State], bool] | None = getattr(policy, "is_at_rest", None)
-    return is_at_rest is not None and is_at_rest(state)
+def _never(state: State) -> bool:
+    """Return that a policy is not at rest."""
+    return False
