@@ -112,11 +112,6 @@ class KvCache:
     """Running rollouts by prefix; the first one of a group prefills the prompt for all."""
 
     @property
-    def room(self) -> int:
-        """Free tokens."""
-        return self.capacity - self.held
-
-    @property
     def use(self) -> float:
         """Share of the capacity that is in use."""
         return self.held / self.capacity
@@ -133,10 +128,6 @@ class KvCache:
         self._sharing[attempt.prefix] = siblings + 1
         self.num_rollouts += 1
         self.held += tokens
-
-    def grow(self, steps: int) -> None:
-        """Add one token per decode step for each rollout."""
-        self.held += steps * self.num_rollouts
 
     def leave(self, attempt: Attempt) -> None:
         """Free the tokens of a rollout, and the prompt if no other rollout shares it."""
@@ -401,8 +392,8 @@ class Replica:
 
     def _decode(self) -> Generator[simpy.Event, Any, None]:
         """Decode until a rollout finishes, the KV cache is full, or a command arrives."""
-        num_running = len(self._running)
-        room = self._cache.room // num_running
+        cache = self._cache
+        room = (cache.capacity - cache.held) // cache.num_rollouts
         if room < 1:
             self._preempt()
             return
@@ -424,9 +415,10 @@ class Replica:
 
     def _advance(self, steps: int) -> None:
         """Add a token to every running rollout for each of `steps` passes."""
+        num_tokens = steps * len(self._running)
         self._step += steps
-        self._context += steps * len(self._running)
-        self._cache.grow(steps)
+        self._context += num_tokens
+        self._cache.held += num_tokens
 
     def _time_of(self, steps: int) -> float:
         """Return the seconds of the next `steps` decode steps with the current batch."""
