@@ -47,22 +47,12 @@ def by_replica(replicas: Floats, rows: Floats) -> dict[int, Floats]:
     return {int(numbers[index]): own[index] for index in np.argsort(first)}
 
 
-class Sent(NamedTuple):
-    """A running attempt."""
-
-    command: Generate
-    at: float
-    """Instant of the command."""
-    prompt: int
-    """Tokens of its prompt."""
-
-
 class AttemptReader(MessageReader):
     """Pairs each `Generate` with the event that ends it, block by block."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, Sent] = {}
-        """By rollout."""
+        self._sent: dict[int, tuple[Generate, float, int]] = {}
+        """By rollout of a running attempt: its command, the instant of the command, and its prompt tokens."""
         self._ended: list[tuple[float, ...]] = []
         """The numbers of each attempt, in the order of `Attempts`."""
         self._prompts: dict[int, int] = {}
@@ -83,7 +73,7 @@ class AttemptReader(MessageReader):
 
     def sent_at(self) -> list[float]:
         """Return the instants of the commands of all running attempts."""
-        return [sent.at for sent in self._sent.values()]
+        return [sent_at for _, sent_at, _ in self._sent.values()]
 
     def take(self) -> Attempts:
         """Return the attempts that ended since the last call."""
@@ -100,12 +90,14 @@ class AttemptReader(MessageReader):
             self._end_unreported(rollout, now)
 
     def _draw(self, event: PromptsDrawn, _: float) -> None:
-        for drawn in event.groups:
-            self._groups[drawn.group] = drawn.rollouts
-            self._prompts.update(dict.fromkeys(drawn.rollouts, drawn.prompt_tokens))
+        self._groups.update({drawn.group: drawn.rollouts for drawn in event.groups})
+        self._prompts.update(
+            {rollout: drawn.prompt_tokens for drawn in event.groups for rollout in drawn.rollouts}
+        )
 
     def _begin(self, command: Generate, now: float) -> None:
-        self._sent[command.rollout] = Sent(command, now, self._prompts[command.rollout])
+        rollout = command.rollout
+        self._sent[rollout] = command, now, self._prompts[rollout]
 
     def _end_reported(self, event: Generated, now: float) -> None:
         rollout = event.rollout

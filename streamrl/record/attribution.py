@@ -46,7 +46,7 @@ from streamrl.hardware.operator_tables import Floats
 from streamrl.record.decode_efficiency import FullBatches, Parts, PartsReader, YieldSource
 from streamrl.record.interval_sums import IntervalSums
 from streamrl.record.message_reader import Handlers, MessageReader
-from streamrl.record.state_counts import ChangeReader, Counts
+from streamrl.record.state_counts import OF_ROLLOUTS, ChangeReader, Counts
 from streamrl.record.timeline import Timeline, TimelineReader
 from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
@@ -122,6 +122,8 @@ class AttributionReader(MessageReader):
         """GPU-seconds of each side by activity or cause."""
         self._here: dict[tuple[str, str], float] = defaultdict(float)
         """GPU-seconds of the current slot, by side and by activity or cause."""
+        self._known: dict[tuple[bool, ...], SharesByKey] = {}
+        """By the rollouts that trainers lack: the shares of GPUs, while all other counts are the same."""
         self._counts = Counts(run.rollout.num_kinds, run.num_trainers)
         self._swept_until = 0.0
         self._slot = 0
@@ -199,6 +201,8 @@ class AttributionReader(MessageReader):
             if change.time > self._swept_until:
                 self._go_on(change.time)
             counts.enter(change)
+            if change.what not in OF_ROLLOUTS:
+                self._known.clear()
         self._go_on(timeline.end)
 
     def _go_on(self, time: float) -> None:
@@ -214,8 +218,14 @@ class AttributionReader(MessageReader):
         lasted = time - self._swept_until
         if lasted <= 0:
             return
-        for side, activity, num_gpus in self._shares_now():
-            self._here[side, activity] += num_gpus * lasted
+        lacks = self._counts.lacks()
+        shares = self._known.get(lacks)
+        if shares is None:
+            shares = self._known[lacks] = [
+                ((side, what), num) for side, what, num in self._shares_now()
+            ]
+        for key, num_gpus in shares:
+            self._here[key] += num_gpus * lasted
         self._swept_until = time
 
     def _shares_now(self) -> Shares:
@@ -259,6 +269,8 @@ def _shares(by_activity: dict[str, float], parts: Parts) -> Attribution:
 
 Shares: TypeAlias = Iterator[tuple[str, str, int]]
 """Side, activity or cause, and number of GPUs."""
+SharesByKey: TypeAlias = list[tuple[tuple[str, str], int]]
+"""The same, with side and activity or cause as a key."""
 
 
 def _shared_shares(

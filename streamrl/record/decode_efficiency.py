@@ -224,10 +224,10 @@ def lost_of(
             they are taken from `decoding`, which must then be that of the whole run.
     """
     if full.curves:
-        shares = {
-            replica: _share_by(full.curves[kinds.get(replica, 0)], each, full.siblings)
-            for replica, each in decoding.items()
-        }
+        shares: dict[int, Floats] = {}
+        for kind, curve in enumerate(full.curves):
+            own = {r: each for r, each in decoding.items() if kinds.get(r, 0) == kind}
+            shares |= _shares_by(curve, own, full.siblings)
         return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
     if rates is None:
         rates = observed_rates(decoding, full.rollouts, kinds)
@@ -254,6 +254,18 @@ def observed_rates(
 
 def _lost(decoding: Decoding, share: Floats) -> Lost:
     return Lost(decoding.start, decoding.end, share)
+
+
+def _shares_by(
+    curve: DecodeYield, decoding: Mapping[int, Decoding], siblings: int
+) -> dict[int, Floats]:
+    """Return the underfilled shares of replicas of one kind from their decode curve."""
+    if not decoding:
+        return {}
+    together = Decoding(*map(np.concatenate, zip(*decoding.values(), strict=True)))
+    ends = np.cumsum([len(each.start) for each in decoding.values()])
+    shares = np.split(_share_by(curve, together, siblings), ends[:-1])
+    return dict(zip(decoding, shares, strict=True))
 
 
 def _share_by(curve: DecodeYield, decoding: Decoding, siblings: int) -> Floats:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -207,10 +208,12 @@ class TrainerAccount:
         """Number of rollouts that the trainer trained on or dropped."""
         return self.num_trained + sum(self.dropped.values())
 
-    def draw(self, drawn: DrawnGroup) -> None:
-        """Record a drawn group; it is open unless the trainer has already trained on it."""
-        if self.is_there and drawn.group not in self.done_before:
-            self.open[drawn.group] = drawn.rollouts
+    def draw(self, groups: dict[int, tuple[int, ...]]) -> None:
+        """Record drawn groups; each is open unless the trainer has already trained on it."""
+        if self.is_there:
+            self.open.update(groups)
+            for group in self.done_before.intersection(groups):
+                del self.open[group]
 
     def train(self, rollouts: tuple[int, ...]) -> None:
         """Record that the trainer accumulated the gradient of rollouts."""
@@ -289,6 +292,9 @@ class Draws:
     def pass_to(self, group: int) -> str:
         """Record that a group was drawn; return the fault in the draw order, or an empty text."""
         expected = self.next
+        if group == expected and not self.done_ahead:
+            self.next += 1
+            return ""
         while expected in self.done_ahead:
             expected += 1
         self.next = max(self.next, group + 1)
@@ -474,12 +480,13 @@ class LedgerReader(MessageReader):
     # Rollouts -------------------------------------------------------------------------------------
 
     def _see_drawn(self, event: PromptsDrawn, _: float) -> None:
+        groups = {drawn.group: drawn.rollouts for drawn in event.groups}
+        for account in self._trainers:
+            account.draw(groups)
+        self._oldest.update(dict.fromkeys(chain.from_iterable(groups.values()), NO_TOKEN))
         for drawn in event.groups:
             if fault := self._draws.pass_to(drawn.group):
                 self._faults.add(fault)
-            for account in self._trainers:
-                account.draw(drawn)
-            self._oldest.update(dict.fromkeys(drawn.rollouts, NO_TOKEN))
             if drawn.kept:
                 self._see_kept(drawn)
 

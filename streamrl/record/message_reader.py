@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from streamrl.engine.messages import Command, Event, Message
 from streamrl.engine.trace import Entry
@@ -18,6 +18,8 @@ Handler: TypeAlias = Callable[[Any, float], None]
 """Called with a message, and the instant of its entry in seconds."""
 Handlers: TypeAlias = Mapping[type[Message] | type[Entry], Handler]
 """Handler of each type of message. A handler of `Entry` is called with each entry, after its messages."""
+TYPES = (*get_args(Event), *get_args(Command), Entry)
+"""All types that may have handlers."""
 
 
 class MessageReader(ABC):
@@ -43,17 +45,17 @@ class MessageReader(ABC):
 
 def pass_on(entries: Iterable[AnyEntry], readers: Iterable[Handlers]) -> None:
     """Call all handlers of each event and then of each of its commands, in the order of the readers."""
-    by_type: dict[type, tuple[Handler, ...]] = {}
+    by_type: dict[type, tuple[Handler, ...]] = dict.fromkeys(TYPES, ())
     for handlers in readers:
         for kind, handle in handlers.items():
-            by_type[kind] = (*by_type.get(kind, ()), handle)
-    handlers_of, at_end = by_type.get, by_type.get(Entry, ())
+            by_type[kind] = (*by_type[kind], handle)
+    at_end = by_type[Entry]
     for entry in entries:
         time, event, commands = entry
-        for handle in handlers_of(type(event), ()):
+        for handle in by_type[type(event)]:
             handle(event, time)
         for command in commands:
-            for handle in handlers_of(type(command), ()):
+            for handle in by_type[type(command)]:
                 handle(command, time)
         for handle in at_end:
             handle(entry, time)

@@ -12,7 +12,8 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 from streamrl.engine.entities import kept_of
 from streamrl.engine.messages import (
@@ -101,71 +102,7 @@ class StepHistory:
         return gone
 
 
-class OpenRollouts:
-    """The rollouts that some trainer may still train on, or that a replica still runs, as columns."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, int] = {}
-        """By rollout: its output tokens so far. Every open rollout is here."""
-        self.born: dict[int, int] = {}
-        """By rollout that has a token: the version that it started under."""
-        self.rewards: dict[int, float] = {}
-
-    def draw(self, drawn: DrawnGroup) -> None:
-        """Add the rollouts of a group, with the tokens that they kept from before a resume."""
-        self.tokens.update(dict.fromkeys(drawn.rollouts, 0))
-        if drawn.kept:
-            for rollout, tokens, version in kept_of(drawn):
-                self.tokens[rollout], self.born[rollout] = tokens, version
-
-    def end_attempt(self, event: Generated) -> int:
-        """Record the tokens of an attempt; return how many of them are new."""
-        rollout, tokens = event.rollout, event.tokens
-        new = tokens - self.tokens[rollout]
-        self.tokens[rollout] = tokens
-        if new and rollout not in self.born:
-            self.born[rollout] = event.version
-        return new
-
-    def reward(self, event: Verified) -> None:
-        """Record a reward, unless the rollout was forgotten."""
-        if event.rollout in self.tokens:
-            self.rewards[event.rollout] = event.reward
-
-    def forget(self, rollout: int) -> None:
-        """Remove a rollout."""
-        del self.tokens[rollout]
-        self.born.pop(rollout, None)
-        self.rewards.pop(rollout, None)
-
-    def sum_up(self, coming: Iterable[tuple[tuple[int, ...], int]]) -> StepContents:
-        """Return the sums over the rollouts of a step; see `TrainerFlow`.
-
-        Raises:
-            KeyError: a rollout was never drawn, or has no token or no reward.
-        """
-        behind, tokens = Counter[int](), 0
-        rewards: list[float] = []
-        for rollouts, newest in coming:
-            for born, num in Counter(map(self.born.__getitem__, rollouts)).items():
-                behind[max(0, newest - born)] += num  # a rolled-back version may be newer
-            tokens += sum(map(self.tokens.__getitem__, rollouts))
-            rewards += map(self.rewards.__getitem__, rollouts)
-        reward = sum(rewards) / len(rewards) if rewards else 0.0
-        return StepContents(len(rewards), tokens, reward, dict(behind))
-
-
-@dataclass(slots=True)
-class OpenGroup:
-    """A group that some trainer has neither trained on nor dropped."""
-
-    drawn_for: int
-    """The step for which it was drawn."""
-    num_trainers: int
-    """Number of these trainers."""
-
-
-RolloutsByGroup: TypeAlias = Iterable[tuple[int, tuple[int, ...]]]
+RolloutsByGroup: TypeAlias = dict[int, tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -178,7 +115,7 @@ class TrainerFlow:
 
     has_joined: bool = True
     """False for a trainer that joins later, until it joins."""
-    _coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     """Rollouts of the next step, and the version of the primary trainer when it trained on them.
     """
     _groups: tuple[int, ...] = ()
@@ -186,7 +123,7 @@ class TrainerFlow:
     _first_version: int = 0
     _saved: int = 0
     """Steps at the last checkpoint."""
-    _open: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _open: RolloutsByGroup = field(default_factory=dict)
     """Rollouts of groups that it has neither trained on nor dropped."""
 
     @property
@@ -210,27 +147,27 @@ class TrainerFlow:
         """Set the version with which the trainer starts."""
         self._first_version = version
 
-    def see_drawn(self, drawn: DrawnGroup) -> None:
-        """Record a drawn group."""
+    def see_drawn(self, groups: RolloutsByGroup) -> None:
+        """Record drawn groups."""
         if self.has_joined:
-            self._open[drawn.group] = drawn.rollouts
+            self._open.update(groups)
         else:
-            self.lost[ABSENT] += len(drawn.rollouts)
+            self.lost[ABSENT] += sum(map(len, groups.values()))
 
     def train(self, rollouts: tuple[int, ...], newest: int) -> None:
         """Record that rollouts are trained on, while the newest version of the primary trainer is `newest`."""
-        self._coming.append((rollouts, newest))
+        self.coming.append((rollouts, newest))
 
     def begin_step(self, groups: tuple[int, ...]) -> None:
         """Record the groups of the step that begins."""
         self._groups = groups
 
-    def end_step(self, time: float, known: OpenRollouts) -> list[tuple[int, tuple[int, ...]]]:
-        """Record that the step ended; return the rollouts by group that the trainer is done with."""
-        self.made.append(time, known.sum_up(self._coming))
-        self._coming = []
-        groups = [(group, self._open.pop(group, ())) for group in self._groups]
-        return [(group, rollouts) for group, rollouts in groups if rollouts]
+    def end_step(self, time: float, made: StepContents) -> RolloutsByGroup:
+        """Record that the step ended; return the groups that the trainer is done with."""
+        self.made.append(time, made)
+        self.coming = []
+        still_open = self._open
+        return {group: still_open.pop(group) for group in self._groups if group in still_open}
 
     def save(self, version: int) -> None:
         """Record that the trainer's checkpoint of `version` is on disk."""
@@ -245,9 +182,9 @@ class TrainerFlow:
         if rollouts:
             self.lost[reason] += len(rollouts)
             gone = set(rollouts)
-            self._coming = [
+            self.coming = [
                 (tuple(r for r in trained if r not in gone), newest)
-                for trained, newest in self._coming
+                for trained, newest in self.coming
             ]
         return rollouts
 
@@ -256,7 +193,7 @@ class TrainerFlow:
         taken_back = self.made.cut(self._saved)
         if taken_back.num_rollouts:
             self.lost[ROLLED_BACK] += taken_back.num_rollouts
-        self._coming = []
+        self.coming = []
         return taken_back.num_tokens
 
 
@@ -268,12 +205,19 @@ class Flow(MessageReader):
         self.trainers = [TrainerFlow(has_joined=n not in joined) for n in range(num_trainers)]
         self.selection = Selection()
         """Trained rollouts compared with generated ones."""
-        self._rollouts = OpenRollouts()
-        self._groups: dict[int, OpenGroup] = {}
+        self._tokens: dict[int, int] = {}
+        """Output tokens of each rollout that some trainer may still train on, or that a replica runs."""
+        self._born: dict[int, int] = {}
+        """By rollout with a token: the version that it started under."""
+        self._rewards: dict[int, float] = {}
         self._running: set[int] = set()
         """Rollouts that a replica runs."""
         self._unwanted: set[int] = set()
         """Running rollouts that no trainer needs any more."""
+        self._drawn_for: dict[int, int] = {}
+        """By group that some trainer has neither trained on nor dropped: the step for which it was drawn."""
+        self._num_trainers: dict[int, int] = {}
+        """Number of these trainers of each group."""
         self._lost_in: dict[int, tuple[int, str]] = {}
         """By open rollout that the primary trainer lost: the slot of that instant, and why."""
         self._newest = 0
@@ -296,7 +240,7 @@ class Flow(MessageReader):
         """Yield the handler of each type of message that changes a rollout or a step."""
         yield {
             Generated: self._end_attempt,
-            Verified: lambda event, _: self._rollouts.reward(event),
+            Verified: self._end_verify,
             Stepped: self._end_step,
             PromptsDrawn: self._draw,
             CheckpointSaved: lambda event, _: self.trainers[event.trainer].save(event.version),
@@ -306,7 +250,7 @@ class Flow(MessageReader):
             TrainerStopped: lambda event, _: self.trainers[event.trainer].fall_back(),
             TrainerLost: self._lose_trainer,
             Failed: self._fail,
-            Generate: lambda command, _: self._running.add(command.rollout),
+            Generate: self._begin_attempt,
             Train: self._train,
             Step: lambda step, _: self.trainers[step.trainer].begin_step(step.groups),
             Skip: self._skip,
@@ -339,42 +283,76 @@ class Flow(MessageReader):
         self.trainers[command.trainer].train(command.rollouts, self._newest)
 
     def _end_step(self, event: Stepped, time: float) -> None:
-        done = self.trainers[event.trainer].end_step(time, self._rollouts)
+        trainer = self.trainers[event.trainer]
+        done = trainer.end_step(time, self._sum_up(trainer.coming))
         if event.trainer == LEADER:
             self._newest = event.version
             self._select(event.version, done)
             self._lost.marks.append(time)
         self._finish(done)
 
+    def _sum_up(self, coming: Iterable[tuple[tuple[int, ...], int]]) -> StepContents:
+        """Return the sums over the rollouts of a step.
+
+        Raises:
+            KeyError: a rollout was never drawn, or has no token or no reward.
+        """
+        behind, tokens = Counter[int](), 0
+        rewards: list[float] = []
+        for rollouts, newest in coming:
+            for born, num in Counter(map(self._born.__getitem__, rollouts)).items():
+                behind[max(0, newest - born)] += num  # a rolled-back version may be newer
+            tokens += sum(map(self._tokens.__getitem__, rollouts))
+            rewards += map(self._rewards.__getitem__, rollouts)
+        reward = sum(rewards) / len(rewards) if rewards else 0.0
+        return StepContents(len(rewards), tokens, reward, dict(behind))
+
     def _select(self, version: int, done: RolloutsByGroup) -> None:
         """Record the rollouts of a step of the primary trainer, by the step for which they were drawn."""
-        known_tokens, known_rewards = self._rollouts.tokens, self._rollouts.rewards
-        sums: dict[int, tuple[int, int, float]] = {}
-        for group, rollouts in done:
-            drawn_for = self._groups[group].drawn_for
-            num, tokens, reward = sums.get(drawn_for, (0, 0, 0.0))
-            for rollout in rollouts:
-                tokens += known_tokens[rollout]
-                reward += known_rewards[rollout]
-            sums[drawn_for] = num + len(rollouts), tokens, reward
-        for drawn_for, of_step in sums.items():
-            self.selection.train(version, drawn_for, *of_step)
+        by_step: dict[int, list[int]] = {}
+        for group, rollouts in done.items():
+            by_step.setdefault(self._drawn_for[group], []).extend(rollouts)
+        for drawn_for, own in by_step.items():
+            tokens, rewards = sum(map(self._tokens.__getitem__, own)), 0.0
+            for reward in map(self._rewards.__getitem__, own):
+                rewards += reward
+            self.selection.train(version, drawn_for, len(own), tokens, rewards)
 
     # Rollouts -------------------------------------------------------------------------------------
 
     def _draw(self, event: PromptsDrawn, _: float) -> None:
+        groups = {drawn.group: drawn.rollouts for drawn in event.groups}
+        for trainer in self.trainers:
+            trainer.see_drawn(groups)
         num_joined = sum(trainer.has_joined for trainer in self.trainers)
+        self._drawn_for.update(dict.fromkeys(groups, event.step))
+        self._num_trainers.update(dict.fromkeys(groups, num_joined))
+        self._tokens.update(dict.fromkeys(chain.from_iterable(groups.values()), 0))
         for drawn in event.groups:
-            for trainer in self.trainers:
-                trainer.see_drawn(drawn)
-            self._rollouts.draw(drawn)
-            self._groups[drawn.group] = OpenGroup(event.step, num_joined)
+            if drawn.kept:
+                self._keep(drawn)
+
+    def _keep(self, drawn: DrawnGroup) -> None:
+        """Record the tokens that rollouts kept from before a resume."""
+        for rollout, tokens, version in kept_of(drawn):
+            self._tokens[rollout], self._born[rollout] = tokens, version
+
+    def _begin_attempt(self, command: Generate, _: float) -> None:
+        self._running.add(command.rollout)
 
     def _end_attempt(self, event: Generated, _: float) -> None:
-        new = self._rollouts.end_attempt(event)
-        if event.rollout in self._lost_in:
-            self._lose(*self._lost_in[event.rollout], new)
-        self._stop(event.rollout)
+        rollout, tokens = event.rollout, event.tokens
+        new = tokens - self._tokens[rollout]
+        self._tokens[rollout] = tokens
+        if new and rollout not in self._born:
+            self._born[rollout] = event.version
+        if rollout in self._lost_in:
+            self._lose(*self._lost_in[rollout], new)
+        self._stop(rollout)
+
+    def _end_verify(self, event: Verified, _: float) -> None:
+        if event.rollout in self._tokens:  # else no trainer needs it
+            self._rewards[event.rollout] = event.reward
 
     def _fail(self, event: Failed, _: float) -> None:
         if isinstance(event.command, Generate):
@@ -384,7 +362,7 @@ class Flow(MessageReader):
         self._running.discard(rollout)
         if rollout in self._unwanted:
             self._unwanted.remove(rollout)
-            self._forget(rollout)
+            self._forget([rollout])
 
     def _skip(self, command: Skip, time: float) -> None:
         self._leave_out(command.group, command.trainer, command.reason, time)
@@ -398,31 +376,30 @@ class Flow(MessageReader):
         if not rollouts:
             return
         if trainer == LEADER:
-            drawn_for, slot = self._groups[group].drawn_for, self._lost.slot_of(time)
+            drawn_for, slot = self._drawn_for[group], self._lost.slot_of(time)
             for rollout in rollouts:
-                tokens, reward = self._rollouts.tokens[rollout], self._rollouts.rewards.get(rollout)
+                tokens, reward = self._tokens[rollout], self._rewards.get(rollout)
                 self._lost_in[rollout] = slot, reason
                 self._lose(slot, reason, tokens)
                 self.selection.leave_out(drawn_for, reason, tokens, reward)
-        self._finish([(group, rollouts)])
+        self._finish({group: rollouts})
 
     def _finish(self, done: RolloutsByGroup) -> None:
         """Record that a trainer is done with groups; forget rollouts that no trainer needs and no replica runs."""
-        for group, rollouts in done:
-            open_group = self._groups[group]
-            open_group.num_trainers -= 1
-            if open_group.num_trainers:
-                continue
-            del self._groups[group]
-            for rollout in rollouts:
-                if rollout in self._running:
-                    self._unwanted.add(rollout)
-                else:
-                    self._forget(rollout)
+        running, num_trainers, gone = self._running, self._num_trainers, list[int]()
+        for group, rollouts in done.items():
+            num_trainers[group] -= 1
+            if not num_trainers[group]:
+                del num_trainers[group], self._drawn_for[group]
+                gone += rollouts
+        self._unwanted.update(running.intersection(gone))
+        self._forget([rollout for rollout in gone if rollout not in running])
 
-    def _forget(self, rollout: int) -> None:
-        self._rollouts.forget(rollout)
-        self._lost_in.pop(rollout, None)
+    def _forget(self, rollouts: Iterable[int]) -> None:
+        columns: list[dict[int, Any]] = [self._tokens, self._born, self._rewards, self._lost_in]
+        for column in filter(None, columns):
+            for rollout in rollouts:
+                column.pop(rollout, None)
 
     def _lose(self, slot: int, reason: str, tokens: int) -> None:
         if tokens:

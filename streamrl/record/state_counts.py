@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -71,6 +72,14 @@ class Counts:
         counts[change.what] += change.by
         if change.kind is not None:
             self.kinds[change.kind][change.what] += change.by
+
+    def lacks(self) -> tuple[bool, ...]:
+        """Return for each trainer and each of `OF_ROLLOUTS` whether there are such rollouts."""
+        return tuple([own[what] > 0 for own in self.trainers for what in OF_ROLLOUTS])
+
+
+OF_ROLLOUTS = "waiting", "ungenerated", "unverified"
+"""Counts of the rollouts of a trainer. They change most often."""
 
 
 class ChangeReader(MessageReader):
@@ -253,13 +262,12 @@ class _RolloutChanges(_Source):
         """Rollouts of each group."""
         self._taken: dict[int, None] = {}
         """Groups of the next step."""
-        self._coming, self._other = [0] * 4, [0] * 4
-        """Rollouts of these groups by stage, and those of all other groups."""
-        self._stage: dict[int, int] = {}
-        self._counts: dict[int, list[int]] = {}
-        """By rollout: the counts to which it belongs."""
-        self._last = dict.fromkeys(("waiting", "ungenerated", "unverified"), 0)
-        """The counts at the last entry."""
+        self._places: dict[int, int] = {}
+        """By rollout: its stage, plus `TAKEN` if its group is in the next step."""
+        self._counts = [0] * 2 * TAKEN
+        """Rollouts by place."""
+        self._last = 0, 0, 0
+        """The counts `OF_ROLLOUTS` at the last entry."""
 
     def handlers(self) -> Iterator[Handlers]:
         yield {
@@ -279,36 +287,31 @@ class _RolloutChanges(_Source):
             Entry: self._end_entry,
         }
 
-    def _end_entry(self, _: Entry, time: float) -> None:
+    def _end_entry(self, _entry: Entry, time: float) -> None:
         """Record the changes of the counts by all messages of an entry together."""
-        waiting, generating, unverified, _ready = self._coming
-        other, last = self._other, self._last
-        ungenerated = waiting + generating
-        waiting += other[WAITING]
+        waiting, generating, unverified, _, own_waiting, own_generating, lacks_reward, _ = (
+            self._counts
+        )
+        lacks_output = own_waiting + own_generating
         if len(self._taken) < self._prompts_per_step:
-            ungenerated += other[WAITING] + other[GENERATING]
-            unverified += other[UNVERIFIED]
-        if waiting != last["waiting"]:
-            self._change("waiting", waiting, time)
-        if ungenerated != last["ungenerated"]:
-            self._change("ungenerated", ungenerated, time)
-        if unverified != last["unverified"]:
-            self._change("unverified", unverified, time)
-
-    def _change(self, name: str, count: int, time: float) -> None:
-        self.changes.append(CountChange(time, name, count - self._last[name], self._trainer))
-        self._last[name] = count
+            lacks_output += waiting + generating
+            lacks_reward += unverified
+        found = waiting + own_waiting, lacks_output, lacks_reward
+        if found != self._last:
+            for name, count, before in zip(OF_ROLLOUTS, found, self._last, strict=True):
+                if count != before:
+                    self.changes.append(CountChange(time, name, count - before, self._trainer))
+            self._last = found
 
     # Rollouts -------------------------------------------------------------------------------------
 
     def _draw(self, event: PromptsDrawn, _: float) -> None:
-        if not self._has_joined:
-            return
-        for drawn in event.groups:
-            self._groups[drawn.group] = drawn.rollouts
-            self._stage.update(dict.fromkeys(drawn.rollouts, WAITING))
-            self._counts.update(dict.fromkeys(drawn.rollouts, self._other))
-            self._other[WAITING] += len(drawn.rollouts)
+        if self._has_joined:
+            drawn = {group.group: group.rollouts for group in event.groups}
+            rollouts = [*chain.from_iterable(drawn.values())]
+            self._groups.update(drawn)
+            self._places.update(dict.fromkeys(rollouts, WAITING))
+            self._counts[WAITING] += len(rollouts)
 
     def _send(self, command: Generate, _: float) -> None:
         self._move(command.rollout, GENERATING)
@@ -324,32 +327,34 @@ class _RolloutChanges(_Source):
             self._move(event.command.rollout, WAITING)
 
     def _move(self, rollout: int, stage: int) -> None:
-        counts = self._counts.get(rollout)
-        if counts is not None:  # else its group was dropped
-            counts[self._stage[rollout]] -= 1
-            counts[stage] += 1
-            self._stage[rollout] = stage
+        before = self._places.get(rollout)
+        if before is not None:  # else its group was dropped
+            place = stage + TAKEN if before >= TAKEN else stage
+            self._places[rollout] = place
+            self._counts[before] -= 1
+            self._counts[place] += 1
 
     # Groups ---------------------------------------------------------------------------------------
 
     def _take(self, command: Take, _: float) -> None:
         if command.trainer == self._trainer:
             self._taken[command.group] = None
-            self._count_in(self._coming, self._groups[command.group])
-
-    def _count_in(self, counts: list[int], rollouts: tuple[int, ...]) -> None:
-        """Move rollouts to other counts."""
-        for rollout in rollouts:
-            stage = self._stage[rollout]
-            self._counts[rollout][stage] -= 1
-            self._counts[rollout] = counts
-            counts[stage] += 1
+            self._shift(command.group, TAKEN)
 
     def _give_back(self) -> None:
         """Return the groups of the next step to the other groups, because the trainer is lost."""
         for group in self._taken:
-            self._count_in(self._other, self._groups[group])
+            self._shift(group, -TAKEN)
         self._taken.clear()
+
+    def _shift(self, group: int, by: int) -> None:
+        """Change the places of all rollouts of a group."""
+        counts, places = self._counts, self._places
+        for rollout in self._groups[group]:
+            before = places[rollout]
+            places[rollout] = before + by
+            counts[before] -= 1
+            counts[before + by] += 1
 
     def _skip(self, command: Skip, _: float) -> None:
         if command.trainer == self._trainer:
@@ -367,7 +372,7 @@ class _RolloutChanges(_Source):
         """Remove a group, unless it was trained on, or skipped, before it was dropped."""
         self._taken.pop(group, None)
         for rollout in self._groups.pop(group, ()):
-            self._counts.pop(rollout)[self._stage.pop(rollout)] -= 1
+            self._counts[self._places.pop(rollout)] -= 1
 
     # The trainer ----------------------------------------------------------------------------------
 
@@ -396,5 +401,5 @@ class _RolloutChanges(_Source):
         self._is_away = is_away
 
 
-WAITING, GENERATING, UNVERIFIED, READY = range(4)
-"""Stages of a rollout."""
+WAITING, GENERATING, UNVERIFIED, READY, TAKEN = range(5)
+"""Stages of a rollout, and the number of stages."""
