@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace as replace_fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from streamrl.record.charges import PaidGpus
+from streamrl.record.metrics import bands_of_speed
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import whole_time, with_bill
+from streamrl.report.page.page import make_page, read_report
+from streamrl.report.plan_report import head_lines
+from streamrl.report.run_tables import time_text
+from streamrl.runfile.files import write_run
+from streamrl.runfile.formatting import long_time
 from streamrl.sim.planner.alternatives import find_on_partial_nodes
+from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.options import Options
+from streamrl.sim.planner.plan import write_plan
+from streamrl.sim.planner.plan_description import objective_band
 from streamrl.sim.planner.planner import FASTEST_MIXED, _look_for_fastest, _Progress
 from streamrl.sim.planner.race import MAY_BE_CHANCE, Race, Simulated, ratios_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.trial import Unfinished
 from tests.test_mixed_fleets import ONE_TRAINER
 from tests.test_mixed_fleets import offer as mixed_offer
-from tests.test_plan import SMALL, Here, few
+from tests.test_plan import SMALL, Here, few, planned
 
 
 def searched(changes: dict[str, Any] | None = None, **plan: Any) -> Search:
@@ -228,3 +238,59 @@ def test_a_reason_says_where_chance_alone_decides_by_the_tolerance() -> None:
         race, index = raced_at(dearer, is_noisy=is_noisy)
         assert race.is_near_tolerance(index) == is_near, (dearer, is_noisy)
         assert race.just_above_tolerance() == ([index] if is_near and dearer > 1.1 else [])
+
+
+# Bands and limits ---------------------------------------------------------------------------------
+
+
+def test_the_band_of_an_objective_has_the_wait_and_the_bill_at_both_of_its_ends() -> None:
+    """Within a minimum term only the wait grows with the steps."""
+    term = {f"cluster.pools.{pool}.minimum_term": "100 h" for pool in ("h20", "h800")}
+    search = searched(term, value_of_hour=3600.0, objective="cost-per-step")
+    index = search.ranking()[0]
+    speed = search.speeds[index]
+    error = estimated_error(search, index)
+    step = bands_of_speed(speed, error).step_time_band
+    bill = 100 * 3600 * float(search.space.prices[index]) / search.space.run.algorithm.steps
+    band = objective_band(search, index, [speed])
+    assert (band.low, band.high) == pytest.approx((bill + step.low, bill + step.high))
+    longer = scaled(speed, 1.5)
+    both = objective_band(search, index, [speed, longer])
+    assert both.low == band.low and both.high == pytest.approx(bill + 1.5 * step.high)
+
+
+def test_limits_that_the_high_end_of_a_band_exceeds_are_named_in_one_line(tmp_path: Path) -> None:
+    whole = planned(few(SMALL)).plan.whole_run
+    assert whole is not None and whole.wall_time_band is not None
+    deadline = (whole.wall_time + whole.wall_time_band.high) / 2
+    run = few(SMALL, deadline=f"{deadline} s", budget=1e6)
+    made = planned(run)
+    assert made.plan.at_worst.startswith("at the high end of its band it takes ")
+    assert "(plan.deadline " in made.plan.at_worst and "budget" not in made.plan.at_worst
+    assert made.plan.at_worst in head_lines(made.plan)
+    assert planned(few(SMALL)).plan.at_worst == ""
+    write_plan(made.plan, tmp_path)
+    write_run(made.run, tmp_path / "plan.toml")
+    page = make_page(read_report([tmp_path]))
+    assert made.plan.at_worst[1:] in page.answer
+
+
+# Time ---------------------------------------------------------------------------------------------
+
+
+def test_every_time_of_a_whole_run_is_that_until_its_end() -> None:
+    billing = {"setup_time": "2 h", "failed_share": 0.5}
+    plan = planned(few({**SMALL, "cluster.billing": billing})).plan
+    whole = plan.whole_run
+    assert whole is not None and whole.wall_time == pytest.approx(7200 + 1.5 * whole.seconds)
+    assert whole.wall_time_band is not None and whole.seconds_band is not None
+    assert whole.wall_time_band.high == pytest.approx(7200 + 1.5 * whole.seconds_band.high)
+    assert long_time(whole.wall_time) in time_text(whole)
+    assert plan.to_frame()["hours"][0] == pytest.approx(whole.wall_time / 3600)
+    for option in plan.options:
+        ratio = option.whole_run.wall_time / whole.wall_time
+        assert option.time_ratio == pytest.approx(ratio, rel=0.02)
+    assert plan.what_if is not None
+    lengths, cap, links = plan.what_if.unchanged
+    hours = plan.what_if.plans[0].hours[lengths][cap][links]
+    assert hours == pytest.approx(whole.wall_time / 3600, rel=1e-3)

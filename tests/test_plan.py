@@ -366,7 +366,7 @@ def test_an_option_is_taken_from_a_plan_without_planning_again(
     simulated = json.loads(streamrl("simulate", tmp_path / "plan.toml", "--json").stdout)
     assert simulated["cost_per_step"] == option.choice.cost_per_step
     first_step, *_ = make_page(read_report([tmp_path])).steps
-    assert first_step.text.startswith(f"plan.toml holds option B, {', '.join(option.labels)}: ")
+    assert first_step.text.startswith(f"plan.toml holds option 2, {', '.join(option.labels)}: ")
     streamrl("plan", written, *few_plans, "--take", 1)
     assert load_run(tmp_path / "plan.toml") == first
     other = streamrl("plan", written, "-o", tmp_path, "--take", 2)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from streamrl.hardware.profiles import price_of
 from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.record.band import Band, ModelError, band_of, ends_of
-from streamrl.record.billing import BILLING_KEYS, bill_of, uncounted
+from streamrl.record.billing import BILLING_KEYS, bill_of, rented_time, uncounted
 from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import steps_for_one, whole_time
 from streamrl.runfile.cluster_config import PoolConfig
@@ -200,7 +200,7 @@ class EstimatedPlan(NamedTuple):
     choice: str
     """One line with the GPUs that generate and train."""
     seconds: float
-    """Seconds of the whole run."""
+    """Wall time of the whole run, with set-up and failed attempts."""
     dollars: float
     """Dollars of the whole run."""
     step_time: float
@@ -380,7 +380,7 @@ def _estimated(search: Search, what: str, index: int, figures: _Figures) -> Esti
     if speed is not None:
         time = whole_time(run, speed)
         steps, seconds, egress = time.steps, time.seconds, speed.egress_per_step
-    error = estimated_error(search, index)
+    error, billing = estimated_error(search, index), run.cluster.billing
     band, rents = _band(seconds, error), PaidGpus.of(candidate.apply(run)).rents
 
     def dollars(seconds: float) -> float:
@@ -389,10 +389,10 @@ def _estimated(search: Search, what: str, index: int, figures: _Figures) -> Esti
     return EstimatedPlan(
         what=what,
         choice=describe(run.cluster.pools, candidate),
-        seconds=seconds,
+        seconds=rented_time(billing, seconds),
         dollars=dollars(seconds),
         step_time=step_time,
-        seconds_band=band,
+        seconds_band=Band(low=rented_time(billing, band.low), high=rented_time(billing, band.high)),
         dollars_band=Band(low=dollars(band.low), high=dollars(band.high)),
         step_time_band=_band(step_time, error),
         model_error=error,

@@ -236,7 +236,7 @@ def unmet(plan: PlanConfig, spends: Sequence[Spend[float]]) -> ValueError:
     broken = [limit for limit in limits if min(s[limit.place] for s in spends) > limit.most]
     if broken:
         return ValueError("; ".join(_tell_least(limit, spends) for limit in broken))
-    keys = " and ".join(map(_name, limits))
+    keys = " and ".join(map(limit_text, limits))
     cheapest = min(spends, key=lambda spend: spend.whole)
     fastest = min(spends, key=lambda spend: spend.seconds)
     told = [f"{_dollars(s.whole)} dollars and {long_time(s.seconds)}" for s in (cheapest, fastest)]
@@ -249,9 +249,10 @@ def unmet(plan: PlanConfig, spends: Sequence[Spend[float]]) -> ValueError:
 def _tell_least(limit: Ceiling, spends: Sequence[Spend[float]]) -> str:
     best = "fastest" if limit.key == "deadline" else "cheapest"
     least = min(spend[limit.place] for spend in spends)
-    return f"{_name(limit)}: the {best} plan that was simulated {limit.tell(least)}"
+    return f"{limit_text(limit)}: the {best} plan that was simulated {limit.tell(least)}"
 
 
-def _name(limit: Ceiling) -> str:
+def limit_text(limit: Ceiling) -> str:
+    """Return the key of a limit and its value: "plan.deadline 3.00 days"."""
     shown = long_time(limit.most) if limit.key == "deadline" else f"{limit.most:g}"
     return f"plan.{limit.key} {shown}"

@@ -357,6 +357,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
     why: str = ""
     """Why this plan was chosen, and not another one of about the same cost."""
+    at_worst: str = ""
+    """The limits of `[plan]` that the chosen plan exceeds at the high end of its band; empty if it keeps all."""
     offer: str = ""
     """Digest of the run file that was planned, with its changes. A later `--take` needs the same one."""
     taken: int = 1
@@ -478,7 +480,7 @@ FIGURES = (
 
 def _option_row(option: PlanOption) -> dict[str, object]:
     whole = option.whole_run
-    hours = _band_columns("hours", whole.seconds, whole.seconds_band, SECONDS_PER_HOUR)
+    hours = _band_columns("hours", whole.wall_time, whole.wall_time_band, SECONDS_PER_HOUR)
     return {
         "number": option.number,
         "labels": ", ".join(option.labels),
@@ -511,7 +513,7 @@ def _whole_texts(whole: WholeRun | None) -> tuple[str, ...]:
     if whole is None:
         return ()
     dollars = long_dollars(whole.dollars, band=ends_of(whole.dollars_band))
-    return dollars, long_time(whole.seconds, band=ends_of(whole.seconds_band))
+    return dollars, long_time(whole.wall_time, band=ends_of(whole.wall_time_band))
 
 
 def _step_text(choice: Choice) -> str:

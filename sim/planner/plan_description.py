@@ -17,11 +17,12 @@ from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
 from streamrl.sim.planner.model_errors import estimated_error
-from streamrl.sim.planner.objective import front, value_of
+from streamrl.sim.planner.objective import front, limit_text, limits_of, value_of
 from streamrl.sim.planner.plan import Choice, RunnerUp
 from streamrl.sim.planner.plan_settings import (
     describe,
@@ -30,7 +31,7 @@ from streamrl.sim.planner.plan_settings import (
     settings_of,
     side_of,
 )
-from streamrl.sim.planner.race import Race
+from streamrl.sim.planner.race import Race, Simulated
 from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
@@ -280,6 +281,29 @@ def choice_of(search: Search, index: int, speeds: Sequence[Speed]) -> Choice:
         num_seeds=len(ranges),
         estimate=float(search.estimates.estimate().step[index]),
     )
+
+
+def objective_band(search: Search, index: int, speeds: Sequence[Speed]) -> Band:
+    """Return the range in which the objective of a plan may truly be, over all seeds."""
+    plan, bands = Simulated(search, index, speeds), []
+    for place, speed in enumerate(speeds):
+        step = bands_of_speed(speed, _error_of(search, index, speed)).step_time_band
+        low, high = (plan.with_step_time(place, seconds) for seconds in (step.low, step.high))
+        bands.append(Band(low=search.value_of(low), high=search.value_of(high)))
+    return hull(bands)
+
+
+def at_worst_text(plan: PlanConfig, choice: Choice, whole: WholeRun | None) -> str:
+    """Return which limits of `[plan]` a plan exceeds at the high end of its band; empty if it keeps all."""
+    highs = {"budget_per_step": choice.cost_per_step_band}
+    if whole is not None:
+        highs |= {"budget": whole.dollars_band, "deadline": whole.wall_time_band}
+    told = [
+        f"{limit.tell(band.high)} ({limit_text(limit)})"
+        for limit in limits_of(plan)
+        if (band := highs.get(limit.key)) is not None and band.high > limit.most
+    ]
+    return f"at the high end of its band it {' and '.join(told)}" if told else ""
 
 
 def _back_ends(base: Run, candidate: Candidate) -> dict[str, str | int | float | bool]:

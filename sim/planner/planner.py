@@ -16,15 +16,13 @@ from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
 from streamrl.hardware.resolved import resolve
-from streamrl.record.band import Band
-from streamrl.record.metrics import Metrics
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
-from streamrl.runfile.plan_config import COSTS, ObjectiveName, PlanConfig
+from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
@@ -35,7 +33,6 @@ from streamrl.sim.planner.objective import UNITS, faster_goal
 from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
 from streamrl.sim.planner.plan import (
     Change,
-    Choice,
     Figure,
     OverMemoryLimit,
     Plan,
@@ -43,7 +40,13 @@ from streamrl.sim.planner.plan import (
     PlannedFramework,
     WhatIf,
 )
-from streamrl.sim.planner.plan_description import PlanDescription, drafts_text, whole_run_of
+from streamrl.sim.planner.plan_description import (
+    PlanDescription,
+    at_worst_text,
+    drafts_text,
+    objective_band,
+    whole_run_of,
+)
 from streamrl.sim.planner.plan_settings import describe, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
@@ -169,16 +172,16 @@ def _plan(
     planned = replace(planned, policies=with_restarts(planned.policies, losses))
     check_run(planned)
     value, bounds = search.value_of(metrics), search.bounds()
-    found = PlanDescription(search, race, chosen)
+    found, whole = PlanDescription(search, race, chosen), whole_run_of(race.steady[chosen])
     plan = Plan(
-        whole_run=whole_run_of(race.steady[chosen]),
+        whole_run=whole,
         allocation=found.chosen,
         objective=Figure(
             name=objective,
             value=value,
             median=median(map(search.value_of, race.steady[chosen])),
             unit=UNITS[objective],
-            band=_objective_band(search, found.chosen, metrics),
+            band=objective_band(search, chosen, race.steady[chosen]),
         ),
         candidates=len(search.space),
         systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
@@ -190,6 +193,7 @@ def _plan(
         time_limit=float(run.plan.time_limit),
         steps_in_time=race.steps_in_time(chosen),
         why=found.why(),
+        at_worst=at_worst_text(run.plan, found.chosen, whole),
         options=describe_rows(rows),
         left_out=[*options.left_out(rows), *others.left_out],
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
@@ -251,28 +255,6 @@ def _look_near(
         return _Near(gains.result(), tighter.result(), parts, grid.result())
     finally:  # after Ctrl-C the workers end, and then these threads
         threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _objective_band(search: Search, chosen: Choice, metrics: Metrics) -> Band:
-    """Return the objective at both ends of the bands of a step, and at those of the bill if it has more than rent."""
-    whole = metrics.whole_run
-    if metrics.billing_ratio != 1 and search.goal.objective in COSTS and whole is not None:
-        assert whole.dollars_band is not None, "a simulation has all bands"
-        a_dollar = search.value_of(metrics) / whole.dollars
-        return Band(low=a_dollar * whole.dollars_band.low, high=a_dollar * whole.dollars_band.high)
-    low, high = (
-        search.value_of(
-            replace(
-                metrics,
-                **{
-                    key: getattr(getattr(chosen, f"{key}_band"), end)
-                    for key in ("step_time", "cost_per_step", "cost_per_million_tokens")
-                },
-            )
-        )
-        for end in ("low", "high")
-    )
-    return Band(low=low, high=high)
 
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:

@@ -18,7 +18,7 @@ from streamrl.record.billing import adds_nothing
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
-from streamrl.record.steady_state import Speed, over_steps
+from streamrl.record.steady_state import Speed, over_steps, with_step_time
 from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
@@ -431,7 +431,13 @@ class Simulated(NamedTuple):
 
     def over(self, place: int, first: int, last: int) -> Speed:
         """Return the figures of one simulation over some of its steps."""
-        speed = over_steps(self.speeds[place], first, last)
+        return self._billed(over_steps(self.speeds[place], first, last))
+
+    def with_step_time(self, place: int, seconds: float) -> Speed:
+        """Return the figures of one simulation for another mean step."""
+        return self._billed(with_step_time(self.speeds[place], seconds))
+
+    def _billed(self, speed: Speed) -> Speed:
         space = self.search.space
         if adds_nothing(space.run.cluster):
             return speed

@@ -140,7 +140,7 @@ def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf
     kept = _near_front(search, race, chosen)
     totals = dict(_totals(race, kept))
     hours = _unchanged_hours(search, race, chosen, metrics.whole_run)
-    hours |= {index: whole.seconds / SECONDS_PER_HOUR for index, whole in totals.items()}
+    hours |= {index: whole.wall_time / SECONDS_PER_HOUR for index, whole in totals.items()}
     space = search.space.only([search.space.candidate(index) for index in kept])
     points = _points(search.space)
     links = LINKS if run.cluster.links else (1.0,)
@@ -150,6 +150,7 @@ def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf
     base = found[points.unchanged].steps[:, links.index(1.0)]
     ratios = [each.steps / base[:, None] for each in found]
     shape = (len(points.lengths), len(points.caps))
+    setup = run.cluster.billing.setup_time / SECONDS_PER_HOUR
     grid = WhatIf(
         lengths=points.lengths,
         caps=points.caps,
@@ -168,7 +169,7 @@ def make_grid(search: Search, race: Race, chosen: int, pool: Executor) -> WhatIf
                 search,
                 index,
                 hours[index],
-                _nested(ratios, place, hours[index], shape),
+                _nested(ratios, place, hours[index], setup, shape),
                 totals.get(index),
             )
             for place, index in enumerate(kept)
@@ -231,11 +232,15 @@ def _beats(one: WhatIfPlan, hours: Floats, other: WhatIfPlan, other_hours: Float
 
 
 def _nested(
-    ratios: Sequence[Floats], place: int, hours: float, shape: tuple[int, int]
+    ratios: Sequence[Floats], place: int, hours: float, setup: float, shape: tuple[int, int]
 ) -> list[list[list[float | None]]]:
-    """Return the hours of one plan by lengths, cap and links."""
+    """Return the hours of one plan by lengths, cap and links. Hours of set-up do not change."""
+    steps = hours - setup
     flat = [
-        [None if np.isnan(ratio) else float(f"{hours * ratio:.5g}") for ratio in each[place]]
+        [
+            None if np.isnan(ratio) else float(f"{setup + steps * ratio:.5g}")
+            for ratio in each[place]
+        ]
         for each in ratios
     ]
     return [flat[first * shape[1] : (first + 1) * shape[1]] for first in range(shape[0])]
@@ -306,18 +311,22 @@ def _unchanged_hours(search: Search, race: Race, chosen: int, whole: WholeRun) -
         more = steps_for_one(plan, ours[0].mean_staleness)
         less = steps_for_one(plan, theirs[0].mean_staleness)
         ratios[index] = ours[0].step_time / theirs[0].step_time * more / less
-    hours = whole.seconds / SECONDS_PER_HOUR
-    return {index: float(hours * ratio) for index, ratio in ratios.items()} | {chosen: hours}
+    ratios[chosen] = 1.0
+    return {
+        index: float(whole.wall_time_of(whole.seconds * ratio)) / SECONDS_PER_HOUR
+        for index, ratio in ratios.items()
+    }
 
 
-def _other_dollars(search: Search, index: int, seconds: float) -> float:
-    """Return the dollars of a whole run by estimate, besides the rent of these seconds."""
+def _other_dollars(search: Search, index: int, wall_time: float) -> float:
+    """Return the dollars of a whole run by estimate, besides the rent of its wall time."""
     run, step = search.space.run, search.estimates.estimate().step
-    rent = float(search.space.prices[index]) * seconds
+    price, billing = float(search.space.prices[index]), run.cluster.billing
+    seconds = (wall_time - billing.setup_time) / (1 + billing.failed_share)
     egress = float(search.estimates.egress(step)[index]) * run.algorithm.steps
     ratios = search.estimates.billed(step, np.zeros(len(step)), run.plan)
     ratio = float(np.broadcast_to(ratios, step.shape)[index])
-    return (rent + egress) * ratio - rent
+    return (price * seconds + egress) * ratio - price * wall_time
 
 
 def _plan(

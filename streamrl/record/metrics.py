@@ -258,7 +258,7 @@ class Metrics(Speed, frozen=True, kw_only=True):
             yield "steps", f"{whole.steps:,} steps"
             if whole.dollars:
                 yield "cost", long_dollars(whole.dollars, band=ends_of(whole.dollars_band))
-            yield "time", long_time(whole.seconds, band=ends_of(whole.seconds_band))
+            yield "time", long_time(whole.wall_time, band=ends_of(whole.wall_time_band))
         step_time = format_step_time(self.step_time, None, ends_of(self.step_time_band))
         yield "step", f"{step_time} a step"
         yield "throughput", f"{format_count(self.throughput)} tokens/s"

@@ -169,7 +169,7 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
     training_steps: int
     """Steps of the whole training."""
     training_time: Known
-    """Difference in seconds of the whole training."""
+    """Difference in the wall time of the whole training."""
     training_cost: Known
     """Difference in dollars of the whole training."""
     unshared_error: float | None
@@ -203,7 +203,7 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
             a, b = getattr(self.a, key), getattr(self.b, key)
             yield _figure_row(key, a, b, known.get(key))
         whole_a, whole_b = self.a.whole_run, self.b.whole_run
-        yield _figure_row("run_seconds", whole_a.seconds, whole_b.seconds, self.training_time)
+        yield _figure_row("run_seconds", whole_a.wall_time, whole_b.wall_time, self.training_time)
         yield _figure_row("run_dollars", whole_a.dollars, whole_b.dollars, self.training_cost)
 
 
@@ -425,7 +425,9 @@ def compare_traces(
         longer * ours.cost_per_million_tokens / theirs.cost_per_million_tokens, spread - more_tokens
     )
     whole, other = a.whole_run, b.whole_run
-    all_seconds = whole.steps * a.seconds - other.steps * b.seconds
+    all_seconds = whole.wall_time_of(whole.steps * a.seconds) - other.wall_time_of(
+        other.steps * b.seconds
+    )
     all_dollars = (
         whole.steps * a.seconds * a.dollars_per_second
         - other.steps * b.seconds * b.dollars_per_second
@@ -444,7 +446,7 @@ def compare_traces(
         idle_cost=_known(a.idle_dollars - b.idle_dollars),
         training_steps=steps,
         steps_ratio=longer,
-        training_time=_about(whole.seconds - other.seconds, _known(all_seconds)),
+        training_time=_about(whole.wall_time - other.wall_time, _known(all_seconds)),
         training_cost=_about(whole.dollars - other.dollars, _known(all_dollars)),
         unshared_error=error,
         prices=list(_break_even_prices(a, b, cost_ratio)),

@@ -180,6 +180,14 @@ def over_steps(speed: Speed, first: int, last: int) -> Speed:
     return with_costs(fewer, rent * step_time, tokens)
 
 
+def with_step_time(speed: Speed, seconds: float) -> Speed:
+    """Return the figures for another mean step, with the same tokens."""
+    tokens = speed.cost_per_step / (speed.cost_per_million_tokens or 1.0) * 1e6
+    rent = (speed.cost_per_step - speed.egress_per_step) / speed.step_time
+    changed = msgspec.structs.replace(speed, step_time=seconds, step_time_interval=None)
+    return with_costs(changed, rent * seconds, tokens)
+
+
 def with_costs(speed: Speed, rent: float, tokens: float) -> Speed:
     """Return the figures for other dollars of GPUs and other tokens of a step."""
     dollars = rent + speed.egress_per_step

@@ -1,7 +1,10 @@
 """Compute the totals of a whole run: seconds, GPU-hours, dollars, tokens and kWh of all training steps.
 
-    seconds  =  steps before the steady state  +  all other steps x mean step  +  checkpoints
-    dollars  =  the bill of these seconds (`billing.py`)
+    seconds    =  steps before the steady state  +  all other steps x mean step  +  checkpoints
+    wall time  =  set-up  +  seconds  +  failed attempts
+    dollars    =  the bill of these seconds (`billing.py`)
+
+Every time of a whole run that is shown or compared is its wall time.
 
 The mean step is that of the steady state. The 95 % interval of the total comes from the interval of this mean
 alone. The band also includes the model error. Neither includes an unforeseen drift of lengths.
@@ -25,6 +28,7 @@ from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
 from streamrl.record.band import Band, ModelError, band_of
 from streamrl.record.billing import (
     Bill,
+    Seconds,
     adds_nothing,
     bill_of,
     billed_time,
@@ -170,6 +174,31 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     """Energy of all paid GPUs, without the rest of their nodes; None if one has no power data."""
     unknown_power: list[str]
     """GPUs without power data for a kind of work that they do."""
+
+    def wall_time_of(self, seconds: Seconds) -> Seconds:
+        """Return the wall time of a run that takes some seconds, with set-up and failed attempts."""
+        failed = self.failed_time / self.seconds if self.seconds else 0.0
+        return self.setup_time + seconds * (1 + failed)
+
+    @property
+    def wall_time(self) -> float:
+        """Seconds that the user waits for the end of the run: `seconds`, set-up and failed attempts."""
+        return self.wall_time_of(self.seconds)
+
+    @property
+    def wall_time_interval(self) -> tuple[float, float] | None:
+        """95 % interval of `wall_time`."""
+        if self.seconds_interval is None:
+            return None
+        least, most = self.seconds_interval
+        return self.wall_time_of(least), self.wall_time_of(most)
+
+    @property
+    def wall_time_band(self) -> Band | None:
+        """Range in which `wall_time` may truly be."""
+        if (band := self.seconds_band) is None:
+            return None
+        return Band(low=self.wall_time_of(band.low), high=self.wall_time_of(band.high))
 
 
 class WholeTime(NamedTuple):

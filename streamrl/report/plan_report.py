@@ -159,6 +159,8 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     chosen, show = plan.allocation, VALUES[plan.objective.name]
     if plan.whole_run is not None:
         yield f"whole run: {headline(plan.whole_run, chosen.model_error, intervals=intervals)}"
+    if plan.at_worst:
+        yield plan.at_worst
     yield (
         f"{show(plan.objective.value, ends_of(plan.objective.band))}; a step {_step_text(chosen, intervals=intervals)} "
         f"and {format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))}, "
@@ -413,7 +415,8 @@ def total_after(plan: Plan, change: Change) -> tuple[float, float] | None:
     whole = plan.whole_run
     if whole is None or change.time_ratio is None or change.cost_ratio is None:
         return None
-    return whole.seconds * change.time_ratio, whole.dollars * change.cost_ratio
+    seconds = whole.wall_time_of(whole.seconds * change.time_ratio)
+    return seconds, whole.dollars * change.cost_ratio
 
 
 def _given(plan: Plan, change: Change) -> str:

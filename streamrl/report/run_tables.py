@@ -58,8 +58,8 @@ def _sure(whole: WholeRun, error: ModelError | None, intervals: bool) -> str:
 
 def time_text(whole: WholeRun, *, intervals: bool = False) -> str:
     """Return its duration: "15.7 h (12.6 to 21.4)"."""
-    interval = whole.seconds_interval if intervals else None
-    return long_time(whole.seconds, interval, ends_of(whole.seconds_band))
+    interval = whole.wall_time_interval if intervals else None
+    return long_time(whole.wall_time, interval, ends_of(whole.wall_time_band))
 
 
 def dollars_text(whole: WholeRun, *, intervals: bool = False) -> str:

@@ -42,7 +42,7 @@ def title_of(made: PlanMade) -> str:
     parts = [f"rent {rented}"] if rented else []
     parts += [f"use your own {owned}"] if owned else []
     what = listing(parts)
-    time = f" for {time_in_words(whole.seconds)}" if whole is not None else ""
+    time = f" for {time_in_words(whole.wall_time)}" if whole is not None else ""
     return f"{what[0].upper()}{what[1:]}{time} to post-train {made.model.name}"
 
 
@@ -66,6 +66,7 @@ def lead_of(made: PlanMade, option: Option) -> str:
     faster, _, _ = plan.why.partition(" as fast as ")
     why = faster if faster == plan.why else f"{faster} as fast"
     chosen = f" This is {why}." if why else ""
+    chosen += f" {plan.at_worst[0].upper()}{plan.at_worst[1:]}." if plan.at_worst else ""
     return f"{option.rent[0].upper()}{option.rent[1:]}, {system}{told}.{chosen}"
 
 
@@ -88,9 +89,9 @@ def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
         note = "; ".join(part for part in parts if part)
         yield Tile(money(whole.dollars), f"total for {whole.steps:,} steps", note)
     yield Tile(
-        time_in_words(whole.seconds), "from start to end", _range_text(seconds, time_in_words)
+        time_in_words(whole.wall_time), "from start to end", _range_text(seconds, time_in_words)
     )
-    yield _end_tile(whole.seconds, seconds, today)
+    yield _end_tile(whole.wall_time, seconds, today)
     if option.is_paid:
         count = sum(gpus_by_pool(made.plan.allocation).values())
         yield Tile(f"${option.dollars_per_hour:,.2f}", "an hour for all GPUs", f"{count} GPUs")
@@ -98,11 +99,14 @@ def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
 
 def _bands(whole: WholeRun, option: Option) -> tuple[Band, Band]:
     """Return the bands of the seconds and dollars of a whole run. Plans of earlier versions have only the option's."""
-    if whole.seconds_band is not None and whole.dollars_band is not None:
-        return whole.seconds_band, whole.dollars_band
+    if whole.wall_time_band is not None and whole.dollars_band is not None:
+        return whole.wall_time_band, whole.dollars_band
     low, high = option.band.factors
     return (
-        Band(low=whole.seconds * low, high=whole.seconds * high),
+        Band(
+            low=whole.wall_time_of(whole.seconds * low),
+            high=whole.wall_time_of(whole.seconds * high),
+        ),
         Band(low=whole.dollars * low, high=whole.dollars * high),
     )
 
@@ -204,7 +208,7 @@ def totals_of(plan: Plan, choice: Choice) -> tuple[float, float]:
     """Return the seconds and dollars of a plan's whole run, scaled from the chosen plan's by their mean steps."""
     chosen, whole = plan.allocation, plan.whole_run
     assert whole is not None, "sections on whole runs need one"
-    seconds = whole.seconds * choice.step_time / chosen.step_time
+    seconds = whole.wall_time_of(whole.seconds * choice.step_time / chosen.step_time)
     per_step = chosen.cost_per_step
     return seconds, whole.dollars * choice.cost_per_step / per_step if per_step else 0.0
 
@@ -234,13 +238,13 @@ def _cells(option: PlanOption) -> list[PageCell]:
     limits = "; ".join(
         part for part in ("" if option.is_offered else "not offered", option.note) if part
     )
-    seconds, dollars = whole.seconds_band, whole.dollars_band
+    seconds, dollars = whole.wall_time_band, whole.dollars_band
     return [
         PageCell(str(option.number)),
         PageCell(f"{label[0].upper()}{label[1:]}", option.text),
         PageCell(money(whole.dollars), _range_text(dollars, money) if dollars else ""),
         PageCell(
-            time_in_words(whole.seconds), _range_text(seconds, time_in_words) if seconds else ""
+            time_in_words(whole.wall_time), _range_text(seconds, time_in_words) if seconds else ""
         ),
         PageCell(option.relation, limits),
         PageCell(option.trains_on.removeprefix("trains on ")),
@@ -251,8 +255,8 @@ def _points(made: PlanMade) -> Iterator[PlanPoint]:
     """Yield the options with their names, and other simulated plans as small dots."""
     for option in made.plan.options:
         whole, name = option.whole_run, f"{option.number} \N{MIDDLE DOT} {option.labels[0]}"
-        told = f"{name}: {money(whole.dollars)}, {time_in_words(whole.seconds)}"
-        hours = whole.seconds / SECONDS_PER_HOUR
+        told = f"{name}: {money(whole.dollars)}, {time_in_words(whole.wall_time)}"
+        hours = whole.wall_time / SECONDS_PER_HOUR
         yield PlanPoint(name, told, hours, whole.dollars, option.number == 1)
     plan, shown = made.plan, {option.text for option in made.plan.options}
     for choice in [runner.choice for runner in plan.runners_up] + plan.pareto:

@@ -282,7 +282,7 @@ def _totals_table(plan: Plan) -> PageTable:
     rows = []
     if plan.whole_run is not None:
         as_planned = [money(plan.whole_run.dollars)] if is_paid else []
-        rows = [cells("nothing changes", *as_planned, time_in_words(plan.whole_run.seconds), "")]
+        rows = [cells("nothing changes", *as_planned, time_in_words(plan.whole_run.wall_time), "")]
     rows += [_total_row(plan, change, is_paid=is_paid) for change in _by_thing(plan.sensitivity)]
     return PageTable("", head, rows, numbers=range(1, len(head) - 1), is_cards=True)
 
