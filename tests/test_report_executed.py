@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from streamrl.record.incidents import find_incidents
@@ -85,3 +86,13 @@ def test_a_reason_of_a_fault_is_escaped(tmp_path: Path) -> None:
     page = make_page(read_report([executed]))
     html = render_html(page)
     assert "&lt;script&gt;alert(1)" in html and "<script>alert" not in html
+
+
+def test_words_of_an_executed_page_are_explained_in_visible_text_too(tmp_path: Path) -> None:
+    (run,) = write_runs(tmp_path, run={})
+    html = render_html(make_page(read_report([as_executed(run)])))
+    legend = html.partition('<ul class="legend">')[2].partition("</ul>")[0]
+    assert 'class="term"' in legend, "figures use words too"
+    assert "<dt>underfilled</dt>" in html or "<dt>decode</dt>" in html
+    for anchor in re.findall(r'<a class="term" href="#(word-\d+)"', html):
+        assert html.count(f'<div id="{anchor}"><dt>') == 1

@@ -148,7 +148,7 @@ def test_a_change_is_told_in_dollars_and_hours_of_the_whole_run(tmp_path: Path) 
     rows = [[cell.text.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table.rows]
     assert list(table.head) == ["if", "total cost", "takes", "best then"]
     assert rows[0] == ["nothing changes", "$200", "10 hours", ""]
-    assert rows[1] == ["lengths +20%", "$250", "12 hours", "this plan"]
+    assert rows[1] == ["lengths +20%", "$250", "12 hours", "1 · recommended"]
     assert table.rows[1][0].note == "estimate, not simulated"
     (line,) = [
         line

@@ -201,7 +201,7 @@ def idle_section(options: Sequence[Option]) -> PageSection:
 
 MEANINGS = {"busy": ACTIVITIES, "idle": CAUSES}
 NO_TRACE = (
-    "None of the directories holds a trace, so nobody knows what GPUs wait for. `streamrl simulate DIR/plan.toml -o DIR` "
+    "None of the directories has a trace, which says what GPUs wait for. `streamrl simulate DIR/plan.toml -o DIR` "
     "simulates a plan into its own directory; then report again."
 )
 
@@ -303,22 +303,20 @@ def _total_row(plan: Plan, each: Change, *, is_paid: bool) -> list[PageCell]:
         if is_paid:
             figures.insert(0, PageCell(money(dollars), _effect_text(each.cost_ratio)))
     note = "estimate, not simulated" if each.is_estimate else ""
-    best = PageCell("this plan")
+    best = PageCell(_name_in(plan, plan.allocation.text))
     if each.is_other:
         best = PageCell(_name_in(plan, each.choice), _saves(each))
     if each.breaks and not each.is_other:
-        best = PageCell("this plan", f"it exceeds {listing(each.breaks)}")
+        best = PageCell(best.text, f"it exceeds {listing(each.breaks)}")
     if not each.still_fits and not each.is_other:
         best = PageCell("no plan that was tried", "the chosen one does not fit")
     return [PageCell(each.what, note), *figures, best]
 
 
 def _name_in(plan: Plan, choice: str) -> str:
-    """Return the number and the name of a plan that is an option, before its layout."""
-    numbers = (
-        f"{o.number} \N{MIDDLE DOT} {o.labels[0]}: " for o in plan.options if o.text == choice
-    )
-    return next(numbers, "") + choice
+    """Return a plan by its number and its name if it is an option, else by its layout."""
+    names = (f"{o.number} \N{MIDDLE DOT} {o.labels[0]}" for o in plan.options if o.text == choice)
+    return next(names, choice)
 
 
 def _effect_text(ratio: float | None) -> str:

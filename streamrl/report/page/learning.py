@@ -222,7 +222,7 @@ def selection_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
             section.tables.append(_fates_table(run.name, each))
         section.tables += _families_tables(run)
     section.notes.append(
-        "Generated for a step is what was drawn for it, as far as it ended; of what was given up before its end nobody knows how long it would have come out."
+        "Only finished rollouts are counted as generated. The length of a rollout that was aborted is not known."
     )
     yield section
 
