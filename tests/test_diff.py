@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from streamrl.report.run_tables import dollars_text
+from streamrl.sim.planner.plan import read_plan, read_taken, write_plan
 from tests.command_line import streamrl
 
 RUN = """
@@ -110,3 +114,57 @@ def test_a_pool_that_one_side_lacks_is_one_row(files: tuple[Path, Path]) -> None
     assert "| `cluster.pools.h20` | absent | 16 h20 at $1 |" in lines
     assert "| `cluster.links` | none | h100 to h20: 80 Gbps |" in lines
     assert sum("cluster.pools" in line for line in lines) == 1
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two plans of the same work: options 1 and 2 of one question."""
+    parent = tmp_path_factory.mktemp("plans")
+    question = [
+        "--model",
+        "Qwen/Qwen3-0.6B",
+        "--gpus",
+        "4xH100@2/1",
+        "--prompts",
+        "16",
+        "--group",
+        "4",
+    ]
+    question += ["--mean-tokens", "500", "--max-tokens", "1k", "--steps", "8"]
+    done = streamrl("plan", *question, "-o", parent / "a")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(parent / "a", parent / "b")
+    assert streamrl("plan", *question, "-o", parent / "b", "--take", "2").returncode == 0
+    return parent / "a", parent / "b"
+
+
+def test_a_diff_of_two_plans_takes_their_figures_from_plan_json(
+    plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.cli.diff.compare", None)  # it simulates
+    plan = read_plan(plans[0] / "plan.json")
+    ours, theirs = plan.options[:2]
+    done = streamrl("diff", *plans)
+    assert done.returncode == 0, done.stderr
+    assert "from plan.json of both" in done.stdout and "±" not in done.stdout
+    assert all(dollars_text(each.whole_run) in done.stdout for each in (ours, theirs))
+    assert "A compared with B: " in done.stdout
+    told = json.loads(streamrl("diff", *plans, "--json").stdout)
+    assert told["figures"] is None and told["from_plans"]["b"]["number"] == 2
+    assert "from plan.json of both" in streamrl("diff", *plans, "--markdown").stdout
+
+
+def test_a_plan_that_was_edited_or_made_by_another_version_is_simulated(
+    plans: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert read_taken(plans[1]) is not None
+    edited, older = tmp_path / "edited", tmp_path / "older"
+    shutil.copytree(plans[1], edited)
+    with (edited / "plan.toml").open("a") as file:
+        file.write("# edited\n")
+    shutil.copytree(plans[1], older)
+    write_plan(replace(read_plan(older / "plan.json"), version="0.0.1"), older)
+    assert read_taken(edited) is None and read_taken(older) is None
+    assert read_taken(tmp_path) is None
+    done = streamrl("diff", plans[0], edited)
+    assert done.returncode == 0 and "  idle" in done.stdout and "plan.json" not in done.stdout

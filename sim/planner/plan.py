@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from streamrl import __version__
 from streamrl.record.band import Band, ModelError, ends_of
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import WholeRun
@@ -363,6 +365,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the run file that was planned, with its changes. A later `--take` needs the same one."""
     taken: int = 1
     """Number of the option whose run file is plan.toml."""
+    run_file: str = ""
+    """SHA-256 of plan.toml as it was written; empty if it was not written, or an earlier version wrote it."""
+    version: str = ""
+    """The version of streamrl that wrote the plan."""
     options: list[PlanOption] = []
     """Three to five plans that differ, the recommended one first and the others by rising cost. Your
     own file and a plan on parts of a node are further rows. Empty if an earlier version wrote the
@@ -518,6 +524,23 @@ def _whole_texts(whole: WholeRun | None) -> tuple[str, ...]:
 
 def _step_text(choice: Choice) -> str:
     return format_step_time(choice.step_time, None, ends_of(choice.step_time_band))
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_taken(directory: Path) -> PlanOption | None:
+    """Return the option in the run file of a plan's directory, with its figures.
+
+    The result is None if the run file was edited, another version planned it, or there is no plan.
+    """
+    if not (directory / PLAN_JSON).is_file():
+        return None
+    plan = read_plan(directory / PLAN_JSON)
+    is_same = plan.run_file == digest_of_file(directory / PLAN_TOML)
+    return plan.options[plan.taken - 1] if is_same and plan.version == __version__ else None
 
 
 def write_plan(plan: Plan, directory: Path) -> None:

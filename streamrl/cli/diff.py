@@ -11,11 +11,11 @@ from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, Intervals, print_json, stdout_console
 from streamrl.cli.simulate_against import compare
 from streamrl.record.run_comparison import Against
-from streamrl.report.diff_report import changed_keys, diff_markdown, diff_report
+from streamrl.report.diff_report import PlannedPair, changed_keys, diff_markdown, diff_report
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
-from streamrl.sim.planner.plan import PLAN_TOML
-from streamrl.sim.studies.comparable_runs import IncomparableError
+from streamrl.sim.planner.plan import PLAN_TOML, read_taken
+from streamrl.sim.studies.comparable_runs import IncomparableError, check_same_work
 
 
 def diff(
@@ -32,18 +32,21 @@ def diff(
 ) -> None:
     """Show what differs between two plans or run files.
 
-    Both are simulated on the same prompts, and only if they train the same model on the same work.
+    Figures are compared if both train the same model on the same work. Those of two unchanged plans are from their
+    plan.json. Otherwise both are simulated on the same prompts, which may take minutes.
 
     Example: streamrl diff plans/7b plans/7b-cheaper --markdown
     """
     one, other = _load(a), _load(b)
     changes = changed_keys(one, other)
-    against, why_not = _figures(one, other) if changes else (None, "")
+    planned = _planned(a, b)
+    against, why_not = _figures(one, other, planned) if changes else (None, "")
     if as_json:
         print_json(
             {
                 "changes": [each._asdict() for each in changes],
-                "figures": against,
+                "figures": None if isinstance(against, PlannedPair) else against,
+                "from_plans": against._asdict() if isinstance(against, PlannedPair) else None,
                 "no_figures": why_not,
             }
         )
@@ -57,9 +60,22 @@ def _load(path: Path) -> Run:
     return load_run(path / PLAN_TOML if path.is_dir() else path)
 
 
-def _figures(a: Run, b: Run) -> tuple[Against | None, str]:
+def _planned(a: Path, b: Path) -> PlannedPair | None:
+    """Return the figures of two plans whose run files are as they were planned by this version; None for others."""
+    if not (a.is_dir() and b.is_dir()):
+        return None
+    ours, theirs = read_taken(a), read_taken(b)
+    return None if ours is None or theirs is None else PlannedPair(ours, theirs)
+
+
+def _figures(
+    a: Run, b: Run, planned: PlannedPair | None
+) -> tuple[Against | PlannedPair | None, str]:
     """Return the comparison of two runs, or the reason why they cannot be compared."""
     try:
+        if planned is not None:
+            check_same_work(a, b)
+            return planned, ""
         return compare(a, b), ""
     except IncomparableError as error:
         return None, f"dollars and hours are not compared: {error}"

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
+from streamrl import __version__
 from streamrl.cli.init import (
     AlgorithmOption,
     Budget,
@@ -56,6 +58,7 @@ from streamrl.sim.planner.plan import (
     PLAN_TOML,
     Plan,
     PlanOption,
+    digest_of_file,
     read_plan,
     write_plan,
 )
@@ -255,9 +258,10 @@ def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
         option = plan.options[plan.taken - 1]
         settings, notes = option.choice.settings, list(_option_notes(option, source))
     with removing_partial(output / PLAN_JSON, output / PLAN_TOML):
-        write_plan(plan, output)
         keep_inputs(paths_of(planned.run), output)
         write_run(planned.run, output / PLAN_TOML, notes, settings, base)
+        digest = digest_of_file(output / PLAN_TOML)
+        write_plan(replace(plan, run_file=digest, version=__version__), output)
 
 
 def _option_notes(option: PlanOption, source: str) -> Iterator[str]:

@@ -10,11 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.record.band import ends_of
 from streamrl.record.run_comparison import Against
 from streamrl.report.against_report import band_lines, figures, verdict
+from streamrl.report.run_tables import dollars_text, time_text
+from streamrl.report.words import change as change_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import values_by_key
+from streamrl.runfile.formatting import format_step_time
 from streamrl.runfile.units import BITS_PER_BYTE
+from streamrl.sim.planner.plan import PlanOption
 
 ABSENT = "absent"
 IGNORED = ("execute.output",)
@@ -43,8 +48,25 @@ def changed_keys(a: Run, b: Run) -> list[ChangedKey]:
     return [each for each in changes if each.a != each.b and each.key not in IGNORED]
 
 
+class PlannedPair(NamedTuple):
+    """The figures of two plans, as their plan.json has them."""
+
+    a: PlanOption
+    b: PlanOption
+
+
+FROM_PLANS = (
+    "Figures are from plan.json of both. `streamrl diff A/plan.toml B/plan.toml` simulates both on the same prompts. "
+    "It adds idle time and whether a difference may be chance."
+)
+
+
 def diff_report(
-    changes: Sequence[ChangedKey], against: Against | None, why_not: str, *, intervals: bool = False
+    changes: Sequence[ChangedKey],
+    against: Against | PlannedPair | None,
+    why_not: str,
+    *,
+    intervals: bool = False,
 ) -> RenderableType:
     """Lay out what differs for a terminal; `why_not` says why there are no figures."""
     if not changes:
@@ -57,12 +79,17 @@ def diff_report(
     table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
     for row in _totals(against, intervals):
         table.add_row(*row)
-    bands = [Text(line) for line in band_lines(against)]
-    return Group(keys, Text(), table, *bands, Text(), Text(verdict(against), style="bold"))
+    *lines, last = _lines(against)
+    told = [Text(line) for line in lines]
+    return Group(keys, Text(), table, *told, Text(), Text(last, style="bold"))
 
 
 def diff_markdown(
-    changes: Sequence[ChangedKey], against: Against | None, why_not: str, *, intervals: bool = False
+    changes: Sequence[ChangedKey],
+    against: Against | PlannedPair | None,
+    why_not: str,
+    *,
+    intervals: bool = False,
 ) -> str:
     """Return what differs as Markdown, for the description of a pull request."""
     if not changes:
@@ -72,7 +99,19 @@ def diff_markdown(
     if against is None:
         return "\n\n".join([*parts, why_not])
     parts.append(_table(("", "A", "B", "A - B"), list(_totals(against, intervals))))
-    return "\n\n".join([*parts, *band_lines(against), verdict(against)])
+    return "\n\n".join([*parts, *_lines(against)])
+
+
+def _lines(against: Against | PlannedPair) -> Iterator[str]:
+    """Yield what to know of the figures, the verdict last."""
+    if isinstance(against, PlannedPair):
+        yield FROM_PLANS
+        cost, time = _ratios(against)
+        dollars = "" if cost is None else f"dollars {change_text(cost - 1)}, "
+        yield f"A compared with B: {dollars}time {change_text(time - 1)}."
+    else:
+        yield from band_lines(against)
+        yield verdict(against)
 
 
 def _rows(changes: Sequence[ChangedKey]) -> Iterator[tuple[str, str, str]]:
@@ -108,9 +147,39 @@ def _pool_text(changes: Sequence[ChangedKey], values: Sequence[object]) -> str:
     return ABSENT
 
 
-def _totals(against: Against, intervals: bool) -> Iterator[tuple[str, ...]]:
+def _totals(against: Against | PlannedPair, intervals: bool) -> Iterator[tuple[str, ...]]:
+    if isinstance(against, PlannedPair):
+        yield from _planned_totals(against)
+        return
     rows = figures(against, intervals=intervals)
     yield from (row for row in rows if row[0].startswith(TOTALS))
+
+
+def _planned_totals(pair: PlannedPair) -> Iterator[tuple[str, ...]]:
+    """Yield the totals of two plans, each with its band, and their relative difference."""
+    wholes, choices = [each.whole_run for each in pair], [each.choice for each in pair]
+    steps = " and ".join(dict.fromkeys(f"{whole.steps:,}" for whole in wholes))
+    cost, time = _ratios(pair)
+    yield (f"whole training, {steps} steps", *map(time_text, wholes), change_text(time - 1))
+    if cost is not None:
+        yield ("  $", *map(dollars_text, wholes), change_text(cost - 1))
+    texts = [
+        format_step_time(each.step_time, None, ends_of(each.step_time_band)) for each in choices
+    ]
+    yield ("step", *texts, change_text(choices[0].step_time / choices[1].step_time - 1))
+    ages = [f"{each.mean_staleness:.2f}" for each in choices]
+    yield (
+        "staleness, mean",
+        *ages,
+        f"{choices[0].mean_staleness - choices[1].mean_staleness:+.2f}",
+    )
+
+
+def _ratios(pair: PlannedPair) -> tuple[float | None, float]:
+    """Return the ratios of the dollars and the seconds of A to those of B."""
+    ours, theirs = pair.a.whole_run, pair.b.whole_run
+    cost = ours.dollars / theirs.dollars if theirs.dollars else None
+    return cost, ours.seconds / theirs.seconds
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
