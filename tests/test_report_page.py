@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace as replace_fields
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
-from streamrl.report.page.rental import gpus_by_pool
+from streamrl.report.page.rental import gpus_by_pool, link_lines, rental_table
 from streamrl.report.page.sources import read_sources
 from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.scatter import Point, front_of, stairs
@@ -36,6 +37,7 @@ from tests.report_directories import (
     write_study,
 )
 from tests.runs import small_run
+from tests.test_plan import few
 
 VOID = {"meta", "link", "line", "br"}
 ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")
@@ -248,6 +250,20 @@ def test_a_plan_says_where_to_rent_what_at_whose_price(tmp_path: Path) -> None:
     assert len(links) == (len(used) > 1)
     html = render_html(page)
     assert html.index("What to rent, and where") < html.index("What to do next")
+
+
+def test_a_link_between_the_pools_of_a_plan_has_its_speed_and_its_source(tmp_path: Path) -> None:
+    (made,) = read_report([write_planned(tmp_path / "plan")]).sources.plans
+    apart = next(each.choice for each in made.plan.options if len(gpus_by_pool(each.choice)) == 2)
+    offer = few()
+    made = replace_fields(made, run=offer, plan=replace(made.plan, allocation=apart))
+    (line,) = link_lines(made)
+    (link,) = offer.cluster.links
+    assert line.startswith(f"Link between {' and '.join(link.between)}: ")
+    assert f"{link.bandwidth * 8 / 1e9:g} Gbit/s each way" in line and "(run file)" in line
+    used = gpus_by_pool(apart)
+    table = rental_table(made)
+    assert [row[0].text for row in table.rows] == sorted(used)
 
 
 def test_a_price_has_the_source_that_states_it(tmp_path: Path) -> None:

@@ -277,7 +277,11 @@ def test_each_row_has_the_name_of_its_option_and_says_whether_it_is_an_estimate(
     names = [f"{each.number} \N{MIDDLE DOT} {each.labels[0]}" for each in plan.options]
     browser.open(page)
     rows = browser.evaluate(ROWS)
-    assert names[0] in [row[0] for row in rows]
+    assert {names[0], names[-1]} <= {row[0] for row in rows}, "both ends are listed"
+    places = {str(option.choice.settings) for option in plan.options}
+    assert plan.what_if is not None
+    options = [each for each in plan.what_if.plans if str(each.settings) in places]
+    assert sum(row[0] in names for row in rows) == len(options) and len(rows) <= 8
     for name, _, _, basis, *_ in rows:
         assert name in names or name == "another plan"
         assert basis == "simulated" if name in names else basis.startswith("estimate")

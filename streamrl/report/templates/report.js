@@ -302,16 +302,21 @@ function drawChart(plans, best, shown) {
 
 const told = (plan) => `${nameOf(plan.place)}, ${grid.plans[plan.place].choice}: ${money(plan.dollars)}, ${time(plan.hours)}, ${basisOf(plan.place)}`;
 
-/* List the plans on the front, and the recommended and the shown plan. */
+const MOST_ROWS = 8;
+
+/* List the options, the best and the shown plan, and other plans on the front while there is room. */
 function rank(plans, best, shown) {
   const table = document.querySelector(".ranked");
-  const kept = front(plans);
-  for (const plan of [best, shown]) if (plan && !kept.includes(plan)) kept.push(plan);
+  const kept = plans.filter((plan) => plan === best || plan === shown || grid.plans[plan.place].number !== null);
+  const others = front(plans).filter((plan) => !kept.includes(plan));
+  const room = Math.max(0, MOST_ROWS - kept.length);
+  const every = Math.max(1, others.length / (room || 1));
+  kept.push(...others.filter((_, at) => room && Math.floor(at / every) !== Math.floor((at - 1) / every)));
   kept.sort((a, b) => a.dollars - b.dollars);
   const heads = ["option", "total cost", "takes", "these figures are", "rollouts lag behind", ""];
   const isNumber = (at) => at === 1 || at === 2;
   const cell = (text, at) => make("td", { textContent: text, className: isNumber(at) ? "number" : "" });
-  const rows = kept.slice(0, 8).map((plan) => {
+  const rows = kept.map((plan) => {
     const one = grid.plans[plan.place];
     const row = make("tr", { className: plan === shown ? "chosen" : "" });
     const note = plan !== best ? "" : isMoved() ? "best for these values" : "recommended";
