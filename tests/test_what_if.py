@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from streamrl.report.page.decision import plan_command
 from streamrl.report.page.page import make_page, read_report, render_html
-from streamrl.sim.planner.plan import Plan, WhatIf, WhatIfPlan, read_plan
+from streamrl.sim.planner.plan import Plan, WhatIf, WhatIfPlan, read_plan, write_plan
 from streamrl.sim.planner.what_if import (
     WhatIfQuestion,
     _agreeing,
@@ -290,6 +291,41 @@ def test_each_row_has_the_name_of_its_option_and_says_whether_it_is_an_estimate(
     assert all(row[3].startswith("estimate") for row in moved)
     assert not {row[0] for row in moved}.intersection(names), "a label holds without a change"
     assert "recommended" not in [row[-1] for row in moved]
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_front_of_many_plans_leaves_no_option_out(
+    browser: Browser, page: Path, directory: Path, tmp_path: Path, plan: Plan, grid: WhatIf
+) -> None:
+    names = {f"{each.number} \N{MIDDLE DOT} {each.labels[0]}" for each in plan.options}
+    browser.open(page)
+    before = {row[0] for row in browser.evaluate(ROWS)} & names
+    shutil.copytree(directory, tmp_path / "plan")
+    first, others = grid.plans[0], [between(grid, number / 13) for number in range(1, 13)]
+    many = replace(grid, plans=[first, *others, *grid.plans[1:]])
+    write_plan(replace(plan, what_if=many), tmp_path / "plan")
+    path = tmp_path / "report.html"
+    path.write_text(render_html(make_page(read_report([tmp_path / "plan"]))))
+    browser.open(path)
+    rows = browser.evaluate(ROWS)
+    assert len(rows) == 8 and {row[0] for row in rows} & names == before
+
+
+def between(grid: WhatIf, share: float) -> WhatIfPlan:
+    """Return a plan that is faster than the recommended one and a little dearer, for a full front."""
+    first, asked = grid.plans[0], unchanged_question(grid)
+    ours = priced_plans(grid, asked)[0]
+    rent = sum(count * asked.prices[pool] for pool, count in first.paid.items())
+    hours = ours.hours * (1 - 0.01 * share)
+    return replace(
+        first,
+        choice=f"between {share:.2f}",
+        settings={**first.settings, "seed": share},
+        has_total=False,
+        other_dollars=ours.dollars * (1 + 0.2 * share) - rent * hours,
+        hours=[[[hours] * len(links) for links in caps] for caps in first.hours],
+    )
 
 
 @pytest.mark.browser
