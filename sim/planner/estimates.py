@@ -206,6 +206,8 @@ class Estimates:
         self._shards: dict[Degree, list[LeastTimes]] = {}
         self._counts: Floats = np.zeros(0)
         """Number of replicas of each side."""
+        self._places: dict[int, dict[int, Indices]] = {}
+        """Where each replicas are among the plans of a mode, by mode."""
         self._bounds: dict[int, Floats] = {}
         """Lower bounds of the generation time of all replicas, by mode."""
         self._bound_replicas()
@@ -238,7 +240,7 @@ class Estimates:
 
     def widen(self, space: Space) -> None:
         """Replace the space by one with more replicas, whose new plans come after the existing ones."""
-        first, self.space, self._estimated = len(self.space), space, None
+        first, self.space, self._estimated, self._places = len(self.space), space, None, {}
         self._bound_replicas()
         more = sync_times(space, first)
         self._push = np.concatenate([self._push, more.push])
@@ -299,9 +301,20 @@ class Estimates:
 
     def _found(self, mode: int) -> Iterator[tuple[int, GenerationTime]]:
         """Yield the replicas whose generation was simulated with a mode's dispatch, and its time."""
+        how = self.space.modes[mode]
         for asked, found in self._times.items():
-            if asked == self._asked_for(asked.replicas, mode):
+            if asked.dispatch == how.dispatch and asked.order == how.order:
                 yield asked.replicas, found
+
+    def _places_of(self, mode: int, replicas: int) -> Indices:
+        """Return where some replicas are among the plans of a mode."""
+        if mode not in self._places:
+            of_each = self.space.of_replicas[self.space.of_mode == mode]
+            order = np.argsort(of_each, kind="stable")
+            found, firsts = np.unique(of_each[order], return_index=True)
+            parts = np.split(order, firsts[1:])
+            self._places[mode] = dict(zip(found.tolist(), parts, strict=True))
+        return self._places[mode].get(replicas, np.zeros(0, dtype=np.intp))
 
     def learn(self, asked: Asked, found: GenerationTime) -> None:
         """Store a simulated generation time."""
@@ -512,7 +525,7 @@ class Estimates:
             return np.maximum(generation, rewards.sorted)
         ends: Floats = np.maximum(generation + rewards.last, rewards.sorted)
         for replicas, found in self._found(mode):
-            mine = self.space.of_replicas[places] == replicas
+            mine = self._places_of(mode, replicas)
             ends[mine] = np.maximum(ends[mine], found.scored_end(rewards.sorted))
         return ends
 
@@ -625,7 +638,7 @@ class Estimates:
             return ends
         ends = np.maximum(ends, generation + trained["last"][trainer] + optimizer)
         for replicas, found in self._found(mode):
-            mine = self.space.of_replicas[places] == replicas
+            mine = self._places_of(mode, replicas)
             busy = (training - optimizer)[mine]
             ends[mine] = np.maximum(ends[mine], found.stream_end(busy) + optimizer[mine])
         return ends
