@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from streamrl.record.steady_state import with_step_time
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.layouts import ROLLOUT_MEMORY, TRAINER_MEMORY, Degrees, Replicas
 from streamrl.sim.planner.options import (
@@ -142,6 +143,14 @@ def test_a_plan_on_parts_of_a_node_that_is_dearer_and_slower_has_no_row() -> Non
     (left_out,) = rows["on parts of a node"].left_out
     assert left_out.label == "on parts of a node" and "dearer and slower" in left_out.reason
     assert not rows["your own file"].left_out
+
+    metrics, other = race.steady[chosen][0], next(i for i in search.speeds if i != chosen)
+    race.steady[chosen] = [with_step_time(metrics, 100 * metrics.step_time)]  # it is no rival now
+    race.beside[other] = with_step_time(metrics, metrics.step_time)
+    third = OtherRows(race, chosen)
+    third.add("on parts of a node", slower)
+    assert not list(third.simulate(Here(), lambda: None))
+    assert "another simulated plan" in third.left_out[0].reason
 
 
 # Settings and words -------------------------------------------------------------------------------

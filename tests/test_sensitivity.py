@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from streamrl.record.steady_state import Speed
 from streamrl.report.plan_report import not_varied_text
 from streamrl.runfile.policies_config import SystemName
+from streamrl.runfile.units import Duration
 from streamrl.sim.planner import sensitivity
 from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.search import Search
@@ -137,6 +138,30 @@ def test_a_change_after_which_the_plan_misses_its_deadline_says_so() -> None:
     assert verdicts["lengths +20%"].breaks == ("plan.deadline",)
     assert verdicts["lengths -20%"].breaks == ()
     assert all(each.still_fits for each in verdicts.values())
+
+
+def test_a_minimum_term_and_set_up_are_in_the_total_after_a_change() -> None:
+    run = few(LONG, systems=["stream-sync"], rollout_pools=["h20"])
+    pools = {k: replace(p, minimum_term=Duration(1e7)) for k, p in run.cluster.pools.items()}
+    billing = replace(run.cluster.billing, setup_time=Duration(3600.0))
+    cluster = replace(run.cluster, pools=pools, billing=billing)
+    search = Search.open(replace(run, cluster=cluster))
+    search.settle(Here(), [])
+    chosen = search.in_order()[0]
+    search.simulate(Here(), [chosen], lambda: None)
+    verdicts = {each.what: each for each in judge(search, chosen, Here()).verdicts}
+    longer = verdicts["lengths +20%"]
+    assert longer.seconds > 1.1 and longer.dollars == pytest.approx(1.0)
+    assert verdicts["price of h800 +20%"].dollars > 1.05
+
+    before = search.spend_of(search.speeds[chosen]).seconds
+    tight = replace(search.space.run, plan=replace(search.space.run.plan, deadline=1.1 * before))
+    limited = Search.open(tight)
+    limited.speeds, limited.portions = search.speeds, search.portions
+    wall = 3600 + (before - 3600) * longer.seconds
+    assert wall < 1.1 * before < before * longer.seconds
+    kept = {each.what: each for each in judge(limited, chosen, Here()).verdicts}
+    assert kept["lengths +20%"].breaks == ()
 
 
 def test_effects_that_no_time_was_left_to_simulate_are_estimates() -> None:

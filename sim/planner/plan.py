@@ -260,8 +260,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
     time_ratio: float | None = None
     cost_ratio: float | None = None
-    """Ratios of the time and dollars of a step after the change to those before, of the same plan as
-    `value`; None if an earlier version wrote the file.
+    """Ratios of the time of a step and of the bill of the whole run after the change to those before,
+    of the same plan as `value`; None if an earlier version wrote the file.
     """
 
 

@@ -18,9 +18,12 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from streamrl.record.billing import adds_nothing
 from streamrl.record.charges import PaidGpus
 from streamrl.record.run_comparison import is_beyond_chance
 from streamrl.record.steady_state import START, Speed, over_steps, with_costs
+from streamrl.record.whole_run import whole_time, with_bill
+from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.planner.estimates import Estimates, Floats
@@ -103,7 +106,7 @@ class Verdict(NamedTuple):
     """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
     seconds: float = 1.0
     dollars: float = 1.0
-    """Ratios of the time and dollars of a step, of the same plan as `value`."""
+    """Ratios of the time of a step and of the bill of the whole run, of the same plan as `value`."""
 
 
 class Judgement(NamedTuple):
@@ -316,9 +319,11 @@ class _Paired(NamedTuple):
     """Of the step times."""
     dollars: float
     """Of the costs of a step."""
+    bill: float
+    """Of the bills of the whole run, which may have set-up, minimum terms and storage."""
 
 
-SAME = _Paired(1.0, 1.0, 1.0)
+SAME = _Paired(1.0, 1.0, 1.0, 1.0)
 """The ratios of a change without an effect."""
 _Pair: TypeAlias = tuple[_Paired | None, _Paired | None]
 """Ratios of the chosen and of the other plan, each None if it was not simulated."""
@@ -452,11 +457,22 @@ def _ratios(
             PaidGpus.of(candidate.apply(each)).dollars_per_second for each in (look.shift.run, run)
         ]
         after = _repriced(after, rents[0] / rents[1] if rents[1] else 1.0)
+    before = _billed(search.space.candidate(look.chosen_index).apply(run), before)
+    after = _billed(candidate.apply(look.shift.run), after)
+    dollars = after.cost_per_step / before.cost_per_step if before.cost_per_step else 1.0
     return _Paired(
         value_of(plan, after) / value_of(plan, before),
         after.step_time / before.step_time,
-        after.cost_per_step / before.cost_per_step if before.cost_per_step else 1.0,
+        dollars,
+        dollars * after.steady_billing_ratio / before.steady_billing_ratio,
     )
+
+
+def _billed(run: Run, speed: Speed) -> Speed:
+    """Return the figures with the bill of a whole run of such steps."""
+    if adds_nothing(run.cluster):
+        return speed
+    return with_bill(run.cluster, speed, whole_time(run, speed), PaidGpus.of(run))
 
 
 def _repriced(speed: Speed, factor: float) -> Speed:
@@ -547,7 +563,7 @@ def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired 
             other_value=found.value,
             is_used=True,
             seconds=found.seconds,
-            dollars=found.dollars,
+            dollars=found.bill,
         )
     breaks = () if ours is None else _broken(search, look.chosen_index, ours)
     if (
@@ -556,7 +572,7 @@ def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired 
         or not _is_better(search, look.chosen_index, ours, theirs, breaks)
     ):
         other, theirs = None, None
-    found = ours or _Paired(look.ratio, look.seconds, look.seconds)
+    found = ours or _Paired(look.ratio, look.seconds, look.seconds, look.seconds)
     return Verdict(
         what=shift.what,
         value=found.value,
@@ -567,7 +583,7 @@ def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired 
         is_estimate=is_estimate,
         breaks=breaks,
         seconds=found.seconds,
-        dollars=found.dollars,
+        dollars=found.bill,
     )
 
 
@@ -595,11 +611,12 @@ def _broken(search: Search, chosen: int, after: _Paired) -> tuple[str, ...]:
     """Return the keys of the limits that a plan exceeds after a change, and the chosen plan not before."""
     before = search.spend_of(search.speeds[chosen])
     seconds, dollars = after.seconds, after.dollars
+    setup = search.space.run.cluster.billing.setup_time
     spend = Spend(
         before.per_step * dollars,
         before.per_day * dollars / seconds,
-        before.whole * dollars,
-        before.seconds * seconds,
+        before.whole * after.bill,
+        setup + (before.seconds - setup) * seconds,
     )
     return tuple(
         f"plan.{limit.key}"

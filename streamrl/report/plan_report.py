@@ -189,7 +189,8 @@ def _alterations(plan: Plan) -> Iterator[str]:
         yield f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them"
     others = [change for change in plan.sensitivity if change.is_other]
     for change in others:
-        yield f"another choice with {change.what}: {change.choice}, which saves {_gain(change)}"
+        effect = f"saves {_gain(change)}" if change.gain >= 0 else _keeping_limits(change)
+        yield f"another choice with {change.what}: {change.choice}, which {effect}"
     for change in plan.sensitivity:
         if change.breaks and not change.is_other:
             yield f"with {change.what} it exceeds {' and '.join(change.breaks)}"
@@ -419,6 +420,12 @@ def total_after(plan: Plan, change: Change) -> tuple[float, float] | None:
     return seconds, whole.dollars * change.cost_ratio
 
 
+def wall_time_ratio(plan: Plan, change: Change) -> float | None:
+    """Return the wall time of the whole run after a change relative to that before; None as for `total_after`."""
+    total, whole = total_after(plan, change), plan.whole_run
+    return None if total is None or whole is None else total[0] / whole.wall_time
+
+
 def _given(plan: Plan, change: Change) -> str:
     """Return the total of the chosen plan after a change, and the relative effect."""
     if not change.still_fits:
@@ -430,7 +437,7 @@ def _given(plan: Plan, change: Change) -> str:
     else:
         seconds, dollars = total
         figures = [f"{long_dollars(dollars)} ({_effect(change.cost_ratio)})"] if dollars else []
-        figures.append(f"{long_time(seconds)} ({_effect(change.time_ratio)})")
+        figures.append(f"{long_time(seconds)} ({_effect(wall_time_ratio(plan, change))})")
     figures += ["an estimate"] if change.is_estimate else []
     figures += [f"exceeds {' and '.join(change.breaks)}"] if change.breaks else []
     return ", ".join(figures)
@@ -440,6 +447,11 @@ def _effect(ratio: float | None) -> str:
     """Return a ratio as a relative change: "+12.0%"."""
     effect = (ratio or 1.0) - 1
     return f"{effect:+.1%}" if abs(effect) >= NO_CHANGE else "no change"
+
+
+def _keeping_limits(change: Change) -> str:
+    """Return how much more another plan costs, which keeps limits that the chosen one exceeds after a change."""
+    return f"is {-change.gain:.1%} worse by plan.objective, but keeps {' and '.join(change.breaks)}"
 
 
 def _gain(change: Change) -> str:

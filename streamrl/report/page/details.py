@@ -22,7 +22,7 @@ from streamrl.report.pictures.range_bars import LEAST, Range, Swing, bands_pictu
 from streamrl.report.pictures.stacked_bars import segments, shares_picture
 from streamrl.report.pictures.step_timeline import timeline_picture, typical_step
 from streamrl.report.pictures.study_chart import study_picture
-from streamrl.report.plan_report import not_varied_text, total_after
+from streamrl.report.plan_report import not_varied_text, total_after, wall_time_ratio
 from streamrl.report.run_tables import facts, headline
 from streamrl.report.study_report import RecordedStudy
 from streamrl.report.study_table import MetricTable, Spread, name_of
@@ -137,7 +137,7 @@ def _figure_of(plan: Plan) -> tuple[str, Callable[[Change], float]]:
         return plan.objective.unit, lambda change: change.value / base - 1
     if plan.whole_run is not None and plan.whole_run.dollars:
         return "total cost", lambda change: (change.cost_ratio or 1.0) - 1
-    return "total time", lambda change: (change.time_ratio or 1.0) - 1
+    return "total time", lambda change: (wall_time_ratio(plan, change) or 1.0) - 1
 
 
 def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
@@ -299,7 +299,8 @@ def _total_row(plan: Plan, each: Change, *, is_paid: bool) -> list[PageCell]:
     figures = [PageCell("")] * (1 + is_paid)
     if total is not None and (each.still_fits or each.is_other):
         seconds, dollars = total
-        figures = [PageCell(time_in_words(seconds), _effect_text(each.time_ratio))]
+        effect = _effect_text(wall_time_ratio(plan, each))
+        figures = [PageCell(time_in_words(seconds), effect)]
         if is_paid:
             figures.insert(0, PageCell(money(dollars), _effect_text(each.cost_ratio)))
     note = "estimate, not simulated" if each.is_estimate else ""
@@ -330,6 +331,8 @@ def _saves(each: Change) -> str:
     if not each.still_fits:
         return "the chosen one does not fit; the figures are of this one"
     saved = f"saves {percent(each.gain)} then"
+    if each.gain < 0:
+        saved = f"{percent(-each.gain)} worse by plan.objective then"
     return f"{saved}; the chosen one exceeds {listing(each.breaks)}" if each.breaks else saved
 
 
