@@ -128,6 +128,21 @@ def test_a_price_changes_dollars_and_no_seconds() -> None:
     assert dearer.seconds == 1.0 and 1.0 < dearer.dollars < 1.2
 
 
+def test_a_price_counts_once_for_a_plan_that_only_the_what_if_simulates() -> None:
+    search, chosen, _ = judged("stream-sync")
+    lower, higher = (
+        sensitivity._look(shift_of(search, f"price of h20 {name}"), search, chosen)
+        for name in ("-20%", "+20%")
+    )
+    other = next(i for i in search.in_order() if i not in search.speeds)
+    looks = [look._replace(other=other) for look in (lower, higher)]
+    found = list(sensitivity._simulate(looks, search, Here(), lambda: None))
+    low, high = (theirs for _, (_, theirs) in found if theirs is not None)
+    rents = search.space.prices[other] / search.space.prices[chosen]
+    assert low.dollars < high.dollars and low.seconds == high.seconds
+    assert (low.dollars + high.dollars) / 2 == pytest.approx(low.seconds * rents)
+
+
 def test_a_change_after_which_the_plan_misses_its_deadline_says_so() -> None:
     search, chosen, _ = judged("stream-sync")
     seconds = search.spend_of(search.speeds[chosen]).seconds

@@ -357,7 +357,9 @@ def _simulate(
 
 def _trial(look: _Look, search: Search, candidate: Candidate) -> Trial:
     """Return the simulation of a plan after a change, over few steps unless its stages are balanced."""
-    run, most = look.shift.run, open_trial(search.base)[0].simulate.max_steps
+    is_price = look.shift.kind == "price"  # it changes no seconds, and `_ratios` applies it
+    run = search.space.run if is_price else look.shift.run
+    most = open_trial(search.base)[0].simulate.max_steps
     if _is_balanced(look, search):
         return _in_portions(shortened(run, run.seed, FINAL_STEPS), candidate)
     steps = OVERLAPPING if _overlaps(search, look.chosen_index, candidate) else IN_TURNS
