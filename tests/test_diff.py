@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from streamrl.report.diff_report import PlannedPair, _planned_totals, _ratios
 from streamrl.report.run_tables import dollars_text
+from streamrl.report.words import change
 from streamrl.sim.planner.plan import read_plan, read_taken, write_plan
 from tests.command_line import streamrl
 
@@ -152,6 +154,14 @@ def test_a_diff_of_two_plans_takes_their_figures_from_plan_json(
     told = json.loads(streamrl("diff", *plans, "--json").stdout)
     assert told["figures"] is None and told["from_plans"]["b"]["number"] == 2
     assert "from plan.json of both" in streamrl("diff", *plans, "--markdown").stdout
+
+
+def test_a_diff_of_two_plans_compares_the_times_that_it_shows(plans: tuple[Path, Path]) -> None:
+    a, b = read_plan(plans[0] / "plan.json").options[:2]
+    later = replace(a, whole_run=replace(a.whole_run, setup_time=9 * a.whole_run.seconds))
+    told = list(_planned_totals(PlannedPair(later, a)))
+    assert told[0][0].startswith("whole training") and told[0][-1] == change(9.0)
+    assert _ratios(PlannedPair(a, b))[1] == a.whole_run.wall_time / b.whole_run.wall_time
 
 
 def test_a_plan_that_was_edited_or_made_by_another_version_is_simulated(

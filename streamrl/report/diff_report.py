@@ -176,10 +176,10 @@ def _planned_totals(pair: PlannedPair) -> Iterator[tuple[str, ...]]:
 
 
 def _ratios(pair: PlannedPair) -> tuple[float | None, float]:
-    """Return the ratios of the dollars and the seconds of A to those of B."""
+    """Return the ratios of the dollars and the wall time of A to those of B."""
     ours, theirs = pair.a.whole_run, pair.b.whole_run
     cost = ours.dollars / theirs.dollars if theirs.dollars else None
-    return cost, ours.seconds / theirs.seconds
+    return cost, ours.wall_time / theirs.wall_time
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
