@@ -21,8 +21,10 @@ from tests.runs import small_run
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("H20-3e", "h20-3e"),
         ("A100-SXM4-80GB", "a100"),
+        ("A100-80G", "a100"),
         ("H100-PCIe", "h100-pcie"),  # other hardware
         ("A100-40GB", "a100-40gb"),
+        ("A100-40G", "a100-40g"),
         ("A100-SXM4-40GB", "a100-sxm4-40gb"),
         ("H20-141GB", "h20-141gb"),
         ("H20-96GB", "h20"),

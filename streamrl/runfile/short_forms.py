@@ -46,7 +46,7 @@ def gpu_name(text: str) -> str:
 
 def _without_memory(name: str) -> str:
     memory = _MEMORY.get(re.split(r"[\s\-_]", name, maxsplit=1)[0])
-    return name if memory is None else re.sub(rf"[\s\-_]+{memory}\s*gb$", "", name)
+    return name if memory is None else re.sub(rf"[\s\-_]+{memory}\s*gb?$", "", name)
 
 
 def model_name(text: str) -> str:
