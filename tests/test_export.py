@@ -226,6 +226,7 @@ def test_an_optimizer_in_host_memory_has_what_megatron_needs_beside_it() -> None
     needed = {"--use-precision-aware-optimizer", "--overlap-cpu-optimizer-d2h-h2d"}
     assert {"--optimizer-cpu-offload", *needed} <= {*found}
     for name in ("nemo-rl", "slime"):
+        assert "trainer.offload = true" not in read_script(script_of(run, name))[2]
         plain = read_script(script_of(load_run(MAIN), name))[0]
         assert not any("offload" in option or option in needed for option in plain)
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.executor import execute
 from streamrl.executor.launchers import placement
@@ -70,6 +71,17 @@ def test_trainers_of_execute_have_back_ends_that_shard_as_planned() -> None:
     found = {(run.trainer.zero, run.trainer.backend) for run in sample(space, len(space))}
     assert {(0, "torch"), (2, "deepspeed"), (3, "deepspeed")} <= found
     assert {backend for zero, backend in found if zero > 1} == {"deepspeed"}
+
+
+@pytest.mark.parametrize("target", ["openrlhf", "trl"])
+def test_deepspeed_offloads_the_optimizer_with_zero_only(target: TargetName) -> None:
+    space = planned_space(offer_for("7b, one node", target, micro_batch=[2], trainer_gpus=[2, 4]))
+    trainers = {(each.zero, each.offload) for each in space.trainers}
+    assert (3, True) in trainers and (0, True) not in trainers
+    (run, *_) = (run for run in sample(space, len(space)) if run.trainer.offload)
+    assert verdict_of(run, target).can_run
+    without = replace(run, trainer=replace(run.trainer, zero=0))
+    assert verdict_of(without, target).broken == "trainer.zero=0"
 
 
 def test_a_target_plans_with_the_costs_of_its_framework() -> None:

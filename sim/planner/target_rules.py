@@ -102,7 +102,7 @@ class TargetRules:
         """Return why a trainer cannot run beside plain replicas on as many GPUs."""
         alike = trainer._replace(micro_batch=1, recompute="full")
         if self._target != "execute":
-            alike = trainer.layout
+            alike = trainer.layout._replace(offload=trainer.offload)
         if (alike, shares) not in self._known:
             plain = self._plain_replicas(trainer.pool, trainer.num_gpus)
             self._known[alike, shares] = self._judge(plain, alike, shares)

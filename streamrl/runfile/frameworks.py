@@ -109,13 +109,18 @@ class Layout(_Table, frozen=True, kw_only=True):
     name: str
     splits: list[Split] = []
     zero: list[int]
+    offloads_with: list[int] | None = None
+    """ZeRO stages with which it can keep the optimizer in host memory; all where absent."""
 
     def unsupported(self, trainer: TrainerConfig) -> dict[str, int]:
         """Return the degrees above 1 and the ZeRO stage of a trainer that it does not have, by key."""
         others = (split for split in SPLITS if split not in self.splits)
         degrees = {f"trainer.{split}": getattr(trainer, split) or 1 for split in others}
         found = {key: degree for key, degree in degrees.items() if degree > 1}
-        return found if trainer.zero in self.zero else found | {"trainer.zero": trainer.zero}
+        stages = self.zero
+        if trainer.offload and self.offloads_with is not None:
+            stages = self.offloads_with
+        return found if trainer.zero in stages else found | {"trainer.zero": trainer.zero}
 
 
 class Seconds(_Table, frozen=True, kw_only=True):
