@@ -138,6 +138,7 @@ def test_metrics_are_frames_of_steps_stages_and_figures() -> None:
     whole, band = metrics.whole_run, metrics.step_time_band
     assert whole is not None and band is not None
     assert figures.loc["whole_run.dollars", "value"] == whole.dollars
+    assert figures.loc["whole_run.wall_time", "value"] == whole.wall_time
     assert list(figures.loc["step_time", ["low", "high"]]) == [band.low, band.high]
     with pytest.raises(ValueError, match="'figures', got 'step'"):
         metrics.to_frame("step")  # type: ignore[arg-type]  # a wrong name

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from streamrl.doctor.idle_gpus import find
 from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import whole_time
+from streamrl.report.plan_report import decision_text
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import write_run
 from streamrl.runfile.gpu_pools import sides_of
 from streamrl.runfile.units import SECONDS_PER_HOUR
-from streamrl.sim.planner.objective import Spend, excess, keeps_limits, spend_of, unmet
+from streamrl.sim.planner.objective import Spend, aim_of, excess, keeps_limits, spend_of, unmet
 from streamrl.sim.planner.planner import make_plan
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Space
@@ -144,6 +145,16 @@ def test_what_is_owned_is_used_where_renting_it_would_not_pay() -> None:
         assert found.allocation.rollout.pool == pool
         assert found.whole_run is not None
         assert ("h20" in found.whole_run.pools) == owned
+        told = decision_text(found)
+        assert told.startswith("Rent ") != owned
+        assert ("own" in told) == owned
+
+
+def test_a_plan_under_a_deadline_says_that_it_is_the_cheapest_that_meets_it() -> None:
+    found = planned(few(STEPS, deadline="30 days")).plan
+    assert found.why == "the cheapest of all that were simulated and meet plan.deadline"
+    waiting = few(objective="cost-per-step", value_of_hour=2.0).plan
+    assert "waiting" in aim_of(waiting) and aim_of(few(objective="step-time").plan) == "the fastest"
 
 
 # Links --------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.modes import keep_to_framework
-from streamrl.sim.planner.objective import decide
+from streamrl.sim.planner.objective import aim_of, decide
 from streamrl.sim.planner.plan_settings import describe
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
@@ -328,9 +328,8 @@ def _rule_of(plan: PlanConfig) -> str:
     """Return by what rule a plan is recommended, in words."""
     if plan.takes_faster or plan.objective == "pareto":
         return f"the fastest plan that costs at most {plan.tolerance:.0%} more than the cheapest"
-    if plan.value_of_hour:
-        return f"the best plan by plan.objective and plan.value_of_hour={plan.value_of_hour:g}"
-    return f"the best plan by plan.objective={plan.objective!r}"
+    limit = "" if plan.deadline is None else " that meet plan.deadline"
+    return f"{aim_of(plan)} of the plans{limit}"
 
 
 class _Figures(NamedTuple):

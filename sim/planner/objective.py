@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeTime, steps_for_one, whole_dollars
 from streamrl.runfile.formatting import long_time
-from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
+from streamrl.runfile.plan_config import COSTS, ObjectiveName, PlanConfig
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
 Floats = NDArray[np.float64]
@@ -23,6 +23,15 @@ UNITS: dict[ObjectiveName, str] = {
     "step-time": "seconds per mean step",
     "pareto": "seconds x dollars per mean step",
 }
+
+
+def aim_of(plan: PlanConfig) -> str:
+    """Return what the best plan is by `plan.objective` and `plan.value_of_hour`: "the cheapest"."""
+    if plan.value_of_hour and plan.objective != "step-time":
+        return "the best with the cost of waiting (plan.value_of_hour)"
+    if plan.objective in COSTS:
+        return "the cheapest"
+    return "the fastest" if plan.objective == "step-time" else "the best"
 
 
 def value_of(plan: PlanConfig, speed: Speed) -> float:

@@ -22,7 +22,7 @@ from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
 from streamrl.sim.planner.model_errors import estimated_error
-from streamrl.sim.planner.objective import front, limit_text, limits_of, value_of
+from streamrl.sim.planner.objective import aim_of, front, limit_text, limits_of, value_of
 from streamrl.sim.planner.plan import Choice, RunnerUp
 from streamrl.sim.planner.plan_settings import (
     describe,
@@ -98,7 +98,9 @@ class PlanDescription:
         best = min(race.finals, key=race.value)
         alike = [index for index in race.finals if race.is_alike(index, best)]
         if best == chosen or chosen not in alike:
-            return "the best of all that were simulated"
+            plan = self._search.space.run.plan
+            limit = "" if plan.deadline is None else " and meet plan.deadline"
+            return f"{aim_of(plan)} of all that were simulated{limit}"
         return (
             f"the {self._better_in_second(best)} of {len(alike)} plans that are about as good: "
             f"{race.behind(chosen, best):.1%} behind the best, {self._text(best)}"

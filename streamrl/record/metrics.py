@@ -307,7 +307,7 @@ class Metrics(Speed, frozen=True, kw_only=True):
     def _figure_rows(self) -> Iterator[dict[str, object]]:
         whole = self.whole_run
         if whole is not None:
-            for name in ("seconds", "dollars"):
+            for name in ("seconds", "wall_time", "dollars"):
                 band = getattr(whole, f"{name}_band")
                 yield _figure_row(f"whole_run.{name}", getattr(whole, name), band)
         for name in RATIOS:

@@ -131,7 +131,20 @@ def decision_text(plan: Plan) -> str:
     others = {} if chosen.verifier is None else {"compute rewards": chosen.verifier}
     rent = rent_text(PlannedSides(chosen.rollout, chosen.trainer, others), system)
     turns = system if system == "colocated" else f"{system}: {SYSTEMS[system]}"
-    return f"Rent {rent} ({turns}).".replace(NBSP, " ")
+    owned, rented = _owned_and_rented(plan)
+    verb = "Rent" if not owned else "Use" if rented else "Use your own"
+    told = f" You own {listing(owned)} and rent {listing(rented)}." if owned and rented else ""
+    return f"{verb} {rent} ({turns}).{told}".replace(NBSP, " ")
+
+
+def _owned_and_rented(plan: Plan) -> tuple[list[str], list[str]]:
+    """Return the owned and the rented pools that a plan uses."""
+    chosen = plan.allocation
+    sides = [chosen.rollout, chosen.rollout.beside, chosen.trainer, chosen.verifier]
+    used = dict.fromkeys(side.pool for side in sides if side is not None)
+    paid = plan.whole_run.pools if plan.whole_run is not None else {}
+    owned = [pool for pool in used if pool in paid and paid[pool].is_owned]
+    return owned, [pool for pool in used if pool not in owned]
 
 
 def terms_text(texts: Iterable[str]) -> str:
