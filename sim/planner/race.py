@@ -23,7 +23,6 @@ from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.sim.planner.objective import Spend, excess, limits_of
-from streamrl.sim.planner.plan_settings import group_of
 from streamrl.sim.planner.relations import may_be_chance
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
@@ -88,7 +87,7 @@ class Race:
         search, most = self.search, self.search.space.run.plan.finalists
         ranking = search.ranking()
         limit = CONTENDS * search.value(ranking[0])
-        contenders = self._unequal([i for i in ranking[:most] if search.value(i) <= limit])
+        contenders = [index for index in ranking[:most] if search.value(index) <= limit]
         order = sorted(ranking, key=lambda index: search.second_value_of(search.speeds[index]))
         near = [i for i in order if search.value(i) <= (1 + 2 * ALIKE) * search.value(ranking[0])]
         self._compare(pool, dict.fromkeys([*contenders, *near[:1]]), watch)
@@ -97,17 +96,6 @@ class Race:
                 break
             self._compare(pool, [index], watch)
         return self._choose()
-
-    def _unequal(self, indices: Iterable[int]) -> list[int]:
-        """Return the simplest of variants that a limit outside them, such as training, makes equal."""
-        search, first = self.search, dict[Hashable, int]()
-        for index in indices:
-            values = search.value(index), search.second_value_of(search.speeds[index])
-            digits = [f"{value:.{EQUAL}g}" for value in values]
-            key = (group_of(search.space.candidate(index)), *digits)
-            other = first.setdefault(key, index)
-            first[key] = min(other, index, key=lambda each: int(search.complexity[each]))
-        return list(first.values())
 
     def find_cheapest(self, pool: Executor, watch: Callable[[], None]) -> int:
         """Return the plan to choose by cost. `plan.tolerance` refers to it from now on."""
