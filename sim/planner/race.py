@@ -22,7 +22,7 @@ from streamrl.record.steady_state import Speed, over_steps, with_step_time
 from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
-from streamrl.sim.planner.objective import Spend, excess, limits_of
+from streamrl.sim.planner.objective import Spend, excess, faster_goal, limits_of
 from streamrl.sim.planner.relations import may_be_chance
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
@@ -91,9 +91,8 @@ class Race:
         order = sorted(ranking, key=lambda index: search.second_value_of(search.speeds[index]))
         near = [i for i in order if search.value(i) <= (1 + 2 * ALIKE) * search.value(ranking[0])]
         self._compare(pool, dict.fromkeys([*contenders, *near[:1]]), watch)
-        for index in self._that_may_finish():
-            if self.finals:
-                break
+        others = self._that_may_finish(pool, watch)
+        while not self.finals and (index := next(others, None)) is not None:
             self._compare(pool, [index], watch)
         return self._choose()
 
@@ -118,7 +117,8 @@ class Race:
         """
         ranking = sorted(self.finals, key=self.value)
         finalists = [index, *(other for other in ranking if other != index)]
-        for each in chain(finalists, self._most_spare(SPARE), self._that_may_finish()):
+        others = self._that_may_finish(pool, watch)
+        for each in chain(finalists, self._most_spare(SPARE), others):
             self._compare(pool, [each], watch)
             if each in self.finals and self._stays_tolerable(pool, each, watch):
                 self._simulate_whole(pool, each, watch)
@@ -127,13 +127,22 @@ class Race:
                 return each
         raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
 
-    def _that_may_finish(self) -> Iterator[int]:
-        """If some plans did not finish, yield the plans not tried yet, the best first, while time is left."""
-        for index in self.search.ranking():
-            if self.search.is_late or not self.search.unfinished:
+    def _that_may_finish(self, pool: Executor, watch: Callable[[], None]) -> Iterator[int]:
+        """If some plans did not finish, yield the plans not tried yet, the best first, while time is left.
+
+        After the last one the search goes on, because it left out plans that looked worse than those
+        that did not finish.
+        """
+        search, tried = self.search, set[int]()
+        while search.unfinished and not search.is_late:
+            done = tried | self._limited.keys()
+            if all(index in done for index in search.ranking()) and not search.go_on(pool, watch):
                 return
-            if index not in self._limited and index not in self.search.unfinished:
-                yield index
+            left = (index for index in search.ranking() if index not in done)
+            if (index := next(left, None)) is None:
+                return
+            tried.add(index)
+            yield index
 
     def _most_spare(self, count: int) -> Iterator[int]:
         """Yield plans that are not finalists, those furthest below their limits first."""
@@ -203,6 +212,17 @@ class Race:
         self.finals.pop(index, None)
         if index == self.cheapest:
             self.cheapest = self._cheapest_left()
+            self._aim_again()
+
+    def _aim_again(self) -> None:
+        """Let the search look for plans that cost little more than the new cheapest plan."""
+        search, before = self.search, self.faster_goal
+        if before is None or self.cheapest is None:
+            return
+        spend = search.spend_of(search.speeds[self.cheapest])
+        self.faster_goal = faster_goal(search.space.run.plan, spend.whole)
+        if search.goal == before:
+            search.aim_at(self.faster_goal)
 
     def _cheapest_left(self) -> int | None:
         """Return the cheapest plan that finishes and keeps the limits of `[plan]`, over the few steps of the search."""

@@ -193,6 +193,11 @@ class Search(Scores):
             raise self.nothing_left(self.speeds.values())
         return ranking
 
+    def go_on(self, pool: Executor, watch: Callable[[], None]) -> bool:
+        """Search again after plans turned out not to finish; return whether any plan is left."""
+        self._converge(pool, watch)
+        return bool(self.ranking())
+
     def _converge(self, pool: Executor, watch: Callable[[], None]) -> None:
         self.has_converged = False
         self._look_at_each(pool, watch)

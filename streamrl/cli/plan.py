@@ -180,13 +180,13 @@ def plan(
                     plan_report(planned.plan, intervals=intervals, details=details)
                 )
             if output is not None:
-                _write(planned, output, source, base)
+                planned = _write(planned, output, source, base)
             if number is not None:
                 planned = Planned(*take(run, planned.plan, number))
+        if output is not None and number is not None:
+            planned = _write(planned, output, source, base)
         if as_json:
             print_json(planned.plan)
-        if output is not None and number is not None:
-            _write(planned, output, source, base)
         if not as_json:
             _print_next(output, planned.plan, details=details)
         if other is not None and output is not None:
@@ -249,7 +249,8 @@ def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:
             raise ValueError(f"{output / name} exists already; use --force to replace it")
 
 
-def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
+def _write(planned: Planned, output: Path, source: str, base: Path) -> Planned:
+    """Write a plan and its run file; return the plan with the digest of that file."""
     output.mkdir(parents=True, exist_ok=True)
     plan = planned.plan
     settings = plan.allocation.settings
@@ -261,7 +262,9 @@ def _write(planned: Planned, output: Path, source: str, base: Path) -> None:
         keep_inputs(paths_of(planned.run), output)
         write_run(planned.run, output / PLAN_TOML, notes, settings, base)
         digest = digest_of_file(output / PLAN_TOML)
-        write_plan(replace(plan, run_file=digest, version=__version__), output)
+        written = replace(plan, run_file=digest, version=__version__)
+        write_plan(written, output)
+    return planned._replace(plan=written)
 
 
 def _option_notes(option: PlanOption, source: str) -> Iterator[str]:
