@@ -187,8 +187,10 @@ def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
     plan = made.plan
     for option in plan.options:
         if "on parts of a node" in option.labels:
+            is_cheaper = option.cost_ratio is not None and option.cost_ratio < 1
+            advice = "take" if is_cheaper else "the work would end sooner with"
             yield NextStep(
-                text=f"If you can rent parts of a node, take option {option.number}: {option.text}. It is {option.relation}.",
+                text=f"If you can rent parts of a node, {advice} option {option.number}: {option.text}. It is {option.relation}.",
                 command=plan_command(made, {"plan.unit": "1"}),
             )
     if plan.tighter is not None:
