@@ -112,6 +112,17 @@ def test_the_layout_of_the_run_file_is_a_row_with_its_own_figures() -> None:
     assert own.choice.rollout.num_gpus == run.rollout.num_gpus
 
 
+@pytest.mark.parametrize("other", [{"objective": "step-time"}, {"value_of_hour": 1000.0}])
+def test_the_cheapest_row_is_as_cheap_if_time_decides(other: dict[str, Any]) -> None:
+    least: dict[str, float] = {}
+    offers: dict[str, dict[str, Any]] = {"cost": {}, "time": other}
+    for name, plan in offers.items():
+        found = planned(few(SMALL, rollout_gpus=[2, 4, 8], trainer_gpus=[2, 4, 8], **plan)).plan
+        (cheapest,) = (each for each in found.options if "cheapest" in each.labels)
+        least[name] = cheapest.whole_run.dollars
+    assert least["time"] <= (1 + ALIKE) * least["cost"]
+
+
 def test_a_layout_that_cannot_run_is_left_out_with_the_reason() -> None:
     run = few(SMALL)
     own, space = own_candidate(*SECTIONS(run)), Space.open(run)

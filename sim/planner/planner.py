@@ -154,6 +154,7 @@ def _plan(
         _look_for_faster(search, race, pool, progress)
     chosen, judged = _choose(search, race, pool, progress)
     _look_for_fastest(search, pool, progress)
+    _look_for_cheapest(search, pool, progress)
     chosen, judged = _settle(search, race, pool, progress, chosen, judged, own)
     search.aim_at(run.plan)
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
@@ -297,6 +298,19 @@ def _look_for_fastest(search: Search, pool: Executor, progress: _Progress) -> No
         search.simulate(pool, search.next_round(pool), watch)
         if not search.is_late:
             search.simulate(pool, search.faster_mixed(pool, FASTEST_MIXED), watch)
+
+
+def _look_for_cheapest(search: Search, pool: Executor, progress: _Progress) -> None:
+    """Simulate plans that may be cheaper than all others, for the row of the cheapest plan.
+
+    A search for cost has found it already.
+    """
+    plan = search.space.run.plan
+    is_found = plan.objective not in ("step-time", "pareto") and not plan.value_of_hour
+    if search.is_late or is_found or not search.space.prices.any():
+        return
+    with search.judged_by(replace(plan, objective="cost-per-million-tokens", value_of_hour=0.0)):
+        search.simulate(pool, search.next_round(pool), progress.on("options"))
 
 
 def _choose(
