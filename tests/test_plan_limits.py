@@ -13,14 +13,24 @@ from msgspec.structs import replace
 
 from streamrl.doctor.idle_gpus import find
 from streamrl.record.charges import PaidGpus
+from streamrl.record.run_comparison import is_beyond_chance
 from streamrl.record.whole_run import whole_time
 from streamrl.report.plan_report import decision_text
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import write_run
 from streamrl.runfile.gpu_pools import sides_of
 from streamrl.runfile.units import SECONDS_PER_HOUR
-from streamrl.sim.planner.objective import Spend, aim_of, excess, keeps_limits, spend_of, unmet
+from streamrl.sim.planner.objective import (
+    Spend,
+    aim_of,
+    distance_to_front,
+    excess,
+    keeps_limits,
+    spend_of,
+    unmet,
+)
 from streamrl.sim.planner.planner import make_plan
+from streamrl.sim.planner.relations import relation_text
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Space
 from streamrl.sim.planner.trial import Trial, short_speed_of
@@ -207,3 +217,38 @@ def test_a_plan_begins_with_its_whole_run(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[1].startswith("  whole run: 100 steps take ")
     assert next(iter(json.loads((tmp_path / "plan" / "plan.json").read_text()))) == "whole_run"
     assert "# whole run: 100 steps take" in (tmp_path / "plan" / "plan.toml").read_text()
+
+
+# Free GPUs and the shortest outputs ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("h800", [0.0, 5.0])
+def test_the_fastest_plan_is_found_among_gpus_without_a_price(h800: float) -> None:
+    pools = {
+        "h20": {"gpu": "h20", "nodes": 2, "price": 0.0},
+        "h800": {"gpu": "h800", "nodes": 3, "price": h800},
+    }
+    found = planned(few({**SMALL, "cluster.pools": pools}, objective="step-time")).plan
+    for runner in found.runners_up:
+        dollars, prices = runner.choice.cost_per_step, runner.choice.dollars_per_hour
+        assert dollars == pytest.approx(
+            prices * runner.choice.step_time / SECONDS_PER_HOUR, rel=0.05
+        )
+
+
+def test_outputs_of_one_token_are_planned_although_they_need_no_decode_step() -> None:
+    found = planned(few({**SMALL, "rollout.max_tokens": 1})).plan
+    assert found.whole_run is not None
+    assert found.whole_run.tokens == 4 * 32
+
+
+def test_a_free_plan_is_as_dear_as_another_free_one() -> None:
+    far = distance_to_front(np.array([1.0, 2.0, 2.0]), np.array([0.0, 0.0, 3.0]))
+    assert far.tolist() == [1.0, 1.0, 2.0]
+
+
+def test_a_free_plan_beats_one_that_costs_something_by_more_than_chance() -> None:
+    steps = replace(SPEED, step_times=[1.0, 1.1] * 20, counted_steps=(1, 40))
+    others = replace(steps, step_times=[1.1, 1.05] * 20)
+    assert is_beyond_chance(steps, others, 0.0) is True
+    assert relation_text(0.0, 1.0, 0.1) == "100 % cheaper, as fast"

@@ -370,7 +370,8 @@ class Estimates:
         other.take_paces(self)
         other._correct(self._checked)
         for asked, found in self._times.items():
-            longer = other._least_alone(asked.replicas) / self._least_alone(asked.replicas)
+            before = self._least_alone(asked.replicas)
+            longer = other._least_alone(asked.replicas) / before if before else 1.0
             other.learn(asked, found.scaled(longer))
         return other
 
@@ -668,6 +669,8 @@ def _together(kinds: Sequence[tuple[int, list[LeastTimes]]]) -> LeastTimes:
         (number, LeastTimes(*(min(column) for column in zip(*batches, strict=True))))
         for number, batches in kinds
     ]
-    a_second = sum(number / least.work for number, least in alone)
     longest = min(least.longest for _, least in alone)
+    if not all(least.work for _, least in alone):
+        return LeastTimes(longest, 0.0)  # outputs of one token need no decode step
+    a_second = sum(number / least.work for number, least in alone)
     return LeastTimes(longest, sum(number for number, _ in alone) / a_second)

@@ -118,7 +118,7 @@ def distance_to_front(seconds: Floats, dollars: Floats) -> Floats:
     """Return the factor by which each plan is away from the Pareto set.
 
     It is 1 on the set. A plan with 1.1 reaches the set if its seconds and dollars are divided by
-    1.1.
+    1.1. A plan whose GPUs are free has the dollars of any other one of them.
     """
     order = np.lexsort((dollars, seconds))
     best = np.minimum.accumulate(dollars[order])
@@ -126,7 +126,8 @@ def distance_to_front(seconds: Floats, dollars: Floats) -> Floats:
     corners = order[is_front]
     farthest = np.ones(len(seconds))
     for corner in corners:
-        above = np.minimum(seconds / seconds[corner], dollars / dollars[corner])
+        dearer = dollars / dollars[corner] if dollars[corner] else np.where(dollars, np.inf, 1.0)
+        above = np.minimum(seconds / seconds[corner], dearer)
         np.maximum(farthest, above, out=farthest)
     return farthest
 

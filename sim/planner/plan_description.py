@@ -189,12 +189,15 @@ class PlanDescription:
         return 1.0 if index == self._index else self._ratio(key, index, self._index)
 
     def _ratio(self, key: str, index: int, other: int) -> float:
-        """Return the ratio of a figure to another plan's, on the same prompts: the median over seeds."""
+        """Return the ratio of a figure to another plan's, on the same prompts: the median over seeds.
+
+        If the other plan's GPUs are free, the ratio of dollars is 1.
+        """
         ours, theirs = (
             median(getattr(speed, key) for speed in speeds)
             for speeds in self._race.pair(index, other)
         )
-        return float(ours / theirs)
+        return float(ours / theirs) if theirs else 1.0
 
     def _text(self, index: int) -> str:
         return describe(self._search.space.run.cluster.pools, self._search.space.candidate(index))
@@ -226,10 +229,16 @@ class PlanDescription:
     def _scaled(self, choice: Choice, index: int, behind: float, width: float | None) -> Choice:
         """Return a finalist with the chosen plan's figures, scaled.
 
-        The factor is the ratio of both plans over the steps that they share.
+        The factor is the ratio of both plans over the steps that they share. If the chosen plan's
+        GPUs are free, dollars are the finalist's own.
         """
         ours = self.chosen
-        figures = {key: getattr(ours, key) * self._times(index, key) for key in SCALED}
+        figures = {
+            key: getattr(ours, key) * self._times(index, key)
+            if getattr(ours, key)
+            else getattr(choice, key)
+            for key in SCALED
+        }
         value = self._search.value_of(self._race.steady[self._index][0]) * (1 + behind)
         interval = None
         if width is not None and ours.step_time_interval is not None:

@@ -26,7 +26,7 @@ def relation_text(cost_ratio: float | None, time_ratio: float, width: float | No
 
 def may_be_chance(ratio: float, limit: float, width: float | None) -> bool:
     """Return whether a ratio is above or below a limit only within its interval."""
-    return width is not None and abs(log(ratio / limit)) <= width
+    return width is not None and ratio > 0 and abs(log(ratio / limit)) <= width
 
 
 def percent_text(share: float, width: float | None) -> str:

@@ -256,7 +256,7 @@ def relative(values: Sequence[float] | Floats) -> Floats:
 def is_beyond_chance(one: Speed, other: Speed, ratio: float) -> bool | None:
     """Return whether a ratio of two runs' figures differs from 1 by more than its interval; None without an interval."""
     width = ratio_half_width(one, other)
-    return None if width is None else abs(log(ratio)) > width
+    return None if width is None else not ratio or abs(log(ratio)) > width
 
 
 @dataclass(frozen=True, kw_only=True)
