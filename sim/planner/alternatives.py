@@ -16,14 +16,14 @@ from streamrl.hardware.side_memory import trainer_side
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.sim.planner.layouts import Degrees, Replicas, sizes
+from streamrl.sim.planner.layouts import sizes
 from streamrl.sim.planner.objective import beats, faster_goal
 from streamrl.sim.planner.options import recommended_of
 from streamrl.sim.planner.plan import OverMemoryLimit
 from streamrl.sim.planner.plan_settings import describe, settings_of
 from streamrl.sim.planner.scores import best_of
 from streamrl.sim.planner.search import ALIKE, Search
-from streamrl.sim.planner.space import Candidate, Space
+from streamrl.sim.planner.space import Candidate, Space, gpus_by_pool
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -126,18 +126,18 @@ def _counts(pools: Mapping[str, PoolConfig]) -> Iterator[int]:
 
 
 def _uses_parts(space: Space, names: Collection[str]) -> Mask:
-    """Return which plans have a part of a node on either side. Pools with a unit are kept to it."""
-    pools = space.run.cluster.pools
-
-    def rest(side: Replicas | Degrees) -> tuple[bool, bool]:
-        """Return whether a side has a part of a node, and whether it is rentable."""
-        pool = pools[side.pool]
-        has_part = side.pool in names and side.num_gpus % pool.gpus_per_node > 0
-        return has_part, pool.unit is None or side.num_gpus % pool.unit == 0
-
-    replicas = np.array([rest(each) for each in space.replicas])[space.of_replicas]
-    trainers = np.array([rest(each) for each in space.trainers])[space.of_trainer]
-    found: Mask = (replicas[:, 0] | trainers[:, 0]) & replicas[:, 1] & trainers[:, 1]
+    """Return which plans have a part of a node in a pool. Pools with a unit are kept to it."""
+    pools, listed = space.run.cluster.pools, list(space.run.cluster.pools)
+    is_shared = np.array([mode.system == "colocated" for mode in space.modes])[space.of_mode]
+    sides = (
+        np.array([gpus_by_pool(each.kinds, listed) for each in space.replicas])[space.of_replicas],
+        np.array([gpus_by_pool([each], listed) for each in space.trainers])[space.of_trainer],
+    )
+    used = np.where(is_shared[:, None], np.maximum(*sides), sides[0] + sides[1])
+    nodes = np.array([pool.gpus_per_node if name in names else 1 for name, pool in pools.items()])
+    units = np.array([pool.unit or 1 for pool in pools.values()])
+    is_rentable = np.all([(side % units == 0).all(axis=1) for side in sides], axis=0)
+    found: Mask = (used % nodes > 0).any(axis=1) & is_rentable
     return found
 
 

@@ -474,6 +474,39 @@ def _trainer_bytes(trainer: TrainerHardware) -> float:
         return float("inf")
 
 
+SPLITS = (1, 2, 4, 6, 12)
+"""GPUs of a trainer that shares a node with replicas, in eighths of a node."""
+SPLIT_NODES = 2
+"""Most nodes of such a plan in a pool. On more nodes, one that is shared makes little difference."""
+
+
+class Sizes(NamedTuple):
+    """Numbers of GPUs of each side in a pool."""
+
+    generate: list[int]
+    train: list[int]
+
+
+def rents_whole_nodes(plan: PlanConfig, pool: PoolConfig) -> bool:
+    """Return whether a plan rents whole nodes of a pool. Both sides may share a node."""
+    is_open = plan.unit is None and plan.rollout_gpus is None and plan.trainer_gpus is None
+    return is_open and pool.nodes > 1 and pool.unit is None
+
+
+def split_sizes(plan: PlanConfig, name: str, pool: PoolConfig) -> Sizes:
+    """Return the numbers of GPUs of sides that fill nodes of a pool together but not alone."""
+    offered = (plan.rollout_pools or [name], plan.trainer_pools or [name])
+    if not rents_whole_nodes(plan, pool) or not all(name in each for each in offered):
+        return Sizes([], [])
+    node = pool.gpus_per_node
+    most = node * min(SPLIT_NODES, pool.nodes)
+    train = [node * part // 8 for part in SPLITS if not node * part % 8]
+    train = [size for size in train if size < most]
+    wholes = range(node, most + 1, node)
+    generate = {whole - size for size in train for whole in wholes if whole > size}
+    return Sizes(sorted(generate), train)
+
+
 def sizes(pool: PoolConfig, unit: int | None) -> list[int]:
     """Return the numbers of GPUs that a side may have: whole nodes, or any number in a pool with a single node.
 

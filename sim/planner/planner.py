@@ -28,6 +28,7 @@ from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
 from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
+from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS, faster_goal
 from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
@@ -260,9 +261,7 @@ def _look_near(
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
     """Return the pools of which plans rent only whole nodes by default; none if `[plan]` has the GPUs of a side."""
-    if plan.unit is not None or plan.rollout_gpus is not None or plan.trainer_gpus is not None:
-        return []
-    return [name for name, pool in pools.items() if pool.nodes > 1 and pool.unit is None]
+    return [name for name, pool in pools.items() if rents_whole_nodes(plan, pool)]
 
 
 def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:

@@ -49,7 +49,9 @@ from streamrl.sim.planner.layouts import (
     fitting_replicas,
     fitting_trainers,
     in_pool,
+    rents_whole_nodes,
     sizes,
+    split_sizes,
 )
 from streamrl.sim.planner.modes import Mode, find_modes
 from streamrl.sim.planner.objective import within_rent
@@ -92,7 +94,7 @@ def plans_of(
     Raises:
         ValueError: there are too many, or all exceed a budget.
     """
-    pairs = Pairs(cluster, replicas, trainers)
+    pairs = Pairs(cluster, replicas, trainers, plan)
     parts = []
     for index, mode in enumerate(modes):
         is_open = pairs.open_to(mode, cut)
@@ -116,13 +118,25 @@ class Pairs:
     """Pairs of replicas and trainers: which fit the pools and links beside the reward model, and their prices."""
 
     def __init__(
-        self, cluster: ClusterConfig, replicas: Sequence[Replicas], trainers: Sequence[Degrees]
+        self,
+        cluster: ClusterConfig,
+        replicas: Sequence[Replicas],
+        trainers: Sequence[Degrees],
+        plan: PlanConfig | None = None,
     ) -> None:
+        """Compare all replicas with all trainers; `plan` decides whether they fill whole nodes together."""
         offer, links, names = cluster.pools, cluster.links, list(cluster.pools)
         self._names, self._room = names, np.array([pool.num_gpus for pool in offer.values()])
-        self._generate = np.array([_gpus_by_pool(each.kinds, names) for each in replicas])
-        self._train = np.array([_gpus_by_pool([each], names) for each in trainers])
+        self._generate = np.array([gpus_by_pool(each.kinds, names) for each in replicas])
+        self._train = np.array([gpus_by_pool([each], names) for each in trainers])
         """GPUs of each side in each pool."""
+        self._rented_by = np.array(
+            [
+                pool.gpus_per_node if plan is not None and rents_whole_nodes(plan, pool) else 1
+                for pool in offer.values()
+            ]
+        )
+        """GPUs of which a plan rents a multiple, by pool."""
         self._rent = np.array(
             [0.0 if pool.owned else price_per_second(pool) for pool in offer.values()]
         )
@@ -143,14 +157,16 @@ class Pairs:
         left = self._room - self._rewards_of(mode)
         if mode.system == "colocated":
             has_room = (self._generate[:, None, :] <= left).all(axis=2)
-            cut[SHARED] += int((~self._shared).sum())
-            cut[POOL_SIZE] += int((self._shared & ~has_room).sum())
-            shared: Mask = self._shared & has_room
+            is_whole = (self._generate[:, None, :] % self._rented_by == 0).all(axis=2)
+            cut[SHARED] += int((~self._shared & is_whole).sum())
+            cut[POOL_SIZE] += int((self._shared & is_whole & ~has_room).sum())
+            shared: Mask = self._shared & is_whole & has_room
             return shared
         has_room = (self._together <= left).all(axis=2)
-        cut[LINK] += int(self._unlinked.sum())
-        cut[POOL_SIZE] += int((~has_room).sum())
-        is_open: Mask = ~self._unlinked & has_room
+        is_whole = (self._together % self._rented_by == 0).all(axis=2)
+        cut[LINK] += int((self._unlinked & is_whole).sum())
+        cut[POOL_SIZE] += int((is_whole & ~has_room).sum())
+        is_open: Mask = ~self._unlinked & is_whole & has_room
         return is_open
 
     def prices(
@@ -178,10 +194,10 @@ class Pairs:
 
     def _rewards_of(self, mode: Mode) -> Indices:
         """Return the GPUs of each pool that compute rewards."""
-        return np.array(_gpus_by_pool([mode.rewards] if mode.rewards else [], self._names))
+        return np.array(gpus_by_pool([mode.rewards] if mode.rewards else [], self._names))
 
 
-def _gpus_by_pool(
+def gpus_by_pool(
     parts: Sequence[Replicas | Degrees | RewardReplicas], names: list[str]
 ) -> list[int]:
     """Return the GPUs that the parts of a side have in each pool."""
@@ -532,7 +548,10 @@ def find_replicas(
     found = [
         choice
         for pool in plan.rollout_pools or pools
-        for num_gpus in _sizes(pools[pool], plan.unit, plan.rollout_gpus)
+        for num_gpus in (
+            *_sizes(pools[pool], plan.unit, plan.rollout_gpus),
+            *split_sizes(plan, pool, pools[pool]).generate,
+        )
         for choice in fitting_replicas(in_pool(replica, pool, pools), plan, num_gpus, cut)
     ]
     if replica.model.experts is not None:
@@ -590,7 +609,10 @@ def find_trainers(
     places = [
         (in_pool(trainer, pool, pools), num_gpus)
         for pool in plan.trainer_pools or pools
-        for num_gpus in _sizes(pools[pool], plan.unit, plan.trainer_gpus)
+        for num_gpus in (
+            *_sizes(pools[pool], plan.unit, plan.trainer_gpus),
+            *split_sizes(plan, pool, pools[pool]).train,
+        )
     ]
     before = cut.copy()
     roomy = replace_fields(among, most_memory=ROOMY)
