@@ -189,7 +189,7 @@ def test_a_plan_says_what_was_not_looked_at() -> None:
     named = replace(plan, systems=["fully-async"])
     assert "fully-async, whose" not in "\n".join(head_lines(named))
     assert plan.whole_nodes == ["h20", "h800"]
-    assert "each side rents whole nodes of h20 and h800" in told
+    assert "plans rent whole nodes of h20 and h800" in told
     told = "\n".join(head_lines(planned(few(unit=8)).plan))
     assert "whole nodes" not in told, "the run file says how they are divided"
 

@@ -60,6 +60,27 @@ def candidates(space: Space) -> list[Candidate]:
 # What is open -------------------------------------------------------------------------------------
 
 
+def splits(run: Run) -> set[tuple[int, int]]:
+    """Return the GPUs of both sides of each plan in one pool that fill nodes only together."""
+    found = set()
+    for replicas, trainer, mode in candidates(Space.open(run)):
+        sides = (replicas.num_gpus, trainer.num_gpus)
+        if mode.system == "colocated":
+            assert not sides[0] % 8
+        elif replicas.pools == (trainer.pool,) and any(num_gpus % 8 for num_gpus in sides):
+            found.add(sides)
+    return found
+
+
+def test_both_sides_may_share_the_nodes_that_a_plan_rents() -> None:
+    found = splits(offer())
+    assert {(6, 2), (4, 4), (2, 6), (14, 2), (4, 12)} <= found
+    assert {sum(sides) for sides in found} == {8, 16, 24}
+    assert not splits(offer({"cluster.pools.h20.unit": 8, "cluster.pools.h800.unit": 8}))
+    assert not splits(offer(trainer_pools=["h800"], rollout_pools=["h20"]))
+    assert not splits(offer(rollout_gpus=[8, 16], trainer_gpus=[8]))
+
+
 def test_every_plan_is_a_run_file_that_loads_and_costs_what_the_space_says() -> None:
     space = Space.open(offer())
     assert len(set(candidates(space))) == len(space) > 1000

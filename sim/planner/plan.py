@@ -344,7 +344,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     systems: list[SystemName] = []
     """Systems that were searched."""
     whole_nodes: list[str] = []
-    """Pools of which each side could only get whole nodes."""
+    """Pools of which plans could only rent whole nodes."""
     simulated: int
     """Plans that were simulated."""
     open_gap: float | None = None

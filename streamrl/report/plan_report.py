@@ -235,7 +235,7 @@ def detail_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
         )
     if plan.whole_nodes:
         yield (
-            f"each side rents whole nodes of {' and '.join(plan.whole_nodes)}, except in the row on parts of a node; "
+            f"plans rent whole nodes of {' and '.join(plan.whole_nodes)}, except in the row on parts of a node; "
             "unit of a pool sets what can be rented"
         )
     if not plan.staleness_cost:
