@@ -143,6 +143,13 @@ def test_the_script_is_that_of_the_framework_that_a_plan_was_made_for() -> None:
         assert f"--framework {framework} " in line
 
 
+def test_no_script_of_another_framework_is_named_for_a_plan_for_trl() -> None:
+    verdicts = verdicts_of({**SHARDED, "policies.system": "disaggregated"})
+    *_, last = lines = list(next_lines(plan_of(verdicts, "trl"), Path("plan.toml")))
+    assert not any("streamrl export" in line for line in lines)
+    assert last.endswith("no launch script is written for trl")
+
+
 def test_an_option_is_named_if_it_can_be_run_by_more_than_the_one_of_the_plan_file() -> None:
     systems = ("one-step-async", "stream-async", "disaggregated")
     changes = [{**SHARDED, "policies.system": system} for system in systems]

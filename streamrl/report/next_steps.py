@@ -42,6 +42,8 @@ def next_lines(plan: Plan, plan_file: Path) -> Iterator[str]:
     """Yield the commands that start a plan, one per line, for the targets that can run it."""
     for place, command in enumerate(start_commands(plan, plan_file)):
         yield f"{'or:  ' if place else 'next:'} {command}"
+    if own := _without_script(plan):
+        yield f"next: set the options of {own} as {plan_file} has them; no launch script is written for {own}"
     if not any(each.can_run for each in plan.carried_by):
         yield "next: plan for what is to run it, such as --for execute or --for verl"
 
@@ -57,10 +59,17 @@ def start_commands(plan: Plan, plan_file: Path) -> Iterator[str]:
     own = None if plan.framework is None else plan.framework.name
     exports = [name for name in get_args(ExportName) if name in able]
     exports.sort(key=lambda name: name != own)
-    if exports:
+    if exports and not _without_script(plan):
         script = plan_file.with_name(f"{exports[0]}.sh")
         words = ["streamrl", "export", str(plan_file), "--framework", exports[0], "-o", str(script)]
         yield shlex.join(words)
+
+
+def _without_script(plan: Plan) -> str:
+    """Return the framework that the plan was made for if it can run the plan but has no launch script; else ""."""
+    own = None if plan.framework is None else plan.framework.name
+    is_able = any(each.name == own for each in plan.carried_by if each.can_run)
+    return own if own is not None and is_able and own not in get_args(ExportName) else ""
 
 
 def execute_command(verdict: Verdict, plan_file: Path) -> str:
