@@ -173,9 +173,10 @@ class Options:
     def _fillers(self, known: Mapping[int, Speed]) -> Iterator[Row]:
         """Yield a plan between the recommended and the fastest one, then other layouts."""
         yield from (self._row("faster", index) for index in self._between(known)[:1])
-        yield from (
-            self._row("another layout", index) for index in self._ranking() if index in known
-        )
+        chosen = self._race.spend(self._chosen)
+        others = (index for index in self._ranking() if index in known)
+        worth = (i for i in others if not beats(chosen, self._search.spend_of(known[i])))
+        yield from (self._row("another layout", index) for index in worth)
 
     def left_out(self, rows: Sequence[Row]) -> Iterator[LeftOutOption]:
         """Yield each kind without a row, and why."""
