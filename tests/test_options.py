@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.record.steady_state import with_step_time
+from streamrl.report.plan_report import total_lines
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.layouts import ROLLOUT_MEMORY, TRAINER_MEMORY, Degrees, Replicas
 from streamrl.sim.planner.options import (
@@ -42,11 +43,13 @@ OFFERS: dict[str, Run] = {
 def test_an_answer_is_a_few_options_of_which_none_is_cheaper_and_faster_than_the_recommended(
     name: str,
 ) -> None:
-    """One test of three claims, because a plan takes seconds."""
+    """One test of four claims, because a plan takes seconds."""
     plan = planned(OFFERS[name]).plan
     _check_that_none_dominates(plan)
     _check_that_options_differ(plan)
     _check_that_runners_up_are_grouped(plan)
+    told = " ".join(total_lines(plan))
+    assert ("by plan.objective, of which GPU time" in told) == bool(OFFERS[name].plan.value_of_hour)
 
 
 COMPARED = ("step_time", "cost_per_step")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isclose
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -57,6 +58,20 @@ def _dollars_a_step(value: float, band: OptionalInterval = None) -> str:
 
 def _product(value: float, band: OptionalInterval = None) -> str:
     return f"{value:.0f} s x $ a step {band_text(band)}".rstrip()
+
+
+def _without_the_rest(plan: Plan) -> str:
+    """Return the objective without bills, waiting and staleness, if it differs; else ""."""
+    name, chosen = plan.objective.name, plan.allocation
+    own = {
+        "cost-per-million-tokens": chosen.cost_per_million_tokens,
+        "cost-per-step": chosen.cost_per_step,
+    }.get(name)
+    if own is None or isclose(own, plan.objective.value, rel_tol=NO_CHANGE):
+        return ""
+    return (
+        f" by plan.objective, of which GPU time and egress of the steps are {format_dollars(own)}"
+    )
 
 
 VALUES: dict[ObjectiveName, Show] = {
@@ -175,7 +190,7 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     if plan.at_worst:
         yield plan.at_worst
     yield (
-        f"{show(plan.objective.value, ends_of(plan.objective.band))}; a step {_step_text(chosen, intervals=intervals)} "
+        f"{show(plan.objective.value, ends_of(plan.objective.band))}{_without_the_rest(plan)}; a step {_step_text(chosen, intervals=intervals)} "
         f"and {format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))}, "
         f"${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
     )
