@@ -49,10 +49,12 @@ def test_all_commands_have_one_step_time_and_one_cost(directory: Path) -> None:
     chosen, *others = json.loads(streamrl("report", directory, "--json").stdout)["options"]
     for key in ("step_time", "cost_per_step", "cost_per_million_tokens"):
         assert getattr(plan.allocation, key) == simulated[key] == chosen[key]
-    for runner, shown in zip(plan.runners_up, others, strict=False):
+    runners = [other for other in others if other["kind"] == "runner-up"]
+    for runner, shown in zip(plan.runners_up, runners, strict=True):
         assert shown["step_time"] == runner.choice.step_time
         assert shown["cost_per_million_tokens"] == runner.choice.cost_per_million_tokens
-        assert runner.value == pytest.approx(runner.choice.cost_per_million_tokens)
+        # the value is over the steps that both plans have, and the figures are over the runner's own
+        assert runner.value == pytest.approx(runner.choice.cost_per_million_tokens, rel=0.03)
 
 
 def test_reports_of_a_plan_and_of_its_simulation_have_one_range_of_cost(tmp_path: Path) -> None:
@@ -282,6 +284,7 @@ def test_two_clusters_compare_alike_as_plans_and_against_each_other_however_long
 ):
     many = {**SMALL, "simulate.max_steps": 40, "simulate.interval": 0.02}
     degrees: dict[str, Any] = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
+    degrees["trainer_gpus"] = [8, 16, 24]
     answers = []
     for steps in (6, 500):
         plans = [

@@ -144,6 +144,7 @@ def test_a_diff_of_two_plans_takes_their_figures_from_plan_json(
     plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamrl.cli.diff.compare", None)  # it simulates
+    monkeypatch.setenv("COLUMNS", "120")
     plan = read_plan(plans[0] / "plan.json")
     ours, theirs = plan.options[:2]
     done = streamrl("diff", *plans)

@@ -149,12 +149,13 @@ def test_a_budget_that_nobody_meets_says_what_the_cheapest_plan_costs() -> None:
 
 
 def test_none_beats_a_plan_of_the_pareto_set_in_both_time_and_cost() -> None:
-    plan = planned(few(objective="pareto")).plan
+    sides: dict[str, Any] = {"rollout_gpus": [8, 16, 24], "trainer_gpus": [8, 16]}
+    plan = planned(few(objective="pareto", **sides)).plan
     points = [(choice.step_time, choice.cost_per_step) for choice in plan.pareto]
     assert len(points) > 2 and points == sorted(points)
     assert [cost for _, cost in points] == sorted((cost for _, cost in points), reverse=True)
-    fastest = planned(few(objective="step-time")).plan.objective.value
-    cheapest = planned(few(objective="cost-per-step")).plan.objective.value
+    fastest = planned(few(objective="step-time", **sides)).plan.objective.value
+    cheapest = planned(few(objective="cost-per-step", **sides)).plan.objective.value
     assert points[0][0] <= 1.02 * fastest and points[-1][1] <= 1.02 * cheapest
     chosen = plan.allocation
     assert chosen.step_time * chosen.cost_per_step == pytest.approx(

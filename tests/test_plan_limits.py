@@ -151,7 +151,8 @@ def test_what_is_owned_is_used_where_renting_it_would_not_pay() -> None:
     pools = {"h20": dear, "h800": {"gpu": "h800", "nodes": 3, "price": 5.0}}
     for owned, pool in ((False, "h800"), (True, "h20")):
         pools["h20"] = {**dear, "owned": owned}
-        found = planned(few({"cluster.pools": pools, **STEPS})).plan
+        # sizes of the sides are given, because a node of H800 that both share would cost as little
+        found = planned(few({"cluster.pools": pools, **STEPS}, trainer_gpus=[8, 16])).plan
         assert found.allocation.rollout.pool == pool
         assert found.whole_run is not None
         assert ("h20" in found.whole_run.pools) == owned
@@ -214,7 +215,8 @@ def test_a_plan_and_the_simulation_of_its_file_say_the_same_whole_run(tmp_path: 
 def test_a_plan_begins_with_its_whole_run(tmp_path: Path) -> None:
     write_run(few(STEPS), tmp_path / "offer.toml")
     done = streamrl("plan", tmp_path / "offer.toml", "-o", tmp_path / "plan", "--force")
-    assert done.stdout.splitlines()[1].startswith("  whole run: 100 steps take ")
+    head = done.stdout.partition("\n\n")[0]
+    assert head.startswith("Rent ") and "\n  whole run: 100 steps take " in head
     assert next(iter(json.loads((tmp_path / "plan" / "plan.json").read_text()))) == "whole_run"
     assert "# whole run: 100 steps take" in (tmp_path / "plan" / "plan.toml").read_text()
 

@@ -64,8 +64,9 @@ def test_estimates_of_plans_go_with_the_groups_that_are_passed_over(
     system: str, waits: bool, within: float, share: float
 ) -> None:
     changes = {**SMALL, **GROUPS, **HALF, "workload.informative_share": share}
-    run = few({**changes, "policies.waits_for_whole_batches": waits}, systems=[system])
-    search = Search.open(run)
+    changes = {**changes, "policies.waits_for_whole_batches": waits}
+    search = Search.open(few(changes, systems=[system], rollout_pools=["h20"]))
+    run = search.space.run
     search.settle(Here(), [])
     index = int(np.argmin(search.scores()))
     speed = short_speed_of(Trial(shortened(run, run.seed), search.space.candidate(index)))

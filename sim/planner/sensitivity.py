@@ -459,8 +459,8 @@ def _ratios(
             PaidGpus.of(candidate.apply(each)).dollars_per_second for each in (look.shift.run, run)
         ]
         after = _repriced(after, rents[0] / rents[1] if rents[1] else 1.0)
-    before = _billed(search.space.candidate(look.chosen_index).apply(run), before)
-    after = _billed(candidate.apply(look.shift.run), after)
+    before = _billed(before, search.space.candidate(look.chosen_index).apply(run))
+    after = _billed(after, candidate.apply(look.shift.run))
     dollars = after.cost_per_step / before.cost_per_step if before.cost_per_step else 1.0
     return _Paired(
         value_of(plan, after) / value_of(plan, before),
@@ -470,11 +470,11 @@ def _ratios(
     )
 
 
-def _billed(run: Run, speed: Speed) -> Speed:
-    """Return the figures with the bill of a whole run of such steps."""
-    if adds_nothing(run.cluster):
+def _billed(speed: Speed, planned: Run) -> Speed:
+    """Return the figures of a plan with the bill of a whole run of such steps."""
+    if adds_nothing(planned.cluster):
         return speed
-    return with_bill(run.cluster, speed, whole_time(run, speed), PaidGpus.of(run))
+    return with_bill(planned.cluster, speed, whole_time(planned, speed), PaidGpus.of(planned))
 
 
 def _repriced(speed: Speed, factor: float) -> Speed:
