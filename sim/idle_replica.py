@@ -1,7 +1,7 @@
 """Compute when the rollouts of a replica end that is idle at first and gets all of them at once.
 
-If all of them join the batch in one pass and the KV cache has room for them until they end, then
-the batch only shrinks, and one sum over the rollouts in order of length gives all ends. Otherwise
+The batch only shrinks if all of them join in one pass and fit in the KV
+cache until they end. Then one sum over the rollouts in order of length gives all ends. Otherwise
 `streamrl.sim.lone_batch` follows the batch. With the costs of a measured machine the replica's
 process is simulated. It needs no event queue, because its next event is the only one.
 """
