@@ -38,6 +38,10 @@ class EmptyBuffer:
     """Holds one rollout that nobody has begun."""
 
     finish = None
+    kept = 0, 0
+
+    def __init__(self) -> None:
+        self.rollouts = dict.fromkeys(range(10))
 
     def hold(self, rollouts: list[int]) -> EmptyBuffer:
         return self
@@ -52,9 +56,9 @@ class EmptyBuffer:
         return object()
 
 
-def replica() -> tuple[Replica, NotingHandle]:
+def replica(buffer: EmptyBuffer | None = None) -> tuple[Replica, NotingHandle]:
     handle = NotingHandle()
-    return Replica(handle, cast(RolloutBuffer, EmptyBuffer())), handle
+    return Replica(handle, cast(RolloutBuffer, buffer or EmptyBuffer())), handle
 
 
 def test_rollouts_wait_until_a_commanded_load_is_sent() -> None:
@@ -68,6 +72,23 @@ def test_rollouts_wait_until_a_commanded_load_is_sent() -> None:
         arrived.set_result(Manifest(version=1, buckets=[]))
         await asyncio.wait([load, generate])
         assert handle.calls == ["load", "generate"]
+
+    asyncio.run(go())
+
+
+def test_a_rollout_that_is_dropped_while_weights_load_ends_without_tokens() -> None:
+    async def go() -> None:
+        buffer = EmptyBuffer()
+        made, handle = replica(buffer)
+        arrived: asyncio.Future[Manifest | None] = asyncio.get_running_loop().create_future()
+        load = asyncio.create_task(made.load(LoadWeights(0, 1, drain=False), arrived))
+        generate = asyncio.create_task(made.generate(Generate(3, 0, 0)))
+        await asyncio.sleep(0.01)
+        buffer.rollouts.clear()
+        arrived.set_result(Manifest(version=1, buckets=[]))
+        assert (await generate).finish == "aborted"
+        await load
+        assert handle.calls == ["load"]
 
     asyncio.run(go())
 

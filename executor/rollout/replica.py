@@ -79,6 +79,9 @@ class Replica:
                 num_tokens, version = buffered.kept
                 return Generated(command.rollout, num_tokens, buffered.finish, version, 0.0, 0.0)
             await self._may_generate.wait()
+            if command.rollout not in self._buffer.rollouts:  # its group was dropped meanwhile
+                num_tokens, version = buffered.kept
+                return Generated(command.rollout, num_tokens, "aborted", version, 0.0, 0.0)
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
             check_completion(request, completion)
