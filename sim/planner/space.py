@@ -44,6 +44,7 @@ from streamrl.sim.planner.layouts import (
     TRAINER_MEMORY,
     Degrees,
     Replicas,
+    Sizes,
     TrainerRange,
     check_attention_ranks,
     fitting_replicas,
@@ -548,10 +549,7 @@ def find_replicas(
     found = [
         choice
         for pool in plan.rollout_pools or pools
-        for num_gpus in (
-            *_sizes(pools[pool], plan.unit, plan.rollout_gpus),
-            *split_sizes(plan, pool, pools[pool]).generate,
-        )
+        for num_gpus in _sizes(plan, pool, pools[pool]).generate
         for choice in fitting_replicas(in_pool(replica, pool, pools), plan, num_gpus, cut)
     ]
     if replica.model.experts is not None:
@@ -609,10 +607,7 @@ def find_trainers(
     places = [
         (in_pool(trainer, pool, pools), num_gpus)
         for pool in plan.trainer_pools or pools
-        for num_gpus in (
-            *_sizes(pools[pool], plan.unit, plan.trainer_gpus),
-            *split_sizes(plan, pool, pools[pool]).train,
-        )
+        for num_gpus in _sizes(plan, pool, pools[pool]).train
     ]
     before = cut.copy()
     roomy = replace_fields(among, most_memory=ROOMY)
@@ -691,10 +686,14 @@ def _with_more_running(
     return found
 
 
-def _sizes(pool: PoolConfig, unit: int | None, wanted: Sequence[int] | None) -> Sequence[int]:
-    if wanted is None:
-        return sizes(pool, unit)
-    return [num_gpus for num_gpus in wanted if num_gpus <= pool.num_gpus]
+def _sizes(plan: PlanConfig, name: str, pool: PoolConfig) -> Sizes:
+    """Return the numbers of GPUs of each side in a pool: those of `[plan]`, or else the usual ones."""
+    alone, split = sizes(pool, plan.unit), split_sizes(plan, name, pool)
+    generate, train = (
+        alone if wanted is None else [size for size in wanted if size <= pool.num_gpus]
+        for wanted in (plan.rollout_gpus, plan.trainer_gpus)
+    )
+    return Sizes([*generate, *split.generate], [*train, *split.train])
 
 
 def _zero_stages(target: TargetName | None, trainer: TrainerConfig) -> Sequence[int]:
