@@ -30,7 +30,7 @@ from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_f
 from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
 from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.modes import Scope, keep_to_framework
-from streamrl.sim.planner.objective import UNITS, faster_goal
+from streamrl.sim.planner.objective import UNITS
 from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
 from streamrl.sim.planner.plan import (
     Change,
@@ -280,8 +280,7 @@ def _look_for_faster(search: Search, race: Race, pool: Executor, progress: _Prog
     cheapest = race.find_cheapest(pool, progress.on("finalists"))
     if search.is_late:
         return
-    spend = search.spend_of(search.speeds[cheapest])
-    race.aim_at_faster(faster_goal(search.space.run.plan, spend.whole))
+    race.aim_at_faster(cheapest)
     search.run(pool, progress.on("faster plans"))
 
 

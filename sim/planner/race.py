@@ -101,10 +101,13 @@ class Race:
         self.cheapest = self.run(pool, watch)
         return self.cheapest
 
-    def aim_at_faster(self, goal: PlanConfig) -> None:
-        """Let the search look for faster plans from now on, by this goal."""
-        self.faster_goal = goal
-        self.search.aim_at(goal)
+    def aim_at_faster(self, cheapest: int) -> None:
+        """Let the search look for the fastest plan from now on that costs little more than this one."""
+        search, before = self.search, self.faster_goal
+        spend = search.spend_of(search.speeds[cheapest])
+        self.faster_goal = faster_goal(search.space.run.plan, spend.whole)
+        if before is None or search.goal == before:  # else it has another goal by now
+            search.aim_at(self.faster_goal)
 
     def settle(self, pool: Executor, index: int, watch: Callable[[], None]) -> int:
         """Simulate a plan until its step time is known, on every seed, and return it if it keeps the budget.
@@ -212,17 +215,8 @@ class Race:
         self.finals.pop(index, None)
         if index == self.cheapest:
             self.cheapest = self._cheapest_left()
-            self._aim_again()
-
-    def _aim_again(self) -> None:
-        """Let the search look for plans that cost little more than the new cheapest plan."""
-        search, before = self.search, self.faster_goal
-        if before is None or self.cheapest is None:
-            return
-        spend = search.spend_of(search.speeds[self.cheapest])
-        self.faster_goal = faster_goal(search.space.run.plan, spend.whole)
-        if search.goal == before:
-            search.aim_at(self.faster_goal)
+            if self.cheapest is not None and self.faster_goal is not None:
+                self.aim_at_faster(self.cheapest)
 
     def _cheapest_left(self) -> int | None:
         """Return the cheapest plan that finishes and keeps the limits of `[plan]`, over the few steps of the search."""
