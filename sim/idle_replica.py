@@ -1,9 +1,9 @@
 """Compute when the rollouts of a replica end that is idle at first and gets all of them at once.
 
-The batch only shrinks if all of them join in one pass and fit in the KV
-cache until they end. Then one sum over the rollouts in order of length gives all ends. Otherwise
-`streamrl.sim.lone_batch` follows the batch. With the costs of a measured machine the replica's
-process is simulated. It needs no event queue, because its next event is the only one.
+The batch only shrinks if all of them join in one pass and fit in the KV cache until they end. Then
+one sum over the rollouts in order of length gives all ends. Otherwise `streamrl.sim.lone_batch`
+follows the batch. With the costs of a measured machine the replica's process is simulated. It needs
+no event queue, because its next event is the only one.
 """
 
 from __future__ import annotations
