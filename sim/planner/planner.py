@@ -24,6 +24,7 @@ from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 from streamrl.runfile.staleness_study import read_staleness_model
+from streamrl.runfile.units import Duration
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
@@ -31,7 +32,13 @@ from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gai
 from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS
-from streamrl.sim.planner.options import Options, OtherRows, describe_rows, numbers_of
+from streamrl.sim.planner.options import (
+    MUCH_FASTER,
+    Options,
+    OtherRows,
+    describe_rows,
+    numbers_of,
+)
 from streamrl.sim.planner.plan import (
     Change,
     Figure,
@@ -156,6 +163,7 @@ def _plan(
     chosen, judged = _choose(search, race, pool, progress)
     _look_for_fastest(search, pool, progress)
     _look_for_cheapest(search, pool, progress)
+    _look_for_much_faster(search, chosen, pool, progress)
     chosen, judged = _settle(search, race, pool, progress, chosen, judged, own)
     search.aim_at(run.plan)
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
@@ -309,6 +317,20 @@ def _look_for_cheapest(search: Search, pool: Executor, progress: _Progress) -> N
         return
     with search.judged_by(replace(plan, objective="cost-per-million-tokens", value_of_hour=0.0)):
         search.simulate(pool, search.next_round(pool), progress.on("options"))
+
+
+def _look_for_much_faster(search: Search, chosen: int, pool: Executor, progress: _Progress) -> None:
+    """Simulate plans that may be the cheapest much faster than the chosen plan, for the row of a faster plan."""
+    plan, limit = (
+        search.space.run.plan,
+        MUCH_FASTER * search.spend_of(search.speeds[chosen]).seconds,
+    )
+    if search.is_late or not search.space.prices.any():
+        return
+    goal = replace(plan, objective="cost-per-million-tokens", value_of_hour=0.0)
+    with search.judged_by(replace(goal, deadline=Duration(limit))):
+        if search.ranking():  # else no plan may be so fast
+            search.simulate(pool, search.next_round(pool), progress.on("options"))
 
 
 def _choose(

@@ -236,11 +236,11 @@ def counted_steps(max_steps: int) -> tuple[int, int]:
     return min(START, max_steps - 1) + 1, max_steps
 
 
-def counted_batches(base: bytes) -> list[StepBatch]:
-    """Return the batches of the steps that count in a trial."""
+def counted_batches(base: bytes, most: int | None = None) -> list[StepBatch]:
+    """Return the batches of the first `most` steps that count in a trial; of all that count if None."""
     run, _ = open_trial(base)
     first, last = counted_steps(run.simulate.max_steps)
-    return _batches_of(base, range(first - 1, last))
+    return _batches_of(base, range(first - 1, last)[:most])
 
 
 def _batches_of(base: bytes, numbers: Sequence[int]) -> list[StepBatch]:

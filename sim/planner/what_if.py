@@ -269,10 +269,11 @@ def _near_front(search: Search, race: Race, chosen: int) -> list[int]:
     seconds[list(search.unfinished)] = np.inf
     dollars = seconds * search.space.prices
     first = list(dict.fromkeys([chosen, *race.steady, *race.beside]))
-    best: dict[object, int] = {_size_of(search, index): index for index in reversed(first)}
+    sizes = _sizes(search.space)
+    best: dict[object, int] = {sizes[index]: index for index in reversed(first)}
     for index in np.argsort(seconds, kind="stable").tolist():
-        size = _size_of(search, index)
-        if np.isfinite(seconds[index]) and size not in best and _is_known(search, index):
+        size = sizes[index]
+        if size not in best and np.isfinite(seconds[index]) and _is_known(search, index):
             best[size] = index
     others = np.array([index for index in best.values() if index not in first], dtype=int)
     far = distance_to_front(seconds[others], dollars[others]) if len(others) else np.zeros(0)
@@ -285,11 +286,16 @@ def _is_known(search: Search, index: int) -> bool:
     return index in search.speeds or not search.estimates.asked([index], 1)
 
 
-def _size_of(search: Search, index: int) -> object:
-    """Return the GPUs of each side and the system of a plan."""
-    replicas, trainer, mode = search.space.candidate(index)
-    generate = tuple((kind.pool, kind.num_gpus) for kind in replicas.kinds)
-    return generate, trainer.pool, trainer.num_gpus, mode.system
+def _sizes(space: Space) -> list[tuple[object, ...]]:
+    """Return the GPUs of each side and the system of every plan."""
+    generate = [
+        tuple((kind.pool, kind.num_gpus) for kind in replicas.kinds) for replicas in space.replicas
+    ]
+    train = [(trainer.pool, trainer.num_gpus) for trainer in space.trainers]
+    systems = [mode.system for mode in space.modes]
+    parts = (space.of_replicas, space.of_trainer, space.of_mode)
+    places = zip(*(part.tolist() for part in parts), strict=True)
+    return [(generate[one], train[other], systems[mode]) for one, other, mode in places]
 
 
 def _corrected_steps(search: Search) -> Floats:
@@ -423,7 +429,7 @@ class _Found(NamedTuple):
 
 def _estimate(job: _Job) -> _Found:
     """Estimate the plans at one point of the grid."""
-    batches = counted_batches(job.base)[:MOST_BATCHES]
+    batches = counted_batches(job.base, MOST_BATCHES)
     drawn = [length for batch in batches for draw in batch.drawn for length in draw.lengths]
     space = replace_fields(job.space, run=open_trial(job.base)[0])
     found = np.full((len(space), len(job.syncs)), np.nan)
