@@ -189,6 +189,7 @@ def test_ratios_and_ages_are_said_in_words() -> None:
     assert relation_text(0.91, 2.31, 0.005) == "9.0 % cheaper, takes 2.3 times as long"
     assert relation_text(1.0, 1.08, 0.005) == "costs the same, takes 8.0 % longer"
     assert relation_text(None, 0.93, 0.005) == "takes 7.0 % less time"
+    assert relation_text(float("inf"), 0.93, 0.005) == "not free, takes 7.0 % less time"
     assert relation_text(1.115, 1.08, 0.03) == "12 % dearer, takes 8 % longer"
     assert relation_text(1.02, 1.08, 0.03) == "2 % dearer (may be chance), takes 8 % longer"
     assert relation_text(1.115, 1 / 1.8) == "about 12 % dearer, about 1.8 times as fast"

@@ -314,7 +314,7 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
     assert whole is not None, "only finished runs are options"
     choice = choice_of(row.search, row.index, row.speeds)
     dollars, seconds = ratios_of(row.simulated, first.simulated)
-    cost_ratio = dollars if first.spend.whole else None
+    all_free = not first.spend.whole and not row.spend.whole
     space = row.search.space
     planned = space.candidate(row.index).apply(space.run)
     width = ratio_half_width(metrics, first.metrics)
@@ -327,10 +327,10 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
         trains_on=age_text(metrics.mean_staleness),
-        cost_ratio=cost_ratio,
+        cost_ratio=dollars if first.spend.whole else None,
         time_ratio=seconds,
         ratio_half_width=None if row is first else width,
-        relation="" if row is first else relation_text(cost_ratio, seconds, width),
+        relation="" if row is first else relation_text(None if all_free else dollars, seconds, width),
         is_offered=row.is_offered,
         note=_broken_limits(row.search.space.run.plan, row.spend),
         carried_by=[verdict_of(planned, name) for name in TARGETS],

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import chain
+from math import inf
 from statistics import median
 from typing import NamedTuple, TypeVar
 
@@ -483,14 +484,15 @@ def paired(one: Simulated, other: Simulated) -> tuple[list[Speed], list[Speed]]:
 def ratios_of(one: Simulated, other: Simulated) -> tuple[float, float]:
     """Return the ratios of a plan's dollars and time of the whole run to another's, over common steps.
 
-    They are ratios of the medians over seeds. If GPUs are free, the first ratio is 1.
+    They are ratios of the medians over seeds. The first ratio is 1 if both plans are free, and
+    infinite if only the other one is.
     """
     ours, theirs = paired(one, other)
     spends, rivals = one.spends(ours), other.spends(theirs)
 
     def ratio(key: str) -> float:
         value, rival = (median(getattr(each, key) for each in found) for found in (spends, rivals))
-        return float(value / rival) if rival else 1.0
+        return float(value / rival) if rival else (inf if value else 1.0)
 
     return ratio("whole"), ratio("seconds")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log
+from math import inf, log
 
 TIMES = 1.2
 """Ratio of times from which words are "times as fast" and not a percentage."""
@@ -16,7 +16,8 @@ def relation_text(cost_ratio: float | None, time_ratio: float, width: float | No
     """Return two ratios to the recommended plan in words: "11.5 % dearer, 1.8 times as fast".
 
     Args:
-        cost_ratio: ratio of the dollars; None if GPUs are free.
+        cost_ratio: ratio of the dollars; None if all GPUs are free, infinite if the recommended
+            plan's are.
         time_ratio: ratio of the times.
         width: half the 95 % interval of both ratios. If it is None, the words begin with "about".
     """
@@ -39,6 +40,8 @@ def percent_text(share: float, width: float | None) -> str:
 def _cost_text(ratio: float, width: float | None) -> str:
     if abs(ratio - 1) < EQUAL:
         return "costs the same"
+    if ratio == inf:
+        return "not free"
     told = f"{percent_text(ratio - 1, width)} {'dearer' if ratio > 1 else 'cheaper'}"
     return told + _doubt(ratio, width)
 
