@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamrl import api
+from streamrl.api import plans
 from tests.command_line import streamrl
+from tests.test_plan import few, planned
 
 ROOT = Path(__file__).parent.parent
 RUN_FILE = ROOT / "examples" / "h20-h800.toml"
@@ -68,12 +71,53 @@ def test_an_unknown_name_of_the_api_is_an_attribute_error_that_names_it() -> Non
         _ = api.simulat
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("simulate", [api.load_offer(RUN_FILE)], "simulate: run must be a run, .* 'run'$"),
+        ("write_run", [api.load_offer(RUN_FILE), "x.toml"], "write_run: run .* Offer; pass its"),
+        ("plan", ["run.toml"], "plan: run must be what load_run or load_offer returns, got .* str"),
+        ("sweep", [api.load_offer(RUN_FILE), {}], "sweep: run must be a run, the path"),
+        ("load_run", [api.load_run(RUN_FILE)], "load_run: source must be the path .* type Run$"),
+        ("measure", ["trace.jsonl"], "measure: trace must be a trace, as simulate or read_trace"),
+        ("metrics_table", [3], "metrics_table: metrics must be metrics, as measure returns"),
+        ("plan_report", ["plan.json"], "plan_report: plan must be a plan, as read_plan returns it"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named_with_what_it_must_be(
+    name: str, arguments: list[Any], error: str
+) -> None:
+    with pytest.raises(TypeError, match=error):
+        getattr(api, name)(*arguments)
+
+
+def test_the_report_of_a_plan_asks_for_the_plan_of_the_result() -> None:
+    made = planned(few(systems=["colocated"], rollout_pools=["h20"], trainer_pools=["h20"]))
+    with pytest.raises(TypeError, match=r"of type Planned; pass its attribute 'plan'$"):
+        api.plan_report(made)  # type: ignore[arg-type]  # a wrong type
+
+
+def test_a_plan_takes_what_load_offer_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(
+        plans, "make_plan", lambda run, _, shows_own: asked.append((run, shows_own))
+    )
+    offer = api.load_offer(RUN_FILE)
+    replaced = offer._replace(absent=["rollout.replicas"])
+    api.plan(offer)
+    api.plan(replaced)
+    api.plan(replaced, shows_own=True)
+    api.plan(run=offer.run)
+    assert asked == [(offer.run, has_layout) for has_layout in (True, False, True, True)]
+
+
 def test_the_api_goes_from_a_run_file_to_its_figures_and_a_report(tmp_path: Path) -> None:
     trace = api.simulate(api.load_run(RUN_FILE, SMALL))
     (tmp_path / "trace.jsonl").write_bytes(trace.encode())
     assert api.measure(api.read_trace(tmp_path / "trace.jsonl")) == api.measure(trace)
     page = api.report([tmp_path])
     assert page.startswith("<!doctype html>") and tmp_path.name in page
+    assert api.report(str(tmp_path)) == page
 
 
 def test_a_sweep_has_the_rows_of_the_command() -> None:

@@ -14,6 +14,7 @@ from streamrl.record.metrics import measure
 from streamrl.record.whole_run import whole_dollars, whole_time
 from streamrl.report.run_tables import facts
 from streamrl.runfile.cluster_config import BillingConfig, ClusterConfig, LinkConfig, PoolConfig
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
 from streamrl.runfile.units import Bandwidth, Duration, Size
 from streamrl.sim.planner.first_answer import first_answer, run_table_of
@@ -79,6 +80,8 @@ def test_without_keys_the_bill_is_the_rent_and_the_egress() -> None:
         *("set-up", "failed attempts", "storage"),
         *("egress", "billing units", "minimum terms"),
     ]
+    pools = {name: PoolConfig(gpu="h20", owned=True) for name in ("near", "far")}
+    assert uncounted(ClusterConfig(pools=pools)) == uncounted(plain)[:4]
 
 
 def test_many_runs_are_billed_as_each_alone() -> None:
@@ -143,6 +146,26 @@ def test_a_minimum_term_of_a_pool_moves_a_short_run_to_another_pool() -> None:
         assert search.spend_of(search.speeds[best]).whole <= 1.02 * min(spends)
         assert search.value(best) == value_of(run.plan, search.speeds[best])
     assert pools == [{"h20"}, {"h800"}]
+
+
+def test_a_plan_counts_keys_of_pools_and_links_that_it_does_not_use() -> None:
+    term = {"cluster.pools.h800.minimum_term": "1 min", "cluster.billing": {"setup_time": "1 min"}}
+    run = few({**STEPS, **term}, systems=["stream-sync"], rollout_pools=["h20"])
+    run = replace(run, plan=replace(run.plan, trainer_pools=["h20"], time_limit=Duration(5.0)))
+    link = replace(run.cluster.links[0], price_per_gb=0.1)
+    plan = planned(replace(run, cluster=replace(run.cluster, links=[link]))).plan
+    assert plan.whole_run is not None and list(plan.whole_run.pools) == ["h20"]
+    for whole in (plan.whole_run, *(option.whole_run for option in plan.options)):
+        assert whole.uncounted == ["failed attempts", "storage", "billing units"]
+
+
+def test_a_term_of_a_year_is_billed() -> None:
+    run = small_run({"cluster.pools.far.minimum_term": "1 year"})
+    assert run.cluster.pools["far"].minimum_term == 365 * 24 * HOUR
+    with pytest.raises(
+        RunError, match=r"minimum_term must be in \[0 s, 3650 days\], got 7300 days$"
+    ):
+        small_run({"cluster.pools.far.minimum_term": "20 years"})
 
 
 def test_an_estimate_is_billed_as_its_simulation() -> None:

@@ -102,7 +102,7 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
             {"cluster.links": []},
             [
                 'set cluster.links=[{between = ["far", "near"], bandwidth = "10 Gbps", '
-                'latency = "0 ms", transport = "tcp", price_per_gb = 0.0}]'
+                'latency = "0 s", transport = "tcp", price_per_gb = 0.0}]'
             ],
         ),
     ],

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from streamrl.runfile.files import decode_run, encode_run, load_run, make_run
-from streamrl.runfile.units import Bandwidth, Duration, Size
+from streamrl.runfile.units import Bandwidth, Duration, Size, quantity_text
 from streamrl.sim.costs.costs import Costs
 from tests.measured_profile import model_directory
 from tests.runs import make_table, small_run
@@ -224,6 +226,41 @@ def test_a_quantity_is_read_into_base_units(kind: Any, text: str, value: float) 
 def test_a_quantity_without_its_unit_is_refused(kind: Any, text: object) -> None:
     with pytest.raises(ValueError, match=str(text)):
         kind.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Bandwidth(1.25e9), "10 Gbps"),
+        (Bandwidth(3.125e8), "2.5 Gbps"),
+        (Bandwidth(4e11), "3200 Gbps"),
+        (Bandwidth(1.25e7), "100 Mbps"),
+        (Bandwidth(1e8 / 3), "33333333.333333332 B/s"),
+        (Duration(345_600.0), "4 days"),
+        (Duration(86_400.0), "1 day"),
+        (Duration(129_600.0), "36 h"),
+        (Duration(5400.0), "90 min"),
+        (Duration(90.0), "90 s"),
+        (Duration(12_345_678.0), "12345678 s"),
+        (Duration(1.5), "1.5 s"),
+        (Duration(0.0), "0 s"),
+        (Duration(0.02), "20 ms"),
+        (Duration(250e-6), "250 us"),
+        (Duration(3600.1234567), "3600.1234567 s"),
+        (Size(2e12), "2 TB"),
+        (Size(80 * 2.0**30), "80 GiB"),
+        (Size(12_345_678_901.0), "12345678901 B"),
+    ],
+)
+def test_a_quantity_is_written_as_people_do_and_reads_back_the_same(value: Any, text: str) -> None:
+    assert quantity_text(value) == text
+    assert type(value).parse(text) == value
+
+
+@given(st.floats(0, 1e15, allow_subnormal=False), st.sampled_from([Bandwidth, Duration, Size]))
+def test_any_quantity_reads_back_the_same(number: float, kind: Any) -> None:
+    for value in (kind(number), kind(round(number)), kind(round(number, 3))):
+        assert kind.parse(quantity_text(value)) == value
 
 
 def test_an_encoded_run_decodes_to_itself() -> None:

@@ -310,7 +310,7 @@ def describe_rows(rows: Sequence[Row]) -> list[PlanOption]:
 
 
 def _option(number: int, row: Row, first: Row) -> PlanOption:
-    whole, metrics = whole_run_of(row.speeds), row.metrics
+    whole, metrics = whole_run_of(row.speeds, row.search.space.run.cluster), row.metrics
     assert whole is not None, "only finished runs are options"
     choice = choice_of(row.search, row.index, row.speeds)
     dollars, seconds = ratios_of(row.simulated, first.simulated)

@@ -543,10 +543,10 @@ def read_taken(directory: Path) -> PlanOption | None:
     return plan.options[plan.taken - 1] if is_same and plan.version == __version__ else None
 
 
-def write_plan(plan: Plan, directory: Path) -> None:
+def write_plan(plan: Plan, directory: Path | str) -> None:
     """Write plan.json."""
     data = msgspec.json.format(msgspec.json.encode(plan), indent=2)
-    (directory / PLAN_JSON).write_bytes(data + b"\n")
+    (Path(directory) / PLAN_JSON).write_bytes(data + b"\n")
 
 
 def read_plan(path: Path | str) -> Plan:

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
 from streamrl.record.band import Band, ModelError, band_of, hull
+from streamrl.record.billing import uncounted
 from streamrl.record.metrics import Metrics, StepBands, bands_of_speed
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun
-from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.cluster_config import ClusterConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.roles_config import SpeculativeConfig
@@ -343,14 +344,17 @@ def _bands_of(search: Search, index: int, speeds: Sequence[Speed]) -> StepBands:
     return StepBands(*(hull(of_seeds) for of_seeds in zip(*bands, strict=True)))
 
 
-def whole_run_of(of_seeds: Sequence[Metrics]) -> WholeRun | None:
-    """Return the totals with the run's own seed, and bands that hold those of all seeds."""
+def whole_run_of(of_seeds: Sequence[Metrics], offer: ClusterConfig) -> WholeRun | None:
+    """Return the totals with the run's own seed, and bands that hold those of all seeds.
+
+    A plan has only the pools that it uses. The offer says which keys of the bill are set.
+    """
     found = [metrics.whole_run for metrics in of_seeds if metrics.whole_run is not None]
     bands = {
         key: hull([band for whole in found if (band := getattr(whole, key)) is not None])
         for key in ("seconds_band", "dollars_band")
     }
-    return replace(found[0], **bands) if found else None
+    return replace(found[0], **bands, uncounted=uncounted(offer)) if found else None
 
 
 def _around(ratio: float, width: float) -> tuple[float, float]:

@@ -182,7 +182,10 @@ def _plan(
     planned = replace(planned, policies=with_restarts(planned.policies, losses))
     check_run(planned)
     value, bounds = search.value_of(metrics), search.bounds()
-    found, whole = PlanDescription(search, race, chosen), whole_run_of(race.steady[chosen])
+    found, whole = (
+        PlanDescription(search, race, chosen),
+        whole_run_of(race.steady[chosen], run.cluster),
+    )
     plan = Plan(
         whole_run=whole,
         allocation=found.chosen,

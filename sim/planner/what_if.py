@@ -182,7 +182,7 @@ def _totals(race: Race, indices: Iterable[int]) -> Iterator[tuple[int, WholeRun]
     """Yield the totals of the plans that were simulated as long as the chosen one."""
     for index in indices:
         speeds = race.as_known(index)
-        whole = whole_run_of(speeds) if speeds else None
+        whole = whole_run_of(speeds, race.search.space.run.cluster) if speeds else None
         if whole is not None:
             yield index, whole
 

@@ -30,7 +30,7 @@ from streamrl.sim.world import SimWorld, simulate
 
 def rerun(
     trace: Trace,
-    file: Path,
+    file: Path | str,
     changes: Sequence[str],
     watch: Watch = lambda what, done, most: None,
 ) -> Rerun:
@@ -51,7 +51,7 @@ def rerun(
             a change is invalid or changes the work itself.
         RuntimeError: a simulation stops before the recorded number of steps.
     """
-    num_steps = len(read_steps(trace))
+    file, num_steps = Path(file), len(read_steps(trace))
     if not num_steps:
         raise ValueError(f"{file} has no finished step, so there is nothing to simulate again")
     if not (ledger := ledger_of_run(trace, file.parent)).is_balanced:

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from streamrl.api.plans import plan
     from streamrl.api.questions import first_answer
     from streamrl.api.studies import sweep
     from streamrl.engine.trace import Trace, read_trace
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from streamrl.runfile.config import Run
     from streamrl.runfile.files import change_run, load_offer, load_run, write_run
     from streamrl.sim.planner.plan import Plan, read_plan, write_plan
-    from streamrl.sim.planner.planner import make_plan as plan
     from streamrl.sim.steady_state import simulate_steady as simulate
     from streamrl.sim.studies.comparison import compare_runs
     from streamrl.sim.studies.hardware_efficiency import (
@@ -48,7 +48,7 @@ PLACES = {
     "load_model": "streamrl.hardware.profiles:load_model",
     "first_answer": "streamrl.api.questions:first_answer",
     "Plan": "streamrl.sim.planner.plan:Plan",
-    "plan": "streamrl.sim.planner.planner:make_plan",
+    "plan": "streamrl.api.plans:plan",
     "read_plan": "streamrl.sim.planner.plan:read_plan",
     "write_plan": "streamrl.sim.planner.plan:write_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
@@ -128,7 +128,8 @@ if not TYPE_CHECKING:  # which knows the names from above, and that there are no
         """Import a name; Python asks here once, for it stays."""
         if name not in PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = resolve_name(PLACES[name])
+        checked = resolve_name("streamrl.api.arguments:checked")
+        globals()[name] = checked(name, resolve_name(PLACES[name]))
         return globals()[name]
 
     def __dir__() -> list[str]:

@@ -109,13 +109,24 @@ def billing_ratios(
 
 
 def uncounted(cluster: ClusterConfig) -> list[str]:
-    """Return which parts of a bill are zero, because the run file does not set their keys."""
-    return [name for name, is_counted in _parts(cluster) if not is_counted]
+    """Return which parts of a bill are zero, because the run file does not set their keys.
+
+    Billing units and minimum terms are parts of a rent, so owned pools have none.
+    """
+    is_rented = not all(pool.owned for pool in cluster.pools.values())
+    return [
+        name
+        for name, is_counted in _parts(cluster)
+        if not is_counted and (is_rented or name not in OF_RENTS)
+    ]
 
 
 def adds_nothing(cluster: ClusterConfig) -> bool:
     """Return whether the bill is the rent and the egress of the run's own seconds."""
     return not any(is_counted for name, is_counted in _parts(cluster) if name != "egress")
+
+
+OF_RENTS = ("billing units", "minimum terms")
 
 
 def _parts(cluster: ClusterConfig) -> Iterator[tuple[str, bool]]:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 NUM_STEPS = 3  # of the default window: few enough that bubbles are visible
 
 
-def timeline_figure(trace: Trace, path: Path | None = None, steps: Steps | None = None) -> Figure:
+def timeline_figure(
+    trace: Trace, path: Path | str | None = None, steps: Steps | None = None
+) -> Figure:
     """Draw the activities of all sides from the first to the last of `steps`; write a .png or .svg file to a path.
 
     Without `steps` the window has a few steps of the steady state, so that bubbles are visible.
@@ -35,12 +37,12 @@ def timeline_figure(trace: Trace, path: Path | None = None, steps: Steps | None 
     return _draw(timeline_picture("timeline", system, trace, metrics, window), path)
 
 
-def idle_figure(named: Mapping[str, Metrics], path: Path | None = None) -> Figure:
+def idle_figure(named: Mapping[str, Metrics], path: Path | str | None = None) -> Figure:
     """Draw the busy and idle shares of each run as one bar; write a .png or .svg file to a path."""
     return _draw(shares_picture("shares", list(named.items())), path)
 
 
-def bubble_figure(runs: Sequence[Bubbles], path: Path | None = None) -> Figure:
+def bubble_figure(runs: Sequence[Bubbles], path: Path | str | None = None) -> Figure:
     """Draw the idle GPU-seconds of a step by cause, one bar for each run; write a .png or .svg file to a path.
 
     Bubbles that are too small to see are left out.
@@ -49,7 +51,7 @@ def bubble_figure(runs: Sequence[Bubbles], path: Path | None = None) -> Figure:
 
 
 def study_figure(
-    table: MetricTable, title: str, sentences: Sequence[str], path: Path | None = None
+    table: MetricTable, title: str, sentences: Sequence[str], path: Path | str | None = None
 ) -> Figure:
     """Draw one metric of a study above sentences with its findings; write a .png or .svg file to a path."""
     return _draw(study_picture("study", table, title, "\n".join(sentences)), path)
@@ -60,7 +62,7 @@ def _default_steps(metrics: Metrics) -> Steps:
     return first, min(first + NUM_STEPS - 1, metrics.num_steps)
 
 
-def _draw(picture: Picture, path: Path | None) -> Figure:
+def _draw(picture: Picture, path: Path | str | None) -> Figure:
     from streamrl.report.pictures.canvas import draw
 
     figure = draw(picture)

@@ -19,7 +19,7 @@ COLOURS = tuple(colour.light for colour in SERIES)
 
 
 def share_figure(
-    series: Sequence[Series], *, over: str, share: str, title: str, path: Path | None = None
+    series: Sequence[Series], *, over: str, share: str, title: str, path: Path | str | None = None
 ) -> Figure:
     """Draw shares over a logarithmic axis; write a .png or .svg file to a path."""
     from matplotlib.figure import Figure
@@ -129,7 +129,7 @@ def generation_notes(curves: Sequence[GenerationCurve]) -> list[str]:
     return notes
 
 
-def generation_figure(curves: Sequence[GenerationCurve], path: Path | None = None) -> Figure:
+def generation_figure(curves: Sequence[GenerationCurve], path: Path | str | None = None) -> Figure:
     """Draw step time and tokens per dollar over the batch size; write a .png or .svg file to a path."""
     from matplotlib.figure import Figure
 

@@ -171,8 +171,9 @@ def describe(report: StudyResult) -> Json:
     }
 
 
-def write_study(report: StudyResult, directory: Path) -> list[Path]:
+def write_study(report: StudyResult, directory: Path | str) -> list[Path]:
     """Write study.csv, study.json and a figure for each metric; return the figures' paths."""
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(report, directory / STUDY_CSV)
     data = msgspec.json.format(msgspec.json.encode(describe(report)), indent=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf, isfinite
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -31,9 +32,14 @@ class Bounds(NamedTuple):
         return isfinite(number) and is_above and number <= self.most
 
     def __str__(self) -> str:
+        return self.text(str)
+
+    def text(self, show: Callable[[float], str]) -> str:
+        """Return the bounds in words, given how to write a number."""
         if self.most == inf:
-            return f"{'above' if self.excludes_least else 'at least'} {self.least}"
-        return f"in {'(' if self.excludes_least else '['}{self.least}, {self.most}]"
+            return f"{'above' if self.excludes_least else 'at least'} {show(self.least)}"
+        opening = "(" if self.excludes_least else "["
+        return f"in {opening}{show(self.least)}, {show(self.most)}]"
 
 
 Allowed: TypeAlias = OneOf | Bounds | type

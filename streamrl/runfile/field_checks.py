@@ -51,7 +51,14 @@ from streamrl.runfile.simulation_config import (
     FrameworkConfig,
     SimulateConfig,
 )
-from streamrl.runfile.units import QUANTITIES
+from streamrl.runfile.units import (
+    QUANTITIES,
+    SECONDS_PER_YEAR,
+    Bandwidth,
+    Duration,
+    Size,
+    quantity_text,
+)
 from streamrl.runfile.workload_config import (
     TAIL_SHARE,
     LengthsConfig,
@@ -326,6 +333,8 @@ MONEY = Bounds(0, 10**6)
 """Dollars of a GPU-hour, or of a gigabyte."""
 SECONDS = Bounds(0, 1e7)
 """Of something that happens within a run: at most four months."""
+TERM = Bounds(0, 10 * SECONDS_PER_YEAR)
+"""Of a contract for GPUs: at most ten years."""
 FACTOR = Bounds(1e-4, 1e4)
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
 MOST_PER_GROUP = 2**14
@@ -380,8 +389,8 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "nvlink_domain": Bounds(1),
         "unit": Bounds(1),
         "price": MONEY,
-        "billing_unit": SECONDS,
-        "minimum_term": SECONDS,
+        "billing_unit": TERM,
+        "minimum_term": TERM,
         "spot_failures_per_gpu_day": Bounds(0),
     },
     BillingConfig: {
@@ -491,7 +500,16 @@ def check_bounds(run: Run) -> None:
         for name, bounds in _bounds_of(type(section)).items():
             value = getattr(section, name)
             if value is not None and not bounds.hold(value):
-                raise RunError(join_key(key, name), value, bounds)
+                raise _bounds_error(join_key(key, name), value, bounds)
+
+
+def _bounds_error(key: str, value: object, bounds: Bounds) -> RunError:
+    """Return the error of a number out of bounds, with the units of a quantity."""
+    if not isinstance(value, Bandwidth | Duration | Size):
+        return RunError(key, value, bounds)
+    kind = type(value)
+    allowed = bounds.text(lambda bound: quantity_text(kind(bound)))
+    return RunError(key, value, bounds, f"{key} must be {allowed}, got {quantity_text(value)}")
 
 
 def _sections(place: object, key: str = "") -> Iterator[tuple[str, Section]]:

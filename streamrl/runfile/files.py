@@ -31,10 +31,9 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.start_values import differing_start, fill_start, with_fitting_start
-from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
+from streamrl.runfile.units import Bandwidth, Duration, Size, quantity_text, read_quantity
 
 OUTPUT = "execute.output"
-UNITS: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
 
 
 def write_run(
@@ -118,7 +117,7 @@ def _toml_value(value: Any) -> Any:
         case list() | tuple():
             return [_toml_value(each) for each in value]
         case Bandwidth() | Duration() | Size():
-            return f"{float(value)!r} {UNITS[type(value)]}"
+            return quantity_text(value)
         case _:
             return value
 

@@ -13,7 +13,7 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, join_key, read_value, split_key
 from streamrl.runfile.section import Section
-from streamrl.runfile.units import BITS_PER_BYTE, Bandwidth, Duration, Size, read_quantity
+from streamrl.runfile.units import Bandwidth, Duration, Size, quantity_text, read_quantity
 
 Level = Literal["error", "warning", "ok"]
 Topic = Literal[
@@ -126,12 +126,8 @@ def _inline(value: object) -> str:
             return "{" + ", ".join(pairs) + "}"
         case list() | tuple():
             return "[" + ", ".join(map(_inline, value)) + "]"
-        case Bandwidth():
-            return f'"{value * BITS_PER_BYTE / 1e9:g} Gbps"'
-        case Duration():
-            return f'"{value * 1e3:g} ms"'
-        case Size():
-            return f'"{value / 1e9:g} GB"'
+        case Bandwidth() | Duration() | Size():
+            return f'"{quantity_text(value)}"'
         case float():
             return repr(value)
         case datetime.date() | datetime.time():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from math import isfinite
+from typing import NamedTuple
 
 BITS_PER_BYTE = 8
 SECONDS_PER_HOUR, SECONDS_PER_DAY = 3600.0, 86_400.0
+SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _TIMES = {
@@ -18,6 +20,7 @@ _TIMES_IN_WORDS = {
     **dict.fromkeys(("hr", "hrs", "hour", "hours"), SECONDS_PER_HOUR),
     **dict.fromkeys(("day", "days"), SECONDS_PER_DAY),
     **dict.fromkeys(("week", "weeks"), 7 * SECONDS_PER_DAY),
+    **dict.fromkeys(("year", "years"), SECONDS_PER_YEAR),
 }
 DURATION = "a duration such as '20 ms', '30 h' or '1 day 2 h'"
 _BITS = re.compile(r"(?P<prefix>[kKmMgGtTpP]?)(?:bps|b/s|bit/s|bits/s)")
@@ -81,11 +84,71 @@ def _parts_of(text: object) -> list[object]:
 def _seconds_of(unit: str, text: object) -> float:
     seconds = _TIMES.get(unit) or _TIMES_IN_WORDS.get(unit.lower())
     if seconds is None:
-        raise ValueError(f"{text!r} is no duration: units are {', '.join(_TIMES)}, days and weeks")
+        raise ValueError(
+            f"{text!r} is no duration: units are {', '.join(_TIMES)}, days, weeks and years"
+        )
     return seconds
 
 
 QUANTITIES: tuple[type[Bandwidth | Duration | Size], ...] = (Bandwidth, Duration, Size)
+
+
+class _Unit(NamedTuple):
+    """A unit that people write a quantity in."""
+
+    name: str
+    size: float
+    """In base units."""
+    is_whole: bool = False
+    """Whether only whole numbers of it are written: "36 h", not "1.5 days"."""
+
+
+_WRITTEN: dict[type, tuple[_Unit, ...]] = {
+    Bandwidth: (
+        _Unit("Gbps", 1e9 / BITS_PER_BYTE),
+        _Unit("Mbps", 1e6 / BITS_PER_BYTE),
+        _Unit("kbps", 1e3 / BITS_PER_BYTE),
+    ),
+    Duration: (
+        _Unit("days", SECONDS_PER_DAY, is_whole=True),
+        _Unit("h", SECONDS_PER_HOUR, is_whole=True),
+        _Unit("min", 60.0, is_whole=True),
+        *(_Unit("s", 1.0), _Unit("ms", 1e-3), _Unit("us", 1e-6), _Unit("ns", 1e-9)),
+    ),
+    Size: (
+        *(_Unit("TB", 1e12), _Unit("GB", 1e9), _Unit("MB", 1e6), _Unit("kB", 1e3)),
+        *(_Unit(f"{prefix}B", size) for prefix, size in reversed(_BINARY.items())),
+    ),
+}
+"""The units of each kind of quantity, in the order in which they are tried."""
+_BASE: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
+MOST_CHARACTERS, LARGEST = 7, 1e5
+"""Most characters and largest size of a number that a person would write; others are in the base unit."""
+
+
+def quantity_text(value: Bandwidth | Duration | Size) -> str:
+    """Return a quantity as people write it: "10 Gbps", "4 days", "96 GB".
+
+    The text reads back as exactly the same value. A value without a short text has its base unit.
+    """
+    for unit in _WRITTEN[type(value)] if isfinite(value) else ():
+        if unit.size <= value <= LARGEST * unit.size and (text := _in_unit(value, unit)):
+            return text
+    return f"{_short(value)} {_BASE[type(value)]}"
+
+
+def _in_unit(value: Bandwidth | Duration | Size, unit: _Unit) -> str:
+    """Return a quantity in a unit; empty if the text is long or another value."""
+    number = _short(round(value / unit.size, MOST_CHARACTERS))
+    name = "day" if unit.name == "days" and number == "1" else unit.name
+    text = f"{number} {name}"
+    is_apt = number.isdecimal() or not unit.is_whole
+    is_same = len(number) <= MOST_CHARACTERS and type(value).parse(text) == value
+    return text if is_apt and is_same else ""
+
+
+def _short(number: float) -> str:
+    return repr(float(number)).removesuffix(".0")
 
 
 def read_quantity(kind: type, value: object) -> object:

@@ -296,10 +296,11 @@ SCRIPT = (files("streamrl.report") / "templates" / "report.js").read_text(encodi
 """The script of the page."""
 
 
-def report_html(directories: Sequence[Path]) -> str:
+def report_html(directories: Sequence[Path | str] | Path | str) -> str:
     """Return the data of directories as one self-contained page, as `streamrl report` writes it.
 
     Raises:
         ValueError: a directory or a file in it cannot be reported; the message has the reason.
     """
-    return render_html(make_page(read_report(directories)))
+    several = [directories] if isinstance(directories, Path | str) else directories
+    return render_html(make_page(read_report([Path(each) for each in several])))

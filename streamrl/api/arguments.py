@@ -1,0 +1,87 @@
+"""Check the arguments of the functions for notebooks and scripts: an error names the argument and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import isfunction, signature
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+RUN, OFFER = "streamrl.runfile.config:Run", "streamrl.runfile.files:Offer"
+PLAN = "streamrl.sim.planner.plan:Plan"
+SOURCE = ("pathlib:Path", "builtins:str", "collections.abc:Mapping")
+"""What `load_run` reads."""
+PARTS = ("run", "plan")
+"""Names under which offers, answers, traces and results of `plan` have a run or a plan."""
+
+
+class Wanted(NamedTuple):
+    """What an argument must be."""
+
+    words: str
+    kinds: tuple[str, ...]
+    """Its types, each as module:name."""
+
+    def find_error(self, value: object) -> str | None:
+        """Return why a value cannot be the argument; None if it can be."""
+        kinds = tuple(map(resolve_name, self.kinds))
+        if isinstance(value, kinds):
+            return None
+        parts = (part for part in PARTS if isinstance(getattr(value, part, None), kinds))
+        part = next(parts, None)
+        hint = "" if part is None else f"; pass its attribute {part!r}"
+        return f"must be {self.words}, got a value of type {type(value).__name__}{hint}"
+
+
+WANTED = {
+    "Run": Wanted("a run, as load_run returns it", (RUN,)),
+    "Run | Offer": Wanted("what load_run or load_offer returns", (RUN, OFFER)),
+    "Run | Path | str | Mapping[str, Any]": Wanted(
+        "a run, the path of a run file or a dict of its tables", (RUN, *SOURCE)
+    ),
+    "Path | str | Mapping[str, Any]": Wanted(
+        "the path of a run file or a dict of its tables", SOURCE
+    ),
+    "Plan": Wanted("a plan, as read_plan returns it", (PLAN,)),
+    "Trace": Wanted(
+        "a trace, as simulate or read_trace returns it", ("streamrl.engine.trace:Trace",)
+    ),
+    "Metrics": Wanted("metrics, as measure returns them", ("streamrl.record.metrics:Metrics",)),
+    "Against": Wanted(
+        "a comparison, as compare_runs returns it", ("streamrl.record.run_comparison:Against",)
+    ),
+    "StudyResult": Wanted(
+        "a study, as sweep returns it", ("streamrl.report.study_report:StudyResult",)
+    ),
+}
+"""What arguments must be, by their annotation."""
+
+
+def checked(name: str, function: Any) -> Any:
+    """Return a function that raises `TypeError` for wrong arguments; other objects stay as they are.
+
+    Args:
+        name: the function's name for its callers.
+        function: the function, or a class.
+    """
+    if not isfunction(function):
+        return function
+    parameters = signature(function).parameters.values()
+    wanted = {
+        each.name: WANTED[each.annotation] for each in parameters if each.annotation in WANTED
+    }
+    return _checking(name, function, wanted) if wanted else function
+
+
+def _checking(name: str, function: Callable[..., Any], wanted: dict[str, Wanted]) -> Any:
+    own = signature(function)
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        for key, value in own.bind_partial(*arguments, **named).arguments.items():
+            if key in wanted and (error := wanted[key].find_error(value)) is not None:
+                raise TypeError(f"{name}: {key} {error}")
+        return function(*arguments, **named)
+
+    return call
