@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.record.steady_state import Speed
+from streamrl.record.steady_state import START, Speed, over_steps
 from streamrl.report.plan_report import not_varied_text
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import Duration
@@ -18,7 +18,7 @@ from streamrl.sim.planner.objective import value_of
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import CHANCE, SAME, Judgement, judge
 from streamrl.sim.planner.shifts import Shift, shifts
-from streamrl.sim.planner.trial import Trial, short_speed_of, whole
+from streamrl.sim.planner.trial import Trial, short_speed_of, shortened, whole
 from tests.test_plan import SMALL, Here, few
 
 
@@ -111,6 +111,23 @@ def test_a_small_effect_within_its_interval_is_none_where_steps_stream_ahead() -
     assert not sensitivity._may_be_chance(short, short, 0.98)
 
 
+def test_what_ifs_of_a_plan_that_streams_ahead_count_the_second_half_of_many_steps() -> None:
+    search, chosen, _ = judged("stream-async")
+    look = sensitivity._look(shift_of(search, "lengths +20%"), search, chosen)
+    assert look.chosen is not None
+    trial = sensitivity._trial(look, search, look.chosen)
+    unchanged = shortened(search.space.run, search.space.run.seed, sensitivity.STREAMING)
+    before, after = (short_speed_of(each) for each in (Trial(unchanged, look.chosen), trial))
+    assert isinstance(before, Speed) and isinstance(after, Speed)
+    found = sensitivity._ratios(look, search, before, after, look.chosen).seconds
+    late, early = (
+        over_steps(after, *steps).step_time / over_steps(before, *steps).step_time
+        for steps in ((9, 16), (START + 1, 8))
+    )
+    assert found == pytest.approx(late)
+    assert found != pytest.approx(early)
+
+
 def test_longer_outputs_take_longer_even_if_a_token_costs_the_same() -> None:
     search, _, found = judged("stream-async")
     shift = shift_of(search, "lengths +20%")
@@ -180,7 +197,7 @@ def test_a_minimum_term_and_set_up_are_in_the_total_after_a_change() -> None:
 
 
 def test_effects_that_no_time_was_left_to_simulate_are_estimates() -> None:
-    search, chosen, in_time = judged("stream-async")
+    search, chosen, in_time = judged("stream-sync")
     assert not any(each.is_estimate for each in in_time.verdicts)
     late = Search.open(search.space.run, deadline=0.0)
     late.speeds, late.portions = search.speeds, search.portions

@@ -330,7 +330,9 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
         cost_ratio=dollars if first.spend.whole else None,
         time_ratio=seconds,
         ratio_half_width=None if row is first else width,
-        relation="" if row is first else relation_text(None if all_free else dollars, seconds, width),
+        relation=""
+        if row is first
+        else relation_text(None if all_free else dollars, seconds, width),
         is_offered=row.is_offered,
         note=_broken_limits(row.search.space.run.plan, row.spend),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
