@@ -82,8 +82,13 @@ def as_executed(directory: Path) -> Path:
 
 def write_planned(directory: Path, **plan: Any) -> Path:
     """Plan a small offer into a directory; its own seed is one of two."""
+    return write_plan_of(few(**{"seeds": 2, "finalists": 2, **plan}), directory)
+
+
+def write_plan_of(run: Run, directory: Path) -> Path:
+    """Plan an offer into a directory."""
     directory.mkdir(parents=True)
-    found = planned(few(**{"seeds": 2, "finalists": 2, **plan}))
+    found = planned(run)
     write_plan(found.plan, directory)
     write_run(found.run, directory / PLAN_TOML, ["a plan"], found.plan.allocation.settings)
     return directory

@@ -27,17 +27,19 @@ from streamrl.report.page.rental import gpus_by_pool, link_lines, rental_table
 from streamrl.report.page.sources import read_sources
 from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.scatter import Point, front_of, stairs
+from streamrl.report.plan_report import head_lines, total_lines
 from streamrl.report.words import SYSTEMS
 from streamrl.sim.planner.plan import read_plan, write_plan
 from tests.command_line import streamrl
 from tests.report_directories import (
     simulate_plan,
+    write_plan_of,
     write_planned,
     write_runs,
     write_study,
 )
 from tests.runs import small_run
-from tests.test_plan import few
+from tests.test_plan import few, planned
 
 VOID = {"meta", "link", "line", "br"}
 ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")
@@ -250,6 +252,56 @@ def test_a_plan_says_where_to_rent_what_at_whose_price(tmp_path: Path) -> None:
     assert len(links) == (len(used) > 1)
     html = render_html(page)
     assert html.index("What to rent, and where") < html.index("What to do next")
+
+
+def test_own_gpus_are_used_and_not_rented(tmp_path: Path) -> None:
+    titles = {}
+    for owned in ((), ("h20",), ("h20", "h800")):
+        pools = {
+            name: {"gpu": name, "nodes": 1, "price": 2.0, "owned": name in owned}
+            for name in ("h20", "h800")
+        }
+        sides: dict[str, Any] = {"rollout_pools": ["h20"], "rollout_gpus": [4], "trainer_gpus": [8]}
+        run = few({"cluster.pools": pools}, systems=["stream-sync"], **sides)
+        page = make_page(read_report([write_plan_of(run, tmp_path / str(len(owned)))]))
+        assert page.rental is not None
+        titles[owned] = (page.rental.title, page.rental.tables[0].head[1])
+        assert any("Rent all GPUs" in note for note in page.rental.notes) == (len(owned) < 2)
+        prices = {row[0].text: row[4].note for row in page.rental.tables[0].rows}
+        assert not owned or prices["h20"] == "$16.00 an hour"
+    assert titles[()] == ("What to rent, and where", "rent")
+    assert titles["h20",] == ("What to rent, and what to use of your own", "GPUs")
+    assert titles["h20", "h800"] == ("Which of your own GPUs to use", "GPUs")
+
+
+def test_a_plan_names_its_limits_in_words_on_the_page_and_on_the_terminal(tmp_path: Path) -> None:
+    run = few(systems=["stream-sync"], deadline="30 days", budget=5000.0, rollout_gpus=[8])
+    page = make_page(read_report([write_plan_of(run, tmp_path / "plan")]))
+    deadline, budget = "the deadline of 30 days (plan.deadline)", "the budget of $5,000 for the "
+    assert f" It keeps {deadline} and {budget}whole run (plan.budget)." in page.answer
+    assert "and meet the deadline. It keeps" in page.answer
+    assert "budget $5,000" in page.tiles[0].note and "deadline 30 days" in page.tiles[1].note
+    lines = list(total_lines(planned(run).plan))
+    assert f"within {deadline} and {budget}whole run (plan.budget)" in lines
+    assert not any(
+        line.startswith("within") for line in total_lines(replace(planned(run).plan, limits={}))
+    )
+
+
+def test_a_plan_on_a_part_of_a_node_says_so_once_unless_a_unit_was_chosen(tmp_path: Path) -> None:
+    pool = {"gpu": "h800", "nodes": 1, "price": 5.0}
+    found = []
+    for unit in ({}, {"unit": 4}):
+        changes = {"cluster.pools": {"h800": {**pool, **unit}}, "cluster.links": []}
+        sides: dict[str, Any] = {"rollout_gpus": [4], "trainer_gpus": [4], "systems": ["colocated"]}
+        run = few({**changes, "rollout.pool": "h800", "trainer.pool": "h800"}, **sides)
+        page = make_page(read_report([write_plan_of(run, tmp_path / str(len(found)))]))
+        assert page.rental is not None
+        lines = [*page.rental.notes, *head_lines(planned(run).plan)]
+        found.append([line for line in lines if "of the 8 GPUs of a node of h800; " in line])
+    assert [len(lines) for lines in found] == [2, 0]
+    assert all(line[1:].startswith("art of a node: 4 of the 8 ") for line in found[0])
+    assert "--set cluster.pools.h800.unit=8" in found[0][0]
 
 
 def test_a_link_between_the_pools_of_a_plan_has_its_speed_and_its_source(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from streamrl.runfile.formatting import (
     long_time,
 )
 from streamrl.runfile.notebook import frame_of, html_table
-from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.plan_config import PlanConfig, limit_words
 from streamrl.runfile.short_forms import model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
@@ -328,8 +328,9 @@ def _rule_of(plan: PlanConfig) -> str:
     """Return by what rule a plan is recommended, in words."""
     if plan.takes_faster or plan.objective == "pareto":
         return f"the fastest plan that costs at most {plan.tolerance:.0%} more than the cheapest"
-    limit = "" if plan.deadline is None else " that meet plan.deadline"
-    return f"{aim_of(plan)} of the plans{limit}"
+    if plan.deadline is None:
+        return f"{aim_of(plan)} of the plans"
+    return f"{aim_of(plan)} of the plans that meet {limit_words('deadline', plan.deadline)}"
 
 
 class _Figures(NamedTuple):

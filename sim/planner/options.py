@@ -17,7 +17,7 @@ import numpy as np
 from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import ratio_half_width
 from streamrl.record.steady_state import Speed
-from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.plan_config import PlanConfig, limit_words
 from streamrl.sim.planner.objective import Spend, beats, limits_of, unmet, value_of
 from streamrl.sim.planner.plan import LeftOutOption, OptionLabel, PlanOption
 from streamrl.sim.planner.plan_description import choice_of, whole_run_of
@@ -342,7 +342,9 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
 def _broken_limits(plan: PlanConfig, spend: Spend[float]) -> str:
     """Return the limits that a plan exceeds."""
     limits = limits_of(plan)
-    broken = [f"plan.{limit.key}" for limit in limits if spend[limit.place] > limit.most]
+    broken = [
+        limit_words(limit.key, limit.most) for limit in limits if spend[limit.place] > limit.most
+    ]
     return f"exceeds {' and '.join(broken)}" if broken else ""
 
 

@@ -330,6 +330,15 @@ class PlannedFramework(msgspec.Struct, frozen=True, kw_only=True):
     """Choices that were not searched, because the framework does not support them."""
 
 
+class PartialNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A rented node of which a plan uses some GPUs, although the run file says no `unit`."""
+
+    pool: str
+    num_gpus: int
+    """GPUs that the plan uses of the node, and pays for."""
+    gpus_per_node: int
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The complete result of `streamrl plan`."""
 
@@ -345,6 +354,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Systems that were searched."""
     whole_nodes: list[str] = []
     """Pools of which plans could only rent whole nodes."""
+    partial_nodes: list[PartialNode] = []
+    """Nodes that the chosen plan rents in part."""
+    limits: dict[str, float] = {}
+    """The limits of `[plan]`, by key: dollars, and the seconds of the deadline."""
     simulated: int
     """Plans that were simulated."""
     open_gap: float | None = None

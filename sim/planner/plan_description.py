@@ -12,19 +12,20 @@ from msgspec.structs import replace
 from streamrl.hardware.profiles import price_of
 from streamrl.record.band import Band, ModelError, band_of, hull
 from streamrl.record.billing import uncounted
+from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, StepBands, bands_of_speed
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.cluster_config import ClusterConfig, PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.plan_config import PlanConfig, limit_words
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
 from streamrl.sim.planner.model_errors import estimated_error
-from streamrl.sim.planner.objective import aim_of, front, limit_text, limits_of, value_of
-from streamrl.sim.planner.plan import Choice, RunnerUp
+from streamrl.sim.planner.objective import aim_of, front, limits_of, value_of
+from streamrl.sim.planner.plan import Choice, PartialNode, RunnerUp
 from streamrl.sim.planner.plan_settings import (
     describe,
     group_of,
@@ -100,7 +101,7 @@ class PlanDescription:
         alike = [index for index in race.finals if race.is_alike(index, best)]
         if best == chosen or chosen not in alike:
             plan = self._search.space.run.plan
-            limit = "" if plan.deadline is None else " and meet plan.deadline"
+            limit = "" if plan.deadline is None else " and meet the deadline"
             return f"{aim_of(plan)} of all that were simulated{limit}"
         return (
             f"the {self._better_in_second(best)} of {len(alike)} plans that are about as good: "
@@ -111,9 +112,9 @@ class PlanDescription:
         """Return how much more the chosen plan costs than the cheapest, and how much faster it is."""
         tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
         if cheapest == self._index and self._race.faster_goal is None:
-            return "the cheapest; plan.time_limit came before faster plans were searched"
+            return "the cheapest; the time of the search (plan.time_limit) ended before faster plans were searched"
         if cheapest == self._index and not self._search.has_converged:
-            return "the cheapest; plan.time_limit ended the search for faster plans"
+            return "the cheapest; the time of the search (plan.time_limit) ended while faster plans were searched"
         if cheapest == self._index:
             return f"the cheapest; none that costs at most {tolerance:.0%} more is faster{self._just_dearer()}"
         dollars, seconds = self._race.ratios(self._index, cheapest)
@@ -311,11 +312,23 @@ def at_worst_text(plan: PlanConfig, choice: Choice, whole: WholeRun | None) -> s
     if whole is not None:
         highs |= {"budget": whole.dollars_band, "deadline": whole.wall_time_band}
     told = [
-        f"{limit.tell(band.high)} ({limit_text(limit)})"
+        f"{limit.tell(band.high)}, more than {limit_words(limit.key, limit.most)}"
         for limit in limits_of(plan)
         if (band := highs.get(limit.key)) is not None and band.high > limit.most
     ]
     return f"at the high end of its band it {' and '.join(told)}" if told else ""
+
+
+def partial_nodes(offer: Run, planned: Run) -> list[PartialNode]:
+    """Return the nodes that a plan rents in part. Pools with a unit are left out, because their users chose it."""
+    pools = {} if offer.plan.unit is not None else planned.cluster.pools
+    used = PaidGpus.of(planned).by_pool
+    return [
+        PartialNode(pool=name, num_gpus=rest, gpus_per_node=pool.gpus_per_node)
+        for name, pool in pools.items()
+        if not pool.owned and pool.unit is None and pool.gpu != "cpu"
+        if (rest := round(used.get(name, 0.0)) % pool.gpus_per_node)
+    ]
 
 
 def _back_ends(base: Run, candidate: Candidate) -> dict[str, str | int | float | bool]:

@@ -22,7 +22,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
-from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
+from streamrl.runfile.plan_config import ObjectiveName, PlanConfig, limits_by_key
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.corrections import framework_sources
@@ -53,6 +53,7 @@ from streamrl.sim.planner.plan_description import (
     at_worst_text,
     drafts_text,
     objective_band,
+    partial_nodes,
     whole_run_of,
 )
 from streamrl.sim.planner.plan_settings import describe, own_candidate, settings_of
@@ -199,6 +200,8 @@ def _plan(
         candidates=len(search.space),
         systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
         whole_nodes=whole_nodes,
+        partial_nodes=partial_nodes(run, planned),
+        limits=limits_by_key(run.plan),
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),
         seconds=time.perf_counter() - started_at,

@@ -29,10 +29,12 @@ from streamrl.runfile.formatting import (
     long_dollars,
     long_time,
 )
-from streamrl.runfile.plan_config import ObjectiveName
+from streamrl.runfile.keys import pool_key
+from streamrl.runfile.plan_config import ObjectiveName, limit_words
 from streamrl.sim.planner.plan import (
     Change,
     Choice,
+    PartialNode,
     Plan,
     PlannedFramework,
     PlanOption,
@@ -187,6 +189,8 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     chosen, show = plan.allocation, VALUES[plan.objective.name]
     if plan.whole_run is not None:
         yield f"whole run: {headline(plan.whole_run, chosen.model_error, intervals=intervals)}"
+    if plan.limits:
+        yield f"within {listing(limits_in_words(plan))}"
     if plan.at_worst:
         yield plan.at_worst
     yield (
@@ -194,8 +198,24 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
         f"and {format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))}, "
         f"${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
     )
+    yield from map(partial_node_text, plan.partial_nodes)
     if plan.whole_run is not None:
         yield from (f"{name}: {text}" for name, text in basis_of(plan.whole_run))
+
+
+def limits_in_words(plan: Plan, keys: Iterable[str] | None = None) -> list[str]:
+    """Return limits of a plan in words: all, or those whose keys are given as "plan.deadline"."""
+    names = [f"plan.{key}" for key in plan.limits] if keys is None else keys
+    limits = {f"plan.{key}": limit_words(key, most) for key, most in plan.limits.items()}
+    return [limits.get(name, name) for name in names]
+
+
+def partial_node_text(part: PartialNode) -> str:
+    """Return that a plan rents a part of a node, and what to do if nobody rents that out."""
+    return (
+        f"part of a node: {part.num_gpus} of the {part.gpus_per_node} GPUs of a node of {part.pool}; if only whole nodes are "
+        f"for rent, plan again with --set {pool_key(part.pool, 'unit')}={part.gpus_per_node}"
+    )
 
 
 def why_lines(plan: Plan) -> Iterator[str]:
@@ -217,11 +237,11 @@ def _alterations(plan: Plan) -> Iterator[str]:
         yield f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them"
     others = [change for change in plan.sensitivity if change.is_other]
     for change in others:
-        effect = f"saves {_gain(change)}" if change.gain >= 0 else _keeping_limits(change)
+        effect = f"saves {_gain(change)}" if change.gain >= 0 else _keeping_limits(plan, change)
         yield f"another choice with {change.what}: {change.choice}, which {effect}"
     for change in plan.sensitivity:
         if change.breaks and not change.is_other:
-            yield f"with {change.what} it exceeds {' and '.join(change.breaks)}"
+            yield f"with {change.what} it exceeds {listing(limits_in_words(plan, change.breaks))}"
     if plan.sensitivity and not others:
         yield f"none of {len(plan.sensitivity)} what-ifs alters the choice"
 
@@ -467,7 +487,8 @@ def _given(plan: Plan, change: Change) -> str:
         figures = [f"{long_dollars(dollars)} ({_effect(change.cost_ratio)})"] if dollars else []
         figures.append(f"{long_time(seconds)} ({_effect(wall_time_ratio(plan, change))})")
     figures += ["an estimate"] if change.is_estimate else []
-    figures += [f"exceeds {' and '.join(change.breaks)}"] if change.breaks else []
+    broken = listing(limits_in_words(plan, change.breaks))
+    figures += [f"exceeds {broken}"] if broken else []
     return ", ".join(figures)
 
 
@@ -477,9 +498,10 @@ def _effect(ratio: float | None) -> str:
     return f"{effect:+.1%}" if abs(effect) >= NO_CHANGE else "no change"
 
 
-def _keeping_limits(change: Change) -> str:
+def _keeping_limits(plan: Plan, change: Change) -> str:
     """Return how much more another plan costs, which keeps limits that the chosen one exceeds after a change."""
-    return f"is {-change.gain:.1%} worse by plan.objective, but keeps {' and '.join(change.breaks)}"
+    kept = listing(limits_in_words(plan, change.breaks))
+    return f"is {-change.gain:.1%} worse by plan.objective, but keeps {kept}"
 
 
 def _gain(change: Change) -> str:

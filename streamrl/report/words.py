@@ -120,11 +120,12 @@ def money(value: float) -> str:
 
 
 def time_in_words(seconds: float) -> str:
-    """Return a time of a whole run with three digits: "2.09 days", "31.4 hours", "42 minutes"."""
+    """Return a time of a whole run with three digits: "2.09 days", "31.4 hours", "42 minutes", "45.9 seconds"."""
     for word, size in (("days", SECONDS_PER_DAY), ("hours", SECONDS_PER_HOUR)):
         if seconds >= (FEW_DAYS * size if word == "days" else size):
             return f"{seconds / size:.3g}{NBSP}{word}"
-    return f"{seconds / 60:.3g}{NBSP}minutes"
+    word, size = ("minutes", 60.0) if seconds >= 60 else ("seconds", 1.0)
+    return f"{seconds / size:.3g}{NBSP}{word}"
 
 
 def seconds(value: float) -> str:

@@ -13,7 +13,7 @@ from streamrl.runfile.policies_config import OrderName, SyncMode, SystemName
 from streamrl.runfile.roles_config import Recompute
 from streamrl.runfile.section import Section
 from streamrl.runfile.simulation_config import FrameworkName
-from streamrl.runfile.units import Duration
+from streamrl.runfile.units import Duration, quantity_text
 
 ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]
 
@@ -145,6 +145,27 @@ class PlanConfig(Section, frozen=True, kw_only=True):
         """Whether a plan that is faster is chosen for a little more than the cheapest costs."""
         decides_otherwise = self.deadline is not None or self.value_of_hour > 0
         return self.objective in COSTS and self.tolerance > 0 and not decides_otherwise
+
+
+LIMITS = {
+    "deadline": "the deadline of {}",
+    "budget": "the budget of {} for the whole run",
+    "budget_per_day": "the budget of {} a day",
+    "budget_per_hour": "the budget of {} an hour",
+    "budget_per_step": "the budget of {} a step",
+}
+"""The keys of limits, and how a reader who does not know the keys calls them."""
+
+
+def limits_by_key(plan: PlanConfig) -> dict[str, float]:
+    """Return the limits that are set: dollars, and the seconds of the deadline."""
+    return {key: float(most) for key in LIMITS if (most := getattr(plan, key)) is not None}
+
+
+def limit_words(key: str, most: float) -> str:
+    """Return a limit in words, with its key: "the deadline of 3 days (plan.deadline)"."""
+    shown = quantity_text(Duration(most)) if key == "deadline" else f"${most:,.10g}"
+    return f"{LIMITS[key].format(shown)} (plan.{key})"
 
 
 def framework_of_target(target: TargetName) -> FrameworkName:

@@ -18,19 +18,23 @@ from streamrl.report.page.identity import day_text
 from streamrl.report.page.options import Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
 from streamrl.report.page.rental import (
-    PLACES,
     command_words,
     gpu_names,
     gpus_by_pool,
     link_lines,
+    owned_pools,
+    places_of,
     prices_from,
     rental_table,
+    rental_title,
+    rents_none,
 )
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
+from streamrl.report.plan_report import limits_in_words, partial_node_text
 from streamrl.report.words import NBSP, SYSTEMS, gpu_word, money, percent, time_in_words
 from streamrl.runfile.formatting import listing
-from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
+from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR, Duration, quantity_text
 from streamrl.sim.planner.plan import PLAN_TOML, Choice, Plan, PlanOption
 
 
@@ -48,12 +52,12 @@ def title_of(made: PlanMade) -> str:
 
 def _gpus_text(gpus: Mapping[str, int], made: PlanMade, *, is_owned: bool) -> str:
     """Return the GPUs of rented or of owned pools. A taken option's run file lacks pools that it does not rent."""
-    names, pools = gpu_names(made.plan.allocation), made.run.cluster.pools
+    names, owned = gpu_names(made.plan.allocation), owned_pools(made)
     return listing(
         [
             f"{count}{NBSP}{gpu_word(names[name])}"
             for name, count in gpus.items()
-            if (name in pools and pools[name].owned) == is_owned
+            if (name in owned) == is_owned
         ]
     )
 
@@ -66,6 +70,7 @@ def lead_of(made: PlanMade, option: Option) -> str:
     faster, _, _ = plan.why.partition(" as fast as ")
     why = faster if faster == plan.why else f"{faster} as fast"
     chosen = f" This is {why}." if why else ""
+    chosen += f" It keeps {listing(limits_in_words(plan))}." if plan.limits else ""
     chosen += f" {plan.at_worst[0].upper()}{plan.at_worst[1:]}." if plan.at_worst else ""
     return f"{option.rent[0].upper()}{option.rent[1:]}, {system}{told}.{chosen}"
 
@@ -76,7 +81,7 @@ SHORT = 3
 
 def tiles_of_plan(made: PlanMade, option: Option, today: date) -> list[Tile]:
     """Return the total, the time, the day of the end and the price of an hour, each with its band."""
-    return [*_totals(made, option, today), *_caveats(option)]
+    return [*_totals(made, option, today), *_caveats(made, option)]
 
 
 def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
@@ -85,16 +90,19 @@ def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
         return
     seconds, dollars = _bands(whole, option)
     if option.is_paid:
-        parts = [_range_text(dollars, money), prices_from(made)]
+        budget = made.plan.limits.get("budget")
+        limit = "" if budget is None else f"budget {money(budget)}"
+        parts = [_range_text(dollars, money), limit, prices_from(made)]
         note = "; ".join(part for part in parts if part)
         yield Tile(money(whole.dollars), f"total for {whole.steps:,} steps", note)
-    yield Tile(
-        time_in_words(whole.wall_time), "from start to end", _range_text(seconds, time_in_words)
-    )
+    deadline = made.plan.limits.get("deadline")
+    limit = "" if deadline is None else f"deadline {quantity_text(Duration(deadline))}"
+    note = "; ".join(part for part in (_range_text(seconds, time_in_words), limit) if part)
+    yield Tile(time_in_words(whole.wall_time), "from start to end", note)
     yield _end_tile(whole.wall_time, seconds, today)
     if option.is_paid:
-        count = sum(gpus_by_pool(made.plan.allocation).values())
-        yield Tile(f"${option.dollars_per_hour:,.2f}", "an hour for all GPUs", f"{count} GPUs")
+        count = sum(pool.num_gpus for pool in whole.pools.values())
+        yield Tile(f"${option.dollars_per_hour:,.2f}", "an hour for all GPUs", f"{count:g} GPUs")
 
 
 def _bands(whole: WholeRun, option: Option) -> tuple[Band, Band]:
@@ -135,19 +143,23 @@ def _end_tile(seconds: float, band: Band, today: date) -> Tile:
     return Tile(end(seconds, has_year=is_other_year), "done by", note)
 
 
-def _caveats(option: Option) -> Iterator[Tile]:
+def _caveats(made: PlanMade, option: Option) -> Iterator[Tile]:
     if option.band.tiers is None:
         return
     share = option.band.unmeasured
-    note = "so this is a guess: measure before you rent" if share > MOST_UNMEASURED else ""
+    begin = "start" if rents_none(made) else "rent"
+    note = f"so this is a guess: measure before you {begin}" if share > MOST_UNMEASURED else ""
     label = "of the seconds rest on datasheets"
     yield Tile(percent(share), label, note, is_warning=share > MOST_UNMEASURED)
 
 
 def rental_section(made: PlanMade) -> PageSection:
-    """Return where to rent what, at which price."""
-    notes = [*link_lines(made), PLACES]
-    return PageSection("rent", "What to rent, and where", tables=[rental_table(made)], notes=notes)
+    """Return where to rent what, at which price, and which own GPUs to use."""
+    parts = [
+        f"{text[0].upper()}{text[1:]}." for text in map(partial_node_text, made.plan.partial_nodes)
+    ]
+    notes = [*parts, *link_lines(made), *places_of(made)]
+    return PageSection("rent", rental_title(made), tables=[rental_table(made)], notes=notes)
 
 
 def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:

@@ -22,7 +22,12 @@ from streamrl.report.pictures.range_bars import LEAST, Range, Swing, bands_pictu
 from streamrl.report.pictures.stacked_bars import segments, shares_picture
 from streamrl.report.pictures.step_timeline import timeline_picture, typical_step
 from streamrl.report.pictures.study_chart import study_picture
-from streamrl.report.plan_report import not_varied_text, total_after, wall_time_ratio
+from streamrl.report.plan_report import (
+    limits_in_words,
+    not_varied_text,
+    total_after,
+    wall_time_ratio,
+)
 from streamrl.report.run_tables import facts, headline
 from streamrl.report.study_report import RecordedStudy
 from streamrl.report.study_table import MetricTable, Spread, name_of
@@ -306,9 +311,9 @@ def _total_row(plan: Plan, each: Change, *, is_paid: bool) -> list[PageCell]:
     note = "estimate, not simulated" if each.is_estimate else ""
     best = PageCell(_name_in(plan, plan.allocation.text))
     if each.is_other:
-        best = PageCell(_name_in(plan, each.choice), _saves(each))
+        best = PageCell(_name_in(plan, each.choice), _saves(plan, each))
     if each.breaks and not each.is_other:
-        best = PageCell(best.text, f"it exceeds {listing(each.breaks)}")
+        best = PageCell(best.text, f"it exceeds {listing(limits_in_words(plan, each.breaks))}")
     if not each.still_fits and not each.is_other:
         best = PageCell("no plan that was tried", "the chosen one does not fit")
     return [PageCell(each.what, note), *figures, best]
@@ -326,14 +331,15 @@ def _effect_text(ratio: float | None) -> str:
     return change(effect) if abs(effect) >= LEAST else ""
 
 
-def _saves(each: Change) -> str:
+def _saves(plan: Plan, each: Change) -> str:
     """Return what another plan saves after a change, or why the chosen one cannot be kept."""
     if not each.still_fits:
         return "the chosen one does not fit; the figures are of this one"
     saved = f"saves {percent(each.gain)} then"
     if each.gain < 0:
         saved = f"{percent(-each.gain)} worse by plan.objective then"
-    return f"{saved}; the chosen one exceeds {listing(each.breaks)}" if each.breaks else saved
+    broken = listing(limits_in_words(plan, each.breaks))
+    return f"{saved}; the chosen one exceeds {broken}" if broken else saved
 
 
 def uncertainty_section(options: Sequence[Option]) -> PageSection:

@@ -21,10 +21,8 @@ SOURCE = re.compile(
     r"^# (?:Chosen by|Option \d+ of) `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE
 )
 """The comment of a plan file with the command that made it."""
-PLACES = (
-    "A pool is named as in the offer. Its name is all that the offer says of the datacenter or region. "
-    "Rent all GPUs of a pool in one place, because the plan counts on the network within it."
-)
+NAMES = "A pool is named as in the offer. Its name is all that the offer says of the datacenter or region."
+PLACES = "Rent all GPUs of a pool in one place, because the plan counts on the network within it."
 
 
 def command_words(made: PlanMade) -> list[str]:
@@ -63,11 +61,50 @@ def gpu_names(choice: Choice) -> dict[str, str]:
     return {side.pool: side.gpu for side in sides if side is not None}
 
 
+def owned_pools(made: PlanMade) -> set[str]:
+    """Return the pools that a plan uses and whose GPUs are the user's own."""
+    pools = made.run.cluster.pools
+    return {
+        name for name in gpus_by_pool(made.plan.allocation) if name in pools and pools[name].owned
+    }
+
+
+def _rents_all(made: PlanMade) -> bool:
+    return not owned_pools(made)
+
+
+def rents_none(made: PlanMade) -> bool:
+    """Return whether a plan uses only GPUs that the user owns."""
+    return owned_pools(made) == set(gpus_by_pool(made.plan.allocation))
+
+
+def rental_title(made: PlanMade) -> str:
+    """Return the title of the section with the GPUs of a plan."""
+    if _rents_all(made):
+        return "What to rent, and where"
+    return (
+        "Which of your own GPUs to use"
+        if rents_none(made)
+        else "What to rent, and what to use of your own"
+    )
+
+
+def places_of(made: PlanMade) -> Iterator[str]:
+    """Yield what the name of a pool says, and where to rent its GPUs."""
+    yield NAMES if rents_none(made) else f"{NAMES} {PLACES}"
+
+
 def rental_table(made: PlanMade) -> PageTable:
-    """Return what to rent in each pool, with its price and who says so."""
+    """Return what to rent or to use in each pool, with its price and who says so."""
     chosen = made.plan.allocation
     is_paid = chosen.dollars_per_hour > 0
-    head = ("pool", "rent", "to", "nodes", *(("price", "which is") if is_paid else ()))
+    head = (
+        "pool",
+        "rent" if _rents_all(made) else "GPUs",
+        "to",
+        "nodes",
+        *(("price", "which is") if is_paid else ()),
+    )
     rows = [
         _row(made, pool, tasks, is_paid=is_paid) for pool, tasks in sorted(_uses(chosen).items())
     ]
@@ -86,9 +123,10 @@ def _row(made: PlanMade, pool: str, tasks: Mapping[str, int], *, is_paid: bool) 
     if not is_paid:
         return cells
     price = _price(made, pool)
+    charged = own.num_gpus if own is not None and own.owned else count
     return [
         *cells,
-        PageCell(f"{dollars(price)} a GPU-hour", f"{dollars(price * count)} an hour"),
+        PageCell(f"{dollars(price)} a GPU-hour", f"{dollars(price * charged)} an hour"),
         PageCell(price_source(made, pool)),
     ]
 
