@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.record.steady_state import with_step_time
+from streamrl.record.steady_state import with_costs, with_step_time
 from streamrl.report.plan_report import total_lines
 from streamrl.runfile.config import Run
 from streamrl.sim.planner.layouts import ROLLOUT_MEMORY, TRAINER_MEMORY, Degrees, Replicas
 from streamrl.sim.planner.options import (
     FEWEST_ROWS,
     MOST_ROWS,
+    Options,
     OtherRows,
     age_text,
 )
@@ -165,6 +166,24 @@ def test_a_plan_on_parts_of_a_node_that_is_dearer_and_slower_has_no_row() -> Non
     third.add("on parts of a node", slower)
     assert not list(third.simulate(Here(), lambda: None))
     assert "another simulated plan" in third.left_out[0].reason
+
+
+def test_no_row_that_fills_the_table_is_dearer_and_slower_than_another_row() -> None:
+    search = Search.open(few(SMALL))
+    search.run(Here(), lambda: None)
+    race = Race(search)
+    race.settle(Here(), race.run(Here(), lambda: None), lambda: None)
+    chosen = next(iter(race.steady))
+    metrics, tokens = race.steady[chosen][0], 1e6
+    stale = [i for i in search.ranking() if search.space.system(i).staleness_bound]
+    slow, slower, *_ = (i for i in stale if i != chosen)
+    for index, times, dollars in ((slow, 2.0, 0.9), (slower, 2.2, 0.95)):
+        longer = with_step_time(metrics, times * metrics.step_time)
+        race.beside[index] = with_costs(longer, dollars * metrics.cost_per_step, tokens)
+    assert [row.index for row in Options(search, race, chosen).rows([])] == [chosen, slow]
+    longer = with_step_time(metrics, 1.9 * metrics.step_time)
+    race.beside[slower] = with_costs(longer, 0.95 * metrics.cost_per_step, tokens)
+    assert [row.index for row in Options(search, race, chosen).rows([])] == [chosen, slow, slower]
 
 
 # Settings and words -------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 Rows are the recommended, the cheapest, the fastest, the best synchronous and the best colocated
 plan. Plans of one system whose cost and time differ by less than `ALIKE` are one row. A faster plan
-and another layout fill a short table. The user's own file and a plan on parts of a node are further
-rows. Every row was simulated for as many steps as the recommended plan.
+and another layout fill a short table, unless a row beats them in cost and time. The user's own file
+and a plan on parts of a node are further rows. Every row was simulated for as many steps as the
+recommended plan.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class Options:
                 _add(rows, self._row(label, index))
         for row in self._fillers(known):
             most = FEWEST_ROWS if "another layout" in row.labels else MOST_ROWS
-            if len(rows) < most and not any(row.is_like(each) for each in rows):
+            is_new = not any(row.is_like(each) or beats(each.spend, row.spend) for each in rows)
+            if len(rows) < most and is_new:
                 rows.append(row)
         for row in others:
             _add(rows, row)
@@ -173,10 +175,8 @@ class Options:
     def _fillers(self, known: Mapping[int, Speed]) -> Iterator[Row]:
         """Yield a plan between the recommended and the fastest one, then other layouts."""
         yield from (self._row("faster", index) for index in self._between(known)[:1])
-        chosen = self._race.spend(self._chosen)
         others = (index for index in self._ranking() if index in known)
-        worth = (i for i in others if not beats(chosen, self._search.spend_of(known[i])))
-        yield from (self._row("another layout", index) for index in worth)
+        yield from (self._row("another layout", index) for index in others)
 
     def left_out(self, rows: Sequence[Row]) -> Iterator[LeftOutOption]:
         """Yield each kind without a row, and why."""
