@@ -161,7 +161,7 @@ def test_a_plan_that_fits_still_fits_where_outputs_are_shorter() -> None:
     search = Search.open(run)
     index = int(np.random.default_rng(0).choice(len(search.space)))
     search.simulate(Here(), [index], lambda: None)
-    verdicts = judge(search, index, Here()).verdicts
+    verdicts = judge(search, index, search.spend_of(search.speeds[index]), Here()).verdicts
     assert verdicts and all(each.still_fits and not each.breaks for each in verdicts)
 
 

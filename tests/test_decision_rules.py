@@ -17,7 +17,7 @@ from streamrl.report.page.page import make_page, read_report
 from streamrl.report.plan_report import head_lines
 from streamrl.report.run_tables import time_text
 from streamrl.runfile.files import write_run
-from streamrl.runfile.formatting import long_time
+from streamrl.runfile.formatting import listing, long_time
 from streamrl.runfile.plan_config import limit_words
 from streamrl.sim.planner.alternatives import find_on_partial_nodes
 from streamrl.sim.planner.model_errors import estimated_error
@@ -267,7 +267,15 @@ def test_limits_that_the_high_end_of_a_band_exceeds_are_named_in_one_line(tmp_pa
     run = few(SMALL, deadline=f"{deadline} s", budget=1e6)
     made = planned(run)
     assert made.plan.at_worst.startswith("at the high end of its band it takes ")
-    assert made.plan.at_worst.endswith(f", more than {limit_words('deadline', deadline)}")
+    assert f", more than {limit_words('deadline', deadline)}; " in made.plan.at_worst
+    safe = [
+        str(option.number)
+        for option in made.plan.options[1:]
+        if option.whole_run.wall_time_band is not None
+        and option.whole_run.wall_time_band.high <= deadline
+    ]
+    names = f"option{'s' if len(safe) > 1 else ''} {listing(safe)}"
+    assert made.plan.at_worst.split("; ")[1].startswith(names if safe else "no option")
     assert "budget" not in made.plan.at_worst
     assert made.plan.at_worst in head_lines(made.plan)
     assert planned(few(SMALL)).plan.at_worst == ""

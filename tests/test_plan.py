@@ -216,7 +216,7 @@ def test_a_choice_changes_with_the_price_that_it_hangs_on_and_stays_where_it_doe
     run = few(systems=["stream-async"], rollout_gpus=[8], trainer_gpus=[8])
     search = Search.open(run)
     chosen = search.run(Here(), lambda: None)[0]
-    judged = judge(search, chosen, Here())
+    judged = judge(search, chosen, search.spend_of(search.speeds[chosen]), Here())
     verdicts = {verdict.what: verdict for verdict in judged.verdicts}
     assert set(verdicts) == {s.what for s in shifts(run) if s.thing not in judged.left_out}
     pool = search.space.candidate(chosen).replicas.pool
@@ -234,7 +234,12 @@ def test_a_slower_trainer_costs_what_a_simulation_of_it_says() -> None:
     run = few(systems=["disaggregated"], rollout_gpus=[8], trainer_gpus=[8])
     search = Search.open(run)
     chosen = search.run(Here(), lambda: None)[0]
-    verdicts = {verdict.what: verdict for verdict in judge(search, chosen, Here()).verdicts}
+    verdicts = {
+        verdict.what: verdict
+        for verdict in judge(
+            search, chosen, search.spend_of(search.speeds[chosen]), Here()
+        ).verdicts
+    }
     plan = search.space.candidate(chosen)
     shifted = {shift.what: shift.run for shift in shifts(run)}
     for sign, factor in (("-", 0.8), ("+", 1.2)):
@@ -264,7 +269,11 @@ def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
         if search.space.candidate(index).mode.system == "stream-async"
     )
     search.simulate(Here(), [small], lambda: None)
-    longer = next(v for v in judge(search, small, Here()).verdicts if v.what == "lengths +20%")
+    longer = next(
+        v
+        for v in judge(search, small, search.spend_of(search.speeds[small]), Here()).verdicts
+        if v.what == "lengths +20%"
+    )
     fits = Search.open(next(s.run for s in shifts(run) if s.what == "lengths +20%")).space.find(
         search.space.candidate(small)
     )

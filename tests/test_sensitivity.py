@@ -46,7 +46,7 @@ def judged(system: SystemName, **plan: float) -> tuple[Search, int, Judgement]:
     search.settle(Here(), [])
     chosen = search.in_order()[0]
     search.simulate(Here(), [chosen], lambda: None)
-    return search, chosen, judge(search, chosen, Here())
+    return search, chosen, judge(search, chosen, search.spend_of(search.speeds[chosen]), Here())
 
 
 def shift_of(search: Search, what: str) -> Shift:
@@ -166,10 +166,32 @@ def test_a_change_after_which_the_plan_misses_its_deadline_says_so() -> None:
     run = replace(search.space.run, plan=replace(search.space.run.plan, deadline=1.01 * seconds))
     limited = Search.open(run)
     limited.speeds, limited.portions = search.speeds, search.portions
-    verdicts = {each.what: each for each in judge(limited, chosen, Here()).verdicts}
+    verdicts = {
+        each.what: each
+        for each in judge(
+            limited, chosen, limited.spend_of(limited.speeds[chosen]), Here()
+        ).verdicts
+    }
     assert verdicts["lengths +20%"].breaks == ("plan.deadline",)
     assert verdicts["lengths -20%"].breaks == ()
     assert all(each.still_fits for each in verdicts.values())
+
+
+def test_limits_after_a_change_are_compared_with_the_whole_run_and_not_with_the_first_steps() -> (
+    None
+):
+    search, chosen, found = judged("stream-sync")
+    early = search.spend_of(search.speeds[chosen])
+    (longer,) = (each.seconds for each in found.verdicts if each.what == "lengths +20%")
+    deadline = 1.05 * longer * early.seconds
+    run = replace(search.space.run, plan=replace(search.space.run.plan, deadline=deadline))
+    limited = Search.open(run)
+    limited.speeds, limited.portions = search.speeds, search.portions
+    for times, broken in ((1.0, ()), (1.1, ("plan.deadline",))):
+        spend = early._replace(seconds=times * early.seconds)
+        judgement = judge(limited, chosen, spend, Here())
+        (after,) = (each for each in judgement.verdicts if each.what == "lengths +20%")
+        assert after.breaks == broken
 
 
 def test_a_minimum_term_and_set_up_are_in_the_total_after_a_change() -> None:
@@ -181,7 +203,10 @@ def test_a_minimum_term_and_set_up_are_in_the_total_after_a_change() -> None:
     search.settle(Here(), [])
     chosen = search.in_order()[0]
     search.simulate(Here(), [chosen], lambda: None)
-    verdicts = {each.what: each for each in judge(search, chosen, Here()).verdicts}
+    verdicts = {
+        each.what: each
+        for each in judge(search, chosen, search.spend_of(search.speeds[chosen]), Here()).verdicts
+    }
     longer = verdicts["lengths +20%"]
     assert longer.seconds > 1.1 and longer.dollars == pytest.approx(1.0)
     assert verdicts["price of h800 +20%"].dollars > 1.05
@@ -192,7 +217,12 @@ def test_a_minimum_term_and_set_up_are_in_the_total_after_a_change() -> None:
     limited.speeds, limited.portions = search.speeds, search.portions
     wall = 3600 + (before - 3600) * longer.seconds
     assert wall < 1.1 * before < before * longer.seconds
-    kept = {each.what: each for each in judge(limited, chosen, Here()).verdicts}
+    kept = {
+        each.what: each
+        for each in judge(
+            limited, chosen, limited.spend_of(limited.speeds[chosen]), Here()
+        ).verdicts
+    }
     assert kept["lengths +20%"].breaks == ()
 
 
@@ -201,7 +231,7 @@ def test_effects_that_no_time_was_left_to_simulate_are_estimates() -> None:
     assert not any(each.is_estimate for each in in_time.verdicts)
     late = Search.open(search.space.run, deadline=0.0)
     late.speeds, late.portions = search.speeds, search.portions
-    found = judge(late, chosen, Some(1))
+    found = judge(late, chosen, late.spend_of(late.speeds[chosen]), Some(1))
     lengths, *others = (v for v in found.verdicts if not v.what.startswith("price"))
     assert not lengths.is_estimate  # the first simulation always runs
     assert all(each.is_estimate and each.other is None for each in others)

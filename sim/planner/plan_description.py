@@ -19,13 +19,14 @@ from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.cluster_config import ClusterConfig, PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.formatting import listing
 from streamrl.runfile.plan_config import PlanConfig, limit_words
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.costs.curves import accepted_tokens
 from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.objective import aim_of, front, limits_of, value_of
-from streamrl.sim.planner.plan import Choice, PartialNode, RunnerUp
+from streamrl.sim.planner.plan import Choice, PartialNode, PlanOption, RunnerUp
 from streamrl.sim.planner.plan_settings import (
     describe,
     group_of,
@@ -306,17 +307,36 @@ def objective_band(search: Search, index: int, speeds: Sequence[Speed]) -> Band:
     return hull(bands)
 
 
-def at_worst_text(plan: PlanConfig, choice: Choice, whole: WholeRun | None) -> str:
-    """Return which limits of `[plan]` a plan exceeds at the high end of its band; empty if it keeps all."""
-    highs = {"budget_per_step": choice.cost_per_step_band}
-    if whole is not None:
-        highs |= {"budget": whole.dollars_band, "deadline": whole.wall_time_band}
-    told = [
+def at_worst_text(plan: PlanConfig, options: Sequence[PlanOption]) -> str:
+    """Return which limits of `[plan]` the first option exceeds at the high end of its band, and who keeps them; empty if it keeps all."""
+    chosen, *others = options
+    if not (told := _exceeded(plan, chosen)):
+        return ""
+    kept = [
+        str(each.number)
+        for each in others
+        if each.is_offered and not each.note and not _exceeded(plan, each)
+    ]
+    names = f"option{'s' if len(kept) > 1 else ''} {listing(kept)}"
+    what = "that limit" if len(told) == 1 else "those limits"
+    ending = f"{names} keep{'' if len(kept) > 1 else 's'} {what} even then" if kept else ""
+    ending = ending or f"no option of the table is sure to keep {what}"
+    return f"at the high end of its band it {' and '.join(told)}; {ending}"
+
+
+def _exceeded(plan: PlanConfig, option: PlanOption) -> list[str]:
+    """Return the limits of `[plan]` that a plan exceeds at the high end of its band, in words."""
+    whole = option.whole_run
+    highs = {
+        "budget_per_step": option.choice.cost_per_step_band,
+        "budget": whole.dollars_band,
+        "deadline": whole.wall_time_band,
+    }
+    return [
         f"{limit.tell(band.high)}, more than {limit_words(limit.key, limit.most)}"
         for limit in limits_of(plan)
         if (band := highs.get(limit.key)) is not None and band.high > limit.most
     ]
-    return f"at the high end of its band it {' and '.join(told)}" if told else ""
 
 
 def partial_nodes(offer: Run, planned: Run) -> list[PartialNode]:

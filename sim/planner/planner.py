@@ -187,6 +187,7 @@ def _plan(
         PlanDescription(search, race, chosen),
         whole_run_of(race.steady[chosen], run.cluster),
     )
+    table = describe_rows(rows)
     plan = Plan(
         whole_run=whole,
         allocation=found.chosen,
@@ -209,8 +210,8 @@ def _plan(
         time_limit=float(run.plan.time_limit),
         steps_in_time=race.steps_in_time(chosen),
         why=found.why(),
-        at_worst=at_worst_text(run.plan, found.chosen, whole),
-        options=describe_rows(rows),
+        at_worst=at_worst_text(run.plan, table),
+        options=table,
         left_out=[*options.left_out(rows), *others.left_out],
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
         binding=find_binding(search.estimates, chosen, metrics, near.gains),
@@ -352,7 +353,7 @@ def _choose(
         chosen = race.settle(pool, best, progress.on("the chosen plan"))
         if search.is_late:
             return chosen, NOT_JUDGED
-        judged = _judge(search, chosen, pool, progress)
+        judged = _judge(search, race, chosen, pool, progress)
         named = (each.other for each in judged.verdicts)
         others = (search.space.find(other) for other in named if other is not None)
         new = [i for i in dict.fromkeys(others) if i is not None and i not in search.speeds]
@@ -363,10 +364,12 @@ def _choose(
     return chosen, judged
 
 
-def _judge(search: Search, chosen: int, pool: Executor, progress: _Progress) -> Judgement:
+def _judge(
+    search: Search, race: Race, chosen: int, pool: Executor, progress: _Progress
+) -> Judgement:
     """Plan again for each what-if, by the objective of the run file."""
     with search.judged_by(search.space.run.plan):
-        return judge(search, chosen, pool, progress.on("what if"))
+        return judge(search, chosen, race.spend(chosen), pool, progress.on("what if"))
 
 
 def _settle(
@@ -388,7 +391,7 @@ def _settle(
         better = race.better_beside(chosen)
         if better is not None:
             chosen = race.settle(pool, better, progress.on("the chosen plan"))
-            judged = NOT_JUDGED if search.is_late else _judge(search, chosen, pool, progress)
+            judged = NOT_JUDGED if search.is_late else _judge(search, race, chosen, pool, progress)
         elif is_last:
             break
     return chosen, judged

@@ -119,18 +119,29 @@ class Judgement(NamedTuple):
 
 
 def judge(
-    search: Search, chosen: int, pool: Executor, watch: Callable[[], None] = lambda: None
+    search: Search,
+    chosen: int,
+    spend: Spend[float],
+    pool: Executor,
+    watch: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Compute the effect of every change; `watch` is called after each simulation.
+    """Compute the effect of every change.
 
     Changes that were not simulated when the time ends have estimated effects.
+
+    Args:
+        search: the finished search.
+        chosen: the recommended plan.
+        spend: its dollars and seconds without a change, over all its simulated steps.
+        pool: simulates.
+        watch: called after each simulation.
     """
     run = search.space.run
     left_out = dict(_left_out(search))
     looks = [_look(s, search, chosen) for s in shifts(run) if s.thing not in left_out]
     looks = _settled(looks, search, pool)
     paired = _simulate(looks, search, pool, watch)
-    found = [(look.shift, _verdict(look, search, *pair)) for look, pair in paired]
+    found = [(look.shift, _verdict(look, search, spend, *pair)) for look, pair in paired]
     left_out |= _without_effect(found)
     return Judgement([each for shift, each in found if shift.thing not in left_out], left_out)
 
@@ -551,7 +562,13 @@ def _simulate_longer(
 # Verdicts -----------------------------------------------------------------------------------------
 
 
-def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired | None) -> Verdict:
+def _verdict(
+    look: _Look,
+    search: Search,
+    spend: Spend[float],
+    ours: _Paired | None,
+    theirs: _Paired | None,
+) -> Verdict:
     """Compare the chosen plan with the one that is better by estimate."""
     own = search.space.candidate(look.chosen_index)
     other = None if look.other is None else search.space.candidate(look.other)
@@ -568,12 +585,8 @@ def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired 
             seconds=found.seconds,
             dollars=found.bill,
         )
-    breaks = () if ours is None else _broken(search, look.chosen_index, ours)
-    if (
-        other is None
-        or theirs is None
-        or not _is_better(search, look.chosen_index, ours, theirs, breaks)
-    ):
+    breaks = () if ours is None else _broken(search, spend, ours)
+    if other is None or theirs is None or not _is_better(search, spend, ours, theirs, breaks):
         other, theirs = None, None
     found = ours or _Paired(look.ratio, look.seconds, look.seconds, look.seconds)
     return Verdict(
@@ -592,13 +605,13 @@ def _verdict(look: _Look, search: Search, ours: _Paired | None, theirs: _Paired 
 
 def _is_better(
     search: Search,
-    chosen: int,
+    spend: Spend[float],
     ours: _Paired | None,
     theirs: _Paired,
     breaks: tuple[str, ...],
 ) -> bool:
     """Return whether another plan, as simulated, is to be chosen after a change."""
-    if ours is None or _broken(search, chosen, theirs):
+    if ours is None or _broken(search, spend, theirs):
         return False
     if search.space.run.plan.takes_faster and theirs.seconds > NOT_SLOWER * ours.seconds:
         return False
@@ -610,9 +623,8 @@ def is_ahead(other: float, chosen: float) -> bool:
     return other <= IS_AHEAD * chosen
 
 
-def _broken(search: Search, chosen: int, after: _Paired) -> tuple[str, ...]:
+def _broken(search: Search, before: Spend[float], after: _Paired) -> tuple[str, ...]:
     """Return the keys of the limits that a plan exceeds after a change, and the chosen plan not before."""
-    before = search.spend_of(search.speeds[chosen])
     seconds, dollars = after.seconds, after.dollars
     setup = search.space.run.cluster.billing.setup_time
     spend = Spend(
