@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from msgspec.structs import replace
 
 from streamrl.report.page.decision import plan_command
 from streamrl.report.page.page import make_page, read_report, render_html
+from streamrl.report.page.what_if_command import changes_of, note_of
+from streamrl.runfile.files import load_run
 from streamrl.sim.planner.plan import Plan, WhatIf, WhatIfPlan, read_plan, write_plan
 from streamrl.sim.planner.what_if import (
     WhatIfQuestion,
@@ -341,7 +344,100 @@ def test_a_click_on_a_point_shows_that_plan_with_its_command(
     choice = browser.evaluate("document.querySelector('.result .choice').textContent")
     assert choice in {plan.choice for plan in grid.plans[1:]} and not shown.startswith("1 ")
     command = browser.evaluate("document.querySelector('.result [data-copy]').dataset.copy")
-    assert command.startswith("streamrl plan ") and "plan.trainer_gpus=" in command
+    assert command.startswith("streamrl plan ")
+    assert "--take " in command or "plan.trainer_gpus=" in command
+
+
+QUESTION = (
+    "--model m --gpus '8xH800@2.20/8,8xH20@1.10' --mean-tokens 4000 --max-tokens 512 "
+    "--deadline '12 hours' --set plan.value_of_hour=2"
+)
+
+
+@pytest.fixture
+def asked_page(directory: Path, tmp_path: Path, plan: Plan, grid: WhatIf) -> Path:
+    """Return the page of a plan that was made from answers."""
+    shutil.copytree(directory, tmp_path / "plan")
+    first, second = list(grid.prices)
+    pools = {"gpus": {"h800": "h800", "h20": "h20"}, "prices": {"h800": 2.2, "h20": 1.1}}
+    names = {first: "h800", second: "h20"}
+    plans = [
+        replace(each, paid={names[pool]: count for pool, count in each.paid.items()})
+        for each in grid.plans
+    ]
+    asked = replace(grid, deadline=12.0, value_of_hour=2.0, plans=plans, **pools)
+    write_plan(replace(plan, what_if=asked), tmp_path / "plan")
+    toml = tmp_path / "plan" / "plan.toml"
+    toml.write_text(f"# Chosen by `streamrl plan {QUESTION}`:\n{toml.read_text()}")
+    path = tmp_path / "report.html"
+    path.write_text(render_html(make_page(read_report([tmp_path / "plan"]))))
+    return path
+
+
+def words_of(browser: Browser, place: int = 0, change: str = "") -> list[str]:
+    """Return the words of the command for a plan after a change of the sliders."""
+    browser.evaluate(f"{change}; update()")
+    return shlex.split(browser.evaluate(f"commandOf({place})"))
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_the_copied_command_has_the_values_of_all_sliders(
+    browser: Browser, asked_page: Path, grid: WhatIf
+) -> None:
+    browser.open(asked_page)
+    before = words_of(browser)
+    assert before == ["streamrl", "plan", *shlex.split(QUESTION), "-o", "plan", "--take", "1"]
+    dear = words_of(browser, change="asked.prices.h800 = 0.55")
+    assert dear[dear.index("--gpus") + 1] == "8xH800@0.55/8,8xH20@1.10"
+    assert "--take" not in dear and dear[dear.index("--deadline") + 1] == "12 hours"
+    late = words_of(browser, change="asked.deadline = 24; asked.worth = 50")
+    assert late[late.index("--deadline") + 1] == "24 hours"
+    assert "plan.value_of_hour=50" in late and "plan.value_of_hour=2" not in late
+    open_end = words_of(browser, change="asked.deadline = null")
+    assert "--deadline" not in open_end
+    longer = words_of(browser, change="asked.lengths = 4; asked.cap = 2")
+    assert longer[longer.index("--max-tokens") + 1] == str(grid.caps[2])
+    mean = int(longer[longer.index("--mean-tokens") + 1])
+    assert mean == browser.evaluate("grid.command.mean_tokens[4][2]") != 4000
+    label = browser.evaluate("document.querySelector('.slider output').textContent")
+    assert label == f"{mean:,} tokens"
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_the_command_of_a_plan_from_a_run_file_sets_keys(
+    browser: Browser, page: Path, directory: Path, grid: WhatIf
+) -> None:
+    browser.open(page)
+    pool = next(iter(grid.prices))
+    words = words_of(
+        browser, change=f"asked.prices.{pool} = 9; asked.deadline = 3; asked.lengths = 0"
+    )
+    assert {f"cluster.pools.{pool}.price=9", "plan.deadline=3 h"} <= set(words)
+    lengths = load_run(directory / "plan.toml").workload.lengths
+    assert lengths is not None
+    (scale,) = (word for word in words if word.startswith("workload.lengths.scale="))
+    assert float(scale.partition("=")[2]) == pytest.approx(lengths.scale / 2)
+
+
+def test_commands_tell_apart_plans_with_two_kinds_of_replicas(grid: WhatIf) -> None:
+    first = grid.plans[0]
+    own = {
+        key: value
+        for key, value in first.settings.items()
+        if key.startswith("rollout.") and not key.startswith("rollout.others.")
+    }
+    found = []
+    for pool, replicas in (("near", 1), ("near", 3), ("near", 4), (own["rollout.pool"], 4)):
+        kind = {**own, "rollout.pool": pool, "rollout.replicas": replicas}
+        others = {key.replace("rollout.", "rollout.others.0.", 1): kind[key] for key in kind}
+        mixed = replace(first, settings={**first.settings, **others})
+        found.append(changes_of(mixed))
+        assert "plan.rollout_gpus" not in found[-1], "[plan] then has replicas of one kind only"
+        assert note_of(mixed) and not note_of(first)
+    assert len({str(each) for each in found}) == len(found)
+    assert changes_of(first)["plan.rollout_gpus"] == f"[{first.rollout_gpus}]"
 
 
 def test_a_hostile_name_ends_neither_the_data_nor_the_script(

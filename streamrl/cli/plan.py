@@ -157,7 +157,7 @@ def plan(
     other = None if export is None else export_name(export, "--export")
     if output is None and (run_file or other or number):
         output = Path()
-    source = _source_of(run_file, {**stated, "for": target})
+    source = _source_of(run_file, {**stated, "for": target}, overrides or ())
     base = run_file.parent if run_file else Path()
     with nullcontext() if output is None else sole_writer(output):
         earlier = None
@@ -193,11 +193,14 @@ def plan(
             _export(planned.run, other, output, as_json=as_json)
 
 
-def _source_of(run_file: Path | None, stated: Mapping[str, object]) -> str:
-    """Return the words of the command that stand for what is planned: the run file or the answers, and the target."""
+def _source_of(
+    run_file: Path | None, stated: Mapping[str, object], overrides: Iterable[str]
+) -> str:
+    """Return the words of the command that stand for what is planned: the run file or the answers, the target and settings."""
     words = [] if run_file is None else [run_file.name]
     for name, value in stated.items():
         words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    words += [word for change in overrides for word in ("--set", change)]
     return shlex.join(words)
 
 

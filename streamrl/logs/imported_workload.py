@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tomli_w
+from numpy.typing import NDArray
 
 from streamrl.hardware.profiles import find_profile
 from streamrl.logs.framework_logs import known_formats, load_format
@@ -150,9 +151,7 @@ def _kind_of(shape: str) -> LengthsKind:
 
 def scale_to_mean(config: LengthsConfig, mean: float, longest: float | None) -> float:
     """Return the scale of a shape for a mean, with outputs capped at the longest."""
-    source = load_source(config)
-    assert not isinstance(source, RecordedGroups), "a shape is no trace"
-    lengths = source.sample(np.random.default_rng(0), DRAWN, 1)[0].astype(float)
+    lengths = _unscaled(config)
     cap = max(longest or np.inf, mean)
     low, high = 1 / MOST_SCALE, MOST_SCALE
     for _ in range(HALVINGS):
@@ -160,3 +159,15 @@ def scale_to_mean(config: LengthsConfig, mean: float, longest: float | None) -> 
         is_short = np.minimum(lengths * scale, cap).mean() < mean
         low, high = (scale, high) if is_short else (low, scale)
     return float((low * high) ** 0.5)
+
+
+def mean_of_shape(config: LengthsConfig, factor: float, longest: float) -> float:
+    """Return the mean of scaled lengths times a factor, with outputs capped at the longest."""
+    return float(np.minimum(_unscaled(config) * config.scale * factor, longest).mean())
+
+
+def _unscaled(config: LengthsConfig) -> NDArray[np.float64]:
+    """Return lengths that are drawn from a shape without its scale."""
+    source = load_source(config)
+    assert not isinstance(source, RecordedGroups), "a shape is no trace"
+    return source.sample(np.random.default_rng(0), DRAWN, 1)[0].astype(float)

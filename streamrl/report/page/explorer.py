@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 from markupsafe import Markup
 
-from streamrl.report.page.decision import plan_command
 from streamrl.report.page.sources import PlanMade
+from streamrl.report.page.what_if_command import changes_of, command_parts, note_of
 from streamrl.report.words import SYSTEMS, gpu_word
 from streamrl.sim.planner.plan import Plan, PlanOption, WhatIfPlan
 
@@ -21,9 +21,10 @@ def explorer_data(made: PlanMade) -> Markup | None:
         return None
     table: dict[str, object] = {
         **msgspec.to_builtins(grid),
-        "plans": [_plan(made, plan, _option_of(made.plan, plan)) for plan in grid.plans],
+        "plans": [_plan(plan, _option_of(made.plan, plan)) for plan in grid.plans],
         "gpus": {name: gpu_word(gpu) for name, gpu in grid.gpus.items()},
         "steps": made.plan.whole_run.steps,
+        "command": command_parts(made, grid),
     }
     text = msgspec.json.encode(table).decode()
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
@@ -35,7 +36,7 @@ def _option_of(plan: Plan, found: WhatIfPlan) -> PlanOption | None:
     return next(those, None)
 
 
-def _plan(made: PlanMade, plan: WhatIfPlan, option: PlanOption | None) -> dict[str, object]:
+def _plan(plan: WhatIfPlan, option: PlanOption | None) -> dict[str, object]:
     system = str(plan.settings["policies.system"])
     keys = (
         "choice",
@@ -53,28 +54,6 @@ def _plan(made: PlanMade, plan: WhatIfPlan, option: PlanOption | None) -> dict[s
         "name": "another plan" if option is None else option.labels[0],
         "staleness": round(plan.mean_staleness, 2),
         "system": SYSTEMS.get(system, system),
-        "command": _command(made, plan),
+        "changes": changes_of(plan),
+        "unsaid": note_of(plan),
     }
-
-
-def _command(made: PlanMade, plan: WhatIfPlan) -> str:
-    """Return the command that plans within the sizes and the system of one plan."""
-    settings = plan.settings
-    pools = [str(value) for key, value in settings.items() if _is_pool(key)]
-    changes = {
-        "plan.systems": _list([str(settings["policies.system"])]),
-        "plan.rollout_pools": _list(list(dict.fromkeys(pools))),
-        "plan.trainer_pools": _list([str(settings["trainer.pool"])]),
-        "plan.trainer_gpus": f"[{plan.trainer_gpus}]",
-    }
-    if len(pools) == 1:
-        changes["plan.rollout_gpus"] = f"[{plan.rollout_gpus}]"
-    return plan_command(made, changes)
-
-
-def _is_pool(key: str) -> bool:
-    return key.startswith("rollout.") and key.endswith(".pool")
-
-
-def _list(names: list[str]) -> str:
-    return msgspec.json.encode(names).decode()

@@ -135,7 +135,7 @@ function controls() {
     most(key).length > 1 && slider(label, [...most(key).slice(0, -1), null], (value) => any(value, String), (q) => q[name], (q, value) => (q[name] = value));
   return [
     group("The work",
-      grid.lengths.length > 1 && slider("Mean length", axis(grid.lengths), (at) => tokens(grid.mean_tokens[at][asked.cap]), (q) => q.lengths, (q, at) => (q.lengths = at)),
+      grid.lengths.length > 1 && slider("Mean length", axis(grid.lengths), (at) => tokens(meanTokens(at, asked.cap)), (q) => q.lengths, (q, at) => (q.lengths = at)),
       slider("Cap on length", axis(grid.caps), (at) => tokens(grid.caps[at]), (q) => q.cap, (q, at) => (q.cap = at))),
     group("The offer",
       ...Object.entries(grid.prices).map(([pool, price]) =>
@@ -205,6 +205,72 @@ function basisOf(place) {
   return plan.has_total ? "simulated" : "estimate from a short simulation";
 }
 
+/* The command that gives a plan under the values of the sliders. An option that nothing was changed for is taken from its directory. */
+function commandOf(place) {
+  const plan = grid.plans[place], words = [...grid.command.words];
+  if (isTaken(place)) return joined(["streamrl", "plan", ...words, "-o", grid.command.directory, "--take", plan.number]);
+  const settings = keysChanged();
+  withoutSettings(words, [...Object.keys(settings), ...(isOther("deadline") ? ["plan.deadline"] : [])]);
+  if (words.includes("--gpus")) answersChanged(words, settings);
+  const sets = Object.entries({ ...settings, ...plan.changes }).flatMap(([key, value]) => ["--set", `${key}=${value}`]);
+  return joined(["streamrl", "plan", ...words, ...sets]);
+}
+
+const isTaken = (place) => grid.plans[place].number !== null && !isMoved();
+const isOther = (...keys) => keys.some((key) => asked[key] !== unchanged[key]);
+const meanTokens = (lengths, cap) => grid.command.mean_tokens[lengths][cap];
+const bandwidth = (links) => `${Number(((grid.bandwidth * grid.links[links] * 8) / 1e9).toPrecision(6))} Gbps`;
+
+/* Remove settings from the words of a command, because others replace them. */
+function withoutSettings(words, keys) {
+  const isOld = (at) => words[at] === "--set" && keys.includes(String(words[at + 1]).split("=")[0]);
+  for (let at = words.length - 2; at >= 0; at--) if (isOld(at)) words.splice(at, 2);
+}
+
+/* Change the answers of a plan that was made without a run file; an answer takes the place of its setting. */
+function answersChanged(words, settings) {
+  const answer = (name, value) => {
+    const at = words.indexOf(name);
+    if (at < 0) words.push(...(value === null ? [] : [name, value]));
+    else words.splice(at, 2, ...(value === null ? [] : [name, value]));
+  };
+  if (isOther("deadline")) answer("--deadline", asked.deadline === null ? null : `${asked.deadline} hours`);
+  if (isOther("lengths", "cap")) answer("--mean-tokens", meanTokens(asked.lengths, asked.cap));
+  if (isOther("cap")) answer("--max-tokens", grid.caps[asked.cap]);
+  if (isOther("links")) answer("--link", bandwidth(asked.links));
+  answer("--gpus", grid.command.offer.map(offered).join(","));
+  for (const key of Object.keys(settings)) if (key !== "plan.value_of_hour") delete settings[key];
+}
+
+function offered(part) {
+  const price = asked.prices[part.pool];
+  return price === unchanged.prices[part.pool] ? part.text : `${part.before}@${price}${part.after}`;
+}
+
+/* Return the keys that sliders change, with their values. */
+function keysChanged() {
+  const found = {};
+  if (isOther("worth")) found["plan.value_of_hour"] = asked.worth;
+  if (isOther("deadline") && asked.deadline !== null) found["plan.deadline"] = `${asked.deadline} h`;
+  if (isOther("lengths")) for (const [key, value] of Object.entries(grid.command.scale)) found[key] = Number((value * grid.lengths[asked.lengths]).toPrecision(6));
+  if (isOther("cap")) found["rollout.max_tokens"] = grid.caps[asked.cap];
+  for (const [pool, price] of Object.entries(asked.prices)) if (price !== unchanged.prices[pool]) found[grid.command.price_keys[pool]] = price;
+  return found;
+}
+
+/* Return what the command cannot say. */
+function unsaid(place) {
+  if (isTaken(place)) return [];
+  const found = grid.plans[place].unsaid ? [grid.plans[place].unsaid] : [];
+  if (grid.command.offer.length) return found;
+  if (isOther("deadline") && asked.deadline === null) found.push("To plan without a deadline, remove plan.deadline from the run file.");
+  if (isOther("links")) found.push(`The command has the links of the run file. Multiply their bandwidth by ${grid.links[asked.links]} there.`);
+  return found;
+}
+
+/* Join words as a shell reads them. */
+const joined = (words) => words.map((word) => (/^[\w@%+=:,.\/-]+$/.test(word) ? word : `'${String(word).replaceAll("'", `'"'"'`)}'`)).join(" ");
+
 const updates = (plan) => `${plan.staleness} update${plan.staleness === 1 ? "" : "s"}`;
 
 const line = (className, text) => make("p", { className, textContent: text });
@@ -224,8 +290,10 @@ function showResult(plans, best, shown) {
     line("state", `${basisOf(shown.place)}; ${plan.system}; rollouts lag ${updates(plan)} behind`),
   ];
   if (shown.place !== 0) lines.push(line("state", own ? `Option 1 would cost ${money(own.dollars)} and take ${time(own.hours)}.` : "Option 1 does not fit these values."));
-  const copyCommand = make("button", { type: "button", textContent: "Copy command", title: plan.command });
-  copyCommand.dataset.copy = plan.command;
+  const command = commandOf(shown.place);
+  for (const text of unsaid(shown.place)) lines.push(line("state", text));
+  const copyCommand = make("button", { type: "button", textContent: "Copy command", title: command });
+  copyCommand.dataset.copy = command;
   const copyLink = make("button", { type: "button", textContent: "Copy link" });
   copyLink.dataset.copy = location.href.split("#")[0] + fragment();
   const reset = make("button", { type: "button", textContent: "Reset" });
@@ -236,7 +304,7 @@ function showResult(plans, best, shown) {
 function pick(place) {
   asked.plan = place;
   update();
-  copy(document.querySelector(".result [data-copy]"), grid.plans[place].command);
+  copy(document.querySelector(".result [data-copy]"), commandOf(place));
 }
 
 /* Return the plans that no other beats in both, the fastest first. */

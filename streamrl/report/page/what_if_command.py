@@ -1,0 +1,141 @@
+"""The parts of the command that plans again with the values of the sliders; the script of the page joins them.
+
+A plan made from answers (`--gpus`) gets other answers: `--deadline`, `--mean-tokens`, `--max-tokens`, `--link`, and the
+prices in `--gpus`. A plan made from a run file gets `--set`. The settings of `changes_of` then keep the search to the
+plan that was clicked.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import msgspec
+
+from streamrl.logs.imported_workload import mean_of_shape
+from streamrl.report.page.rental import command_words
+from streamrl.report.page.sources import PlanMade
+from streamrl.runfile.keys import pool_key
+from streamrl.runfile.short_forms import read_offer
+from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.sim.planner.layouts import Replicas
+from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
+from streamrl.sim.planner.plan_settings import candidate_of
+
+SEARCHED = {
+    "trainer.tensor_parallel": "trainer_tensor_parallel",
+    "trainer.zero": "zero",
+    "sync.mode": "sync_modes",
+    "policies.max_staleness": "max_staleness",
+    "policies.dispatch": "dispatch",
+    "policies.order": "order",
+}
+"""Keys that a plan sets, and the list of [plan] that limits each."""
+SPLITS = {
+    "trainer.pipeline_parallel": "pipeline_parallel",
+    "trainer.expert_parallel": "expert_parallel",
+    "trainer.context_parallel": "context_parallel",
+}
+"""The same for degrees that are named only if they split anything."""
+TWO_KINDS = (
+    "Keys of [plan] cannot ask for two kinds of replicas. The command searches plans of these GPUs, "
+    "with one kind or two."
+)
+
+
+def command_parts(made: PlanMade, grid: WhatIf) -> dict[str, object]:
+    """Return what the commands of all plans share: the words of the question, and what its answers stand for."""
+    words = command_words(made) or ["RUN.toml"]
+    lengths = made.run.workload.lengths
+    return {
+        "words": words,
+        "directory": made.name,
+        "offer": _offer(words),
+        "mean_tokens": _means(words, lengths, grid),
+        "scale": {} if lengths is None else _scale(lengths),
+        "price_keys": {pool: pool_key(pool, "price") for pool in grid.prices},
+    }
+
+
+def _scale(lengths: LengthsConfig) -> dict[str, float]:
+    """Return the key that scales output lengths, with its value in the plan."""
+    if lengths.scale_to is not None:
+        return {"workload.lengths.scale_to": lengths.scale_to}
+    return {"workload.lengths.scale": lengths.scale}
+
+
+def _offer(words: list[str]) -> list[dict[str, str]]:
+    """Return each part of `--gpus` with its pool, and its text before and after the price."""
+    if "--gpus" not in words:
+        return []
+    parts = words[words.index("--gpus") + 1].split(",")
+    found = []
+    for pool, part in zip(read_offer(",".join(parts)), parts, strict=True):
+        before, _, unit = part.partition("/")
+        unit = unit.partition("@")[0]
+        after = f"/{unit.strip()}" if unit else ""
+        before = before.partition("@")[0].strip()
+        found.append({"pool": pool, "text": part, "before": before, "after": after})
+    return found
+
+
+def _means(words: list[str], lengths: LengthsConfig | None, grid: WhatIf) -> list[list[int]]:
+    """Return the mean output tokens by lengths and cap, as `--mean-tokens` asks for them.
+
+    The mean of a plan's own lengths is the one that was asked for. A plan from a run file has the
+    means of the sample that the planner drew.
+    """
+    if lengths is None or "--gpus" not in words:
+        return [[round(mean) for mean in row] for row in grid.mean_tokens]
+    rows = [
+        [_rounded(mean_of_shape(lengths, factor, cap)) for cap in grid.caps]
+        for factor in grid.lengths
+    ]
+    if "--mean-tokens" in words:
+        own, cap, _ = grid.unchanged
+        rows[own][cap] = int(words[words.index("--mean-tokens") + 1])
+    return rows
+
+
+def _rounded(tokens: float) -> int:
+    """Return tokens rounded to tens."""
+    return 10 * round(tokens / 10)
+
+
+def changes_of(plan: WhatIfPlan) -> dict[str, str]:
+    """Return the settings that search only one plan, as far as keys of [plan] and of its pools can say it."""
+    candidate = candidate_of(plan.settings)
+    kinds, trainer = candidate.replicas.kinds, candidate.trainer
+    found: dict[str, object] = {
+        "plan.systems": [plan.settings["policies.system"]],
+        "plan.rollout_pools": list(dict.fromkeys(kind.pool for kind in kinds)),
+        "plan.trainer_pools": [trainer.pool],
+        "plan.trainer_gpus": [plan.trainer_gpus],
+        "plan.rollout_tensor_parallel": sorted({kind.tensor_parallel for kind in kinds}),
+    }
+    if len(kinds) == 1:
+        found["plan.rollout_gpus"] = [plan.rollout_gpus]
+    else:
+        found |= _units(kinds, (trainer.pool, trainer.num_gpus))
+    if candidate.mode.rewards is not None:
+        found["plan.reward_pools"] = [candidate.mode.rewards.pool]
+        found["plan.reward_gpus"] = [candidate.mode.rewards.num_gpus]
+    for key, name in SEARCHED.items():
+        if key in plan.settings:
+            found[f"plan.{name}"] = [plan.settings[key]]
+    for key, name in SPLITS.items():
+        if plan.settings.get(key, 1) not in (None, 1):
+            found[f"plan.{name}"] = [plan.settings[key]]
+    return {key: msgspec.json.encode(value).decode() for key, value in found.items()}
+
+
+def _units(kinds: tuple[Replicas, ...], trainer: tuple[str, int]) -> dict[str, object]:
+    """Return a unit for each pool that divides every side in it. Two kinds allow no list of GPUs that generate."""
+    units: dict[str, int] = {}
+    for pool, count in [*((kind.pool, kind.num_gpus) for kind in kinds), trainer]:
+        units[pool] = gcd(units.get(pool, 0), count)
+    return {pool_key(pool, "unit"): unit for pool, unit in units.items()}
+
+
+def note_of(plan: WhatIfPlan) -> str:
+    """Return what the command cannot say of a plan; empty if it says all."""
+    return TWO_KINDS if len(candidate_of(plan.settings).replicas.kinds) > 1 else ""
