@@ -200,7 +200,7 @@ def test_a_first_answer_is_billed_at_both_ends_of_its_band_of_time() -> None:
         ({"cluster.billing": {"setup_time": 3}}, "cluster.billing.setup_time"),
         (
             {"cluster.pools.far.owned": True, "cluster.pools.far.minimum_term": "1 h"},
-            "cluster.pools.far.minimum_term=3600 s applies to rented GPUs",
+            "cluster.pools.far.minimum_term=1 h applies to rented GPUs",
         ),
     ],
 )

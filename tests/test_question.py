@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace as replace_fields
 from errno import ENOSPC
 from os import strerror
 from pathlib import Path
@@ -17,8 +18,9 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, make_run
 from streamrl.sim.planner import answers
-from streamrl.sim.planner.first_answer import Question, first_answer, run_table_of
+from streamrl.sim.planner.first_answer import Question, assumptions_of, first_answer, run_table_of
 from streamrl.sim.planner.objective import decide
+from streamrl.sim.planner.planner import make_plan
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import on_terminal, streamrl
 from tests.test_plan import Here
@@ -116,6 +118,47 @@ def test_init_keeps_limits_and_settings_and_makes_directories(tmp_path: Path) ->
     plan = load_run(path).plan
     assert (plan.deadline, plan.budget, plan.tolerance) == (3 * 86_400, 1000, 0.3)
     assert plan.rollout_gpus is plan.trainer_gpus is None
+
+
+def test_a_question_may_have_owned_gpus_set_up_and_a_minimum_term(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    offer = ["--gpus", "4xH100@owned,2xH20@1", *FLAGS[4:]]
+    bill = ["--setup-time", "90 min", "--minimum-term", "1 year"]
+    done = streamrl("init", path, *FLAGS[:2], *offer, *bill)
+    assert done.returncode == 0, done.stderr
+    run = load_run(path)
+    own, rented = run.cluster.pools["h100"], run.cluster.pools["h20"]
+    assert (own.owned, own.price, own.minimum_term) == (True, None, 0)
+    assert (rented.owned, rented.minimum_term) == (False, 365 * 86_400)
+    assert run.cluster.billing.setup_time == 5400
+    assert 'setup_time = "90 min"' in path.read_text()
+    assert 'minimum_term = "365 days"' in path.read_text()
+    assert "your own h100 count as $2.99 per GPU-hour each, used or not" in done.stdout
+    assert "not counted: failed attempts, storage, egress and billing units" in done.stdout
+
+
+def test_a_question_with_own_gpus_alone_is_planned_by_time() -> None:
+    own = replace_fields(SMALL, gpus="4xH100@owned", budget=5.0)
+    run = make_run(run_table_of(own))
+    assert run.plan.objective == "step-time" and run.plan.budget == 5
+    answer = first_answer(run, Here(), 0.0)
+    assert len({plan.candidate for plan in answer.plans}) == 1
+    assert all(plan.dollars == 0 for plan in answer.plans)
+    (line,) = [line for line in assumptions_of(own, set()) if "no price" in line]
+    assert "compared by time" in line
+    priced = replace_fields(own, gpus="4xH100@owned@0.50")
+    assert make_run(run_table_of(priced)).plan.objective == "cost-per-million-tokens"
+
+
+def test_own_gpus_for_nothing_are_refused_where_plans_on_them_alone_cost_nothing() -> None:
+    run = make_run(run_table_of(replace_fields(SMALL, gpus="4xH100@owned@0,2xH20@1")))
+    for ask in (lambda: first_answer(run, Here(), 0.0), lambda: make_plan(run)):
+        with pytest.raises(RunError, match=r"cluster\.pools\.h100\.price is 0, and plans on your"):
+            ask()
+    apart = replace(run.plan, rollout_pools=["h20"], trainer_pools=["h100"], time_limit=5.0)
+    plan = make_plan(replace(run, plan=apart), shows_own=False).plan
+    assert plan.whole_run is not None and plan.whole_run.dollars > 0
+    assert plan.whole_run.pools["h100"].dollars == 0
 
 
 def test_limits_that_no_plan_keeps_are_said_beside_a_first_answer(tmp_path: Path) -> None:
@@ -216,6 +259,9 @@ def test_init_checks_what_is_given_before_it_asks(tmp_path: Path) -> None:
         ([*FLAGS, "--deadline", "2026-12-03"], "--deadline: '2026-12-03' is a date"),
         ([*FLAGS, "--prompts", "0"], "--prompts must be at least 1, got 0"),
         ([*FLAGS, "--link", "fast"], "--link: 'fast' needs a unit"),
+        ([*FLAGS, "--setup-time", "2"], "--setup-time: '2' needs a unit"),
+        ([*FLAGS, "--minimum-term", "1"], "--minimum-term: '1' needs a unit"),
+        ([*FLAGS, "--gpus", "4xH100@owned", "--minimum-term", "1 h"], "applies to rented GPUs"),
         ([*FLAGS, "--budget", "much"], "--budget: 'much' is no number of dollars"),
         ([*FLAGS, "--steps", "many"], "--steps: 'many' must be a whole number"),
         ([*FLAGS, "--algorithm", "sft"], "algorithm.name must be one of"),

@@ -274,6 +274,20 @@ def test_own_gpus_are_used_and_not_rented(tmp_path: Path) -> None:
     assert titles["h20", "h800"] == ("Which of your own GPUs to use", "GPUs")
 
 
+def test_a_page_of_own_gpus_without_a_price_has_time_and_no_dollars(tmp_path: Path) -> None:
+    own = {"gpu": "h800", "nodes": 1, "price": 0.0, "owned": True}
+    offer = {"cluster.pools": {"h800": own}, "cluster.links": [], "rollout.pool": "h800"}
+    run = few({**offer, "trainer.pool": "h800"}, objective="step-time", trainer_gpus=[4])
+    report = read_report([write_plan_of(run, tmp_path / "plan")])
+    plan = planned(run).plan
+    assert plan.whole_run is not None and plan.whole_run.dollars == 0
+    whole, chosen = plan.whole_run, report.options[0]
+    assert chosen.goodput == pytest.approx(whole.tokens / 4 / chosen.step_time)
+    html = render_html(make_page(report))
+    assert "Which of your own GPUs to use" in html and "total for 4 steps" not in html
+    assert not any("an hour" in line for line in total_lines(plan))
+
+
 def test_a_plan_names_its_limits_in_words_on_the_page_and_on_the_terminal(tmp_path: Path) -> None:
     run = few(systems=["stream-sync"], deadline="30 days", budget=5000.0, rollout_gpus=[8])
     page = make_page(read_report([write_plan_of(run, tmp_path / "plan")]))

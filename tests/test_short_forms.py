@@ -143,6 +143,27 @@ def test_a_duration_that_may_be_misread_is_refused(text: str, reason: str) -> No
         ("16xH100/1@2", {"h100": {"gpu": "h100", "nodes": 2, "price": 2.0, "unit": 1}}),
         ("16xH100@$2/8", {"h100": {"gpu": "h100", "nodes": 2, "price": 2.0, "unit": 8}}),
         (
+            "8xH100@owned,4xH20@OWNED",
+            {
+                "h100": {"gpu": "h100", "nodes": 1, "price": 0.0, "owned": True},
+                "h20": {
+                    **{"gpu": "h20", "nodes": 1, "gpus_per_node": 4},
+                    **{"price": 0.0, "owned": True},
+                },
+            },
+        ),
+        (
+            "8xH100 owned,8xH20@1",
+            {
+                "h100": {"gpu": "h100", "nodes": 1, "owned": True},
+                "h20": {"gpu": "h20", "nodes": 1, "price": 1.0},
+            },
+        ),
+        (
+            "16xH100@owned@0.50/1",
+            {"h100": {"gpu": "h100", "nodes": 2, "price": 0.5, "unit": 1, "owned": True}},
+        ),
+        (
             "8xH100@2,8xH100@1",
             {
                 "h100": {"gpu": "h100", "nodes": 1, "price": 2.0},
@@ -163,6 +184,8 @@ def test_an_offer_is_a_line(text: str, pools: dict[str, dict[str, Any]]) -> None
         ("8xH100@", "is no offer"),
         ("8xH100,", "is no offer"),
         ("4xH100@2@3", "has two prices"),
+        ("4xH100@owned@2@3", "has two prices"),
+        ("4xH100@owned owned", "says 'owned' twice"),
         ("0xH100", "has no GPU"),
         ("0x8xH100", "has no GPU"),
         ("8xH100/0", "has no GPU"),

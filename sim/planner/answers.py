@@ -29,7 +29,17 @@ MOST_SECONDS = 7.0
 
 COUNTS = ("prompts", "group", "mean_tokens", "max_tokens", "prompt_tokens", "steps")
 """Answers that are whole numbers, such as 32k."""
-ANSWERS = ("model", "gpus", "algorithm", *COUNTS, "link", "deadline", "budget")
+ANSWERS = (
+    "model",
+    "gpus",
+    "algorithm",
+    *COUNTS,
+    "link",
+    "deadline",
+    "budget",
+    "setup_time",
+    "minimum_term",
+)
 """Names of the answers, which are the fields of a `Question`."""
 
 
@@ -69,7 +79,7 @@ def check_answers(stated: Mapping[str, Any]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {stated[name]}")
     if "mean_tokens" in stated and "max_tokens" in stated:
         check_lengths(stated["mean_tokens"], stated["max_tokens"])
-    check_units(stated.get("link"), stated.get("deadline"))
+    check_units(stated)
 
 
 def _check_known(option: str, folder: str, name: str) -> None:

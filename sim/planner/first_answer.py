@@ -7,7 +7,7 @@ corrected by a few simulated steps of the plans that are named. `make_plan` then
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import combinations
@@ -39,7 +39,7 @@ from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.modes import keep_to_framework
-from streamrl.sim.planner.objective import aim_of, decide
+from streamrl.sim.planner.objective import aim_of, check_free_plans, decide
 from streamrl.sim.planner.plan_settings import describe
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
@@ -76,6 +76,10 @@ class Question:
     """Bandwidth between any two pools."""
     deadline: str | None = None
     budget: float | None = None
+    setup_time: str | None = None
+    """Time for which all GPUs are rented before the first step."""
+    minimum_term: str | None = None
+    """Shortest time that a rental of any pool is billed for."""
 
 
 def run_table_of(question: Question) -> dict[str, Any]:
@@ -86,12 +90,18 @@ def run_table_of(question: Question) -> dict[str, Any]:
     Raises:
         ValueError: a value cannot be read, or the mean is too near the cap.
     """
-    pools = read_offer(question.gpus)
+    pools = _pools(question)
     first, *_ = pools
-    plan = {"deadline": question.deadline, "budget": question.budget}
+    objective = "step-time" if _is_free(pools) else None
+    plan = {"objective": objective, "deadline": question.deadline, "budget": question.budget}
+    setup = {} if question.setup_time is None else {"setup_time": question.setup_time}
     return {
         "model": {"name": model_name(question.model)},
-        "cluster": {"pools": pools, "links": _links(list(pools), question.link)},
+        "cluster": {
+            "pools": pools,
+            "links": _links(list(pools), question.link),
+            **({"billing": setup} if setup else {}),
+        },
         "plan": {key: value for key, value in plan.items() if value is not None},
         "rollout": {"pool": first, "replicas": 1, "max_tokens": question.max_tokens},
         "trainer": {"pool": first},
@@ -107,6 +117,24 @@ def run_table_of(question: Question) -> dict[str, Any]:
         },
         "policies": {"system": "colocated"},
     }
+
+
+def _pools(question: Question) -> dict[str, dict[str, Any]]:
+    """Return the pools of a question. The minimum term is that of each rented pool."""
+    pools, term = read_offer(question.gpus), question.minimum_term
+    if term is None:
+        return pools
+    if all("owned" in pool for pool in pools.values()):
+        raise ValueError("--minimum-term applies to rented GPUs, but all pools are owned")
+    return {
+        name: pool if "owned" in pool else {**pool, "minimum_term": term}
+        for name, pool in pools.items()
+    }
+
+
+def _is_free(pools: dict[str, dict[str, Any]]) -> bool:
+    """Return whether no pool costs anything. Plans are then compared by time."""
+    return all(pool.get("owned") and pool.get("price") == 0 for pool in pools.values())
 
 
 def _links(pools: list[str], bandwidth: str) -> list[dict[str, Any]]:
@@ -154,32 +182,61 @@ def assumptions_of(question: Question, stated: set[str]) -> list[str]:
     if "," in question.gpus:
         names["link"] = f"{question.link} between pools"
     assumed = [text for name, text in names.items() if name not in stated]
-    whole = [
-        name
-        for name, pool in read_offer(question.gpus).items()
-        if "unit" not in pool and pool["nodes"] > 1
-    ]
-    told += [
-        f"{name} costs {format_dollars(price_of(PoolConfig(gpu=pool['gpu'])))} per GPU-hour, by its profile; "
-        "write another price as @2.20"
-        for name, pool in read_offer(question.gpus).items()
-        if "price" not in pool
-    ]
-    if whole:
-        told.append(
-            f"{' and '.join(whole)} are rented by the node; write /1 behind the price if single GPUs are"
-        )
+    told += [*_price_assumptions(question), *_node_assumptions(question)]
     return [*told, *([f"not stated, so assumed: {', '.join(assumed)}"] if assumed else [])]
 
 
-def check_units(link: str | None, deadline: str | None) -> None:
+def _price_assumptions(question: Question) -> Iterator[str]:
+    """Yield the prices that a question leaves out."""
+    pools = read_offer(question.gpus)
+    if _is_free(pools):
+        yield (
+            "your own GPUs have no price, so plans are compared by time (plan.objective); write dollars per GPU-hour as "
+            "@owned@0.50"
+        )
+    for name, pool in pools.items():
+        price = format_dollars(price_of(PoolConfig(gpu=pool["gpu"])))
+        if "price" not in pool and "owned" in pool:
+            yield (
+                f"your own {name} count as {price} per GPU-hour each, used or not, by the profile; write another price as "
+                "@owned@0.50"
+            )
+        elif "price" not in pool:
+            yield f"{name} costs {price} per GPU-hour, by its profile; write another price as @2.20"
+
+
+def _node_assumptions(question: Question) -> Iterator[str]:
+    """Yield which pools a plan takes by the node."""
+    whole = {
+        name: "owned" in pool
+        for name, pool in read_offer(question.gpus).items()
+        if "unit" not in pool and pool["nodes"] > 1
+    }
+    rented = [name for name, is_owned in whole.items() if not is_owned]
+    owned = [name for name, is_owned in whole.items() if is_owned]
+    if rented:
+        yield f"{' and '.join(rented)} are rented by the node; write /1 behind the price if single GPUs are"
+    if owned:
+        yield f"your own {' and '.join(owned)} are used by the node; write @owned/1 to use single GPUs"
+
+
+QUANTITIES: dict[str, type[Bandwidth | Duration]] = {
+    "link": Bandwidth,
+    "deadline": Duration,
+    "setup_time": Duration,
+    "minimum_term": Duration,
+}
+"""Fields of a question that have a unit."""
+
+
+def check_units(stated: Mapping[str, Any]) -> None:
     """Raise `ValueError` if a quantity of a question has no unit or cannot be read."""
-    for option, kind, text in (("--link", Bandwidth, link), ("--deadline", Duration, deadline)):
+    for name, kind in QUANTITIES.items():
         try:
-            if text is not None:
-                kind.parse(text)
+            if name in stated:
+                kind.parse(stated[name])
         except ValueError as error:
-            raise ValueError(f"{option}: {error}") from None
+            raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 
 
 # The answer --------------------------------------------------------------------------------------
@@ -305,9 +362,11 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
 
     Raises:
         ValueError: no plan fits.
+        RunError: plans cost nothing, and the objective needs dollars.
     """
     began = time.perf_counter()
     search = Search.open(keep_to_framework(run).run, began + most_seconds)
+    check_free_plans(run.cluster.pools, run.plan, search.space.prices)
     while True:
         search.refine(pool, lambda *_: [*dict.fromkeys(_name(search, _figures(search)).values())])
         figures = _figures(search)
@@ -362,6 +421,8 @@ def _name(search: Search, figures: _Figures) -> dict[str, int]:
     if not (plan.takes_faster or plan.objective == "pareto"):
         values = search.estimates.values(figures.seconds, lags, plan)
         recommended = int(np.argmin(np.where(is_out, np.inf, values)))
+    if not search.space.prices.any():  # none is the cheapest
+        cheapest = recommended
     return {
         "cheapest": cheapest,
         "recommended": recommended,

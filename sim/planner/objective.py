@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar, assert_never
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from streamrl.hardware.profiles import price_of
 from streamrl.record.steady_state import Speed
 from streamrl.record.whole_run import WholeTime, steps_for_one, whole_dollars
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.formatting import long_time
+from streamrl.runfile.keys import pool_key
 from streamrl.runfile.plan_config import COSTS, ObjectiveName, PlanConfig
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
@@ -32,6 +36,25 @@ def aim_of(plan: PlanConfig) -> str:
     if plan.objective in COSTS:
         return "the cheapest"
     return "the fastest" if plan.objective == "step-time" else "the best"
+
+
+def check_free_plans(pools: Mapping[str, PoolConfig], plan: PlanConfig, prices: Floats) -> None:
+    """Raise `RunError` if plans on owned GPUs alone cost nothing, and the objective needs dollars.
+
+    Args:
+        pools: the offer.
+        plan: the section `[plan]`.
+        prices: dollars a second of all plans.
+    """
+    if plan.objective == "step-time" or prices.all():
+        return
+    name = next(name for name, pool in pools.items() if not price_of(pool))
+    key = pool_key(name, "price")
+    text = (
+        f"{key} is 0, and plans on your own GPUs alone cost nothing: set a price, such as that of their power, or "
+        "plan.objective='step-time'"
+    )
+    raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
 
 def value_of(plan: PlanConfig, speed: Speed) -> float:

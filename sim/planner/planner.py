@@ -31,7 +31,7 @@ from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_f
 from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
 from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.modes import Scope, keep_to_framework
-from streamrl.sim.planner.objective import UNITS
+from streamrl.sim.planner.objective import UNITS, check_free_plans
 from streamrl.sim.planner.options import (
     MUCH_FASTER,
     Options,
@@ -123,6 +123,7 @@ def make_plan(
     started_at = time.perf_counter()
     scope = keep_to_framework(replace(run, faults=()))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
+    check_free_plans(run.cluster.pools, run.plan, search.space.prices)
     with worker_pool() as pool:
         sections = run.rollout, run.trainer, run.policies, run.sync, run.verifier
         own = own_candidate(*sections) if shows_own else None
@@ -137,9 +138,14 @@ def _check_trainers(num_trainers: int) -> None:
 
 
 def _check_prices(pools: Mapping[str, PoolConfig], objective: ObjectiveName) -> None:
-    """Raise `RunError` if the objective needs dollars and a pool has no price."""
+    """Raise `RunError` if the objective needs dollars and a pool has no price.
+
+    Own GPUs need no price beside others that have one; see `check_free_plans`.
+    """
+    has_price = any(map(price_of, pools.values()))
     for name, pool in pools.items():
-        if objective != "step-time" and not price_of(pool):
+        is_exempt = pool.owned and has_price
+        if objective != "step-time" and not price_of(pool) and not is_exempt:
             key = pool_key(name, "price")
             text = (
                 f"{key} is 0, and plans that cost nothing cannot be told apart by "

@@ -23,6 +23,8 @@ def first_answer(
     link: str | None = None,
     deadline: str | None = None,
     budget: float | str | None = None,
+    setup_time: str | None = None,
+    minimum_term: str | None = None,
     changes: Changes = (),
 ) -> FirstAnswer:
     """Estimate plans for a model on an offer of GPUs, within ten seconds. No run file is needed.
@@ -32,7 +34,8 @@ def first_answer(
 
     Args:
         model: a model profile, or a Hugging Face name such as Qwen/Qwen3-8B.
-        gpus: GPUs that you may rent, with dollars per GPU-hour: "16xH100@2.20,8xH20@1.10".
+        gpus: GPUs that you may rent, with dollars per GPU-hour: "16xH100@2.20,8xH20@1.10". Your own GPUs are
+            "16xH100@owned".
         algorithm: the algorithm; grpo by default.
         prompts: prompts of a step.
         group: rollouts of each prompt.
@@ -43,6 +46,8 @@ def first_answer(
         link: bandwidth between pools, such as "100 Gbps".
         deadline: latest end, such as "3 days".
         budget: most dollars of the whole run.
+        setup_time: time for which GPUs are rented before the first step, such as "2 h".
+        minimum_term: shortest time that rented GPUs are billed for, such as "24 h".
         changes: further keys of the run file, as `load_run` takes them.
 
     Raises:

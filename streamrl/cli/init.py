@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from streamrl.sim.planner.first_answer import FirstAnswer, Question
 
 
-HARDWARE, TRAINING, LIMITS = "Model and GPUs", "Training", "Limits"
+HARDWARE, TRAINING, LIMITS, BILL = "Model and GPUs", "Training", "Limits", "Bill"
 """Panels of the answers in the help of a command."""
 Model = Annotated[
     str | None,
@@ -36,7 +36,8 @@ Gpus = Annotated[
         "--gpus",
         rich_help_panel=HARDWARE,
         metavar="OFFER",
-        help="GPUs you may rent, with dollars per GPU-hour: 16xH100@2.20,8xH20@1.10. Add /1 where single GPUs are rented.",
+        help="GPUs you may rent, with dollars per GPU-hour: 16xH100@2.20,8xH20@1.10. Add /1 where single GPUs are rented. "
+        "Your own GPUs: 16xH100@owned.",
     ),
 ]
 AlgorithmOption = Annotated[
@@ -118,6 +119,24 @@ Budget = Annotated[
         "--budget", rich_help_panel=LIMITS, metavar="DOLLARS", help="Most dollars of the whole run."
     ),
 ]
+SetupTime = Annotated[
+    str | None,
+    typer.Option(
+        "--setup-time",
+        rich_help_panel=BILL,
+        metavar="TIME",
+        help="Time for which GPUs are rented before the first step, such as '2 h'.",
+    ),
+]
+MinimumTerm = Annotated[
+    str | None,
+    typer.Option(
+        "--minimum-term",
+        rich_help_panel=BILL,
+        metavar="TIME",
+        help="Shortest time that rented GPUs are billed for, such as '24 h'.",
+    ),
+]
 
 
 def check_alone(run_file: Path | None, stated: Iterable[str]) -> None:
@@ -160,7 +179,11 @@ def _table(answer: FirstAnswer) -> Table:
 
 ASKED: tuple[tuple[str, str, str | None], ...] = (
     ("model", "Model (a profile, or a Hugging Face name)", None),
-    ("gpus", "GPUs you may rent, with dollars per GPU-hour (16xH100@2.20,8xH20@1.10)", None),
+    (
+        "gpus",
+        "GPUs you may rent, with dollars per GPU-hour, or own (16xH100@2.20,8xH20@owned)",
+        None,
+    ),
     ("prompts", "Prompts of a step", "64"),
     ("group", "Rollouts of each prompt", "16"),
     ("mean_tokens", "Mean output tokens", "4k"),
@@ -170,7 +193,7 @@ ASKED: tuple[tuple[str, str, str | None], ...] = (
 """Field, question and default of what a terminal is asked for."""
 NOTES = {
     "model": "For `streamrl execute`, replace name by path: a Hugging Face directory.",
-    "cluster.pools": "What you may rent: `nodes` is the most; `unit` GPUs at a time; `price` in dollars per GPU-hour.",
+    "cluster.pools": "What you may rent, or own: `nodes` is the most; `unit` GPUs at a time; `price` in dollars per GPU-hour.",
     "cluster.links": "What connects two pools.",
     "rollout": "Generation. `streamrl plan` chooses the pool, the replicas and their degrees.",
     "trainer": "Training. `streamrl plan` chooses the pool and the degrees.",
@@ -196,6 +219,8 @@ def init(
     link: Link = None,
     deadline: Deadline = None,
     budget: Budget = None,
+    setup_time: SetupTime = None,
+    minimum_term: MinimumTerm = None,
     overrides: Overrides = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing file.", rich_help_panel=OUTPUT)

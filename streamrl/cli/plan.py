@@ -22,9 +22,11 @@ from streamrl.cli.init import (
     Link,
     MaxTokens,
     MeanTokens,
+    MinimumTerm,
     Model,
     Prompts,
     PromptTokens,
+    SetupTime,
     Steps,
     check_alone,
     print_first_answer,
@@ -135,6 +137,8 @@ def plan(
     link: Link = None,
     deadline: Deadline = None,
     budget: Budget = None,
+    setup_time: SetupTime = None,
+    minimum_term: MinimumTerm = None,
 ) -> None:
     """Choose GPUs, parallelism and system for a run, by cost or speed.
 

@@ -46,9 +46,10 @@ def assumed_of(
 def _prices(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
     for name, pool in cluster.pools.items():
         if name in paid and pool.price is None and price_of(pool):
+            own = "your own " if pool.owned else ""
             yield Assumed(
                 key=pool_key(name, "price"),
-                text=f"{format_dollars(price_of(pool))} per GPU-hour of {name}",
+                text=f"{format_dollars(price_of(pool))} per GPU-hour of {own}{name}",
                 source=load_gpu(pool.gpu).price_source,
             )
 

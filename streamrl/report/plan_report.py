@@ -169,7 +169,7 @@ def terms_text(texts: Iterable[str]) -> str:
     text = " ".join(texts)
     found = ((re.search(rf"\b{pattern}", text), meaning) for pattern, meaning in TERMS.items())
     meanings = {
-        match[0].rstrip("0123456789"): meaning
+        match[0].rstrip(" 0123456789"): meaning
         for match, meaning in found
         if match is not None and match[0] not in SYSTEMS
     }
@@ -194,13 +194,20 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     if plan.at_worst:
         yield plan.at_worst
     yield (
-        f"{show(plan.objective.value, ends_of(plan.objective.band))}{_without_the_rest(plan)}; a step {_step_text(chosen, intervals=intervals)} "
-        f"and {format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))}, "
-        f"${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
+        f"{show(plan.objective.value, ends_of(plan.objective.band))}{_without_the_rest(plan)}; a step {_step_text(chosen, intervals=intervals)}"
+        f"{_rates(chosen)}"
     )
     yield from map(partial_node_text, plan.partial_nodes)
     if plan.whole_run is not None:
         yield from (f"{name}: {text}" for name, text in basis_of(plan.whole_run))
+
+
+def _rates(chosen: Choice) -> str:
+    """Return the dollars of a step and of an hour; empty if a plan costs nothing."""
+    if not (chosen.dollars_per_hour or chosen.cost_per_step):
+        return ""
+    step = format_dollars(chosen.cost_per_step, ends_of(chosen.cost_per_step_band))
+    return f" and {step}, ${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
 
 
 def limits_in_words(plan: Plan, keys: Iterable[str] | None = None) -> list[str]:

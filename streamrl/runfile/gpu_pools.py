@@ -19,6 +19,7 @@ from streamrl.runfile.roles_config import (
     TrainerConfig,
     VerifierConfig,
 )
+from streamrl.runfile.units import quantity_text
 
 OWN_KEYS = re.compile(rf"\brollout\.(?=(?:{'|'.join(OF_REPLICAS)})\b)")
 """Matches keys in a text that each kind of replica has of its own."""
@@ -221,7 +222,7 @@ def _check_owned(pools: dict[str, PoolConfig]) -> None:
 def _check_rented(name: str, pool: PoolConfig, field: str) -> None:
     if pool.owned and (seconds := getattr(pool, field)):
         key = pool_key(name, field)
-        text = f"{key}={seconds:g} s applies to rented GPUs, but the pool is owned; remove the key"
+        text = f"{key}={quantity_text(seconds)} applies to rented GPUs, but the pool is owned; remove the key"
         raise RunError(key, seconds, Bounds(0, 0), text, (pool_key(name, "owned"),))
 
 

@@ -7,11 +7,14 @@ An offer of GPUs is one line, such as "16xH100@2.20,8xH20@1.10":
 
 | part       | example | what it says                                       | where absent                  |
 |------------|---------|----------------------------------------------------|-------------------------------|
-| count      | `16x`   | GPUs that may be rented                            | must be there                 |
+| count      | `16x`   | GPUs that may be rented or used                    | must be there                 |
 | node       | `2x8x`  | instead: nodes, and GPUs of a node                 | 8, or the count where it is less |
 | GPU        | `H100`  | a name in profiles/gpus, in any capitals           | must be there                 |
 | price      | `@2.20` | dollars per GPU-hour                               | the GPU's own figure          |
+| owned      | `@owned`| the GPUs are the user's own                        | they are rented               |
 | unit       | `/1`    | GPUs by which a rental changes: `/8`, `/4`, `/1`   | as `plan.unit` has it         |
+
+If all GPUs are owned and none has a price, their price is 0.
 """
 
 from __future__ import annotations
@@ -134,6 +137,7 @@ def _types_of(section: type[Section]) -> dict[str, Any]:
 NODE = 8
 """GPUs of a node of all GPUs that are rented by the node today."""
 EXAMPLE = "'16xH100@2.20,8xH20@1.10'"
+_OWNED = re.compile(r"\s*@?\s*\bowned\b", re.IGNORECASE)
 _PART = re.compile(
     r"(?:(?P<nodes>\d+)\s*[x*]\s*)?(?P<count>\d+)\s*[x*]\s*(?P<gpu>[A-Za-z][\w.\- ]*?)"
     r"(?:\s*@\s*\$?(?P<price>\d+(?:\.\d+)?))?(?:\s*/\s*(?P<unit>\d+))?(?:\s*@\s*\$?(?P<late_price>\d+(?:\.\d+)?))?",
@@ -149,9 +153,20 @@ def read_offer(text: str) -> dict[str, dict[str, Any]]:
     """
     pools: dict[str, dict[str, Any]] = {}
     for part in text.split(","):
-        pool = _read_part(part.strip())
+        pool = _read_owned(part.strip())
         pools[_free_name(pool["gpu"], pools)] = pool
+    if all("owned" in pool and "price" not in pool for pool in pools.values()):
+        return {name: {**pool, "price": 0.0} for name, pool in pools.items()}
     return pools
+
+
+def _read_owned(part: str) -> dict[str, Any]:
+    """Return the pool of a part that may say that its GPUs are owned."""
+    rest, count = _OWNED.subn("", part)
+    if count > 1:
+        raise ValueError(f"--gpus: {part!r} says 'owned' twice")
+    pool = _read_part(rest.strip())
+    return {**pool, "owned": True} if count else pool
 
 
 def _read_part(part: str) -> dict[str, Any]:

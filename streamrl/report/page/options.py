@@ -204,7 +204,6 @@ def _of_choice(
         others["compute rewards"] = choice.verifier
     team = PlannedSides(choice.rollout, choice.trainer, others)
     system = str(choice.settings["policies.system"])
-    per_second = choice.cost_per_step / choice.step_time
     cost = choice.cost_per_million_tokens
     power = 0.5 if made.plan.objective.name == "pareto" else 1.0  # both factors grow with seconds
     seeds = (1.0, 1.0)
@@ -222,7 +221,7 @@ def _of_choice(
         cost_band=choice.cost_per_million_tokens_band,
         model_error=choice.model_error,
         note=choice.note,
-        goodput=per_second / cost * 1e6,
+        goodput=_goodput(made.plan, choice),
         cost_per_step=choice.cost_per_step,
         cost_per_million_tokens=cost,
         dollars_per_hour=choice.dollars_per_hour,
@@ -234,6 +233,14 @@ def _of_choice(
         staleness=choice.mean_staleness,
         source=f"{made.name}/{made.path.name}",
     )
+
+
+def _goodput(plan: Plan, choice: Choice) -> float:
+    """Return the tokens a second that a choice trains on; those of a step without a price are the chosen plan's."""
+    if cost := choice.cost_per_million_tokens:
+        return choice.cost_per_step / choice.step_time / cost * 1e6
+    whole = plan.whole_run
+    return 0.0 if whole is None else whole.tokens / whole.steps / choice.step_time
 
 
 def _of_run(run: RecordedRun) -> Option:
