@@ -23,13 +23,16 @@ from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.report.page.parts import Page
 from streamrl.report.page.rental import gpus_by_pool, link_lines, rental_table
 from streamrl.report.page.sources import read_sources
 from streamrl.report.page.terms import Terms
+from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
 from streamrl.report.pictures.scatter import Point, front_of, stairs
-from streamrl.report.plan_report import head_lines, total_lines
+from streamrl.report.plan_report import head_lines, not_offered_text, total_lines
 from streamrl.report.words import SYSTEMS
 from streamrl.sim.planner.plan import read_plan, write_plan
+from streamrl.targets.verdicts import Verdict
 from tests.command_line import streamrl
 from tests.report_directories import (
     simulate_plan,
@@ -564,3 +567,61 @@ def test_the_network_of_a_pool_is_an_assumption_with_the_key_that_says_another()
     stated = networks(cluster__pools__far__node_bandwidth="400 Gbps")
     assert stated["network of pool far"] == ("400 Gbit/s a node", f"run file: {key}")
     assert stated["network of pool near"] == known["network of pool near"]
+
+
+def test_an_option_on_parts_of_a_node_names_the_pools_that_are_rented_by_the_node() -> None:
+    plan = planned(few()).plan
+    first = plan.options[0]
+    pool = first.choice.trainer.pool
+    part = replace(first, labels=["on parts of a node"], is_offered=False)
+    assert not_offered_text(plan, first) == ""
+    by_node = replace(plan, whole_nodes=[pool, "elsewhere"])
+    assert not_offered_text(by_node, part) == f"not offered: {pool} are rented by the node here"
+    own = replace(part, labels=["your own file"])
+    assert "keys of [plan]" in not_offered_text(by_node, own)
+
+
+def test_the_lead_names_what_can_run_a_plan_or_the_cheapest_option_that_something_can(
+    tmp_path: Path,
+) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    refused = Verdict(name="verl", can_run=False, key="policies.system", value="stream-async")
+    able = Verdict(name="verl", can_run=True)
+
+    def page_of(own: Verdict, *others: Verdict) -> Page:
+        first, *rest = plan.options
+        options = [first, *(replace(each, carried_by=list(others)) for each in rest)]
+        write_plan(replace(plan, carried_by=[own], options=options), directory)
+        return make_page(read_report([directory]))
+
+    assert "It can be run by verl." in page_of(able).answer
+    offered = [each for each in plan.options[1:] if each.is_offered]
+    cheapest = min(offered, key=lambda each: each.whole_run.dollars)
+    page = page_of(refused, able)
+    assert f"something can run is option {cheapest.number}, with $" in page.answer
+    assert "or another option, as it is" in page_of(refused).answer
+    assert any("verl not in the mode stream-async" in step.text for step in page.steps)
+
+
+def test_a_plan_on_datasheets_has_the_command_that_measures(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    found = []
+    for share in (0.6, 0.0):
+        write_plan(replace(plan, tiers={"composed": 1 - share, "roofline": share}), directory)
+        page = make_page(read_report([directory]))
+        found.append([s.command for s in page.steps if s.command.startswith("streamrl profile")])
+    guess, measured = found
+    gpu = plan.allocation.trainer.gpu
+    assert f"streamrl profile MODELDIR --gpu {gpu} --backend vllm -o {gpu}.toml" in guess
+    assert measured == []
+
+
+def test_a_chart_has_lines_at_the_limits_and_marks_the_plans_beyond() -> None:
+    points = [PlanPoint(f"{n} plan", "", float(n), 10.0 * n) for n in (2, 4, 6)]
+    picture = cost_time_picture("chart", points, 5.0, 55.0)
+    kinds = [shape.css for shape in picture.drawing.shapes if hasattr(shape, "radius")]
+    lines = [shape for shape in picture.drawing.shapes if shape.css == "limit"]
+    assert kinds.count("dot beyond") == 1 and len(lines) == 2
+    assert not any(shape.css == "limit" for shape in cost_time_picture("c", points).drawing.shapes)

@@ -287,7 +287,7 @@ def test_each_row_has_the_name_of_its_option_and_says_whether_it_is_an_estimate(
     options = [each for each in plan.what_if.plans if str(each.settings) in places]
     assert sum(row[0] in names for row in rows) == len(options) and len(rows) <= 8
     for name, _, _, basis, *_ in rows:
-        assert name in names or name == "another plan"
+        assert name in names or "generate" in name, "a plan without a number is named by its GPUs"
         assert basis == "simulated" if name in names else basis.startswith("estimate")
     browser.evaluate(MOVE)
     moved = browser.evaluate(ROWS)
@@ -454,3 +454,37 @@ def test_a_hostile_name_ends_neither_the_data_nor_the_script(
     table["what_if"]["plans"][0]["choice"] = changed.plans[0].choice
     (tmp_path / "plan.json").write_text(json.dumps(table))
     assert hostile not in render_html(make_page(read_report([tmp_path])))
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_plan_that_misses_the_deadline_says_so(
+    browser: Browser, asked_page: Path, grid: WhatIf
+) -> None:
+    browser.open(asked_page)
+    hours = sorted(each.hours for each in priced_plans(grid, unchanged_question(grid)))
+    middle = (hours[0] + hours[-1]) / 2
+    browser.evaluate(f"asked.deadline = {middle}; asked.worth = 50; update()")
+    notes = [row[-1] for row in browser.evaluate(ROWS)]
+    assert "misses the deadline" in notes and "best for these values" in notes
+    assert browser.evaluate("document.querySelectorAll('.chart .beyond').length") == sum(
+        each > middle for each in hours
+    )
+    chart = browser.evaluate("document.querySelector('.chart').textContent")
+    assert "deadline" in chart
+    assert " waiting = $" in browser.evaluate("document.querySelector('.result').textContent")
+    browser.evaluate(f"asked.deadline = {hours[0] / 2}; update()")
+    assert "fastest, misses the deadline" in [row[-1] for row in browser.evaluate(ROWS)]
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_plan_that_no_longer_fits_says_why(browser: Browser, asked_page: Path) -> None:
+    browser.open(asked_page)
+    browser.evaluate(
+        "grid.plans[0].hours[4] = grid.plans[0].hours[4].map(row => row.map(() => null))"
+    )
+    browser.evaluate("asked.lengths = 4; update()")
+    told = browser.evaluate("document.querySelector('.result').textContent")
+    assert "Option 1 does not fit: with outputs this long it needs more GPU memory" in told
+    assert "plans need more GPU memory for outputs this long" in told

@@ -106,7 +106,7 @@ def plan_report(plan: Plan, *, intervals: bool = False, details: bool = False) -
     if not plan.options:
         parts += [_indented(plan.allocation.text)]
     else:
-        parts += [Text(), _options(plan.options, intervals=intervals), *_left_out(plan)]
+        parts += [Text(), _options(plan, intervals=intervals), *_left_out(plan)]
     parts += [Text(), Text("why", style="bold"), _listed(why_lines(plan))]
     parts += _details(plan, intervals=intervals) if details else []
     if terms := terms_text([plan.allocation.text, *(each.text for each in plan.options)]):
@@ -332,10 +332,10 @@ SAID = ("policies.dispatch", "sync.mode", "rollout.speculative.tokens")
 """Keys that the line of a plan shows besides its GPUs and degrees."""
 
 
-def _options(options: list[PlanOption], *, intervals: bool = False) -> Table:
+def _options(plan: Plan, *, intervals: bool = False) -> Table:
     """Lay out the answer: one row for each plan to decide for."""
     table = Table("", "whole run", "step", "option", box=None, pad_edge=False)
-    for option in options:
+    for option in plan.options:
         choice, whole = option.choice, option.whole_run
         figures = [dollars_text(whole, intervals=intervals)] if whole.dollars else []
         figures.append(time_text(whole, intervals=intervals))
@@ -343,18 +343,31 @@ def _options(options: list[PlanOption], *, intervals: bool = False) -> Table:
             str(option.number),
             "\n".join(figures),
             _step_text(choice, intervals=intervals).replace(" (", "\n("),
-            Text("\n").join(_option_lines(option)),
+            Text("\n").join(_option_lines(plan, option)),
         )
     return _with_whole_figures(table)
 
 
-def _option_lines(option: PlanOption) -> Iterator[Text]:
+def _option_lines(plan: Plan, option: PlanOption) -> Iterator[Text]:
     """Yield why a plan is an option and how it compares, its layout, and the age of its rollouts."""
     labels = Text(", ".join(option.labels), style="bold")
     yield labels.append(f": {option.relation}" if option.relation else "", style="not bold")
     yield Text(option.text)
-    aside = "" if option.is_offered else "not offered: see the keys of [plan] and its pools"
+    aside = not_offered_text(plan, option)
     yield Text("; ".join(each for each in (option.trains_on, aside, option.note) if each))
+
+
+def not_offered_text(plan: Plan, option: PlanOption) -> str:
+    """Return why an option is not offered, such as pools that are rented by the node; empty if it is offered."""
+    if option.is_offered:
+        return ""
+    choice = option.choice
+    sides = (choice.rollout, choice.rollout.beside, choice.trainer, choice.verifier)
+    used = {side.pool for side in sides if side is not None}
+    whole = [pool for pool in plan.whole_nodes if pool in used]
+    if "on parts of a node" in option.labels and whole:
+        return f"not offered: {listing(whole)} are rented by the node here"
+    return "not offered: see the keys of [plan] and its pools"
 
 
 def _with_whole_figures(table: Table) -> Table:

@@ -147,8 +147,8 @@ def why(made: PlanMade) -> Iterator[str]:
     )
     yield (
         f"{plan.candidates:,} plans fit. {plan.ruled_out:,} of them cannot be better than the chosen one, even without any "
-        f"waiting. {plan.simulated} were simulated. The chosen plan is {percent(plan.gap)} above a lower bound that no plan "
-        "need reach."
+        f"waiting. {plan.simulated} were simulated. The chosen plan is {percent(plan.gap)} above the bound of a "
+        "plan without any waiting. No real plan may reach this bound."
     )
     yield _openness(plan)
     yield _staleness(plan)
@@ -179,14 +179,18 @@ def _staleness(plan: Plan) -> str:
     lag = plan.allocation.mean_staleness
     if not plan.staleness_cost:
         return (
-            f"Rollouts of the chosen plan are {lag:.2f} versions behind on average, and staleness is taken to cost no "
+            f"Rollouts of the chosen plan are {lag:.3g} {_updates(lag)} behind on average, and staleness is taken to cost no "
             "progress: `plan.staleness_cost` says how much it does."
         )
     return (
-        f"Plans are compared as if each version that rollouts are behind took {plan.staleness_cost:g} % more steps "
-        f"(`plan.staleness_cost`{_of_study(plan)}), for the chosen plan's {lag:.2f} versions {percent(plan.staleness_cost / 100 * lag, 1)} more. "
+        f"Plans are compared as if each update that rollouts are behind took {plan.staleness_cost:g} % more steps "
+        f"(`plan.staleness_cost`{_of_study(plan)}), for the chosen plan's {lag:.3g} {_updates(lag)} {percent(plan.staleness_cost / 100 * lag, 1)} more. "
         "Dollars and seconds shown are as simulated, without it; what is behind is with it."
     )
+
+
+def _updates(lag: float) -> str:
+    return "update" if lag == 1 else "updates"
 
 
 def _chance(sources: Sources, options: Sequence[Option]) -> Iterator[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
 
 from streamrl.record.band import Band
 from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import WholeRun
-from streamrl.report.next_steps import differing, start_commands, verdict_lines
+from streamrl.report.next_steps import differing, start_commands
 from streamrl.report.page.answer import Tile
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.comparison import why
@@ -31,11 +31,12 @@ from streamrl.report.page.rental import (
 )
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
-from streamrl.report.plan_report import limits_in_words, partial_node_text
+from streamrl.report.plan_report import limits_in_words, not_offered_text, partial_node_text
 from streamrl.report.words import NBSP, SYSTEMS, gpu_word, money, percent, time_in_words
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR, Duration, quantity_text
 from streamrl.sim.planner.plan import PLAN_TOML, Choice, Plan, PlanOption
+from streamrl.targets.verdicts import Verdict
 
 
 def title_of(made: PlanMade) -> str:
@@ -72,7 +73,30 @@ def lead_of(made: PlanMade, option: Option) -> str:
     chosen = f" This is {why}." if why else ""
     chosen += f" It keeps {listing(limits_in_words(plan))}." if plan.limits else ""
     chosen += f" {plan.at_worst[0].upper()}{plan.at_worst[1:]}." if plan.at_worst else ""
+    chosen += f" {_who_runs(plan)}" if plan.carried_by else ""
     return f"{option.rent[0].upper()}{option.rent[1:]}, {system}{told}.{chosen}"
+
+
+def _who_runs(plan: Plan) -> str:
+    """Return what can run a plan; if nothing can, the cheapest option that something can run."""
+    if able := _able(plan.carried_by):
+        return f"It can be run by {able}."
+    others = [each for each in plan.options if each.is_offered and _able(each.carried_by)]
+    if not others:
+        return "Nothing here can run this plan, or another option, as it is."
+    best = min(others, key=lambda each: (each.whole_run.dollars, each.whole_run.wall_time))
+    whole = best.whole_run
+    cost = f"{money(whole.dollars)} and " if whole.dollars else ""
+    return (
+        "Nothing here can run this plan as it is. The cheapest option that something can run is "
+        f"option {best.number}, with {cost}{time_in_words(whole.wall_time)}: {_able(best.carried_by)} can run it."
+    )
+
+
+def _able(verdicts: Sequence[Verdict]) -> str:
+    """Return what can run a plan, by name; empty if nothing can."""
+    names = [each.name for each in verdicts if each.can_run]
+    return listing(["`streamrl execute`" if name == "execute" else name for name in names])
 
 
 SHORT = 3
@@ -126,20 +150,20 @@ def _range_text(band: Band, show: Callable[[float], str]) -> str:
 
 
 def _end_tile(seconds: float, band: Band, today: date) -> Tile:
-    """Return when the run ends if it starts at noon on the day of the page: to the minute if that is within days."""
-    noon = datetime.combine(today, time(12))
+    """Return when the run ends if it starts with the day after that of the page: to the minute if that is within days."""
+    start = datetime.combine(today + timedelta(days=1), time())
     is_near = band.high < SHORT * SECONDS_PER_DAY
 
     def end(after: float, *, has_year: bool = False) -> str:
-        at = noon + timedelta(seconds=after)
+        at = start + timedelta(seconds=after)
         day = day_text(at.date(), has_year=has_year)
         return f"{day}, {at:%H:%M}" if is_near else day
 
     first, last = end(band.low), end(band.high)
-    note = f"if it starts on {day_text(today, has_year=False)} at noon"
+    note = f"if it starts on {day_text(start.date(), has_year=False)} at 00:00"
     if first != last:
         note += f"; band {first} to {last}"
-    is_other_year = (noon + timedelta(seconds=seconds)).year != today.year
+    is_other_year = (start + timedelta(seconds=seconds)).year != today.year
     return Tile(end(seconds, has_year=is_other_year), "done by", note)
 
 
@@ -171,12 +195,13 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
             text=f"{PLAN_TOML} holds option {taken.number}, {', '.join(taken.labels)}: {taken.relation}."
         )
     if not any(verdict.can_run for verdict in made.plan.carried_by):
-        told = "; ".join(verdict_lines(made.plan.carried_by)).removeprefix("not by: ")
-        why = f" What keeps each from it: {told}." if told else ""
+        told = "; ".join(_hindrances(made.plan.carried_by))
+        why = f" The reasons: {told}." if told else ""
         yield NextStep(
             text=f"No framework here can run this plan as it is. Plan again for the one that you use, such as verl.{why}",
             command=plan_command(made, {"plan.target": "verl"}),
         )
+    yield from _measuring(made, option)
     if option.run is None:
         text = (
             "See one step of the plan and what its GPUs wait for: simulate it, then report again."
@@ -185,6 +210,37 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
     for command in start_commands(made.plan, Path(plan_file)):
         yield NextStep(text=_told_of(command), command=command)
     yield from _better_elsewhere(made)
+
+
+HINDRANCES = {
+    "policies.system": "not in the mode {}",
+    "trainer.offload": "not with the optimizer state in host memory",
+}
+"""What a target cannot do, by the key of the rule that a plan breaks."""
+
+
+def _hindrances(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield what keeps each target from running a plan, in words."""
+    names: dict[str, list[str]] = {}
+    for each in verdicts:
+        if not each.can_run:
+            reason = HINDRANCES.get(each.key, f"not with {each.key} = {{}}").format(each.value)
+            names.setdefault(reason, []).append(each.name)
+    yield from (f"{listing(found)} {reason}" for reason, found in names.items())
+
+
+def _measuring(made: PlanMade, option: Option) -> Iterator[NextStep]:
+    """Yield the command that measures each GPU of a plan whose seconds are mostly from datasheets."""
+    if option.band.tiers is None or option.band.unmeasured <= MOST_UNMEASURED:
+        return
+    for gpu in dict.fromkeys(gpu_names(made.plan.allocation).values()):
+        words = "" if gpu == "cpu" else f" --gpu {gpu} --backend vllm"
+        where = "this machine" if gpu == "cpu" else f"one node of {gpu_word(gpu)}"
+        yield NextStep(
+            text=f"Measure first, on {where}. Then `streamrl simulate {made.name}/{PLAN_TOML} --set costs.profile={gpu}.toml` "
+            "replaces the seconds from datasheets.",
+            command=f"streamrl profile MODELDIR{words} -o {gpu}.toml",
+        )
 
 
 def _told_of(command: str) -> str:
@@ -233,9 +289,13 @@ def options_section(made: PlanMade) -> Iterator[PageSection]:
     if made.plan.whole_run is None or not options:
         return
     section = PageSection("options", "Options that differ" if len(options) > 1 else "The option")
-    section.pictures.append(cost_time_picture("cost-time", list(_points(made))))
+    limits = made.plan.limits
+    deadline = limits["deadline"] / SECONDS_PER_HOUR if "deadline" in limits else None
+    section.pictures.append(
+        cost_time_picture("cost-time", list(_points(made)), deadline, limits.get("budget"))
+    )
     head = ("", "option", "total cost", "takes", "against 1", "rollouts")
-    table = [_cells(option) for option in options]
+    table = [_cells(made.plan, option) for option in options]
     section.tables.append(PageTable("", head, table, numbers=(2, 3), strong_row=0, is_cards=True))
     section.notes.append(STALE)
     yield section
@@ -247,11 +307,9 @@ STALE = (
 )
 
 
-def _cells(option: PlanOption) -> list[PageCell]:
+def _cells(plan: Plan, option: PlanOption) -> list[PageCell]:
     whole, label = option.whole_run, ", ".join(option.labels)
-    limits = "; ".join(
-        part for part in ("" if option.is_offered else "not offered", option.note) if part
-    )
+    limits = "; ".join(part for part in (not_offered_text(plan, option), option.note) if part)
     seconds, dollars = whole.wall_time_band, whole.dollars_band
     return [
         PageCell(str(option.number)),

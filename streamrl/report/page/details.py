@@ -206,8 +206,8 @@ def idle_section(options: Sequence[Option]) -> PageSection:
 
 MEANINGS = {"busy": ACTIVITIES, "idle": CAUSES}
 NO_TRACE = (
-    "None of the directories has a trace, which says what GPUs wait for. `streamrl simulate DIR/plan.toml -o DIR` "
-    "simulates a plan into its own directory; then report again."
+    "`streamrl simulate DIR/plan.toml -o DIR` simulates a plan into its own directory. The next report then shows what "
+    "GPUs wait for."
 )
 
 

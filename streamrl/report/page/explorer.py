@@ -5,13 +5,17 @@ The script chooses by the same rule as `streamrl.sim.planner.what_if.recommend`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from markupsafe import Markup
 
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.page.what_if_command import changes_of, command_parts, note_of
 from streamrl.report.words import SYSTEMS, gpu_word
+from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan, PlanOption, WhatIfPlan
+from streamrl.sim.planner.plan_settings import candidate_of
 
 
 def explorer_data(made: PlanMade) -> Markup | None:
@@ -19,11 +23,13 @@ def explorer_data(made: PlanMade) -> Markup | None:
     grid = made.plan.what_if
     if grid is None or not grid.plans or made.plan.whole_run is None:
         return None
+    words = {name: _pool_word(name, gpu) for name, gpu in grid.gpus.items()}
     table: dict[str, object] = {
         **msgspec.to_builtins(grid),
-        "plans": [_plan(plan, _option_of(made.plan, plan)) for plan in grid.plans],
+        "plans": [_plan(plan, _option_of(made.plan, plan), words) for plan in grid.plans],
         "gpus": {name: gpu_word(gpu) for name, gpu in grid.gpus.items()},
         "steps": made.plan.whole_run.steps,
+        "budget": made.plan.limits.get("budget"),
         "command": command_parts(made, grid),
     }
     text = msgspec.json.encode(table).decode()
@@ -36,7 +42,9 @@ def _option_of(plan: Plan, found: WhatIfPlan) -> PlanOption | None:
     return next(those, None)
 
 
-def _plan(plan: WhatIfPlan, option: PlanOption | None) -> dict[str, object]:
+def _plan(
+    plan: WhatIfPlan, option: PlanOption | None, words: Mapping[str, str]
+) -> dict[str, object]:
     system = str(plan.settings["policies.system"])
     keys = (
         "choice",
@@ -51,9 +59,25 @@ def _plan(plan: WhatIfPlan, option: PlanOption | None) -> dict[str, object]:
     return {
         **{key: getattr(plan, key) for key in keys},
         "number": None if option is None else option.number,
-        "name": "another plan" if option is None else option.labels[0],
+        "name": _name(plan, words) if option is None else option.labels[0],
+        "gpus": _name(plan, words),
         "staleness": round(plan.mean_staleness, 2),
         "system": SYSTEMS.get(system, system),
         "changes": changes_of(plan),
         "unsaid": note_of(plan),
     }
+
+
+def _name(plan: WhatIfPlan, words: Mapping[str, str]) -> str:
+    """Return the GPUs of a plan in a few words: "12 H100 and 2 H20 generate, 4 H100 train"."""
+    candidate = candidate_of(plan.settings)
+    generate = listing([f"{kind.num_gpus} {words[kind.pool]}" for kind in candidate.replicas.kinds])
+    if plan.settings["policies.system"] == "colocated":
+        return f"{generate} generate and train in turn"
+    trainer = candidate.trainer
+    return f"{generate} generate, {trainer.num_gpus} {words[trainer.pool]} train"
+
+
+def _pool_word(pool: str, gpu: str) -> str:
+    """Return how a sentence calls the GPUs of a pool: "H20", or "H20 in near"."""
+    return gpu_word(gpu) if pool == gpu else f"{gpu_word(gpu)} in {pool}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
 
 from streamrl.report.pictures.drawing import (
     SMALL,
@@ -31,6 +33,10 @@ PLACES: tuple[tuple[float, float, Anchor], ...] = (
 )
 """Where the name of a point may stand: the first place that covers no other name and no edge."""
 LEGEND = (("dot chosen", "recommended"), ("dot on-front", "an option"), ("dot", "another plan"))
+BEYOND = ("dot beyond", "exceeds a limit")
+FAR = 2.0  # times the largest value: a limit beyond is not drawn
+Box: TypeAlias = tuple[float, float, float]
+"""Space of a text: its left and right end, and its height."""
 CAPTION = (
     "Better is left and low. The dashed line joins the plans that no other one here beats in both. "
     "Model errors move all points together, mostly."
@@ -50,21 +56,67 @@ class PlanPoint:
     is_chosen: bool = False
 
 
-def cost_time_picture(name: str, points: Sequence[PlanPoint]) -> Picture:
-    """Draw every plan at the hours and dollars of its whole run."""
+def cost_time_picture(
+    name: str,
+    points: Sequence[PlanPoint],
+    deadline: float | None = None,
+    budget: float | None = None,
+) -> Picture:
+    """Draw every plan at the hours and dollars of its whole run, with lines at the limits.
+
+    Args:
+        name: the name of the picture.
+        points: the plans.
+        deadline: most hours of the whole run.
+        budget: most dollars of the whole run.
+    """
+    hours = _with_limit([p.hours for p in points], deadline)
+    paid = _with_limit([p.dollars for p in points], budget)
     told = "; ".join(point.told for point in points if point.name)
     drawing = Drawing(name, "Cost against time of the whole run", told, WIDTH, HEIGHT)
-    across = scale(*_range([p.hours for p in points]), LEFT, WIDTH - RIGHT)
-    up = scale(*_range([p.dollars for p in points]), HEIGHT - BOTTOM, TOP)
-    _draw_axes(drawing, points, across, up)
+    across = scale(*_range(hours), LEFT, WIDTH - RIGHT)
+    up = scale(*_range(paid), HEIGHT - BOTTOM, TOP)
+    _draw_axes(drawing, _range(hours), _range(paid), across, up)
+    taken = []
+    if deadline is not None and deadline in hours:
+        taken.append(_draw_deadline(drawing, deadline, across(deadline)))
+    if budget is not None and budget in paid:
+        taken.append(_draw_budget(drawing, budget, up(budget)))
     corners = [(across(p.hours), up(p.dollars)) for p in undominated(points)]
     drawing.polyline(list(_stairs(corners)), "front")
     for point in sorted(points, key=lambda p: (p.is_chosen, bool(p.name))):
-        kind = "dot chosen" if point.is_chosen else "dot on-front" if point.name else "dot"
+        kind = "dot on-front" if point.name else "dot"
+        if point.hours > (deadline or inf) or point.dollars > (budget or inf):
+            kind = "dot beyond"
+        kind = "dot chosen" if point.is_chosen else kind
         size = 7 if point.name else 4
         drawing.dot(across(point.hours), up(point.dollars), size, kind, point.told)
-    _write_names(drawing, points, across, up)
-    return Picture(drawing, CAPTION, LEGEND if any(not p.name for p in points) else LEGEND[:2])
+    _write_names(drawing, points, across, up, taken)
+    legend = LEGEND if any(not p.name for p in points) else LEGEND[:2]
+    return Picture(drawing, CAPTION, (*legend, BEYOND) if taken else legend)
+
+
+def _with_limit(values: list[float], limit: float | None) -> list[float]:
+    """Return values with a limit among them, unless it is far above all of them."""
+    return [*values, limit] if limit is not None and limit <= FAR * max(values) else values
+
+
+def _draw_deadline(drawing: Drawing, hours: float, x: float) -> Box:
+    """Draw a line at the deadline, and return the space of its label."""
+    text, y = f"deadline {hours:,.4g} hours", TOP + 12
+    drawing.line(x, TOP, x, HEIGHT - BOTTOM, "limit")
+    wide = width_of(text, SMALL)
+    is_right = x - wide - 6 > LEFT
+    drawing.text(x - 6 if is_right else x + 6, y, text, "small", "end" if is_right else "start")
+    return (x - wide - 6, x, y - 4) if is_right else (x, x + wide + 6, y - 4)
+
+
+def _draw_budget(drawing: Drawing, paid: float, y: float) -> Box:
+    """Draw a line at the budget, and return the space of its label."""
+    text = f"budget {dollars(paid)}"
+    drawing.line(LEFT, y, WIDTH - RIGHT, y, "limit")
+    drawing.text(LEFT + 6, y - 6, text, "small")
+    return LEFT, LEFT + 6 + width_of(text, SMALL), y - 10
 
 
 def undominated(points: Sequence[PlanPoint]) -> list[PlanPoint]:
@@ -86,12 +138,12 @@ def _stairs(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, flo
 
 def _draw_axes(
     drawing: Drawing,
-    points: Sequence[PlanPoint],
+    hours: tuple[float, float],
+    paid: tuple[float, float],
     across: Callable[[float], float],
     up: Callable[[float], float],
 ) -> None:
     floor = HEIGHT - BOTTOM
-    hours, paid = _range([p.hours for p in points]), _range([p.dollars for p in points])
     unit, word = (MINUTE, "minutes") if hours[1] < FEW_HOURS else (1.0, "hours")
     marks = [mark * unit for mark in ticks(hours[0] / unit, hours[1] / unit)]
     drawing.ticks_below(marks, across, (TOP, floor), lambda mark: f"{mark / unit:,.4g}")
@@ -111,9 +163,11 @@ def _write_names(
     points: Sequence[PlanPoint],
     across: Callable[[float], float],
     up: Callable[[float], float],
+    limits: Sequence[Box],
 ) -> None:
     """Write the names, each where it covers neither another name nor the edge of the drawing."""
     taken = [(across(p.hours) - 7, across(p.hours) + 7, up(p.dollars)) for p in points if p.name]
+    taken += limits
     for point in sorted(points, key=lambda p: not p.is_chosen):
         if not point.name:
             continue
@@ -127,6 +181,6 @@ def _write_names(
         drawing.text(x + dx, y + dy, point.name, "strong" if point.is_chosen else "", anchor)
 
 
-def _covers(box: tuple[float, float, float], taken: Sequence[tuple[float, float, float]]) -> bool:
+def _covers(box: Box, taken: Sequence[Box]) -> bool:
     start, end, y = box
     return any(start < right and left < end and abs(y - at) < 14 for left, right, at in taken)

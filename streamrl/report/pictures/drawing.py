@@ -95,6 +95,8 @@ STYLES: dict[str, Style] = {
     "front": {"fill": "none", "stroke": "best", "stroke_width": 1.6, "stroke_dasharray": (5, 4)},
     "dot": {"fill": "bar", "stroke": "paper", "stroke_width": 1.2},
     "dot on-front": {"fill": "paper", "stroke": "best", "stroke_width": 2.4},
+    "dot beyond": {"fill": "paper", "stroke": "more", "stroke_width": 2.4},
+    "limit": {"fill": "none", "stroke": "more", "stroke_width": 1.6},
     "dot chosen": {"fill": "best", "stroke": "paper"},
     "hatching": {"stroke": "paper", "stroke_width": 3.2, "stroke_opacity": 0.62},
     "curve": {"fill": "none", "stroke_width": 2},

@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
 NEAR = 20.0  # units that a point's mark takes: marks of closer points would overlap
 BESIDE = 11.0  # units from a point to its mark
 MARGIN = 0.08  # of the range, around the outermost points
-CAPTION = "Each number or letter is an option, at its simulated or executed figures. The line joins those that none beats in both."
+CAPTION = "Each mark is an option, at its simulated or executed figures. The line joins those that none beats in both."
 LEGEND = (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "beaten in both"))
 
 

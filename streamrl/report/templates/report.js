@@ -78,6 +78,9 @@ const money = (value) => "$" + (value >= 100 ? Math.round(value).toLocaleString(
 const digits = (value) => Number(value.toPrecision(3)).toLocaleString("en-US");
 const time = (hours) => (hours >= 48 ? digits(hours / 24) + " days" : hours >= 1 ? digits(hours) + " hours" : digits(hours * 60) + " minutes");
 
+/* A deadline is in hours throughout, so two positions of its slider compare at a glance. */
+const inHours = (hours) => (hours >= 1 ? digits(hours) + " hours" : digits(hours * 60) + " minutes");
+
 function make(tag, properties = {}, ...children) {
   const one = Object.assign(document.createElement(tag), properties);
   one.append(...children);
@@ -115,7 +118,7 @@ const sorted = (values) => [...new Set(values)].sort((a, b) => a - b);
 const any = (value, text) => (value === null ? "any" : text(value));
 
 function pricesAround(price) {
-  const steps = Array.from({ length: 56 }, (_, at) => (at + 5) / 20);
+  const steps = Array.from({ length: 61 }, (_, at) => at / 20);
   return price ? sorted(steps.map((step) => Number((price * step).toFixed(3))).concat(price)) : Array.from({ length: 41 }, (_, at) => at / 4);
 }
 
@@ -144,8 +147,8 @@ function controls() {
       gpus("rollout_gpus", "rollout", "GPUs that generate, at most"),
       gpus("trainer_gpus", "trainer", "GPUs that train, at most")),
     group("The decision",
-      slider("An hour of waiting costs you", sorted([0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, grid.value_of_hour]), (value) => "$" + value, (q) => q.worth, (q, value) => (q.worth = value)),
-      slider("Deadline", deadlines(), (value) => (value === null ? "none" : time(value)), (q) => q.deadline, (q, value) => (q.deadline = value))),
+      slider("An hour of waiting costs you", sorted([0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, grid.value_of_hour]), (value) => "$" + value.toLocaleString("en-US", { minimumFractionDigits: Number.isInteger(value) ? 0 : 2 }), (q) => q.worth, (q, value) => (q.worth = value)),
+      slider("Deadline", deadlines(), (value) => (value === null ? "none" : inHours(value)), (q) => q.deadline, (q, value) => (q.deadline = value))),
   ];
 }
 
@@ -188,20 +191,21 @@ function update() {
   history.replaceState(null, "", fragment() || location.href.split("#")[0]);
 }
 
-/* Other lengths, caps and links make hours estimates. Prices, an hour of waiting and a deadline do not. */
-const isScaled = () => ["lengths", "cap", "links"].some((key) => asked[key] !== unchanged[key]);
+/* Other lengths, caps and links make the hours of a plan estimates, if they change them. */
+const hoursOf = (place, question) => grid.plans[place].hours[question.lengths][question.cap][question.links];
+const isScaled = (place) => hoursOf(place, asked) !== hoursOf(place, unchanged);
 const isMoved = () => fragment() !== "" && fragment() !== "#what-if?plan=" + asked.plan;
 
-/* A plan has one name on the page. Its label holds without a change, so a moved slider adds "as planned". */
+/* A plan has one name on the page. The label of an option holds without a change, so a moved slider names its GPUs. */
 function nameOf(place) {
   const plan = grid.plans[place];
-  return plan.number === null ? plan.name : `${plan.number} \u00b7 ${plan.name}${isMoved() ? " as planned" : ""}`;
+  return plan.number === null ? plan.name : `${plan.number} \u00b7 ${isMoved() ? plan.gpus : plan.name}`;
 }
 
 function basisOf(place) {
   const plan = grid.plans[place];
   if (!plan.is_simulated) return "estimate, not simulated";
-  if (isScaled()) return "estimate, scaled from a simulation";
+  if (isScaled(place)) return "estimate, scaled from a simulation";
   return plan.has_total ? "simulated" : "estimate from a short simulation";
 }
 
@@ -277,19 +281,20 @@ const line = (className, text) => make("p", { className, textContent: text });
 
 function showResult(plans, best, shown) {
   const box = document.querySelector(".result");
-  if (!best) return box.replaceChildren(line("plan", "No plan of this page fits these values."));
+  if (!best) return box.replaceChildren(line("plan", "No plan of this page fits these values."), ...missing());
   const own = plans.find((plan) => plan.place === 0);
-  const isLate = asked.deadline !== null && best.hours > asked.deadline;
-  const state = shown !== best ? "A plan that you picked" : isLate ? "No plan keeps the deadline; the fastest is" : !isMoved() ? "As planned" : best.place === 0 ? "Option 1 stays the best" : "Another plan would be recommended";
+  const state = shown !== best ? "A plan that you picked" : isLate(best) ? "No plan keeps the deadline; the fastest is" : !isMoved() ? "As planned" : best.place === 0 ? "Option 1 stays the best" : "For these values the rule chooses";
   const plan = grid.plans[shown.place];
   const lines = [
     line("state", state),
     line("plan", nameOf(shown.place)),
     line("choice", plan.choice),
     line("figures", `${money(shown.dollars)} \u00b7 ${time(shown.hours)}`),
+    ...limitsOf(shown).map((text) => line("state", text)),
     line("state", `${basisOf(shown.place)}; ${plan.system}; rollouts lag ${updates(plan)} behind`),
   ];
-  if (shown.place !== 0) lines.push(line("state", own ? `Option 1 would cost ${money(own.dollars)} and take ${time(own.hours)}.` : "Option 1 does not fit these values."));
+  if (shown.place !== 0) lines.push(line("state", own ? `Option 1 would cost ${money(own.dollars)} and take ${time(own.hours)}.` : `Option 1 does not fit: ${whyNot(0)}.`));
+  lines.push(...missing());
   const command = commandOf(shown.place);
   for (const text of unsaid(shown.place)) lines.push(line("state", text));
   const copyCommand = make("button", { type: "button", textContent: "Copy command", title: command });
@@ -300,6 +305,28 @@ function showResult(plans, best, shown) {
   reset.addEventListener("click", () => ((asked = { ...unchanged, prices: { ...unchanged.prices } }), update()));
   box.replaceChildren(...lines, make("p", { className: "actions" }, copyCommand, copyLink, reset));
 }
+
+/* Return why a plan is not among those that are priced. */
+const whyNot = (place) => (hoursOf(place, asked) === null ? "with outputs this long it needs more GPU memory than its GPUs have" : "it has more GPUs than these values allow");
+
+/* Say how many plans have gone for want of memory. */
+function missing() {
+  const count = grid.plans.filter((_, place) => hoursOf(place, asked) === null).length;
+  return count ? [line("state", `${count} of ${grid.plans.length} plans need more GPU memory for outputs this long, and are not shown.`)] : [];
+}
+
+/* Return the limits that a plan exceeds, and what waiting for it costs. */
+function limitsOf(plan) {
+  const found = [];
+  if (asked.worth > 0) found.push(waiting(plan));
+  if (isLate(plan)) found.push(`Misses the deadline of ${inHours(asked.deadline)}.`);
+  if (isDear(plan)) found.push(`Exceeds the budget of ${money(grid.budget)}.`);
+  return found;
+}
+
+const isLate = (plan) => asked.deadline !== null && plan.hours > asked.deadline;
+const isDear = (plan) => grid.budget !== null && plan.dollars > grid.budget;
+const waiting = (plan) => `${money(plan.dollars)} + ${money(asked.worth * plan.hours)} waiting = ${money(plan.dollars + asked.worth * plan.hours)}`;
 
 function pick(place) {
   asked.plan = place;
@@ -337,7 +364,9 @@ function drawChart(plans, best, shown) {
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Cost against time of each plan" });
   box.replaceChildren(picture);
   if (!plans.length) return;
-  const [fast, slow] = range(plans.map((plan) => plan.hours)), [cheap, dear] = range(plans.map((plan) => plan.dollars));
+  const withLimit = (values, limit) => (limit !== null && limit <= 2 * Math.max(...values) ? [...values, limit] : values);
+  const hours = withLimit(plans.map((plan) => plan.hours), asked.deadline), paid = withLimit(plans.map((plan) => plan.dollars), grid.budget);
+  const [fast, slow] = range(hours), [cheap, dear] = range(paid);
   const inMinutes = slow < 2;
   const x = (hours) => edge.left + ((hours - fast) / (slow - fast)) * (width - edge.left - edge.right);
   const y = (dollars) => height - edge.bottom - ((dollars - cheap) / (dear - cheap)) * (height - edge.top - edge.bottom);
@@ -353,12 +382,21 @@ function drawChart(plans, best, shown) {
   }
   picture.append(svg("text", { class: "t small", x: 0, y: 12 }, "dollars of the whole run"));
   picture.append(svg("text", { class: "t small", "text-anchor": "end", x: width - edge.right, y: height - 8 }, (inMinutes ? "minutes" : "hours") + " of the whole run"));
+  if (hours.length > plans.length) {
+    const at = x(asked.deadline), isRight = at > width / 2;
+    picture.append(svg("polyline", { class: "limit", points: `${at},${edge.top} ${at},${height - edge.bottom}` }));
+    picture.append(svg("text", { class: "t small", "text-anchor": isRight ? "end" : "start", x: at + (isRight ? -6 : 6), y: edge.top + 10 }, "deadline " + inHours(asked.deadline)));
+  }
+  if (paid.length > plans.length) {
+    picture.append(svg("polyline", { class: "limit", points: `${edge.left},${y(grid.budget)} ${width - edge.right},${y(grid.budget)}` }));
+    picture.append(svg("text", { class: "t small", x: edge.left + 6, y: y(grid.budget) - 6 }, "budget " + money(grid.budget)));
+  }
   const corners = front(plans);
   const stairs = corners.flatMap((plan, at) => (at ? [[x(plan.hours), y(corners[at - 1].dollars)]] : []).concat([[x(plan.hours), y(plan.dollars)]]));
   picture.append(svg("polyline", { class: "front", points: stairs.map((each) => each.join(",")).join(" ") }));
   const order = [...plans].sort((a, b) => (a === best) - (b === best));
   for (const plan of order) {
-    const kind = plan === best ? "dot chosen" : corners.includes(plan) ? "dot on-front" : "dot";
+    const kind = plan === best ? "dot chosen" : isLate(plan) || isDear(plan) ? "dot beyond" : corners.includes(plan) ? "dot on-front" : "dot";
     const spot = svg("circle", { class: kind + " spot", cx: x(plan.hours), cy: y(plan.dollars), r: plan === best ? 7 : 5.5, tabindex: 0, role: "button", "aria-label": told(plan) });
     spot.append(svg("title", {}, told(plan)));
     spot.addEventListener("click", () => pick(plan.place));
@@ -387,11 +425,13 @@ function rank(plans, best, shown) {
   const rows = kept.map((plan) => {
     const one = grid.plans[plan.place];
     const row = make("tr", { className: plan === shown ? "chosen" : "" });
-    const note = plan !== best ? "" : isMoved() ? "best for these values" : "recommended";
+    const chosen = plan !== best ? [] : [!isMoved() ? "recommended" : isLate(plan) ? "fastest" : "best for these values"];
+    const note = [...chosen, ...(isLate(plan) ? ["misses the deadline"] : []), ...(isDear(plan) ? ["exceeds the budget"] : [])].join(", ");
     [nameOf(plan.place), money(plan.dollars), time(plan.hours), basisOf(plan.place), updates(one), note].forEach((text, at) => {
       const made = cell(text, at);
       made.dataset.head = heads[at];
       if (at === 0) made.append(make("small", { textContent: one.choice }));
+      if (at === 1 && asked.worth > 0) made.append(make("small", { textContent: waiting(plan) }));
       row.append(made);
     });
     row.addEventListener("click", () => pick(plan.place));
