@@ -389,7 +389,7 @@ def test_the_copied_command_has_the_values_of_all_sliders(
     before = words_of(browser)
     assert before == ["streamrl", "plan", *shlex.split(QUESTION), "-o", "plan", "--take", "1"]
     dear = words_of(browser, change="asked.prices.h800 = 0.55")
-    assert dear[dear.index("--gpus") + 1] == "8xH800@0.55/8,8xH20@1.10"
+    assert dear[dear.index("--gpus") + 1] == "8xH800/8@0.55,8xH20@1.10"
     assert "--take" not in dear and dear[dear.index("--deadline") + 1] == "12 hours"
     late = words_of(browser, change="asked.deadline = 24; asked.worth = 50")
     assert late[late.index("--deadline") + 1] == "24 hours"

@@ -367,7 +367,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
         for tier in COST_TIERS
     ]
     head = ("tier", "share of seconds", "a second may truly be", "because")
-    section.tables.append(PageTable("", head, rows, numbers=(1,)))
+    section.tables.append(PageTable("", head, rows, numbers=(1,), is_cards=True))
     if chosen.band.num_seeds == 1 and chosen.world == "simulated":
         section.notes.append(
             "One seed was simulated: the 95 % interval of its mean step stands for what others would give."
@@ -465,11 +465,9 @@ def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator
     section = PageSection("assumptions", f"Assumptions and sources ({chosen.title})")
     found = assumptions_of(told.run, told.model, trace, made.plan if made is not None else None)
     rows = [cells(each.what, each.value, each.source) for each in found]
-    section.tables.append(PageTable("", ("what", "value", "source"), rows))
+    section.tables.append(PageTable("", ("what", "value", "source"), rows, is_cards=True))
     if trace is None:
-        section.notes.append(
-            "The sources of seconds are in a trace. " + NO_TRACE.partition(". ")[2]
-        )
+        section.notes.append("The sources of seconds are in a trace. " + NO_TRACE)
     elif trace.world == "simulated":
         tiers = [cells(name, text) for name, text in tiers_by_operation(trace)]
         section.tables.append(

@@ -7,6 +7,7 @@ plan that was clicked.
 
 from __future__ import annotations
 
+import re
 from math import gcd
 
 import msgspec
@@ -36,6 +37,8 @@ SPLITS = {
     "trainer.context_parallel": "context_parallel",
 }
 """The same for degrees that are named only if they split anything."""
+PRICE = re.compile(r"\s*@\s*\$?\d+(?:\.\d+)?")
+"""The price in a part of an offer."""
 TWO_KINDS = (
     "Keys of [plan] cannot ask for two kinds of replicas. The command searches plans of these GPUs, "
     "with one kind or two."
@@ -64,18 +67,12 @@ def _scale(lengths: LengthsConfig) -> dict[str, float]:
 
 
 def _offer(words: list[str]) -> list[dict[str, str]]:
-    """Return each part of `--gpus` with its pool, and its text before and after the price."""
+    """Return each part of `--gpus` with its pool, and its text without the price."""
     if "--gpus" not in words:
         return []
     parts = words[words.index("--gpus") + 1].split(",")
-    found = []
-    for pool, part in zip(read_offer(",".join(parts)), parts, strict=True):
-        before, _, unit = part.partition("/")
-        unit = unit.partition("@")[0]
-        after = f"/{unit.strip()}" if unit else ""
-        before = before.partition("@")[0].strip()
-        found.append({"pool": pool, "text": part, "before": before, "after": after})
-    return found
+    pools = zip(read_offer(",".join(parts)), parts, strict=True)
+    return [{"pool": pool, "text": text, "unpriced": PRICE.sub("", text)} for pool, text in pools]
 
 
 def _means(words: list[str], lengths: LengthsConfig | None, grid: WhatIf) -> list[list[int]]:

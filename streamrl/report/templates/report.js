@@ -248,7 +248,7 @@ function answersChanged(words, settings) {
 
 function offered(part) {
   const price = asked.prices[part.pool];
-  return price === unchanged.prices[part.pool] ? part.text : `${part.before}@${price}${part.after}`;
+  return price === unchanged.prices[part.pool] ? part.text : `${part.unpriced}@${price}`;
 }
 
 /* Return the keys that sliders change, with their values. */
