@@ -283,7 +283,7 @@ def test_the_first_thing_said_is_the_total_and_every_command_says_the_same(tmp_p
         ),
         ({"plan.budget": 0.0}, "plan.budget must be above 0, got 0"),
         ({"plan.budget_per_day": -3.0}, "plan.budget_per_day must be above 0, got -3"),
-        ({"plan.deadline": "0 d"}, "plan.deadline must be above 0, got 0"),
+        ({"plan.deadline": "0 d"}, "plan.deadline must be above 0 s, got 0 s"),
         ({"plan.deadline": 3}, "plan.deadline"),
         ({"framework.checkpoint_time": "9 y"}, "units are ns, us, ms, s, min, h, d"),
         ({"cluster.pools.far.owned": "yes"}, "cluster.pools.far.owned"),
