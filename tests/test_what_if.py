@@ -16,7 +16,7 @@ from streamrl.report.page.decision import plan_command
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.what_if_command import changes_of, note_of
 from streamrl.runfile.files import load_run
-from streamrl.sim.planner.plan import Plan, WhatIf, WhatIfPlan, read_plan, write_plan
+from streamrl.sim.planner.plan import GpuShare, Plan, WhatIf, WhatIfPlan, read_plan, write_plan
 from streamrl.sim.planner.what_if import (
     WhatIfQuestion,
     _agreeing,
@@ -50,6 +50,7 @@ def small_plan(gpus: int, hours: float | None) -> WhatIfPlan:
     return WhatIfPlan(
         choice=f"{gpus} GPUs",
         settings={"policies.system": "colocated"},
+        generate=[GpuShare(pool="a", num_gpus=gpus)],
         rollout_gpus=gpus,
         trainer_gpus=gpus,
         paid={"a": float(gpus)},
@@ -423,16 +424,10 @@ def test_the_command_of_a_plan_from_a_run_file_sets_keys(
 
 def test_commands_tell_apart_plans_with_two_kinds_of_replicas(grid: WhatIf) -> None:
     first = grid.plans[0]
-    own = {
-        key: value
-        for key, value in first.settings.items()
-        if key.startswith("rollout.") and not key.startswith("rollout.others.")
-    }
+    (own,) = first.generate
     found = []
-    for pool, replicas in (("near", 1), ("near", 3), ("near", 4), (own["rollout.pool"], 4)):
-        kind = {**own, "rollout.pool": pool, "rollout.replicas": replicas}
-        others = {key.replace("rollout.", "rollout.others.0.", 1): kind[key] for key in kind}
-        mixed = replace(first, settings={**first.settings, **others})
+    for pool, num_gpus in (("near", 1), ("near", 3), ("near", 4), (own.pool, 4)):
+        mixed = replace(first, generate=[own, replace(own, pool=pool, num_gpus=num_gpus)])
         found.append(changes_of(mixed))
         assert "plan.rollout_gpus" not in found[-1], "[plan] then has replicas of one kind only"
         assert note_of(mixed) and not note_of(first)

@@ -265,6 +265,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
+class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
+    """GPUs of a pool that do the same thing."""
+
+    pool: str
+    num_gpus: int
+    tensor_parallel: int = 1
+
+
 class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One plan of the what-if grid."""
 
@@ -272,6 +280,10 @@ class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan in one line."""
     settings: dict[str, str | int | float | bool]
     """All keys of the run file that the plan sets."""
+    generate: list[GpuShare]
+    """Replicas of each kind."""
+    rewards: GpuShare | None = None
+    """Replicas of the reward model, if GPUs run one."""
     rollout_gpus: int
     trainer_gpus: int
     paid: dict[str, float]

@@ -32,7 +32,7 @@ from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.estimates import Estimates, SyncTimes, sync_times
 from streamrl.sim.planner.objective import distance_to_front
-from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
+from streamrl.sim.planner.plan import GpuShare, WhatIf, WhatIfPlan
 from streamrl.sim.planner.plan_description import whole_run_of
 from streamrl.sim.planner.plan_settings import describe, settings_of
 from streamrl.sim.planner.race import Race
@@ -351,9 +351,15 @@ def _plan(
         prices = run.cluster.pools
         rent = sum(count * price_of(prices[name]) for name, count in paid.items()) * hours
         other = whole.dollars - rent
+    rewards = candidate.mode.rewards
     return WhatIfPlan(
         choice=describe(run.cluster.pools, candidate),
         settings=settings_of(candidate),
+        generate=[
+            GpuShare(pool=k.pool, num_gpus=k.num_gpus, tensor_parallel=k.tensor_parallel)
+            for k in candidate.replicas.kinds
+        ],
+        rewards=rewards and GpuShare(pool=rewards.pool, num_gpus=rewards.num_gpus),
         rollout_gpus=sum(kind.num_gpus for kind in candidate.replicas.kinds),
         trainer_gpus=candidate.trainer.num_gpus,
         paid={name: float(count) for name, count in paid.items()},

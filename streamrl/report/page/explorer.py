@@ -15,7 +15,6 @@ from streamrl.report.page.what_if_command import changes_of, command_parts, note
 from streamrl.report.words import SYSTEMS, gpu_word
 from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan, PlanOption, WhatIfPlan
-from streamrl.sim.planner.plan_settings import candidate_of
 
 
 def explorer_data(made: PlanMade) -> Markup | None:
@@ -70,12 +69,11 @@ def _plan(
 
 def _name(plan: WhatIfPlan, words: Mapping[str, str]) -> str:
     """Return the GPUs of a plan in a few words: "12 H100 and 2 H20 generate, 4 H100 train"."""
-    candidate = candidate_of(plan.settings)
-    generate = listing([f"{kind.num_gpus} {words[kind.pool]}" for kind in candidate.replicas.kinds])
+    generate = listing([f"{kind.num_gpus} {words[kind.pool]}" for kind in plan.generate])
     if plan.settings["policies.system"] == "colocated":
         return f"{generate} generate and train in turn"
-    trainer = candidate.trainer
-    return f"{generate} generate, {trainer.num_gpus} {words[trainer.pool]} train"
+    trainer = words[str(plan.settings["trainer.pool"])]
+    return f"{generate} generate, {plan.trainer_gpus} {trainer} train"
 
 
 def _pool_word(pool: str, gpu: str) -> str:

@@ -8,6 +8,7 @@ plan that was clicked.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import gcd
 
 import msgspec
@@ -18,9 +19,7 @@ from streamrl.report.page.sources import PlanMade
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.short_forms import read_offer
 from streamrl.runfile.workload_config import LengthsConfig
-from streamrl.sim.planner.layouts import Replicas
-from streamrl.sim.planner.plan import WhatIf, WhatIfPlan
-from streamrl.sim.planner.plan_settings import candidate_of
+from streamrl.sim.planner.plan import GpuShare, WhatIf, WhatIfPlan
 
 SEARCHED = {
     "trainer.tensor_parallel": "trainer_tensor_parallel",
@@ -100,22 +99,21 @@ def _rounded(tokens: float) -> int:
 
 def changes_of(plan: WhatIfPlan) -> dict[str, str]:
     """Return the settings that search only one plan, as far as keys of [plan] and of its pools can say it."""
-    candidate = candidate_of(plan.settings)
-    kinds, trainer = candidate.replicas.kinds, candidate.trainer
+    kinds, trainer_pool = plan.generate, str(plan.settings["trainer.pool"])
     found: dict[str, object] = {
         "plan.systems": [plan.settings["policies.system"]],
         "plan.rollout_pools": list(dict.fromkeys(kind.pool for kind in kinds)),
-        "plan.trainer_pools": [trainer.pool],
+        "plan.trainer_pools": [trainer_pool],
         "plan.trainer_gpus": [plan.trainer_gpus],
         "plan.rollout_tensor_parallel": sorted({kind.tensor_parallel for kind in kinds}),
     }
     if len(kinds) == 1:
         found["plan.rollout_gpus"] = [plan.rollout_gpus]
     else:
-        found |= _units(kinds, (trainer.pool, trainer.num_gpus))
-    if candidate.mode.rewards is not None:
-        found["plan.reward_pools"] = [candidate.mode.rewards.pool]
-        found["plan.reward_gpus"] = [candidate.mode.rewards.num_gpus]
+        found |= _units(kinds, (trainer_pool, plan.trainer_gpus))
+    if plan.rewards is not None:
+        found["plan.reward_pools"] = [plan.rewards.pool]
+        found["plan.reward_gpus"] = [plan.rewards.num_gpus]
     for key, name in SEARCHED.items():
         if key in plan.settings:
             found[f"plan.{name}"] = [plan.settings[key]]
@@ -125,7 +123,7 @@ def changes_of(plan: WhatIfPlan) -> dict[str, str]:
     return {key: msgspec.json.encode(value).decode() for key, value in found.items()}
 
 
-def _units(kinds: tuple[Replicas, ...], trainer: tuple[str, int]) -> dict[str, object]:
+def _units(kinds: Sequence[GpuShare], trainer: tuple[str, int]) -> dict[str, object]:
     """Return a unit for each pool that divides every side in it. Two kinds allow no list of GPUs that generate."""
     units: dict[str, int] = {}
     for pool, count in [*((kind.pool, kind.num_gpus) for kind in kinds), trainer]:
@@ -135,4 +133,4 @@ def _units(kinds: tuple[Replicas, ...], trainer: tuple[str, int]) -> dict[str, o
 
 def note_of(plan: WhatIfPlan) -> str:
     """Return what the command cannot say of a plan; empty if it says all."""
-    return TWO_KINDS if len(candidate_of(plan.settings).replicas.kinds) > 1 else ""
+    return TWO_KINDS if len(plan.generate) > 1 else ""
