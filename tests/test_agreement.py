@@ -229,9 +229,7 @@ def test_an_open_search_and_a_cost_of_staleness_are_said(directory: Path, tmp_pa
     write_plan(changed, tmp_path)
     text = render_markdown(make_page(read_report([tmp_path]))).replace(NBSP, " ")
     assert "stopped at `plan.time_limit`, 12 s" in text and "may be up to 7 % better" in text
-    assert (
-        "took 4 % more steps" in text and "for the chosen plan's 0.50 versions 2.0 % more" in text
-    )
+    assert "took 4 % more steps" in text and "for the chosen plan's 0.5 updates 2.0 % more" in text
     assert "(plan.staleness_cost, from a line)" in text.replace("`", "")
     assert "with 4 % charged for each version of lag" in printed(changed)
     assert "as a line" in printed(changed)

@@ -122,7 +122,7 @@ def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
     changed = replace(plan.sensitivity[0], is_other=True, choice="9 x", gain=0.25, still_fits=True)
     write_plan(replace(plan, sensitivity=[changed, *plan.sensitivity[1:]]), directory)
     text = render_html(make_page(read_report([directory])))
-    assert ">9 x<small>saves 25\N{NO-BREAK SPACE}% then</small></td>" in text
+    assert "<span>9 x</span><small>saves 25\N{NO-BREAK SPACE}% then</small></td>" in text
     assert "The chosen plan stays the best" not in text
 
 
