@@ -274,6 +274,8 @@ async def _execute_in(
 
     assert run.model.path is not None, "check_executable requires weights"
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
+    for note in workload.notes:
+        logger.warning(note)
     launcher = make_launcher(run, directory)
     workload.check_vocabulary(load_model(run.model).vocab_size)
     verifier = Verifier(run.verifier, directory.logs / "verifier.log", launcher.reward_model)

@@ -43,6 +43,8 @@ class PromptWorkload:
             encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer)
         ]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
+        self.notes = [note for source in sources for note in source.notes]
+        """What was changed in the data sets, one line each."""
         self._tokenizer = tokenizer
         self.group_size = run.algorithm.group_size
         self.max_tokens = run.rollout.max_tokens

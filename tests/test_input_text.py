@@ -124,7 +124,7 @@ def test_a_chat_that_the_template_cannot_take_is_refused_by_its_line(tmp_path: P
             raise TypeError("content is None")
 
     run = real_run(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": null}]}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "x"}]}\n')
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: the model's chat template"):
         PromptWorkload(run, Picky())
 

@@ -75,6 +75,8 @@ def _find_prompts(
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in workload.fields'
         yield _finding("error", "prompts", str(error), fix)
         return
+    for note in (note for source in sources for note in source.notes):
+        yield _finding("warning", "prompts", note, "remove that turn from the data set")
     lacks = []
     if (policy := expecting_policy(policies, workload.ranker)) is not None:
         lacks = [

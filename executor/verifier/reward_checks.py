@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,9 +90,13 @@ def check_prompts(verifier: VerifierConfig, workload: WorkloadConfig) -> None:
             for lack in find_missing_fields(
                 source, scorer.fields, partial(is_scored, reward=reward)
             ):
-                raise ValueError(f"{lack.say(source)}: {key} {reward.scorer!r} needs it")
+                field = f"{source.key.removesuffix('prompts')}fields.{lack.fields[-1]}"
+                columns = ", ".join(source.records[0])
+                raise ValueError(
+                    f"{lack.say(source)}: {key} {reward.scorer!r} needs it; name its column in {field} (columns: {columns})"
+                )
         _check_records(sources, reward, scorer)
-    _try_functions(verifier, sources)
+    _try_scorers(verifier, sources)
 
 
 def _check_all_are_scored(source: PromptSource, rewards: Sequence[RewardConfig]) -> None:
@@ -114,27 +118,63 @@ def _check_records(sources: Iterable[PromptSource], reward: RewardConfig, scorer
             raise ValueError(f"{source.key}: {source.line(at)}: {complaint}")
 
 
-def _try_functions(verifier: VerifierConfig, sources: Iterable[PromptSource]) -> None:
-    """Call each function of the user once in a worker: its import may fail, or the sandbox may block it."""
-    rewards = verifier.rewards
-    functions = [number for number, each in enumerate(rewards) if not make_scorer(each).is_own]
-    if functions:
-        asyncio.run(_try_out(verifier, functions, list(sources)))
+MOST_TRIED = 16
+"""Maximum records of a data set whose own answers are scored before a run, one for each task."""
 
 
-async def _try_out(
-    config: VerifierConfig, functions: Iterable[int], sources: Sequence[PromptSource]
-) -> None:
+def _try_scorers(verifier: VerifierConfig, sources: Iterable[PromptSource]) -> None:
+    """Score own answers of records in a worker, with functions of the user and with scorers that evaluate.
+
+    The import of a function may fail, or the sandbox may block it. A record may have an answer that its scorer rejects.
+    """
+    made = enumerate(map(make_scorer, verifier.rewards))
+    places = [place for place, scorer in made if scorer.must_win or not scorer.is_own]
+    trials = list(_trials(verifier, places, sources))
+    if trials:
+        asyncio.run(_try_out(verifier, trials))
+
+
+class _Trial(NamedTuple):
+    """One record that is scored by one scorer before a run."""
+
+    place: int
+    record: Record
+    line: str
+
+
+def _trials(
+    verifier: VerifierConfig, places: Iterable[int], sources: Iterable[PromptSource]
+) -> Iterator[_Trial]:
+    for place, source in product(places, sources):
+        reward = verifier.rewards[place]
+        scorer = make_scorer(reward)
+        scored: Iterator[int] = (
+            at for at, each in enumerate(source.records) if is_scored(each, reward)
+        )
+        if not scorer.is_own:
+            scored = islice(scored, 1)
+        else:
+            answered = (at for at in scored if scorer.expected(source.records[at]) is not None)
+            scored = islice(_first_of_tasks(source, answered), MOST_TRIED)
+        for at in scored:
+            yield _Trial(place, source.records[at], source.line(at))
+
+
+def _first_of_tasks(source: PromptSource, places: Iterable[int]) -> Iterator[int]:
+    """Yield the places of records whose task no record before them has."""
+    seen: set[str] = set()
+    for at in places:
+        task = str(source.records[at].get("task"))
+        if task not in seen:
+            seen.add(task)
+            yield at
+
+
+async def _try_out(config: VerifierConfig, trials: Iterable[_Trial]) -> None:
     with closing(Verifier(config)) as verifier:
-        for place in functions:
-            reward, key = config.rewards[place], config.key(place)
-            for source in sources:
-                scored = (at for at, each in enumerate(source.records) if is_scored(each, reward))
-                if (at := next(scored, None)) is None:
-                    continue
-                try:
-                    await verifier.try_out(place, source.records[at])
-                except RuntimeError as error:
-                    raise ValueError(
-                        f"{key}: {reward.scorer} cannot score {source.line(at)}: {error}"
-                    ) from None
+        for place, record, line in trials:
+            try:
+                await verifier.try_out(place, record)
+            except RuntimeError as error:
+                scorer, key = config.rewards[place].scorer, config.key(place)
+                raise ValueError(f"{key}: {scorer} cannot score {line}: {error}") from None

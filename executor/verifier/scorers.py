@@ -12,7 +12,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -67,6 +67,8 @@ class Scorer(NamedTuple):
     """Smallest and largest score."""
     is_own: bool = True
     """Whether it belongs to this package; False for functions of the user."""
+    must_win: bool = False
+    """Whether a run begins only if the own answers of some records score more than the minimum, in the sandbox."""
 
 
 _ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
@@ -104,8 +106,44 @@ def _final(completion: str, num_tokens: int) -> str:
     return final_answer(completion)
 
 
+STATED = ("####", "answer:", "Answer:")
+"""Markers before the final answer in a record's answer that shows its work, such as those of GSM8K."""
+
+
+def accepted_answers(record: Record) -> list[str]:
+    """Return the final answers that a completion may give: those of the record, or of each entry of its list.
+
+    Raises:
+        ValueError: an answer is neither a text nor a number, or it is empty.
+    """
+    answer = record["answer"]
+    found = [_stated(each) for each in (answer if isinstance(answer, list) else [answer])]
+    if not found:
+        raise ValueError("the answer is an empty list")
+    return list(dict.fromkeys(text for texts in found for text in texts))
+
+
+def _stated(answer: object) -> list[str]:
+    """Return the ways to write one answer: the text after its last marker, or all of it."""
+    if not isinstance(answer, str | int | float):
+        raise ValueError(
+            f"the answer must be a text, a number, or a list of them, got {answer!r:.80}"
+        )
+    text = str(answer).strip()
+    for marker in STATED:
+        if marker in text:
+            text = text.rpartition(marker)[2].strip()
+            break
+    if not text:
+        raise ValueError(
+            f"the answer {answer!r:.80} is empty, and so every empty completion would be right"
+        )
+    is_whole = isinstance(answer, float) and answer.is_integer()
+    return [text, str(int(answer))] if is_whole else [text]
+
+
 def _answer_of(record: Record) -> str | None:
-    return str(record["answer"])
+    return accepted_answers(record)[0]
 
 
 def _answer_of_entry(record: Record) -> str | None:
@@ -114,28 +152,52 @@ def _answer_of_entry(record: Record) -> str | None:
 
 
 def _entry(record: Record) -> Record:
-    return record.get("entry") or {"answer": record["answer"], "metadata": {}}
+    return record.get("entry") or {"answer": accepted_answers(record)[0], "metadata": {}}
+
+
+FINAL_COLUMN = (
+    "name the column of the final answer in workload.fields.answer, or use another scorer"
+)
+"""What to do if a record's own answer cannot win."""
 
 
 def _load_exact() -> Grader:
     def grade(record: Record) -> Grade:
-        expected = str(record["answer"]).strip()
-        return lambda answer: float(answer == expected)
+        accepted = accepted_answers(record)
+        return lambda answer: float(answer in accepted)
 
     return grade
+
+
+def _check_exact(record: Record) -> str | None:
+    """Return why no completion can win: its final answer is one line, or the text after a marker."""
+    try:
+        accepted = accepted_answers(record)
+    except ValueError as error:
+        return f"exact cannot score it: {error}; {FINAL_COLUMN}"
+    wins = [text for text in accepted if "\n" not in text and final_answer(f"#### {text}") == text]
+    if wins:
+        return None
+    num = accepted[0].count("\n") + 1
+    return (
+        f"exact scores the record's own answer 0: it has {num} lines, and only the last line of a completion counts, "
+        f"or the text after ####; {FINAL_COLUMN}"
+    )
 
 
 def _load_math_verify() -> Grader:
     from math_verify import parse, verify
 
     def grade(record: Record) -> Grade:
-        answer = delimited(str(record["answer"]))
+        answers = [delimited(text) for text in accepted_answers(record)]
 
         def compare(completion: str) -> float:
-            expected = parse(answer)
-            if not expected:
-                raise ValueError(f"math-verify reads no answer in {answer!r}")
-            return float(verify(expected, parse(completion)))
+            readings = [parse(answer) for answer in answers]
+            if not all(readings):
+                unread = answers[readings.index([])]
+                raise ValueError(f"math-verify reads no answer in {unread!r}")
+            found = parse(completion)
+            return float(any(verify(expected, found) for expected in readings))
 
         return compare
 
@@ -151,11 +213,22 @@ def delimited(answer: str) -> str:
 
 
 def _check_math_verify() -> Check:
-    from math_verify import parse
+    from math_verify import parse, verify
 
     def check(record: Record) -> str | None:
-        answer = delimited(str(record["answer"]))
-        return None if parse(answer) else f"math-verify reads no answer in {answer!r}"
+        try:
+            answers = [delimited(text) for text in accepted_answers(record)]
+        except ValueError as error:
+            return f"math-verify cannot score it: {error}; {FINAL_COLUMN}"
+        for answer in answers:
+            expected = parse(answer)
+            if not expected:
+                return f"math-verify reads no answer in {answer!r}"
+            if not verify(expected, expected):
+                return (
+                    f"math-verify scores the record's own answer {answer!r:.80} 0; {FINAL_COLUMN}"
+                )
+        return None
 
     return check
 
@@ -189,7 +262,10 @@ def _load_reasoning_gym() -> Grader:
 
 def exact_scorer(reward: RewardConfig) -> Scorer:
     """Return a scorer that compares the final answer with the record's: 1 if the texts are equal, else 0."""
-    return Scorer(_final, _answer_of, _load_exact, False, (("answer",),))
+    return Scorer(
+        *(_final, _answer_of, _load_exact, False, (("answer",),)),
+        make_check=lambda: _check_exact,
+    )
 
 
 def math_verify_scorer(reward: RewardConfig) -> Scorer:
@@ -207,6 +283,7 @@ def reasoning_gym_scorer(reward: RewardConfig) -> Scorer:
         *(_final, _answer_of_entry, _load_reasoning_gym, True),
         (("task",), ("entry", "answer")),
         make_check=_check_reasoning_gym,
+        must_win=True,
     )
 
 
@@ -224,18 +301,64 @@ def regex_scorer(reward: RewardConfig) -> Scorer:
         def grade(record: Record) -> Grade:
             if not num_groups:
                 return lambda completion: float(found_by.search(completion) is not None)
-            expected = str(record["answer"]).strip()
+            accepted = accepted_answers(record)
 
             def compare(completion: str) -> float:
                 matches = deque(found_by.finditer(completion), maxlen=1)
-                return float(any((match[1] or "").strip() == expected for match in matches))
+                return float(any((match[1] or "").strip() in accepted for match in matches))
 
             return compare
 
         return grade
 
-    fields = (("answer",),) if num_groups else ()
-    return Scorer(whole, lambda record: None, load, False, fields)
+    if not num_groups:
+        return Scorer(whole, lambda record: None, load, False, ())
+    return Scorer(
+        *(whole, lambda record: None, load, False, (("answer",),)),
+        make_check=lambda: partial(_check_group, pattern),
+    )
+
+
+def _check_group(pattern: str, record: Record) -> str | None:
+    """Return why the first group of a pattern can never contain the record's answer."""
+    try:
+        accepted = accepted_answers(record)
+    except ValueError as error:
+        return f"regex cannot score it: {error}; {FINAL_COLUMN}"
+    group = first_group(pattern)
+    if group is None or any(_is_within(group, text) for text in accepted):
+        return None
+    return (
+        f"regex scores the record's own answer 0: the group ({group}) of the pattern cannot match {accepted[0]!r:.80}; "
+        f"{FINAL_COLUMN}"
+    )
+
+
+def _is_within(group: str, answer: str) -> bool:
+    """Return whether a group can match an answer, with the white space around it that is ignored."""
+    padded = (f"{before}{answer}{after}" for before in ("", " ", "\n") for after in ("", " ", "\n"))
+    return any(re.fullmatch(group, text) for text in padded)
+
+
+def first_group(pattern: str) -> str | None:
+    """Return the expression in the first group of a pattern; None if it depends on the text around it."""
+    match = re.match(
+        r"((?:[^\\(\[]|\\.|\[\^?\]?(?:[^\\\]]|\\.)*\]|\(\?:)*)\((?:\?P<\w+>)?", pattern, re.DOTALL
+    )
+    if match is None:
+        return None
+    start, depth, place = match.end(), 1, match.end()
+    while depth and place < len(pattern):
+        skipped = re.match(r"\\.|\[\^?\]?(?:[^\\\]]|\\.)*\]", pattern[place:], re.DOTALL)
+        depth += 0 if skipped else {"(": 1, ")": -1}.get(pattern[place], 0)
+        place += skipped.end() if skipped else 1
+    inner = pattern[start : place - 1]
+    has_context = re.search(r"\(\?[^:]|\\[1-9bBAZ]|[$^]|\\[Z]", inner) is not None
+    try:
+        re.compile(inner)
+    except re.error:
+        return None
+    return None if has_context or inner.startswith("?") else inner
 
 
 def format_scorer(reward: RewardConfig) -> Scorer:
@@ -404,6 +527,7 @@ def unit_tests_scorer(reward: RewardConfig) -> Scorer:
         True,
         (("tests",),),
         make_check=lambda: _check,
+        must_win=True,
     )
 
 

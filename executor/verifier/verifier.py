@@ -109,12 +109,15 @@ class Verifier(VerifierRole):
         """Score the record's own answer with one scorer, or an empty completion if the record has none.
 
         Raises:
-            RuntimeError: the scorer failed.
+            RuntimeError: the scorer failed, or it gives an answer that must win the minimum.
         """
-        answer = self._scorers[place].expected(record)
+        scorer = self._scorers[place]
+        answer = scorer.expected(record)
         reply = await self._ask(place, "" if answer is None else answer, record)
         if reply.fault is not None:
             raise RuntimeError(reply.detail or reply.fault)
+        if scorer.must_win and answer is not None and reply.reward <= scorer.bounds[0]:
+            raise RuntimeError(f"it scores the record's own answer {answer!r:.80} {reply.reward:g}")
 
     def close(self) -> None:
         """Kill all processes at once."""

@@ -1,4 +1,4 @@
-"""Read the rows of data files: CSV, JSONL, Parquet, a directory of `datasets`, or the Hugging Face hub."""
+"""Read the rows of data files: CSV, JSONL, a JSON array, Parquet, a directory of `datasets`, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ Row = dict[str, Any]
 """One line or row, as JSON represents it: dates as text, bytes in base 64."""
 
 PARQUET = (".parquet", ".pq")
+GZIP = b"\x1f\x8b"
+"""First bytes of a compressed file."""
 MOST_ERROR_CHARS = 300
 """Maximum characters that an error message takes from a library's error."""
 EXTRA = "pip install 'streamrl[data]'"
@@ -77,28 +79,80 @@ def read_rows(source: SourceConfig, key: str) -> list[Row]:
 
 
 def read_lines(path: Path, key: str = "") -> Iterator[Row]:
-    """Yield the objects of a JSONL file.
+    """Yield the objects of a JSONL file, or of a file that is one JSON array.
 
     Raises:
-        ValueError: a line is not a JSON object; the message names file and line.
+        ValueError: a line or an entry is not a JSON object; the message names file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig").rstrip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key and f'{key}: '}{path} cannot be read: {error}") from None
+    text = _read_text(path, key).rstrip()
     if not text:
         raise ValueError(f"{key and f'{key}: '}{path} has no lines")
+    entries = _entries_of(text)
+    if entries is not None:
+        for number, entry in enumerate(entries, start=1):
+            yield _object(entry, f"{path}:{number}")
+        return
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            row = json.loads(line)
-            json.dumps(
-                row, ensure_ascii=False
-            ).encode()  # half of a surrogate pair cannot be encoded
+            row = json.loads(line, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object")
-        yield row
+            raise ValueError(f"{path}:{number}: not JSON: {error}{_remedy(text, path)}") from None
+        yield _object(row, f"{path}:{number}")
+
+
+def _read_text(path: Path, key: str) -> str:
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"{key and f'{key}: '}{path} cannot be read: {error}") from None
+
+
+def _entries_of(text: str) -> list[object] | None:
+    """Return the entries of a JSON array; None for other text, such as a line with an array."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found: list[object] = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        return None  # lines are read instead, and the first wrong one is named
+    return found if found and all(isinstance(entry, dict) for entry in found) else None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    """Return an object; refuse a key that it has twice, of which only the last value would count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} appears twice in one object")
+    return found
+
+
+def _object(row: object, where: str) -> Row:
+    """Return a row that is an object and can be encoded; half of a surrogate pair cannot."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: not a JSON object")
+    return row
+
+
+def _remedy(text: str, path: Path) -> str:
+    """Return what to do with a file that is no JSON lines; empty if only a line is wrong."""
+    if path.suffix in (".csv", ".tsv", ".gz") and not text.startswith("{"):
+        return "; convert a table to JSON lines, such as with pandas: to_json(orient='records', lines=True)"
+    if not text.startswith("{"):
+        return ""
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    lists = [name for name, value in whole.items() if isinstance(value, list)]
+    rows = f".{lists[0]}[]" if lists else "."
+    return f"; the file is one JSON object: write one object a line (jq -c '{rows}' {path.name})"
 
 
 def _check_has_one_split(source: SourceConfig, key: str) -> None:

@@ -11,6 +11,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from streamrl.runfile.errors import shown
 from streamrl.runfile.workload_config import HUB, SourceConfig, TemplateConfig, WorkloadConfig
+from streamrl.workload.chats import read_prompt
 from streamrl.workload.data_files import read_rows
 from streamrl.workload.prompt_families import FAMILY
 
@@ -19,6 +20,18 @@ Record = dict[str, Any]
 
 MOST_EXPECTED = 10**9
 EXPECTED = "expected_tokens"  # field with the output tokens that a ranker expects
+PROMPT_COLUMNS = {
+    "messages": "chat messages",
+    "conversations": "a ShareGPT chat",
+    "conversation": "a chat",
+    "question": "a text",
+    "problem": "a text",
+    "instruction": "a text",
+    "query": "a text",
+    "input": "a text",
+    "text": "a text",
+}
+"""Columns of public data sets that may be the prompt, and their content."""
 
 
 class PromptSource(NamedTuple):
@@ -31,6 +44,18 @@ class PromptSource(NamedTuple):
     records: list[Record]
     is_templated: bool
     """Whether the run file's template builds its prompts as chats."""
+    cut: tuple[int, ...] = ()
+    """Rows, from 1, whose chats ended with the assistant's answer, which was cut off."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what was changed in the data, one line each."""
+        if not self.cut:
+            return []
+        return [
+            f"{self.key}: {len(self.cut)} of {len(self.records)} chats of {self.name} end with the assistant's "
+            f"answer (first: row {self.cut[0]}); it was cut off, because a prompt must not contain it"
+        ]
 
     def line(self, index: int) -> str:
         """Return the location of a record for errors: the file and the line, from 1."""
@@ -47,17 +72,19 @@ def read_source(source: SourceConfig, key: str = "workload.prompts") -> PromptSo
     """Read one data set. `key` is its key in the run file; see `read_sources` for the errors."""
     rows = read_rows(source, key)
     fill = None if source.template is None else _compiled(source.template, key)
-    records = []
+    records, cut = [], []
     for number, row in enumerate(rows, start=1):
         line = f"{source.prompts}:{number}"
         record = _renamed(row, source.fields, line)
         if fill is not None:
             record["prompt"] = fill(record, line)
-        _check(record, line)
+        elif _normalize(record, line, key):
+            cut.append(number)
+        _check_expected(record, line)
         if source.name is not None:
             record[FAMILY] = source.name
         records.append(record)
-    return PromptSource(key, source.prompts, records, fill is not None)
+    return PromptSource(key, source.prompts, records, fill is not None, tuple(cut))
 
 
 def family_of(record: Mapping[str, object], source: SourceConfig) -> str:
@@ -82,25 +109,35 @@ def _value(row: Record, column: str, line: str, name: str) -> object:
     return place
 
 
-def _check(record: Record, line: str) -> None:
-    prompt = record.get("prompt")
-    if not isinstance(prompt, str) and not _is_chat(prompt):
-        raise ValueError(f'{line}: needs a "prompt": a text, or a list of chat messages')
+def _normalize(record: Record, line: str, key: str) -> bool:
+    """Replace a record's prompt by a text or by plain chat messages; return whether an answer was cut off."""
+    if "prompt" not in record:
+        needs = f'{line}: needs a "prompt": a text, or a list of chat messages'
+        raise ValueError(f"{needs}; {_columns_of(record, key)}")
+    prompt = read_prompt(record["prompt"], line)
+    if isinstance(prompt, str):
+        record["prompt"] = prompt
+        return False
+    record["prompt"] = prompt.messages
+    return prompt.num_cut > 0
+
+
+def _columns_of(record: Record, key: str) -> str:
+    """Return which columns a record has, and how to name the one that is the prompt."""
+    field = f"{key.removesuffix('prompts')}fields.prompt"
+    known = next((name for name in PROMPT_COLUMNS if name in record), None)
+    if known is not None:
+        return f'its column "{known}" has {PROMPT_COLUMNS[known]}: set {field} = "{known}"'
+    return f"name the column with {field}; its columns are {', '.join(record)}"
+
+
+def _check_expected(record: Record, line: str) -> None:
     expected = record.get(EXPECTED, 1)
     is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
     if not is_number or not 1 <= expected <= MOST_EXPECTED:
         raise ValueError(
             f"{line}: {EXPECTED} must be from 1 to {MOST_EXPECTED:.0e}, got {shown(expected)}"
         )
-
-
-def _is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of chat messages."""
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt)
-    )
 
 
 # Templates ----------------------------------------------------------------------------------------
