@@ -136,9 +136,9 @@ Files = Callable[[Path], tuple[str, ...]]
         (
             [{"response_length": "x"}],
             (),
-            "row 1: response_length must be a whole number of tokens, got 'x'",
+            "row 1: response_length must be a whole number of tokens, at least 1, got 'x'",
         ),
-        ([{"response_length": 2.5}], (), "must be a whole number of tokens, got 2.5"),
+        ([{"response_length": 2.5}], (), "must be a whole number of tokens, at least 1, got 2.5"),
         (ROWS, ("--field", "output_tokens=no"), "has no such column; it has prompt, answer"),
         (
             ROWS,
@@ -194,3 +194,122 @@ def test_no_name_of_a_column_says_two_things() -> None:
     known = load_columns()
     names = [*known.output_tokens, *known.turns, *known.prompt_id, *known.prompt_tokens]
     assert len(names) == len(set(names))
+
+
+# Traces and benchmarks of serving -----------------------------------------------------------------
+
+BENCHMARK = {
+    "completed": 4,
+    "total_output_tokens": 2600,
+    "input_lens": [1000, 1000, 1000, 1100],
+    "output_lens": [500, 600, 700, 800],
+}
+
+
+def rows_of(directory: Path, *arguments: str) -> tuple[list[int], list[int], dict[str, Any]]:
+    """Import `in.*`; return the output tokens and prompt tokens that are drawn, and what was printed."""
+    (path,) = directory.glob("in.*")
+    done = streamrl("import", path, "-o", directory / "out", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    draws = imported(directory / "out", {"rollout.max_tokens": 10_000}).draw(0, 2000)
+    lengths = [length for draw in draws for length in draw.lengths]
+    return lengths, [draw.drawn.prompt_tokens for draw in draws], json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["in.json", "in.jsonl"])
+def test_requests_of_a_benchmark_are_rollouts_of_their_own_prompts(
+    name: str, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / name, [BENCHMARK])
+    lengths, prompts, told = rows_of(tmp_path)
+    assert (told["rollouts"], told["mean_output_tokens"], told["notes"]) == (4, 650.0, [])
+    assert set(lengths) == {500, 600, 700, 800} and set(prompts) == {1000, 1100}
+    assert sum(prompt == 1100 for prompt in prompts) == pytest.approx(500, abs=60)
+
+
+def test_failed_requests_of_a_benchmark_are_left_out_and_counted(tmp_path: Path) -> None:
+    failed = {**BENCHMARK, "output_lens": [500, 600, 0, 800], "errors": ["", "", "timeout", ""]}
+    write_lines(tmp_path / "in.jsonl", [BENCHMARK, failed])
+    _, _, told = rows_of(tmp_path)
+    assert told["rollouts"] == 7 and told["notes"] == ["1 failed requests are left out"]
+
+
+COLUMNS = [
+    ("input_len", "output_len"),
+    ("input_length", "output_length"),
+    ("ContextTokens", "GeneratedTokens"),
+    ("Request tokens", "Response tokens"),
+    ("num_prefill_tokens", "num_decode_tokens"),
+]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+@pytest.mark.parametrize(("prompt", "output"), COLUMNS)
+def test_prompt_lengths_of_a_trace_are_kept(
+    prompt: str, output: str, ending: str, tmp_path: Path
+) -> None:
+    rows = [{prompt: 6755, output: 500}, {prompt: 6000, output: 700}]
+    if ending == "csv":
+        (tmp_path / "in.csv").write_text(f"{prompt},{output}\n6755,500\n6000,700\n")
+    else:
+        write_lines(tmp_path / "in.jsonl", rows)
+    lengths, prompts, _ = rows_of(tmp_path)
+    assert set(lengths) == {500, 700} and set(prompts) == {6755, 6000}
+
+
+def test_prompt_lengths_count_even_if_the_first_row_lacks_them(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"output_len": 5}, {"output_len": 6, "input_len": 9}])
+    done = streamrl("import", tmp_path / "in.jsonl", "-o", tmp_path / "out")
+    assert done.returncode == 2 and "row 1: input_len is missing" in done.stderr
+
+
+def test_unknown_prompt_lengths_are_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"output_len": 5, "n_context": 9}])
+    _, prompts, told = rows_of(tmp_path)
+    assert set(prompts) == {400} and "400 are assumed" in told["notes"][0]
+    _, prompts, told = rows_of(tmp_path, "--field", "prompt_tokens=n_context")
+    assert set(prompts) == {9} and not told["notes"]
+
+
+def test_shared_beginnings_of_prompts_are_told(tmp_path: Path) -> None:
+    rows = [{"input_length": 9, "output_length": 5, "hash_ids": [1, 2]} for _ in range(4)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    assert "hash_ids: 75% of the prompts' blocks repeat" in rows_of(tmp_path)[2]["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"completed": 4, "total_output_tokens": 2600}, "run it with --save-detailed (vLLM)"),
+        ({**BENCHMARK, "input_lens": [1]}, "output_lens has 4 requests, but input_lens has 1"),
+        (
+            {**BENCHMARK, "output_lens": [1, 2, 3, 0]},
+            "must be a whole number of tokens, at least 1",
+        ),
+        ({"output_len": 0}, "at least 1, got 0; correct the row or remove it"),
+        ({"output_len": "\uff15"}, "at least 1, got '\uff15'"),
+        (
+            {"output_len": 5, "input_len": 0},
+            "input_len must be a whole number of tokens, at least 1",
+        ),
+        ({"num_tokens": 9, "response_length": 5}, "choose one with --field output_tokens=COLUMN"),
+    ],
+)
+def test_lengths_that_cannot_be_right_are_refused(
+    row: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "in.jsonl", [row])
+    done = streamrl("import", tmp_path / "in.jsonl", "-o", tmp_path / "out")
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_column_that_appears_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table([[5], [6]], names=["output_len", "output_len"])
+    parquet.write_table(table, tmp_path / "in.parquet")
+    (tmp_path / "in.csv").write_text("output_len,output_len\n5,6\n")
+    for path in (tmp_path / "in.parquet", tmp_path / "in.csv"):
+        done = streamrl("import", path, "-o", tmp_path / "out", "--format", "rollouts")
+        assert done.returncode == 2 and "the column 'output_len' appears twice" in done.stderr

@@ -176,6 +176,22 @@ def test_a_recorded_trace_of_other_groups_is_refused(tmp_path: Path) -> None:
         ("histogram", "start,end,density\n5,2,1\n", "'5'"),
         ("histogram", "start,end,density\n1,2,0\n", "density"),
         ("groups", "output_tokens\n12\n", "prompt_id"),
+        ("empirical", "output_tokens\n12\n0\n", "row 2, {'output_tokens': '0'}"),
+        ("empirical", "output_tokens\n12.5\n", "a whole number of tokens from 1"),
+        (
+            "empirical",
+            "output_tokens\n\uff11\uff12\n",
+            "got '\uff11\uff12'; correct the row or remove it",
+        ),
+        ("empirical", "output_tokens\n1_2\n", "got '1_2'"),
+        ("empirical", "prompt_tokens,output_tokens\n0,12\n", "prompt_tokens must be"),
+        ("empirical", "output_tokens,output_tokens\n12,13\n", "'output_tokens' appears twice"),
+        ("groups", "prompt_id,output_tokens\na,0\n", "a whole number of tokens from 1"),
+        ("groups", "prompt_id,output_tokens\n,12\n", "prompt_id"),
+        ("groups", "prompt_id,prompt_tokens,output_tokens\na,2.5,12\n", "got '2.5'"),
+        ("histogram", "start,end,density\n1,5,1\n4,8,1\n", "the bins 1 to 5 and 4 to 8 overlap"),
+        ("histogram", "start,end,density\n4,8,1\n1,9,1\n", "the bins 1 to 9 and 4 to 8 overlap"),
+        ("histogram", "start,end,density\n1,\uff15,1\n", "numbers in columns"),
     ],
 )
 def test_a_bad_row_is_refused_naming_file_and_row(
@@ -188,6 +204,14 @@ def test_a_bad_row_is_refused_naming_file_and_row(
     assert "lengths.csv" in str(caught.value)
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_prompts_of_requests_are_drawn_beside_their_outputs(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n10,3\n20,4\n")
+    draws = SimulatedWorkload(run_of(kind="empirical", source=str(path))).draw(0, 500)
+    assert {draw.drawn.prompt_tokens for draw in draws} == {10, 20}
+    assert any(len(set(draw.lengths)) > 1 for draw in draws), "siblings differ"
 
 
 def test_a_missing_file_is_refused() -> None:

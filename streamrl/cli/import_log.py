@@ -113,6 +113,7 @@ def import_log(
     elif log_format == ROLLOUTS or (log_format is None and _is_data_set(recorded)):
         rollouts = read_rollouts(recorded, chosen, split)
         fragment, kind = replay_rollouts(rollouts, recorded), ROLLOUTS
+        notes = rollouts.notes
         files[LENGTHS] = write_lengths(rollouts, recorded)
         if rollouts.records:
             files[PROMPTS] = write_prompts(rollouts)

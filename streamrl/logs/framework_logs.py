@@ -49,6 +49,8 @@ def read_dict(text: str) -> LiteralValue:
 def read_number(value: object) -> float | None:
     """Return a number, or the number in a text or a literal; None for all else."""
     if isinstance(value, str):
+        if not value.isascii():  # Python would also read the digits of other scripts
+            return None
         try:
             return float(value)
         except ValueError:

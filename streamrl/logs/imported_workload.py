@@ -58,6 +58,8 @@ def replay_rollouts(found: RecordedRollouts, source: str) -> Fragment:
         "mean_output_tokens": round(fmean(lengths), 2),
         "longest_output": max(lengths),
     }
+    if prompts:
+        facts |= {"mean_prompt_tokens": round(fmean(prompts), 2), "longest_prompt": max(prompts)}
     notes = [
         f"{len(lengths)} rollouts of {source}, a mean of {fmean(lengths):.5g} output tokens, at most {max(lengths)}.",
         f"rollout.max_tokens must be at least {max(lengths)}, so that no output is cut off.",
@@ -70,6 +72,7 @@ def replay_rollouts(found: RecordedRollouts, source: str) -> Fragment:
         )
     else:
         notes.append("The file does not identify prompts, so lengths are drawn independently.")
+    notes += [f"Note: {note}." for note in found.notes]
     return Fragment(_written(notes, {**workload, "lengths": table}), facts)
 
 

@@ -33,6 +33,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.timeline import Span, Timeline, read_timeline
+from streamrl.workload.data_files import parse_number
 
 SECONDS = {
     "step_time": "from the end of one step to the end of the next",
@@ -164,7 +165,7 @@ def _parse(name: str, number: int, row: Mapping[str, str | None]) -> MeasuredSte
         if cell is None or not cell.strip():
             continue
         try:
-            value = float(cell)
+            value = parse_number(cell)
         except ValueError:
             value = -1.0
         if not (isfinite(value) and value >= 0):

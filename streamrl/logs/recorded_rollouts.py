@@ -14,7 +14,7 @@ from typing import NamedTuple
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
 from streamrl.logs.framework_logs import read_number
-from streamrl.runfile.workload_config import HUB, SourceConfig
+from streamrl.runfile.workload_config import HUB, LengthsConfig, SourceConfig
 from streamrl.workload.data_files import read_csv, read_rows
 
 Row = Mapping[str, object]
@@ -29,6 +29,16 @@ class RolloutColumns(ProfileTable, frozen=True, kw_only=True):
     """A number, or a list with those of all samples of the prompt."""
     turns: tuple[str, ...]
     """A list with one number for each turn; their sum is the rollout's output."""
+    requests: tuple[str, ...]
+    """A list with one number for each request of a serving benchmark; each is a rollout of its own prompt."""
+    request_prompts: tuple[str, ...]
+    """A list with the prompt tokens of each request."""
+    request_errors: tuple[str, ...]
+    """A list with the error of each request; empty if it succeeded."""
+    request_totals: tuple[str, ...]
+    """Sums that a benchmark writes if it keeps no lengths of single requests."""
+    shared_blocks: tuple[str, ...]
+    """A list with the hashes of a prompt's blocks, equal for prompts with the same beginning."""
     prompt_id: tuple[str, ...]
     """The same value for all rollouts of one prompt."""
     prompt_tokens: tuple[str, ...]
@@ -40,6 +50,10 @@ OF_PROMPTS = ("answer", "task", "tests", "family")
 """Further columns of a prompt that a run reads."""
 FIELDS = ("output_tokens", "prompt_id", "prompt_tokens")
 """Names that `--field` can map to a column."""
+ASSUMED_PROMPTS = (
+    f"the tokens of prompts are unknown: {LengthsConfig(kind='empirical', source='').prompt_tokens} are assumed "
+    "(workload.lengths.prompt_tokens); name their column with --field prompt_tokens=COLUMN"
+)
 
 
 class RecordedRollouts(NamedTuple):
@@ -48,10 +62,12 @@ class RecordedRollouts(NamedTuple):
     groups: list[list[int]]
     """Output tokens of the rollouts of each prompt; one group for all if prompts cannot be identified."""
     prompt_tokens: list[int] | None
-    """Tokens of each prompt; None if the data does not have them."""
+    """Tokens of each prompt, or of each rollout if prompts cannot be identified; None if unknown."""
     has_prompts: bool
     records: list[dict[str, object]]
     """The record of each prompt, as `workload.prompts` needs it; empty if the data has no text of prompts."""
+    notes: tuple[str, ...] = ()
+    """What was left out or assumed, one line each."""
 
     @property
     def lengths(self) -> list[int]:
@@ -78,14 +94,31 @@ def read_rollouts(
     Raises:
         ValueError: it cannot be read, or has no tokens of rollouts.
     """
-    rows: Sequence[Row]
-    if path.endswith((".csv", ".csv.gz")):
-        rows = read_csv(Path(path))
-    else:
-        rows = read_rows(SourceConfig(prompts=path, split=split), "import")
+    rows = _read(path, split)
     if not rows:
         raise ValueError(f"{path} has no rows")
-    return _gather(path, rows, dict(fields or {}))
+    requests, notes = _single_requests(path, rows)
+    found = _gather(path, requests, dict(fields or {}))
+    if found.prompt_tokens is None:
+        notes = (*notes, ASSUMED_PROMPTS)
+    return found._replace(notes=(*notes, *_note_shared(rows)))
+
+
+def _read(path: str, split: str | None = None) -> Sequence[Row]:
+    if path.endswith((".csv", ".csv.gz")):
+        return read_csv(Path(path))
+    if path.endswith(".json") and (only := _only_object(Path(path))) is not None:
+        return [only]
+    return read_rows(SourceConfig(prompts=path, split=split), "import")
+
+
+def _only_object(path: Path) -> Row | None:
+    """Return the object that a JSON file consists of; None for another file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def looks_like_rollouts(path: str) -> bool:
@@ -93,19 +126,77 @@ def looks_like_rollouts(path: str) -> bool:
     file = Path(path)
     if path.startswith(HUB) or file.is_dir() or file.suffix in (".parquet", ".pq"):
         return True
-    if file.suffix not in (".csv", ".gz", ".jsonl"):
+    if file.suffix not in (".csv", ".gz", ".jsonl", ".json"):
         return False
     try:
-        rows: Sequence[Row] = (
-            read_csv(file)
-            if file.suffix in (".csv", ".gz")
-            else read_rows(SourceConfig(prompts=path), "import")
-        )
+        rows = _read(path)
     except ValueError:
         return False
     known = load_columns()
-    names = (*known.output_tokens, *known.turns, *TEXTS)
+    names = (*known.output_tokens, *known.turns, *known.requests, *known.request_totals, *TEXTS)
     return bool(rows) and any(_has(rows[0], name) for name in names)
+
+
+def _single_requests(path: str, rows: Sequence[Row]) -> tuple[Sequence[Row], tuple[str, ...]]:
+    """Return a row for each request of a serving benchmark, with notes; other rows stay as they are."""
+    known = load_columns()
+    outputs = next((name for name in known.requests if name in rows[0]), None)
+    if outputs is None:
+        total = next((name for name in known.request_totals if name in rows[0]), None)
+        if total is not None and not any(_has(rows[0], name) for name in known.output_tokens):
+            raise ValueError(
+                f"{path}: a serving benchmark with {total} only, without the lengths of its requests; run it with "
+                "--save-detailed (vLLM) or --output-details (SGLang)"
+            )
+        return rows, ()
+    found: list[Row] = []
+    failed = 0
+    for number, row in enumerate(rows, start=1):
+        requests = _requests_of(f"{path}: row {number}", row, outputs, known)
+        failed += requests.count(None)
+        found += [request for request in requests if request is not None]
+    if not found:
+        raise ValueError(f"{path}: all {failed} requests of the benchmark failed")
+    return found, (f"{failed} failed requests are left out",) if failed else ()
+
+
+def _requests_of(where: str, row: Row, outputs: str, known: RolloutColumns) -> list[Row | None]:
+    """Return the requests of a benchmark; None for a failed one."""
+    lengths = row.get(outputs)
+    if not isinstance(lengths, list):
+        raise ValueError(f"{where}: {outputs} must be a list with a number for each request")
+    columns: dict[str, list[object]] = {known.output_tokens[0]: lengths}
+    for target, names in (
+        (known.prompt_tokens[0], known.request_prompts),
+        ("error", known.request_errors),
+    ):
+        name = next((each for each in names if isinstance(row.get(each), list)), None)
+        if name is None:
+            continue
+        values = row[name]
+        assert isinstance(values, list), "just checked"
+        if len(values) != len(lengths):
+            raise ValueError(
+                f"{where}: {outputs} has {len(lengths)} requests, but {name} has {len(values)}"
+            )
+        columns[target] = values
+    made = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+    return [None if request.pop("error", None) else request for request in made]
+
+
+def _note_shared(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how many blocks of prompts repeat, if a trace has their hashes."""
+    name = next((each for each in load_columns().shared_blocks if each in rows[0]), None)
+    lists = [row.get(name) for row in rows] if name is not None else []
+    blocks = [block for each in lists if isinstance(each, list) for block in each]
+    if blocks:
+        repeated = 1 - len(set(map(repr, blocks))) / len(blocks)
+        yield (
+            f"{name}: {repeated:.0%} of the prompts' blocks repeat an earlier one; a simulated workload shares "
+            "prefixes only within a group"
+        )
 
 
 def write_prompts(found: RecordedRollouts) -> str:
@@ -121,6 +212,9 @@ def write_lengths(found: RecordedRollouts, source: str) -> str:
     prompts = found.prompt_tokens
     header = ["prompt_id"] if found.has_prompts else []
     writer.writerow([*header, *(["prompt_tokens"] if prompts else []), "output_tokens"])
+    if prompts and not found.has_prompts:
+        writer.writerows(zip(prompts, found.lengths, strict=True))
+        return text.getvalue()
     for number, group in enumerate(found.groups):
         start = [number] if found.has_prompts else []
         own = [prompts[number]] if prompts else []
@@ -135,7 +229,7 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
             have = ", ".join(rows[0])
             raise ValueError(f"--field {name}={column}: {path} has no such column; it has {have}")
     output, turns, prompt, tokens = (
-        fields.get(name) or _find(rows[0], names)
+        fields.get(name) or _find(rows, names)
         for name, names in (
             ("output_tokens", known.output_tokens),
             ("turns", known.turns),
@@ -150,8 +244,15 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
             f"{path}: no column has the tokens of a rollout; the columns are {', '.join(rows[0])}. Name one with "
             f"--field output_tokens=COLUMN, or rename it to {' or '.join(known.output_tokens[:4])}"
         )
+    for name, names in (
+        ("output_tokens", known.output_tokens),
+        ("prompt_tokens", known.prompt_tokens),
+    ):
+        if name not in fields:
+            _refuse_ambiguous(path, rows, name, names)
     groups: dict[str, list[int]] = {}
     of_prompts: dict[str, int] = {}
+    of_rollouts: list[int] = []
     for number, row in enumerate(rows, start=1):
         where = f"{path}: row {number}"
         lengths = _lengths(where, row, output, turns)
@@ -160,13 +261,28 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
             key = str(number)  # one row has all samples of a prompt
         groups.setdefault(key, []).extend(lengths)
         if tokens is not None:
-            of_prompts.setdefault(key, _count(where, tokens, _value(row, tokens)))
+            count = _count(where, tokens, _value(row, tokens))
+            of_prompts.setdefault(key, count)
+            of_rollouts += [count] * len(lengths)
     has_prompts = prompt is not None or len(groups) > 1
-    counted = list(of_prompts.values()) if tokens is not None else None
-    if counted is not None and not has_prompts:
-        counted = None
+    counted = None
+    if tokens is not None:
+        counted = list(of_prompts.values()) if has_prompts else of_rollouts
     records = list(_records(rows, prompt)) if prompt is not None and prompt in TEXTS else []
     return RecordedRollouts(list(groups.values()), counted, has_prompts, records)
+
+
+def _refuse_ambiguous(path: str, rows: Sequence[Row], meaning: str, names: Iterable[str]) -> None:
+    """Refuse two columns of one meaning that have different values, because one would be chosen in silence."""
+    first = _find(rows, names)
+    for name in names:
+        for row in rows:
+            one, other = (_value(row, each) for each in (first or name, name))
+            if one is not None and other is not None and str(one) != str(other):
+                raise ValueError(
+                    f"{path}: both {first} ({one}) and {name} ({other}) may be the {meaning.replace('_', ' ')}; "
+                    f"choose one with --field {meaning}=COLUMN"
+                )
 
 
 def _records(rows: Sequence[Row], prompt: str) -> Iterator[dict[str, object]]:
@@ -193,13 +309,18 @@ def _count(where: str, column: str, value: object) -> int:
     if value is None or value == "":
         raise ValueError(f"{where}: {column} is missing; it must be a whole number of tokens")
     number = read_number(value)
-    if number is None or not 0 <= number < 1e9 or number != int(number):
-        raise ValueError(f"{where}: {column} must be a whole number of tokens, got {value!r}")
+    if number is None or not 1 <= number < 1e9 or number != int(number):
+        raise ValueError(
+            f"{where}: {column} must be a whole number of tokens, at least 1, got {value!r}; correct the row or remove it"
+        )
     return int(number)
 
 
-def _find(row: Row, names: Iterable[str]) -> str | None:
-    return next((name for name in names if _value(row, name) is not None), None)
+def _find(rows: Iterable[Row], names: Iterable[str]) -> str | None:
+    """Return the first name of a column that has a value in any row."""
+    known = tuple(names)
+    filled = {name for row in rows for name in known if _value(row, name) is not None}
+    return next((name for name in known if name in filled), None)
 
 
 def _has(row: Row, column: str) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streamrl.runfile.files import decode_run
-from streamrl.workload.data_files import read_csv, read_lines
+from streamrl.workload.data_files import parse_number, read_csv, read_lines
 from streamrl.workload.prompt_records import family_of, read_sources
 
 FAMILY = (
@@ -49,7 +49,7 @@ class ScoreFile(NamedTuple):
         """Return a number, or None if the field is empty; errors count rows from 1."""
         text = self.rows[index][column]
         try:
-            value = float(text) if text else None
+            value = parse_number(text) if text else None
         except ValueError:
             value = np.nan
         if value is not None and not np.isfinite(value):

@@ -23,7 +23,8 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """Where simulated output lengths come from."""
 
     kind: LengthsKind
-    """histogram: bins of `start,end,density`. empirical: one length a row (column output_tokens).
+    """histogram: bins of `start,end,density`. empirical: one length a row (columns output_tokens and,
+    optionally, prompt_tokens).
     groups: lengths by prompt (columns prompt_id and output_tokens; optional prompt_tokens and
     family); whole groups are sampled. trace: the lengths of a recorded run, rollout by rollout.
     """

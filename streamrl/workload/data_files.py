@@ -6,8 +6,9 @@ import csv
 import gzip
 import importlib.util
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         ValueError: the file cannot be read; the message begins with its path.
     """
     try:
-        rows = list(csv.DictReader(_lines(path)))
+        reader = csv.DictReader(_lines(path))
+        _check_columns(path, reader.fieldnames or ())
+        rows = list(reader)
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except (UnicodeDecodeError, csv.Error, zlib.error) as error:
@@ -35,6 +38,30 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         if None in row:
             raise ValueError(f"{path}: row {number} has more columns than the header")
     return rows
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    """Refuse two columns of one name, of which only the last would count."""
+    named = [name.strip() for name in names if name and name.strip()]
+    for name in named:
+        if named.count(name) > 1:
+            raise ValueError(
+                f"{path}: the column {name!r} appears twice; remove or rename one of them"
+            )
+
+
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def parse_number(text: str) -> float:
+    """Return a number in ASCII digits; Python alone would also read the digits of other scripts and underscores.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    if _NUMBER.fullmatch(text.strip()) is None:
+        raise ValueError(f"not a number: {text!r}")
+    return float(text)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -171,6 +198,7 @@ def _of_parquet(path: Path, key: str) -> list[Row]:
     import pyarrow.parquet
 
     try:
+        _check_columns(path, pyarrow.parquet.read_schema(path).names)
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{key}: {path} cannot be read: {_line(error)}") from None

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig
-from streamrl.workload.data_files import read_csv
+from streamrl.workload.data_files import parse_number, read_csv
 
 Lengths = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
@@ -252,9 +252,9 @@ def read_scores(path: Path) -> tuple[Numbers, Numbers]:
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     try:
-        scores = [(row["score"], row["output_tokens"]) for row in rows]
+        scores = [[parse_number(row[name]) for name in ("score", "output_tokens")] for row in rows]
         pairs = np.array(scores, dtype=np.float64)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(
             f"{key}: {path} needs columns score and output_tokens with a number in every row"
         ) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol, assert_never
 
@@ -15,9 +17,9 @@ from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import find_profile
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import RunError
+from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.workload_config import LengthsConfig
-from streamrl.workload.data_files import read_csv
+from streamrl.workload.data_files import parse_number, read_csv
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families
 from streamrl.workload.prompt_order import PromptOrder, TailBatches, make_order
@@ -357,6 +359,24 @@ class Histogram:
         return lengths, np.full(num_groups, self._prompt_tokens)
 
 
+class Requests:
+    """Independent lengths and prompts from rows of requests.
+
+    Each group gets the prompt of a random row. Its outputs are drawn from all rows, because siblings must differ.
+    """
+
+    def __init__(self, lengths: list[int], prompt_tokens: list[int]) -> None:
+        self._lengths = np.array(lengths, dtype=np.int64)
+        self._prompt_tokens = np.array(prompt_tokens, dtype=np.int64)
+
+    def sample(
+        self, rng: np.random.Generator, num_groups: int, group_size: int
+    ) -> tuple[Lengths, Lengths]:
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]."""
+        lengths = rng.choice(self._lengths, (num_groups, group_size))
+        return lengths, rng.choice(self._prompt_tokens, num_groups)
+
+
 class Groups:
     """Recorded groups, resampled as a whole, so that siblings stay together.
 
@@ -459,6 +479,11 @@ def _read_source(config: LengthsConfig) -> Source | RecordedGroups:
     match config.kind:
         case "histogram":
             return Histogram(_read_bins(path, rows), config.prompt_tokens)
+        case "empirical" if "prompt_tokens" in rows[0]:
+            prompts = [
+                _tokens(path, number, row, "prompt_tokens") for number, row in _numbered(rows)
+            ]
+            return Requests(_output_tokens(path, rows), prompts)
         case "empirical":
             return Groups([_output_tokens(path, rows)], config.prompt_tokens)
         case "groups":
@@ -469,14 +494,19 @@ def _read_source(config: LengthsConfig) -> Source | RecordedGroups:
             assert_never(config.kind)
 
 
+def _numbered(rows: list[dict[str, str]]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the rows below the header with their numbers, from 1."""
+    return enumerate(rows, start=1)
+
+
 def _output_tokens(path: Path, rows: list[dict[str, str]]) -> list[int]:
-    return [int(_numbers(path, row, ("output_tokens",))["output_tokens"]) for row in rows]
+    return [_tokens(path, number, row, "output_tokens") for number, row in _numbered(rows)]
 
 
 def _by_prompt(path: Path, rows: list[dict[str, str]]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for row, length in zip(rows, _output_tokens(path, rows), strict=True):
-        if row.get("prompt_id") is None:
+        if not row.get("prompt_id"):
             raise ValueError(f"{path}: row {row} needs a prompt_id, which marks rows of one group")
         groups.setdefault(row["prompt_id"], []).append(length)
     return list(groups.values())
@@ -487,10 +517,9 @@ def _prompts_of(path: Path, rows: list[dict[str, str]]) -> list[int]:
     if "prompt_tokens" not in rows[0]:
         return []
     found: dict[str, int] = {}
-    for row in rows:
+    for number, row in _numbered(rows):
         if row["prompt_id"] not in found:
-            tokens = _numbers(path, row, ("prompt_tokens",))["prompt_tokens"]
-            found[row["prompt_id"]] = max(1, int(tokens))
+            found[row["prompt_id"]] = _tokens(path, number, row, "prompt_tokens")
     return list(found.values())
 
 
@@ -509,13 +538,38 @@ def _read_bins(path: Path, rows: list[dict[str, str]]) -> list[dict[str, float]]
             raise ValueError(f"{path}: row {row} must end after its start")
     if not any(each["density"] for each in bins):
         raise ValueError(f"{path}: no bin has a density above 0")
+    ordered = sorted(bins, key=lambda each: each["start"])
+    for one, other in pairwise(ordered):
+        if other["start"] < one["end"]:
+            overlap = " and ".join(f"{each['start']:g} to {each['end']:g}" for each in (one, other))
+            raise ValueError(
+                f"{path}: the bins {overlap} overlap, so their tokens would count twice; let each bin "
+                "start at or after the end of the one before"
+            )
     return bins
+
+
+def _tokens(path: Path, number: int, row: dict[str, str], column: str) -> int:
+    """Return a length: a whole number of tokens, at least 1."""
+    if column not in row:
+        raise ValueError(f"{path}: has no column {column}; its columns are {', '.join(row)}")
+    value = row[column]
+    try:
+        tokens = parse_number(value or "")
+    except ValueError:
+        tokens = 0.0
+    if not 1 <= tokens <= MOST_NUMBER or not tokens.is_integer():
+        raise ValueError(
+            f"{path}: row {number}, {shown(row)}: {column} must be a whole number of tokens from 1 to {MOST_NUMBER:.0e}, "
+            f"got {value!r}; correct the row or remove it"
+        )
+    return int(tokens)
 
 
 def _numbers(path: Path, row: dict[str, str], columns: tuple[str, ...]) -> dict[str, float]:
     try:
-        numbers = {column: float(row[column]) for column in columns}
-    except (KeyError, TypeError, ValueError):
+        numbers = {column: parse_number(row[column]) for column in columns}
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(
             f"{path}: row {row} needs numbers in columns {', '.join(columns)}"
         ) from None
