@@ -273,10 +273,10 @@ async def _execute_in(
     from streamrl.executor.world import RealWorld
 
     assert run.model.path is not None, "check_executable requires weights"
+    launcher = make_launcher(run, directory)
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
     for note in workload.notes:
         logger.warning(note)
-    launcher = make_launcher(run, directory)
     workload.check_vocabulary(load_model(run.model).vocab_size)
     verifier = Verifier(run.verifier, directory.logs / "verifier.log", launcher.reward_model)
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
@@ -347,7 +347,10 @@ async def _execute_in(
 
 
 def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
-    """Return the launcher of a run: for local processes, or for actors of the joined Ray cluster."""
+    """Return the launcher of a run: for local processes, or for actors of the joined Ray cluster.
+
+    The libraries of local processes are imported from now on, while this process reads the tokenizer and the prompts.
+    """
     from streamrl.executor.launchers.role_configs import RoleConfigs
 
     configs, roles = RoleConfigs(run), PlacedRoles.of(run)
@@ -357,7 +360,9 @@ def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
         return RayLauncher(configs, roles, directory)
     from streamrl.executor.launchers.local_launcher import LocalLauncher
 
-    return LocalLauncher(configs, roles, directory, claim_gpus(roles))
+    local = LocalLauncher(configs, roles, directory, claim_gpus(roles))
+    local.begin_imports()
+    return local
 
 
 def make_transfer(

@@ -20,8 +20,14 @@ from streamrl.executor.launchers import prefork_server as prefork_server
 from streamrl.executor.launchers import processes, worker
 from streamrl.executor.launchers.handles import LocalProcess, WorkerLostError
 from streamrl.executor.launchers.launcher import worker_environment
-from streamrl.executor.launchers.processes import Forked, begin_for, fork, spawn
+from streamrl.executor.launchers.local_launcher import LocalLauncher
+from streamrl.executor.launchers.placement import PlacedRoles, Placement
+from streamrl.executor.launchers.processes import Forked, begin_for, begin_imports, fork, spawn
+from streamrl.executor.launchers.role_configs import RoleConfigs
+from streamrl.executor.record import RunDirectory
 from streamrl.runfile.backend_choice import Vllm
+from streamrl.runfile.files import make_run
+from tests.patients import local_table
 from tests.verifying import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
@@ -150,6 +156,36 @@ def test_workers_of_a_back_end_are_forked_from_a_nursery_that_imports_it(
         with_worker(tmp_path / "log", note, begin_for("cpu", backend))
     assert seen["vllm"].had == [RARE, RARER] and seen["transformers"].had == [RARE]
     assert seen["vllm"].parent != seen["transformers"].parent
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_run_can_begin_imports_before_its_first_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_prefork_servers", {})
+    run = make_run(local_table(tmp_path))
+    roles = PlacedRoles.of(run)
+    launcher = LocalLauncher(RoleConfigs(run), roles, RunDirectory(tmp_path / "run"))
+    launcher.begin_imports()
+    ((server, _),) = processes._prefork_servers.values()
+
+    async def check(handle: LocalProcess, seen: Seen) -> None:
+        assert seen.parent == server.pid and seen.had == [RARE]
+
+    with_worker(tmp_path / "log", check, **launcher.environment(Placement(roles).replica(0)))
+    assert len(processes._prefork_servers) == 1
+
+
+@pytest.mark.usefixtures("bare")
+def test_imports_begin_with_those_of_a_back_end_and_not_at_all_for_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "_prefork_servers", {})
+    monkeypatch.setattr(Vllm, "preload", (RARER,))
+    for device, backend in (("cpu", "vllm"), ("cpu", "transformers"), ("cuda", "vllm")):
+        begin_imports({}, device, backend)
+    imports = [dict(key)["imports"] for key in processes._prefork_servers]
+    assert imports == [f"{RARE} {RARER}", RARE]
 
 
 @pytest.mark.usefixtures("bare")

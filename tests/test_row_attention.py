@@ -11,9 +11,8 @@ import torch
 
 from streamrl.executor.roles import Completion, Request
 from streamrl.executor.rollout import transformers_engine as row_attention
-from streamrl.executor.rollout.inference_engine import ReplicaSettings
+from streamrl.executor.rollout.inference_engine import PREFILL_TOKENS, ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
-from streamrl.executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.executor.tokens import encode_ids, read_block
 from tests.tiny_model import reference, tiny_model
 

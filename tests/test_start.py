@@ -72,6 +72,18 @@ def test_a_command_imports_what_it_uses_and_the_list_of_commands_none_of_them() 
     assert not simulated & unused
 
 
+def test_a_profile_leaves_the_import_of_torch_to_its_workers() -> None:
+    code = "import sys, streamrl.executor.profiling.profile_file; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_of_each_what_its_own_help_begins_with(name: str) -> None:
     command = COMMANDS[name]

@@ -25,7 +25,7 @@ from streamrl.executor.launchers.placement import (
     Placement,
     threads_of,
 )
-from streamrl.executor.launchers.processes import begin_for
+from streamrl.executor.launchers.processes import begin_for, begin_imports
 from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
@@ -60,6 +60,12 @@ class LocalLauncher(Launcher):
         """Return the torch device; a worker process sees only its own GPUs, so it needs no index."""
         device = super().device(pool)
         return device if self._roles.execute.launcher == "in-process" else device.partition(":")[0]
+
+    def begin_imports(self) -> None:
+        """Start the prefork server of the primary trainer, which replicas also use, except those of vLLM."""
+        if self._roles.execute.launcher != "in-process":
+            place = self._placement.trainers[LEADER][0]
+            begin_imports(self.environment(place), self._roles.device_of(place.pool))
 
     def join(self, follower: SecondaryTrainerConfig) -> None:
         """Add a trainer to the run, and reserve its place.

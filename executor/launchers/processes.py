@@ -59,11 +59,36 @@ Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[WorkerPr
 
 def begin_for(device: str, backend: object = None) -> Begin:
     """Return the function that starts a worker of a device; with CUDA it spawns, because a fork loses CUDA's threads."""
-    if sys.platform != "linux" or device != "cpu":
+    if not _is_forked(device):
         return spawn
-    is_engine = ENGINES.find_error(backend, ENGINES.key) is None
-    imports = engine_named(str(backend)).preload if is_engine else ()
+    imports = _imports_of(backend)
     return partial(fork_from, (*COMMON, *imports)) if imports else fork
+
+
+def begin_imports(environment: Environment, device: str, backend: object = None) -> None:
+    """Start the prefork server of a device's workers, which imports their libraries while this process does other work.
+
+    Its output is discarded. If it dies, `fork_from` starts another one.
+
+    Args:
+        environment: variables that the workers get in addition to those of this process.
+        device: torch device of the workers; with CUDA there is no prefork server.
+        backend: inference engine of the workers, if they are replicas.
+    """
+    if _is_forked(device):
+        modules = (*COMMON, *_imports_of(backend))
+        with Path(os.devnull).open("wb") as log:
+            _prefork_server_for({**os.environ, **environment}, modules, log)
+
+
+def _is_forked(device: str) -> bool:
+    return sys.platform == "linux" and device == "cpu"
+
+
+def _imports_of(backend: object) -> tuple[str, ...]:
+    """Return the modules that an inference engine's workers import in addition to the common ones."""
+    is_engine = ENGINES.find_error(backend, ENGINES.key) is None
+    return engine_named(str(backend)).preload if is_engine else ()
 
 
 async def spawn(

@@ -5,7 +5,7 @@ Read these files first:
 - `profile_file.py`: `make_setup` and `profile_model`, the two entry points, and the rows of the profile.
 - `measurements.py`: which points are measured (`Measurements`), and the times (`Readings`).
 - `profiler.py`: starts a replica and a trainer, gives them work, and reads their times.
-- `timed_roles.py`: the replica and the trainer with a stopwatch.
+- `timed_roles.py`, `timed_workers.py`: the replica and the trainer with a stopwatch.
 - `role_benchmarks.py`: times of weight relays and of the reward model.
 - `contention.py`: the slowdown when roles share the CPU cores of one host.
 - `rollout_overhead.py`: CPU time per rollout in processes that do not run the model.

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from streamrl.executor.rollout.inference_engine import TimedPass
-from streamrl.executor.rollout.transformers_engine import PREFILL_TOKENS
-from streamrl.executor.rollout.vllm_settings import GPU_PASS_TOKENS
+from streamrl.executor.rollout.inference_engine import (
+    GPU_PASS_TOKENS,
+    PREFILL_TOKENS,
+    TimedPass,
+)
 from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.roles_config import Packing, Recompute

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from streamrl.executor.launchers.handles import Handle, LocalProcess, remote
 from streamrl.executor.launchers.launcher import worker_environment
-from streamrl.executor.launchers.processes import begin_for
+from streamrl.executor.launchers.processes import begin_for, begin_imports
 from streamrl.executor.profiling.contention import run_concurrently
 from streamrl.executor.profiling.measurements import (
     JOIN_STEPS,
@@ -36,8 +36,8 @@ from streamrl.executor.roles import Request, Sample
 from streamrl.executor.tokens import encode_ids
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 
-REPLICA = "streamrl.executor.profiling.timed_roles:TimedReplica"
-TRAINER = "streamrl.executor.profiling.timed_roles:TimedTrainer"
+REPLICA = "streamrl.executor.profiling.timed_workers:TimedReplica"
+TRAINER = "streamrl.executor.profiling.timed_workers:TimedTrainer"
 REFILLS = 4
 """Rollouts of the stream that keeps a replica full, as a multiple of its batch size."""
 HALF = 0.5
@@ -62,6 +62,7 @@ def measure(setup: Setup, watch: Watch) -> Readings:
 
 async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
+    begin_imports(worker_environment(setup.threads), setup.device, setup.backend)
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
         endless = without_end(Path(setup.model), Path(scratch, "model"))
         synthetic = SyntheticTokens(vocabulary_of(endless))

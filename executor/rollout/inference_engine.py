@@ -22,6 +22,15 @@ import msgspec
 from streamrl.executor.roles import CacheState, Manifest
 from streamrl.runfile.backend_choice import RolloutBackend
 
+PREFILL_TOKENS = 512
+"""Prefix tokens of a pass of the transformers engine, in addition to decoding rollouts; more only widens the masks of
+sdpa."""
+GPU_PASS_TOKENS = 8192
+"""New prefix tokens of a pass of vLLM on GPUs, in addition to decoding rollouts.
+
+vLLM's server uses this value; an embedded engine would use 2,048 for prefix and decoding tokens together.
+"""
+
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one replica; its engine has room for `max_running` rollouts of maximum length."""

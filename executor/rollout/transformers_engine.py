@@ -38,6 +38,7 @@ from transformers import (
 from streamrl.executor.attention import attend
 from streamrl.executor.roles import CacheState, Manifest
 from streamrl.executor.rollout.inference_engine import (
+    PREFILL_TOKENS,
     STOPPED,
     Copy,
     OnEnd,
@@ -250,9 +251,6 @@ def _attend_prefix(
 
 PAGE_TOKENS = 256
 """Pages longer than this are a multiple of it, which flash attention needs; models with windows use this size."""
-
-PREFILL_TOKENS = 512
-"""Prefix tokens for each forward pass, in addition to decoding rollouts; more only widens the masks of sdpa."""
 
 
 class TransformersEngine:

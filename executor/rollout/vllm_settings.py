@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from streamrl.executor.adapter_layers import A, B, adapted_layers
-from streamrl.executor.rollout.inference_engine import ReplicaSettings
+from streamrl.executor.rollout.inference_engine import GPU_PASS_TOKENS, ReplicaSettings
 from streamrl.executor.transfer.adapters import read_adapters, write_adapters
 from streamrl.hardware.hugging_face import read_config_json
 from streamrl.targets.execute_limits import VLLM_PLACES
@@ -129,11 +129,6 @@ def _shapes(model: Any, rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 PAGE_TOKENS = 128
 """Tokens in a page of the KV cache on CPUs; vLLM's CPU kernels prefer this size."""
-GPU_PASS_TOKENS = 8192
-"""New prefix tokens of a pass on GPUs, in addition to decoding rollouts.
-
-vLLM's server uses this value; an embedded engine would use 2,048 for prefix and decoding tokens together.
-"""
 SPARE_PAGES = 2
 """Pages that vLLM reserves for itself."""
 
