@@ -15,7 +15,7 @@ from streamrl.executor.pretrained import load_pretrained, load_reward_model
 from streamrl.executor.tokens import ID, LOGPROB
 from streamrl.executor.trainer.passes import FILLED_TO, attend_apart, output_logprobs, passes
 from streamrl.executor.trainer.sequences import TokenSequence
-from streamrl.hardware.hugging_face import MODEL_TYPES
+from streamrl.hardware.model_types import EXECUTED_TYPES
 from tests.tiny_model import save_tiny_model, save_tiny_reward_model
 
 VOCABULARY, TEMPERATURE, WINDOW = 40, 0.8, 8
@@ -102,7 +102,7 @@ def test_what_cannot_be_packed_is_refused_in_a_line(kind: str) -> None:
         attend_apart(make_model(kind))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODEL_TYPES if kind not in NOT_PACKED])
+@pytest.mark.parametrize("kind", [kind for kind in EXECUTED_TYPES if kind not in NOT_PACKED])
 def test_packed_rollouts_have_the_log_probabilities_and_the_gradient_of_padded_ones(
     kind: str,
 ) -> None:

@@ -70,7 +70,8 @@ def executed_memory(trainer: TrainerHardware, max_tokens: int) -> dict[str, floa
     with plain attention that are trained without adapters, and to `trainer.backend = "torch"`.
     """
     model, config = trainer.model, trainer.config
-    is_plain = model.latent is None and model.linear is None
+    is_plain = model.latent is None and model.linear is None and model.window_heads is None
+    is_plain = is_plain and model.has_gated_mlp and model.num_blocks == 2 * model.num_layers
     if (
         not training_backend_named(config.backend).counts_memory
         or trainer.adapter_rank is not None

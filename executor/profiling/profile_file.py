@@ -23,6 +23,7 @@ from streamrl.executor.profiling.measurements import (
     quick_plan,
 )
 from streamrl.executor.profiling.profiler import Watch, measure
+from streamrl.hardware.hugging_face import why_not_executed
 from streamrl.hardware.measured_profile import (
     CallRow,
     DecodeRow,
@@ -94,7 +95,8 @@ def make_setup(
             f"--lora-rank merges adapters with weights, but {model} has no model*.safetensors"
         )
     for directory in (model, *([reward_model] if reward_model else [])):
-        load_model(ModelConfig(path=str(directory)))
+        if (reason := why_not_executed(Path(directory))) is not None:
+            raise ValueError(f"{directory} must be {reason}")
     plan = quick_plan(limits) if is_quick else full_plan(limits)
     if gpu != "cpu":
         plan = replace(plan, companies=[])  # each role has its own GPUs

@@ -81,7 +81,7 @@ def padded_time(
     its weights. Weights that another block of the same expert has read are not read again.
     """
     gpu, held = kernels.gpu, experts.num_experts / expert_parallel
-    width = experts.intermediate_size / (tensor_parallel if expert_parallel == 1 else 1)
+    width = experts.gated_width / (tensor_parallel if expert_parallel == 1 else 1)
     weights = 3.0 * hidden_size * width
     computed = 2 * BLOCK * weights / (gpu.flops["fp8"] * gpu.roofline.block_efficiency)
     read = weights / (gpu.memory_bandwidth * gpu.roofline.block_efficiency)
@@ -132,7 +132,7 @@ def skipping_time(
     count, chosen = experts.num_experts, experts.experts_per_token
     shape = {
         "hidden": float(hidden_size),
-        "intermediate": float(experts.intermediate_size),
+        "intermediate": float(experts.gated_width),
         "topk": float(chosen),
         "experts": float(count),
         "tensor_parallel": 1.0,
@@ -208,7 +208,7 @@ def experts_time(
         return skipping_time(kernels, tokens, experts, num_read, hidden_size, expert_parallel)
     shape = {
         "hidden": float(hidden_size),
-        "intermediate": float(experts.intermediate_size),
+        "intermediate": float(experts.gated_width),
         "topk": float(experts.experts_per_token),
         "experts": float(experts.num_experts),
         "tensor_parallel": 1.0 if expert_parallel > 1 else float(tensor_parallel),

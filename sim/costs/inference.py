@@ -20,6 +20,8 @@ from streamrl.sim.costs.interconnect import Interconnect, all_to_all_time
 from streamrl.sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from streamrl.sim.costs.overheads import ServingEngine, load_engine
 
+SCORES_SHARE = 0.5
+"""Share of attention's products that an indexer computes: scores of queries and keys, but no values."""
 SHORTEST_CONTEXT = 512.0
 """Tokens from which decode attention is fitted: the smallest context in its tables."""
 NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
@@ -83,7 +85,7 @@ class Shard:
     def _computed(self, tokens: Floats, routed: Floats) -> Estimate:
         """Return the seconds of the same layers without the all-to-all."""
         model, degree = self.model, self.tensor_parallel
-        layers = [self._projections(tokens) * model.num_attention_layers]
+        layers = [self._all_projections(tokens)]
         if model.linear is not None:
             layers.append(self._linear_projections(tokens, model.linear) * model.linear.num_layers)
         if model.num_dense_layers:
@@ -91,10 +93,10 @@ class Shard:
         if model.experts is not None:
             layers.append(self._experts(tokens, routed) * model.num_expert_layers)
         if degree > 1:
-            num_reduces = 2 * model.num_layers
+            num_reduces = model.num_blocks
             num_reduces -= model.num_expert_layers if self.data_parallel > 1 else 0
             layers.append(self._all_reduce(tokens) * num_reduces)
-        norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * model.num_layers
+        norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * (model.num_blocks / 2)
         return total([*layers, self.kernels.traffic(norms)])
 
     def head(self, rollouts: Floats) -> Estimate:
@@ -113,19 +115,31 @@ class Shard:
         products = self._linear(tokens, linear.projected_dim / degree, hidden)
         mixed = 2 * self._width * tokens * linear.mixed_dim / degree
         output = self._linear(tokens, hidden, linear.value_dim / degree)
-        return total([products, self.kernels.traffic(mixed), output])
-
-    def _projections(self, tokens: Floats) -> Estimate:
-        if self.model.latent is not None:
-            return self._latent_projections(tokens)
-        model, degree = self.model, self.tensor_parallel
-        queries = model.num_heads / degree * model.head_dim
-        keys_values = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
-        hidden = float(model.hidden_size)
-        gated = queries * (1 + model.has_output_gate)
-        return self._linear(tokens, gated + keys_values, hidden) + self._linear(
-            tokens, hidden, queries
+        found = total([products, self.kernels.traffic(mixed), output])
+        if not linear.widened_dim:
+            return found
+        widened = self._linear(
+            tokens, linear.widened_dim / 2 / degree, float(linear.value_head_dim)
         )
+        return found + widened * 2
+
+    def _all_projections(self, tokens: Floats) -> Estimate:
+        """Return the seconds of the products around attention in all layers."""
+        model = self.model
+        if model.window_heads is None:
+            return self._projections(tokens, model) * model.num_attention_layers
+        own = self._projections(tokens, model) * model.num_full_layers
+        return own + self._projections(tokens, model.windowed) * model.num_windowed_layers
+
+    def _projections(self, tokens: Floats, model: ModelShape) -> Estimate:
+        if model.latent is not None:
+            return self._latent_projections(tokens)
+        degree, hidden = self.tensor_parallel, float(model.hidden_size)
+        heads, kv_heads = model.num_heads / degree, max(1.0, model.num_kv_heads / degree)
+        gated = heads * model.head_dim * (1 + model.has_output_gate)
+        values = model.value_head_dim * model.has_value_projection
+        made = self._linear(tokens, gated + kv_heads * (model.head_dim + values), hidden)
+        return made + self._linear(tokens, hidden, heads * model.value_head_dim)
 
     def _all_reduce(self, tokens: Floats) -> Estimate:
         """Return the seconds of the all-reduce over tensor ranks, within and between NVLink domains."""
@@ -163,18 +177,22 @@ class Shard:
             shapes.append((queries, hidden))
         else:
             shapes += [(latent.q_lora_rank, hidden), (queries, latent.q_lora_rank)]
+        if self.model.indexer is not None:
+            shapes += self.model.indexer.products(self.model.hidden_size, latent.q_lora_rank or 0)
         return total(self._linear(tokens, n, k) for n, k in shapes)
 
     def _mlp(self, tokens: Floats, size: float) -> Estimate:
         width, hidden = size / self.tensor_parallel, float(self.model.hidden_size)
-        products = self._linear(tokens, 2 * width, hidden) + self._linear(tokens, hidden, width)
+        made = (self.model.num_mlp_products - 1) * width
+        products = self._linear(tokens, made, hidden) + self._linear(tokens, hidden, width)
         return products + self.kernels.traffic(MLP_BYTES / 2 * self._width * width * tokens)
 
     def _experts(self, tokens: Floats, dealt: Floats) -> Estimate:
         experts = self.model.experts
         assert experts is not None
-        constants, hidden = self.engine.constants, self.model.hidden_size
+        constants, hidden = self.engine.constants, self.model.expert_input_size
         is_fused = constants.fuses_shared_experts and self.expert_parallel == 1
+        is_fused = is_fused and experts.latent_size is None
         if self.data_parallel > 1:
             routed = self._dispatched_experts(dealt, experts)
         else:
@@ -188,7 +206,11 @@ class Shard:
                 is_padded=constants.pads_experts,
                 num_fused=experts.num_shared_experts if is_fused else 0,
             )
-        router = self.kernels.wide_time("gemm", tokens, n=experts.num_experts, k=hidden)
+        whole = self.model.hidden_size
+        router = self.kernels.wide_time("gemm", tokens, n=experts.num_experts, k=whole)
+        if experts.latent_size is not None:
+            routed += self._linear(tokens, float(hidden), whole)
+            routed += self._linear(tokens, float(whole), hidden)
         if is_fused or not experts.num_shared_experts:
             return routed + router
         shared = experts.num_shared_experts * experts.intermediate_size
@@ -196,7 +218,7 @@ class Shard:
 
     def _dispatched_experts(self, dealt: Floats, experts: Experts) -> Estimate:
         """Return the seconds of experts that all ranks share."""
-        hidden, ranks = self.model.hidden_size, self.expert_parallel
+        hidden, ranks = self.model.expert_input_size, self.expert_parallel
         is_padded = self.engine.constants.pads_experts
         return dispatched_experts_time(
             self.kernels, dealt, experts, hidden, ranks, is_padded=is_padded
@@ -207,7 +229,8 @@ class Shard:
         model, share = self.model, tokens / self.tensor_parallel
         assert self.wires is not None and model.experts is not None
         ranks, dtype = self.expert_parallel, self.kernels.dtype
-        one = all_to_all_time(self.wires, share, model.experts, model.hidden_size, ranks, dtype)
+        hidden = model.expert_input_size
+        one = all_to_all_time(self.wires, share, model.experts, hidden, ranks, dtype)
         return one * model.num_expert_layers
 
     def sent_on(self, tokens: Floats) -> Estimate:
@@ -223,22 +246,36 @@ class Shard:
         model = self.model
         found = []
         if model.num_full_layers:
-            found.append(self._decode_layer(rollouts, contexts) * model.num_full_layers)
+            found.append(self._decode_layer(rollouts, contexts, model) * model.num_full_layers)
         if model.num_windowed_layers:
             seen = np.minimum(contexts, float(model.sliding_window or 0))
-            found.append(self._decode_layer(rollouts, seen) * model.num_windowed_layers)
+            layer = self._decode_layer(rollouts, seen, model.windowed)
+            found.append(layer * model.num_windowed_layers)
         if model.linear is not None:
-            step = self.kernels.time(
-                "linear_decode",
-                np.full(len(contexts), float(rollouts * self.queries)),
-                heads=model.linear.num_value_heads / self.tensor_parallel,
-            )
+            batches = np.full(len(contexts), float(rollouts * self.queries))
+            step = self._linear_attention("linear_decode", batches, model.linear)
             found.append(step * model.linear.num_layers)
         return total(found)
 
-    def _decode_layer(self, rollouts: int, contexts: Floats) -> Estimate:
+    def _linear_attention(
+        self, operator: str, columns: Floats, linear: LinearAttention
+    ) -> Estimate:
+        """Return the seconds of one layer's linear attention. Only gated delta nets were measured."""
+        heads = linear.measured_heads / self.tensor_parallel
+        if linear.kind == "gated-delta":
+            return self.kernels.time(operator, columns, heads=heads)
+        return self.kernels.roofline_time(operator, columns, heads=heads)
+
+    def _decode_layer(self, rollouts: int, contexts: Floats, model: ModelShape) -> Estimate:
         """Return the seconds of one attention layer, in the format of the cache."""
-        model, degree, kernels = self.model, self.tensor_parallel, self.kernels
+        if model.indexer is None:
+            return self._dense_decode_layer(rollouts, contexts, model)
+        attended = np.minimum(contexts, float(model.max_attended or np.inf))
+        keys = self.kernels.traffic(rollouts * contexts * model.indexer.cached_bytes)
+        return self._dense_decode_layer(rollouts, attended, model) + keys
+
+    def _dense_decode_layer(self, rollouts: int, contexts: Floats, model: ModelShape) -> Estimate:
+        degree, kernels = self.tensor_parallel, self.kernels
         if model.latent is not None:
             return kernels.cached_time(
                 "latent_decode_attention",
@@ -246,7 +283,7 @@ class Shard:
                 heads=model.num_heads / degree * self.queries,
                 batch=rollouts,
             )
-        heads, kv_heads = self._heads()
+        heads, kv_heads = self._heads(model)
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
         backend = self.engine.constants.narrow_attention
@@ -268,33 +305,57 @@ class Shard:
         """Return the seconds of causal attention in all layers over `sequences` prompts of `contexts` tokens each."""
         model, found = self.model, []
         if model.num_full_layers:
-            found.append(self._prefill_layer(sequences, contexts) * model.num_full_layers)
+            found.append(self._full_layer(sequences, contexts) * model.num_full_layers)
         if model.num_windowed_layers:
             found.append(self._windowed_layer(sequences, contexts) * model.num_windowed_layers)
         if model.linear is not None:
-            tokens, heads = sequences * contexts, model.linear.num_value_heads
-            pass_ = self.kernels.time("linear_prefill", tokens, heads=heads / self.tensor_parallel)
+            pass_ = self._linear_attention("linear_prefill", sequences * contexts, model.linear)
             found.append(pass_ * model.linear.num_layers)
         return total(found)
 
-    def _prefill_layer(self, sequences: float, contexts: Floats) -> Estimate:
-        heads, kv_heads = self._heads()
+    def _full_layer(self, sequences: float, contexts: Floats) -> Estimate:
+        """Return the seconds of a layer without a window; sparse attention scores all pairs and attends to few."""
+        model = self.model
+        if model.indexer is None:
+            return self._prefill_layer(sequences, contexts, model)
+        attended = self._limited(sequences, contexts, float(model.max_attended or np.inf), model)
+        scored = self.kernels.time(
+            "prefill_attention",
+            contexts,
+            heads=model.indexer.num_heads * model.indexer.head_dim / HEAD_DIM,
+            kv_heads=1.0,
+            batch=sequences,
+        )
+        seconds = scored.seconds * SCORES_SHARE
+        return attended + unmeasured(seconds, "scores of an indexer: half of attention's products")
+
+    def _prefill_layer(self, sequences: float, contexts: Floats, model: ModelShape) -> Estimate:
+        heads, kv_heads = self._heads(model)
         return self.kernels.time(
             "prefill_attention", contexts, heads=heads, kv_heads=kv_heads, batch=sequences
         )
 
     def _windowed_layer(self, sequences: float, contexts: Floats) -> Estimate:
-        """Return the seconds of a windowed layer: a token past the window has twice the mean pairs of one within it."""
+        """Return the seconds of a layer with the sliding window."""
         window = float(self.model.sliding_window or 0)
-        first = self._prefill_layer(sequences, np.minimum(contexts, window))
-        times = np.maximum(1.0, 2 * contexts / window - 1)
+        return self._limited(sequences, contexts, window, self.model.windowed)
+
+    def _limited(
+        self, sequences: float, contexts: Floats, most: float, model: ModelShape
+    ) -> Estimate:
+        """Return the seconds of a layer whose tokens attend to at most `most` tokens.
+
+        A token past the limit has twice the mean pairs of one within it.
+        """
+        first = self._prefill_layer(sequences, np.minimum(contexts, most), model)
+        times = np.maximum(1.0, 2 * contexts / most - 1)
         return Estimate(first.seconds * times, first.unmeasured * times, first.sources)
 
-    def _heads(self) -> tuple[float, float]:
-        """Return the query and key heads on this GPU, in units of the measured 128 channels."""
-        wide = self.model.head_dim / HEAD_DIM
-        heads = self.model.num_heads / self.tensor_parallel
-        return heads * wide, max(1.0, self.model.num_kv_heads / self.tensor_parallel) * wide
+    def _heads(self, model: ModelShape) -> tuple[float, float]:
+        """Return the query and key heads on this GPU, in units of the measured 128 channels of keys and of values."""
+        wide = (model.head_dim + model.values_width) / 2 / HEAD_DIM
+        heads = model.num_heads / self.tensor_parallel
+        return heads * wide, max(1.0, model.num_kv_heads / self.tensor_parallel) * wide
 
     # The datasheet's view -----------------------------------------------------------------------------
 
@@ -323,13 +384,14 @@ class Shard:
             assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
             return unmeasured(assumed, f"assumed overhead of a step on {gpu.name}")
         constants = self.engine.constants
-        seconds = constants.step + constants.layer * self.model.num_layers * share + 0 * rollouts
+        layers = self.model.num_blocks / 2
+        seconds = constants.step + constants.layer * layers * share + 0 * rollouts
         seconds += (constants.request + constants.logit * self.model.vocab_size) * rollouts
         return Estimate(seconds, np.zeros_like(seconds), (self.engine.source,))
 
     def waiting(self, seconds: Floats) -> Estimate:
         """Return the seconds that the host needs to launch kernels beyond their `seconds` on the GPU."""
-        launching = self.engine.constants.launch * self.model.num_layers
+        launching = self.engine.constants.launch * self.model.num_blocks / 2
         is_modelled = float(self.kernels.is_measured)
         waited = np.maximum(0.0, launching - seconds) * is_modelled
         return Estimate(waited, np.zeros_like(waited), (self.engine.source,))

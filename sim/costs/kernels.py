@@ -182,6 +182,10 @@ class Kernels:
             return self._widened(operator, columns, shape)
         return self._timed(operator, dtype, columns, shape)
 
+    def roofline_time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
+        """Return the seconds of an operator by its roofline, for a kind of it that no table has."""
+        return self._roofline(OPERATORS[operator], operator, self.wire_dtype, columns, shape)
+
     def wide_time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
         """Return the seconds of an operator whose weights always have 16 bits: routers and heads."""
         return self._timed(operator, self.wire_dtype, columns, shape)

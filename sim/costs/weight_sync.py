@@ -78,14 +78,15 @@ def _sent_bytes(replica: ReplicaHardware, sync: SyncConfig) -> int:
 def num_tensors(model: ModelShape) -> int:
     """Return the number of tensors in a checkpoint on the hub, counting each expert's projections separately."""
     linear = sum(count for _, _, count in linear_layers(model))
-    per_layer = 2 + 3 * model.has_qkv_bias + 2 * model.has_qk_norm
+    per_layer = model.num_blocks / model.num_layers + 3 * model.has_qkv_bias
+    per_layer += 2 * model.has_qk_norm + 2 * (model.indexer is not None)
     if model.latent is not None:
         per_layer += 1 if model.latent.q_lora_rank is None else 2
     per_router = 0 if model.experts is None else 1 + model.experts.has_router_bias
     tables = 1 if model.has_tied_embeddings else 2
     return (
         linear
-        + model.num_layers * per_layer
+        + round(model.num_layers * per_layer)
         + model.num_expert_layers * per_router
         + tables
         + 1  # the last norm

@@ -71,30 +71,49 @@ def layer_activations(model: ModelShape) -> LayerActivations:
         experts, share = model.experts, model.num_expert_layers / num_layers
         passed = experts.experts_per_token + experts.num_shared_experts
         width += share * passed * experts.intermediate_size
-        dispatched = share * experts.experts_per_token * hidden
+        dispatched = share * experts.experts_per_token * model.expert_input_size
+    blocks = model.num_blocks / num_layers
     return LayerActivations(
-        inputs=2 * hidden,
-        norms=2 * hidden,
+        inputs=blocks * hidden,
+        norms=blocks * hidden,
         attention=attention,
         expanded=expanded,
         dispatched=dispatched,
-        projections=2 * width,
+        projections=(model.num_mlp_products - 1) * width,
         products=width,
     )
 
 
 def _attention(model: ModelShape) -> tuple[float, float]:
-    """Return the channels that attention keeps, and the channels expanded from latent vectors."""
-    if model.latent is None:
-        gates = model.num_heads * model.head_dim * model.has_output_gate
-        plain = 2.0 * (model.num_heads + model.num_kv_heads) * model.head_dim + gates
-        if model.linear is None:
-            return plain, 0.0
+    """Return the channels that a mean layer's attention keeps, and the channels expanded from latent vectors."""
+    plain, expanded = _attention_layer(model)
+    if model.window_heads is None and model.num_attention_layers == model.num_layers:
+        return plain, expanded
+    num_windowed = 0 if model.window_heads is None else model.num_windowed_layers
+    num_plain = model.num_attention_layers - num_windowed
+    kept = num_plain * plain + num_windowed * _attention_layer(model.windowed)[0]
+    if model.linear is not None:
         linear = model.linear
-        deltas = linear.projected_dim + linear.mixed_dim + linear.value_dim
-        num_linear, num_plain = linear.num_layers, model.num_attention_layers
-        return (num_plain * plain + num_linear * deltas) / model.num_layers, 0.0
-    return _latent_attention(model.latent, model.num_heads)
+        deltas = linear.projected_dim + linear.mixed_dim + linear.value_dim + linear.widened_dim
+        kept += linear.num_layers * deltas
+    return kept / model.num_layers, num_plain * expanded / model.num_layers
+
+
+def _attention_layer(model: ModelShape) -> tuple[float, float]:
+    """Return the same for one layer with attention."""
+    if model.latent is not None:
+        kept, expanded = _latent_attention(model.latent, model.num_heads)
+        return kept + _index_channels(model), expanded
+    gates = model.num_heads * model.head_dim * model.has_output_gate
+    channels = model.head_dim + model.value_head_dim
+    return float((model.num_heads + model.num_kv_heads) * channels + gates), 0.0
+
+
+def _index_channels(model: ModelShape) -> int:
+    """Return the channels of an indexer: its queries, key and weights of heads."""
+    if model.indexer is None:
+        return 0
+    return sum(outer for outer, _ in model.indexer.products(model.hidden_size, 1))
 
 
 def _latent_attention(latent: LatentAttention, heads: int) -> tuple[float, float]:
@@ -193,7 +212,7 @@ def context_channels(model: ModelShape, trainer: TrainerConfig) -> tuple[float, 
     """
     degree = trainer.tensor_parallel
     heads, caches = model.num_heads / degree, max(1.0, model.num_kv_heads / degree)
-    values = model.head_dim if model.latent is None else model.latent.v_head_dim
+    values = model.value_head_dim
     return heads * values, caches * (model.head_dim + values)
 
 

@@ -248,13 +248,32 @@ ONCE = (
 )
 """Tables of one row."""
 
-NO_PASSES = ("name", "source", "num_draft_layers")
+NO_PASSES = ("name", "source", "num_draft_layers", "num_vision_parameters")
 """Fields of a shape that change no measured pass."""
+
+
+LATER_FIELDS = {
+    *("values_dim", "has_value_projection", "window_heads", "qk_norm_spans_heads", "has_gated_mlp"),
+    *("num_unmixed_layers", "num_bare_layers", "indexer", "kind", "has_gate", "latent_size"),
+}
+"""Fields that shapes did not have when the first profiles were measured. A digest has them only if they are set."""
+
+
+def _stated(table: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a table, without later ones at their default."""
+    fields = {each.name: each.default for each in msgspec.structs.fields(table)}
+    stated = {}
+    for name, default in fields.items():
+        value = getattr(table, name)
+        if name in LATER_FIELDS and value == default:
+            continue
+        stated[name] = _stated(value) if isinstance(value, msgspec.Struct) else value
+    return stated
 
 
 def shape_digest(shape: ModelShape) -> str:
     """Return a digest of what a shape computes, without its name."""
-    facts = msgspec.to_builtins(shape)
+    facts = _stated(shape)
     numbers = {key: value for key, value in facts.items() if key not in NO_PASSES}
     encoded = msgspec.json.encode(numbers, order="deterministic")
     return hashlib.sha256(encoded).hexdigest()[:DIGEST_LENGTH]

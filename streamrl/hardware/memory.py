@@ -65,12 +65,14 @@ def workspace_bytes(
     logits of every rollout are complete on each GPU.
     """
     width = max(2, BYTES.get(dtype, 2))
-    mlp = 3.0 * model.intermediate_size / tensor_parallel if model.num_dense_layers else 0.0
+    products = float(model.num_mlp_products)
+    mlp = products * model.intermediate_size / tensor_parallel if model.num_dense_layers else 0.0
     routed = 0.0
     if model.experts is not None:
         split = max(tensor_parallel, expert_parallel)
         chosen = model.experts.experts_per_token
-        routed = chosen * (3.0 * model.experts.intermediate_size + model.hidden_size) / split
+        channels = products * model.experts.intermediate_size + model.expert_input_size
+        routed = chosen * channels / split
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim / tensor_parallel
     a_pass = PREFILL_CHUNK * (2 * model.hidden_size + max(mlp, routed, attention)) * width
     return max(a_pass, float(max_running) * model.vocab_size * SAMPLE_BYTES)
@@ -85,8 +87,9 @@ def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
     if config.model is not None:
         return load_model(ModelConfig(name=config.model))
     experts = model.experts and replace(model.experts, num_dense_layers=0)
-    window = {"sliding_window": None, "num_window_layers": None}
-    return replace(model, num_layers=1, experts=experts, linear=None, **window)
+    window = {"sliding_window": None, "num_window_layers": None, "window_heads": None}
+    single = {"num_unmixed_layers": 0, "num_bare_layers": 0}
+    return replace(model, num_layers=1, experts=experts, linear=None, **window, **single)
 
 
 def draft_bytes(replica: ReplicaHardware) -> tuple[float, float]:

@@ -1,26 +1,40 @@
 """The shape of a decoder-only transformer, and the parameters, bytes and FLOPs that follow from it.
 
-It covers linear layers and linear attention. A linear-attention layer keeps a state of constant
-size, however long the context is (the gated delta nets of Qwen3-Next). Each value head has a state
-matrix. The keys and values of a token update it, and queries read from it (Yang et al. 2024, Gated
-Delta Networks, arXiv 2412.06464). Queries, keys and values first pass a short causal convolution.
+| a layer mixes tokens by  | fields                            | keeps of a token or a rollout               |
+|--------------------------|-----------------------------------|---------------------------------------------|
+| full attention           | `num_heads`, `num_kv_heads`, ...  | keys and values of each token               |
+| a sliding window         | `sliding_window`, `window_heads`  | keys and values of the window               |
+| latent attention         | `latent`                          | one latent vector of each token             |
+| sparse attention         | `indexer`, with `latent`          | the same, and an index key of each token    |
+| linear attention         | `linear`                          | one state of constant size for each rollout |
+| nothing                  | `num_unmixed_layers`              | nothing                                     |
+
+A linear-attention layer keeps a state of constant size, however long the context is. Each value
+head has a state matrix. The keys and values of a token update it, and queries read from it (Yang et
+al. 2024, Gated Delta Networks, arXiv 2412.06464). Queries, keys and values first pass a short
+causal convolution. A Mamba-2 layer has the same parts: its groups are the key heads, B and C are
+the keys and queries, and x are the values (Dao and Gu 2024, arXiv 2405.21060).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
 from streamrl.hardware.profile_table import ProfileTable, check_positive
 
+MEASURED_STATE = 128 * 128
+"""Values in the state of one head of the measured kernels."""
 STATE_BYTES = 4
 """Bytes of a value of the state: float32. With it, the gated delta kernels in H20's tables reach 2.2 TB/s."""
 
 
 class LinearAttention(ProfileTable, frozen=True, kw_only=True):
-    """The gated delta net that replaces attention in some layers."""
+    """The linear attention that replaces attention in some layers: a gated delta net, Kimi's, or Mamba-2."""
 
+    kind: Literal["gated-delta", "kimi-delta", "mamba-2"] = "gated-delta"
     num_layers: int
     """Number of such layers."""
     num_key_heads: int
@@ -53,23 +67,60 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
 
     @property
     def projected_dim(self) -> int:
-        """Output channels of the input projection: mixed channels, the gate, and two numbers for each value head."""
-        return self.mixed_dim + self.value_dim + 2 * self.num_value_heads
+        """Output channels of the products with the hidden state.
+
+        These are the mixed channels, the gate, and two numbers for each value head. Mamba-2 has one number for
+        each head. Kimi's has one number for each head, and computes gate and decay from two narrow products.
+        """
+        match self.kind:
+            case "gated-delta":
+                return self.mixed_dim + self.value_dim + 2 * self.num_value_heads
+            case "mamba-2":
+                return self.mixed_dim + self.value_dim + self.num_value_heads
+            case "kimi-delta":
+                return self.mixed_dim + self.num_value_heads + 2 * self.value_head_dim
+            case _:
+                assert_never(self.kind)
+
+    @property
+    def widened_dim(self) -> int:
+        """Output channels of the products that widen narrow ones: gate and decay of Kimi's."""
+        return 2 * self.value_dim if self.kind == "kimi-delta" else 0
 
     def projection_parameters(self, hidden_size: int) -> int:
-        """Return the parameters of the two matrix products of one layer."""
-        return hidden_size * (self.projected_dim + self.value_dim)
+        """Return the parameters of the matrix products of one layer."""
+        widened = self.value_head_dim * self.widened_dim
+        return hidden_size * (self.projected_dim + self.value_dim) + widened
 
     def parameters(self, hidden_size: int, tensor_parallel: int = 1) -> float:
         """Return the parameters of one layer on one of `tensor_parallel` GPUs; each GPU has the whole norm of a head."""
         projections = self.projection_parameters(hidden_size)
-        others = self.mixed_dim * self.conv_kernel + 2 * self.num_value_heads
+        others = self.mixed_dim * self.conv_kernel
+        match self.kind:
+            case "gated-delta":
+                others += 2 * self.num_value_heads
+            case (
+                "mamba-2"
+            ):  # a bias of the convolution, three numbers for each head, the norm of all heads
+                others += self.mixed_dim + 3 * self.num_value_heads + self.value_dim
+                return (projections + others) / tensor_parallel
+            case "kimi-delta":
+                others += self.num_value_heads + self.value_dim
+            case _:
+                assert_never(self.kind)
         return (projections + others) / tensor_parallel + self.value_head_dim
 
     def state_bytes(self, width: int, tensor_parallel: int = 1) -> float:
         """Return the bytes of one rollout in one layer on one GPU: states, and the last inputs of the convolution."""
         states = self.num_value_heads * self.key_head_dim * self.value_head_dim * STATE_BYTES
         return (states + self.mixed_dim * (self.conv_kernel - 1) * width) / tensor_parallel
+
+    @property
+    def measured_heads(self) -> float:
+        """Value heads of the measured size (128 x 128) with as large states."""
+        if self.kind == "gated-delta":
+            return self.num_value_heads
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim / MEASURED_STATE
 
     @property
     def token_flops(self) -> float:
@@ -82,7 +133,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 
 
 class Experts(ProfileTable, frozen=True, kw_only=True):
-    """The mixture of experts that replaces the MLP, except in the first `num_dense_layers` layers."""
+    """The mixture of experts that replaces the MLP, except in `num_dense_layers` layers."""
 
     num_experts: int
     experts_per_token: int
@@ -91,7 +142,7 @@ class Experts(ProfileTable, frozen=True, kw_only=True):
     num_shared_experts: int = 0
     """Experts that process every token, in addition to those that the router chooses."""
     num_dense_layers: int = 0
-    """Number of first layers with a plain MLP."""
+    """Number of layers with a plain MLP: usually the first ones."""
     has_router_bias: bool = False
     """Whether the router has a bias for each expert: a correction of its scores (DeepSeek-V3, section 2.1.2), or a plain
     bias (gpt-oss)."""
@@ -99,6 +150,24 @@ class Experts(ProfileTable, frozen=True, kw_only=True):
     """Whether the products of an expert have biases (gpt-oss)."""
     has_shared_gate: bool = False
     """Whether a gate weights the shared experts for each token (Qwen3-Next)."""
+    has_gate: bool = True
+    """Whether an expert has a gate projection beside up and down (not in Nemotron-H)."""
+    latent_size: int | None = None
+    """Channels of the vector that experts get and return, if a projection narrows the hidden state (Nemotron-3 Super)."""
+
+    @property
+    def num_products(self) -> int:
+        """Matrix products of an expert: up, down, and the gate if there is one."""
+        return 2 + self.has_gate
+
+    @property
+    def gated_width(self) -> float:
+        """Channels of a gated expert with as many parameters. Kernels were measured with gated ones."""
+        return (
+            self.intermediate_size * self.num_products / 3
+            if not self.has_gate
+            else self.intermediate_size
+        )
 
     def __post_init__(self) -> None:
         check_positive(self, ("num_shared_experts", "num_dense_layers"))
@@ -139,8 +208,58 @@ class LatentAttention(ProfileTable, frozen=True, kw_only=True):
         return query + latent + keys_values + num_heads * self.v_head_dim * hidden_size
 
 
+class WindowHeads(ProfileTable, frozen=True, kw_only=True):
+    """The heads of layers with a sliding window, if they differ from those of the other layers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    values_dim: int | None = None
+    has_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+INDEX_KEY_SCALE_BYTES = 4
+"""Bytes of the scale of an index key. Engines keep these keys in fp8, whatever the format of the KV cache is (vLLM's
+DeepseekV32IndexerCache)."""
+
+
+class Indexer(ProfileTable, frozen=True, kw_only=True):
+    """The indexer of sparse attention: it chooses the tokens that a token attends to (DeepSeek-V3.2-Exp, section 2.1)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int | None
+    """Tokens that a token attends to; None if no sequence is longer."""
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+    def products(self, hidden_size: int, q_lora_rank: int) -> tuple[tuple[int, int], ...]:
+        """Return (outputs, inputs) of its matrix products: queries, the key of a token, weights of heads."""
+        queries = self.num_heads * self.head_dim
+        return ((queries, q_lora_rank), (self.head_dim, hidden_size), (self.num_heads, hidden_size))
+
+    def parameters(self, hidden_size: int, q_lora_rank: int) -> int:
+        """Return the parameters in one layer, with weight and bias of the key's norm. Every GPU has all of them."""
+        products = self.products(hidden_size, q_lora_rank)
+        return sum(outer * inner for outer, inner in products) + 2 * self.head_dim
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of one token's index key in one layer."""
+        return self.head_dim + INDEX_KEY_SCALE_BYTES
+
+    @property
+    def pair_flops(self) -> float:
+        """FLOPs of the score of one pair of tokens in one layer."""
+        return 2.0 * self.num_heads * self.head_dim
+
+
 class ModelShape(ProfileTable, frozen=True, kw_only=True):
-    """The shape of a decoder-only transformer: gated MLPs, RMS norms, one output head."""
+    """The shape of a decoder-only transformer: MLPs or experts, RMS norms, one output head."""
 
     name: str
     source: str
@@ -173,9 +292,27 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     norms_per_layer: int = 2
     num_draft_layers: int = 0
     """Additional layers that draft tokens (multi-token prediction)."""
+    values_dim: int | None = None
+    """Channels of a value in one head; None for as many as `head_dim`. Latent attention has its own."""
+    has_value_projection: bool = True
+    """Whether values have their own projection. Otherwise the projected keys are the values (Gemma 4)."""
+    window_heads: WindowHeads | None = None
+    """Heads of the layers with the window; None if they are those of the other layers."""
+    qk_norm_spans_heads: bool = False
+    """Whether the norms of queries and of keys span all heads instead of each head (OLMo 2, MiniMax-M2)."""
+    has_gated_mlp: bool = True
+    """Whether MLPs have a gate projection beside up and down (not in Nemotron-H)."""
+    num_unmixed_layers: int = 0
+    """Number of layers that mix no tokens (MLPs and experts of Nemotron-H)."""
+    num_bare_layers: int = 0
+    """Number of layers without MLP or experts (attention and Mamba-2 of Nemotron-H)."""
+    indexer: Indexer | None = None
+    num_vision_parameters: int = 0
+    """Parameters of a vision tower. No other number includes them, and no simulation computes with them."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_window_layers", "num_draft_layers"))
+        zeros = ("num_window_layers", "num_draft_layers", "num_unmixed_layers", "num_bare_layers")
+        check_positive(self, (*zeros, "num_vision_parameters"))
         if self.num_full_layers < 0:
             raise ValueError(
                 f"num_window_layers and linear.num_layers must be at most num_layers {self.num_layers} together, "
@@ -192,6 +329,23 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             )
         if self.latent is not None:
             self._check_latent(self.latent)
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Check that the parts of a layer fit together."""
+        if min(self.num_dense_layers, self.num_expert_layers) < 0:
+            raise ValueError(
+                f"num_bare_layers must be at most the layers without MLPs of {self.num_layers}, "
+                f"got {self.num_bare_layers}"
+            )
+        if self.experts is not None and self.experts.has_gate != self.has_gated_mlp:
+            raise ValueError(
+                f"experts.has_gate must be has_gated_mlp, {self.has_gated_mlp}, got {self.experts.has_gate}"
+            )
+        if self.indexer is not None and (self.latent is None or self.latent.q_lora_rank is None):
+            raise ValueError("an indexer needs latent.q_lora_rank, from which it computes queries")
+        if self.window_heads is not None and self.num_windowed_layers == 0:
+            raise ValueError("window_heads needs layers with a sliding_window")
 
     def splits_over(self, degree: int) -> bool:
         """Return whether `degree` tensor ranks can share the heads.
@@ -222,12 +376,19 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     @property
     def num_dense_layers(self) -> int:
         """Number of layers with a plain MLP."""
-        return self.num_layers if self.experts is None else self.experts.num_dense_layers
+        if self.experts is None:
+            return self.num_layers - self.num_bare_layers
+        return self.experts.num_dense_layers
 
     @property
     def num_expert_layers(self) -> int:
         """Number of layers with experts."""
-        return self.num_layers - self.num_dense_layers
+        return self.num_layers - self.num_bare_layers - self.num_dense_layers
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks with a residual connection: those that mix tokens, MLPs, and mixtures of experts."""
+        return 2 * self.num_layers - self.num_unmixed_layers - self.num_bare_layers
 
     @property
     def num_linear_layers(self) -> int:
@@ -237,7 +398,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     @property
     def num_attention_layers(self) -> int:
         """Number of layers that attend to keys and values."""
-        return self.num_layers - self.num_linear_layers
+        return self.num_layers - self.num_linear_layers - self.num_unmixed_layers
 
     @property
     def num_windowed_layers(self) -> int:
@@ -260,11 +421,57 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         """
         return self.num_full_layers or self.num_windowed_layers
 
-    def seen_by(self, longest: int) -> ModelShape:
-        """Return the model for sequences of at most `longest` tokens: without a window that they never fill."""
-        if self.sliding_window is None or longest > self.sliding_window:
+    @property
+    def windowed(self) -> ModelShape:
+        """The model with the heads of its windowed layers in all layers."""
+        heads = self.window_heads
+        if heads is None:
             return self
-        return replace(self, sliding_window=None, num_window_layers=None)
+        return replace(
+            self,
+            window_heads=None,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            values_dim=heads.values_dim,
+            has_sinks=heads.has_sinks,
+            has_value_projection=True,
+        )
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of a value in one head."""
+        if self.latent is not None:
+            return self.latent.v_head_dim
+        return self.values_dim or self.head_dim
+
+    @property
+    def values_width(self) -> int:
+        """Channels of a value as attention kernels read it; those of latent attention count as a key."""
+        return self.values_dim or self.head_dim
+
+    @property
+    def expert_input_size(self) -> int:
+        """Channels that an expert gets and returns."""
+        latent = None if self.experts is None else self.experts.latent_size
+        return latent or self.hidden_size
+
+    @property
+    def max_attended(self) -> int | None:
+        """Most tokens that a token attends to in layers with sparse attention; None for all."""
+        return None if self.indexer is None else self.indexer.top_k
+
+    def seen_by(self, longest: int) -> ModelShape:
+        """Return the model for sequences of at most `longest` tokens: without limits that they never reach.
+
+        A window stays if its layers have other heads than the rest, because it tells which layers these are.
+        """
+        model = self
+        if self.indexer is not None and self.indexer.top_k and longest <= self.indexer.top_k:
+            model = replace(self, indexer=replace(self.indexer, top_k=None))
+        if self.sliding_window is None or longest > self.sliding_window or self.window_heads:
+            return model
+        return replace(model, sliding_window=None, num_window_layers=None)
 
     def attention_parameters(self, tensor_parallel: int = 1) -> float:
         """Return the parameters of one layer's attention on one of `tensor_parallel` GPUs.
@@ -275,26 +482,62 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         num_heads = self.num_heads / tensor_parallel
         if self.latent is not None:
             return self.latent.parameters(self.hidden_size, num_heads)
-        queries = num_heads * self.head_dim
-        keys_values = 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
-        projections = self.hidden_size * ((2 + self.has_output_gate) * queries + keys_values)
+        queries, outputs = num_heads * self.head_dim, num_heads * self.value_head_dim
+        kv_heads = max(1.0, self.num_kv_heads / tensor_parallel)
+        keys_values = kv_heads * (self.head_dim + self.value_head_dim * self.has_value_projection)
+        made = (1 + self.has_output_gate) * queries + outputs
+        projections = self.hidden_size * (made + keys_values)
         biases = (queries + keys_values) * self.has_qkv_bias + num_heads * self.has_sinks
         biases += self.hidden_size * self.has_output_bias
-        return projections + biases + 2 * self.head_dim * self.has_qk_norm
+        return projections + biases + self._qk_norm_parameters
+
+    @property
+    def _qk_norm_parameters(self) -> int:
+        """Parameters of the norms of queries and keys in one layer."""
+        heads = self.num_heads + self.num_kv_heads if self.qk_norm_spans_heads else 2
+        return heads * self.head_dim * self.has_qk_norm
+
+    def mixing_parameters(self, tensor_parallel: int = 1) -> float:
+        """Return the parameters of attention in all layers on one GPU, without linear attention."""
+        own = self.attention_parameters(tensor_parallel)
+        if self.indexer is not None and self.latent is not None:
+            own += self.indexer.parameters(self.hidden_size, self.latent.q_lora_rank or 0)
+        if self.window_heads is None:
+            return self.num_attention_layers * own
+        windowed = self.windowed.attention_parameters(tensor_parallel)
+        return self.num_full_layers * own + self.num_windowed_layers * windowed
+
+    @property
+    def num_mlp_products(self) -> int:
+        """Matrix products of an MLP: up, down, and the gate if there is one."""
+        return 2 + self.has_gated_mlp
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of one plain MLP: gate, up and down projection."""
-        return 3 * self.hidden_size * self.intermediate_size
+        """Parameters of one plain MLP."""
+        return self.num_mlp_products * self.hidden_size * self.intermediate_size
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of one expert; 0 without experts."""
         if self.experts is None:
             return 0
-        biases = 2 * self.experts.intermediate_size + self.hidden_size
-        products = 3 * self.hidden_size * self.experts.intermediate_size
-        return products + biases * self.experts.has_bias
+        width, inputs = self.experts.intermediate_size, self.expert_input_size
+        biases = (1 + self.experts.has_gate) * width + inputs
+        return self.experts.num_products * inputs * width + biases * self.experts.has_bias
+
+    @property
+    def shared_expert_parameters(self) -> int:
+        """Parameters of one shared expert, which gets the whole hidden state; 0 without experts."""
+        if self.experts is None or self.experts.latent_size is None:
+            return self.expert_parameters
+        return self.experts.num_products * self.hidden_size * self.experts.intermediate_size
+
+    @property
+    def expert_latent_parameters(self) -> int:
+        """Parameters of the projections to the latent vector of experts and back, in one layer."""
+        latent = None if self.experts is None else self.experts.latent_size
+        return 2 * self.hidden_size * (latent or 0)
 
     def mixture_parameters(
         self, tensor_parallel: int = 1, expert_parallel: int = 1, expert_slices: int | None = None
@@ -322,10 +565,10 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             expert_slices = 1 if expert_parallel > 1 else tensor_parallel
         split = expert_parallel * expert_slices
         routed = self.experts.num_experts * self.expert_parameters / split
-        shared = self.experts.num_shared_experts * self.expert_parameters / tensor_parallel
+        shared = self.experts.num_shared_experts * self.shared_expert_parameters / tensor_parallel
         router = self.experts.num_experts * (self.hidden_size + self.experts.has_router_bias)
         router += self.hidden_size * self.experts.has_shared_gate
-        return routed + shared + router
+        return routed + shared + router + self.expert_latent_parameters
 
     def shard_parameters(
         self, tensor_parallel: int, expert_parallel: int = 1, expert_slices: int | None = None
@@ -352,7 +595,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         return (
             norms
             + num_tables * self.num_embedding_parameters / tensor_parallel
-            + self.num_attention_layers * self.attention_parameters(tensor_parallel)
+            + self.mixing_parameters(tensor_parallel)
             + self.num_linear_layers * linear
             + self.num_dense_layers * self.mlp_parameters / tensor_parallel
             + self.num_expert_layers
@@ -368,7 +611,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         if self.linear is not None:
             linear = self.linear.projection_parameters(self.hidden_size) / tensor_parallel
         return (
-            self.num_attention_layers * self.attention_parameters(tensor_parallel)
+            self.mixing_parameters(tensor_parallel)
             + self.num_linear_layers * linear
             + self.num_dense_layers * self.mlp_parameters / tensor_parallel
             + self.num_expert_layers * mixture
@@ -401,12 +644,20 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
 
         With more GPUs than key-value heads, each GPU has one head. Every GPU has the whole latent vector.
         """
-        return self.num_growing_layers * self._cached_values(tensor_parallel) * BYTES[dtype]
+        model = self if self.num_full_layers else self.windowed
+        cached = self.num_growing_layers * model._cached_values(tensor_parallel) * BYTES[dtype]
+        return cached + self.num_growing_layers * self._index_bytes
+
+    @property
+    def _index_bytes(self) -> int:
+        """Bytes of one token's index key in one layer on each GPU."""
+        return 0 if self.indexer is None else self.indexer.cached_bytes
 
     def shard_state_bytes(self, dtype: str, tensor_parallel: int) -> float:
         """Return the bytes of a rollout on each of `tensor_parallel` GPUs that do not grow: windows and linear states."""
         windowed = self.num_windowed_layers if self.num_full_layers else 0
-        window = (self.sliding_window or 0) * self._cached_values(tensor_parallel) * BYTES[dtype]
+        cached = self.windowed._cached_values(tensor_parallel)
+        window = (self.sliding_window or 0) * cached * BYTES[dtype]
         states = 0.0
         if self.linear is not None:
             width = max(2, BYTES[dtype])
@@ -417,7 +668,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         """Return the number of values of one token in the KV cache of one layer on one GPU."""
         if self.latent is not None:
             return float(self.latent.kv_lora_rank + self.latent.rope_head_dim)
-        return 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
+        return max(1.0, self.num_kv_heads / tensor_parallel) * (self.head_dim + self.value_head_dim)
 
     def forward_flops(self, num_tokens: float, context_pairs: float) -> float:
         """Return the FLOPs of a forward pass over `num_tokens` tokens.
@@ -426,19 +677,28 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         attends to takes two FLOPs for each channel of a key and of a value. Latent attention is counted with
         expanded keys and values, as in prefill and training. Decoding on latent vectors would take
         2 (2 `kv_lora_rank` + `rope_head_dim`) for each pair and head. In layers with a window, every token
-        is assumed to have a full window. Linear attention counts its reads and changes of the states.
+        is assumed to have a full window. Sparse attention counts the score of every pair, and at most `top_k`
+        pairs for each token. Linear attention counts its reads and changes of the states.
 
         Args:
             num_tokens: tokens of the pass.
             context_pairs: pairs of a token and a token that it attends to, in one layer with full attention.
         """
-        values_dim = self.head_dim if self.latent is None else self.latent.v_head_dim
-        of_pair = 2.0 * self.num_heads * (self.head_dim + values_dim)
+        of_pair, of_window = self._pair_flops, self.windowed._pair_flops
         of_token = 2.0 * self.num_active_parameters
-        of_token += self.num_windowed_layers * of_pair * (self.sliding_window or 0)
+        of_token += self.num_windowed_layers * of_window * (self.sliding_window or 0)
         if self.linear is not None:
             of_token += self.linear.num_layers * self.linear.token_flops
-        return of_token * num_tokens + self.num_full_layers * of_pair * context_pairs
+        scored = 0.0 if self.indexer is None else self.indexer.pair_flops * context_pairs
+        most = self.max_attended
+        pairs = context_pairs if most is None else min(context_pairs, most * num_tokens)
+        attended = self.num_full_layers * of_pair * pairs + self.num_full_layers * scored
+        return of_token * num_tokens + attended
+
+    @property
+    def _pair_flops(self) -> float:
+        """FLOPs of one pair of tokens in one layer."""
+        return 2.0 * self.num_heads * (self.head_dim + self.value_head_dim)
 
 
 def lora_parameters(model: ModelShape, rank: int) -> int:
@@ -460,17 +720,40 @@ def passed_layers(model: ModelShape) -> Iterator[tuple[int, int, int]]:
 
 
 def _layers(model: ModelShape, num_experts: int) -> Iterator[tuple[int, int, int]]:
-    hidden = model.hidden_size
-    for inner, outer in _attention(model):
-        yield inner, outer, model.num_layers
+    hidden, products = model.hidden_size, model.num_mlp_products
+    yield from _mixing(model)
     if model.num_dense_layers:
-        yield hidden, model.intermediate_size, 2 * model.num_dense_layers
+        yield hidden, model.intermediate_size, (products - 1) * model.num_dense_layers
         yield model.intermediate_size, hidden, model.num_dense_layers
-    if model.experts is not None:
-        experts = model.experts
-        count = model.num_expert_layers * (num_experts + experts.num_shared_experts)
-        yield hidden, experts.intermediate_size, 2 * count
-        yield experts.intermediate_size, hidden, count
+    if model.experts is None:
+        return
+    inputs, width = model.expert_input_size, model.experts.intermediate_size
+    counts = {hidden: model.experts.num_shared_experts, inputs: num_experts}
+    if inputs == hidden:
+        counts = {hidden: num_experts + model.experts.num_shared_experts}
+    else:
+        yield hidden, inputs, model.num_expert_layers
+        yield inputs, hidden, model.num_expert_layers
+    for channels, count in counts.items():
+        yield channels, width, (products - 1) * model.num_expert_layers * count
+        yield width, channels, model.num_expert_layers * count
+
+
+def _mixing(model: ModelShape) -> Iterator[tuple[int, int, int]]:
+    """Yield the linear layers of attention and of linear attention."""
+    others = 0 if model.window_heads is None else model.num_windowed_layers
+    for inner, outer in _attention(model):
+        yield inner, outer, model.num_attention_layers - others
+    if others:
+        for inner, outer in _attention(model.windowed):
+            yield inner, outer, others
+    if model.linear is None:
+        return
+    linear, hidden = model.linear, model.hidden_size
+    yield hidden, linear.projected_dim, linear.num_layers
+    yield linear.value_dim, hidden, linear.num_layers
+    if linear.widened_dim:
+        yield linear.value_head_dim, linear.widened_dim // 2, 2 * linear.num_layers
 
 
 def _attention(model: ModelShape) -> Iterator[tuple[int, int]]:
@@ -478,8 +761,9 @@ def _attention(model: ModelShape) -> Iterator[tuple[int, int]]:
     if latent is None:
         yield hidden, heads * model.head_dim
         yield hidden, model.num_kv_heads * model.head_dim
-        yield hidden, model.num_kv_heads * model.head_dim
-        yield heads * model.head_dim, hidden
+        if model.has_value_projection:
+            yield hidden, model.num_kv_heads * model.value_head_dim
+        yield heads * model.value_head_dim, hidden
         return
     queries = heads * (latent.nope_head_dim + latent.rope_head_dim)
     if latent.q_lora_rank is None:
@@ -490,3 +774,6 @@ def _attention(model: ModelShape) -> Iterator[tuple[int, int]]:
     yield hidden, latent.kv_lora_rank + latent.rope_head_dim
     yield latent.kv_lora_rank, heads * (latent.nope_head_dim + latent.v_head_dim)
     yield heads * latent.v_head_dim, hidden
+    if model.indexer is not None:
+        products = model.indexer.products(hidden, latent.q_lora_rank or 0)
+        yield from ((inner, outer) for outer, inner in products)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trainer_side import LEADER, check_reach
-from streamrl.hardware.hugging_face import read_positions
+from streamrl.hardware.hugging_face import read_positions, why_not_executed
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -52,6 +52,7 @@ def check_back_ends(run: Run) -> None:
     has_relays = uses_relays(execute.launcher, sync.mode)
     own_rank = sync.lora_rank if run.serves_adapters else None
     _refuse(_limits_of_scope(run.framework.name, run.verifier, run.faults, execute.launcher))
+    _refuse(_limits_of_model(model))
     check_replicas(rollout, model, execute.device, pools)
     _refuse(_limits_of_engine(rollout, model, run.workload, policies.concurrency, own_rank))
     _refuse(_limits_of_attention(model, kinds, run.trainers))
@@ -99,6 +100,12 @@ def _refuse(limits: Iterable[Limit]) -> None:
             way_out = f": {limit.way_out}" if limit.way_out else ""
             text = f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}"
             raise RunError(limit.key, limit.value, text=text)
+
+
+def _limits_of_model(model: ModelConfig) -> Iterator[Limit]:
+    """Yield the limits on the type and the number format of a model directory."""
+    reason = None if model.path is None else why_not_executed(Path(model.path))
+    yield Limit("model.path", model.path, reason is None, str(reason))
 
 
 def _limits_of_scope(

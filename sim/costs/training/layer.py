@@ -58,7 +58,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 
 from streamrl.hardware.activations import context_channels, layer_activations
-from streamrl.hardware.model_shape import passed_layers
+from streamrl.hardware.model_shape import LinearAttention, ModelShape, passed_layers
 from streamrl.hardware.operator_tables import HEAD_DIM, Floats
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.training.profile import Constants, ExpertRate, GemmRate
@@ -160,6 +160,8 @@ REDUCES = 4
 """Gathers and scatters of tensor ranks in one layer's forward pass, two of each."""
 MLP_REDUCES = 0.5
 """Share of those that belong to the MLP."""
+SCORES_SHARE = 0.5
+"""Share of attention's products that an indexer computes: scores of queries and keys, but no values."""
 SELECTIVE = 0.3
 """Share of a forward pass's activation traffic that recomputing norms and activations takes."""
 QUANTISE_BYTES = 6
@@ -247,7 +249,8 @@ class Layer:
         if dense:
             found += self._mlp(model.intermediate_size) * dense
         if model.experts is not None:
-            found += self._mixture(is_moved=is_moved) * (1 - dense)
+            bare = model.num_bare_layers / model.num_layers
+            found += self._mixture(is_moved=is_moved) * (1 - dense - bare)
         return found
 
     def _product(self, columns: float, rows: float) -> Pass:
@@ -263,20 +266,38 @@ class Layer:
         return Pass(per_token=QUANTISE_BYTES * values / self.ranks.gpu.memory_bandwidth)
 
     def _projections(self) -> Pass:
-        model, degree = self.ranks.model, self.ranks.trainer.tensor_parallel
+        """Return a mean layer's products around attention and linear attention."""
+        model = self.ranks.model
+        plain = self._attention_projections(model)
+        if model.window_heads is not None:
+            windowed = model.num_windowed_layers / model.num_attention_layers
+            others = self._attention_projections(model.windowed)
+            plain = plain * (1 - windowed) + others * windowed
+        unmixed = model.num_unmixed_layers / model.num_layers
+        if model.linear is None:
+            return plain * (1 - unmixed) if unmixed else plain
+        linear = model.linear.num_layers / model.num_layers
+        return plain * (1 - linear - unmixed) + self._linear_projections(model.linear) * linear
+
+    def _linear_projections(self, linear: LinearAttention) -> Pass:
+        degree, hidden = self.ranks.trainer.tensor_parallel, self.ranks.model.hidden_size
+        deltas = self._product(linear.projected_dim / degree, hidden)
+        deltas += self._product(hidden, linear.value_dim / degree)
+        if linear.widened_dim:
+            widened = linear.widened_dim / 2 / degree
+            deltas += self._product(widened, linear.value_head_dim) * 2
+        return deltas
+
+    def _attention_projections(self, model: ModelShape) -> Pass:
+        degree = self.ranks.trainer.tensor_parallel
         hidden, heads = float(model.hidden_size), model.num_heads / degree
         if model.latent is None:
-            queries = heads * model.head_dim
-            caches = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
-            made = queries * (1 + model.has_output_gate) + caches
-            plain = self._product(made, hidden) + self._product(hidden, queries)
-            if model.linear is None:
-                return plain
-            linear = model.linear
-            deltas = self._product(linear.projected_dim / degree, hidden)
-            deltas += self._product(hidden, linear.value_dim / degree)
-            share = linear.num_layers / model.num_layers
-            return plain * (1 - share) + deltas * share
+            kv_heads = max(1.0, model.num_kv_heads / degree)
+            widths = model.head_dim + model.value_head_dim * model.has_value_projection
+            caches = kv_heads * widths
+            made = heads * model.head_dim * (1 + model.has_output_gate) + caches
+            output = self._product(hidden, heads * model.value_head_dim)
+            return self._product(made, hidden) + output
         latent = model.latent
         rank, queries = latent.kv_lora_rank, heads * (latent.nope_head_dim + latent.rope_head_dim)
         values = heads * latent.v_head_dim
@@ -287,12 +308,16 @@ class Layer:
         )
         if latent.q_lora_rank is None:
             return found + self._product(queries, hidden)
+        if model.indexer is not None:
+            for columns, inputs in model.indexer.products(model.hidden_size, latent.q_lora_rank):
+                found += self._product(columns, inputs)
         query = self._product(queries, latent.q_lora_rank)
         return found + self._product(latent.q_lora_rank, hidden) + query
 
     def _mlp(self, size: float) -> Pass:
         width, hidden = size / self.ranks.trainer.tensor_parallel, self.ranks.model.hidden_size
-        return self._product(2 * width, hidden) + self._product(hidden, width)
+        made = (self.ranks.model.num_mlp_products - 1) * width
+        return self._product(made, hidden) + self._product(hidden, width)
 
     def _activations(self) -> Pass:
         """Return elementwise work; `_mixture` has the traffic of tokens that experts receive."""
@@ -316,21 +341,39 @@ class Layer:
 
     def attention(self) -> Pass:
         """Return the attention of a forward pass; context ranks may each have some heads for all tokens."""
-        ranks, trainer = self.ranks, self.ranks.trainer
+        trainer = self.ranks.trainer
         dealt = trainer.context_parallel if trainer.context_exchange == "all-to-all" else 1
-        wide, split = ranks.model.head_dim / HEAD_DIM, trainer.tensor_parallel * dealt
-        heads, caches = ranks.model.num_heads / split, max(1.0, ranks.model.num_kv_heads / split)
-        line = _attention_line(ranks.gpu_name, ranks.dtype, heads * wide, caches * wide)
-        return self._seen(line) * (dealt * self.constants.attention)
+        split = trainer.tensor_parallel * dealt
+        return self._seen(split) * (dealt * self.constants.attention)
 
-    def _seen(self, line: Pass) -> Pass:
+    def _line(self, model: ModelShape, split: int) -> Pass:
+        """Return the attention of one layer with the heads of `model`, on one of `split` ranks."""
+        ranks, wide = self.ranks, (model.head_dim + model.values_width) / 2 / HEAD_DIM
+        heads, caches = model.num_heads / split, max(1.0, model.num_kv_heads / split)
+        return _attention_line(ranks.gpu_name, ranks.dtype, heads * wide, caches * wide)
+
+    def _seen(self, split: int) -> Pass:
         """Return a mean layer's attention over full and windowed layers; every token counts with its full window."""
         model = self.ranks.model
-        found = line * (model.num_full_layers / model.num_layers)
+        found = self._full(split) * (model.num_full_layers / model.num_layers)
         if model.num_windowed_layers:
+            line = self._line(model.windowed, split)
             window = line.per_token + line.per_pair * (model.sliding_window or 0)
             found += Pass(per_token=window) * (model.num_windowed_layers / model.num_layers)
         return found
+
+    def _full(self, split: int) -> Pass:
+        """Return a layer without a window; sparse attention scores all pairs, and every token attends to `top_k`."""
+        model = self.ranks.model
+        line = self._line(model, split)
+        if model.indexer is None:
+            return line
+        scoring = model.indexer.num_heads * model.indexer.head_dim / HEAD_DIM
+        scores = _attention_line(self.ranks.gpu_name, self.ranks.dtype, scoring, 1.0)
+        most = model.max_attended
+        if most is not None:
+            line = Pass(per_token=line.per_token + line.per_pair * most)
+        return line + scores * SCORES_SHARE
 
     def _linear(self) -> Pass:
         """Return a mean layer's linear attention in a forward pass; training runs the prefill kernels."""
@@ -338,8 +381,10 @@ class Layer:
         if linear is None:
             return Pass()
         kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
-        heads = linear.num_value_heads / self.ranks.trainer.tensor_parallel
-        whole = kernels.time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
+        heads = linear.measured_heads / self.ranks.trainer.tensor_parallel
+        is_measured = linear.kind == "gated-delta"
+        time = kernels.time if is_measured else kernels.roofline_time
+        whole = time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
         return Pass(per_token=float(whole) / tokens) * (
             linear.num_layers / self.ranks.model.num_layers
         )
@@ -349,7 +394,8 @@ class Layer:
         ranks = self.ranks
         degree, hidden = ranks.trainer.tensor_parallel, ranks.model.hidden_size
         wire = (degree - 1) / degree * hidden * ranks.width / ranks.gpu.nvlink
-        return Pass(per_token=self.constants.reduce * REDUCES * wire)
+        blocks = ranks.model.num_blocks / ranks.model.num_layers / 2
+        return Pass(per_token=self.constants.reduce * REDUCES * wire * blocks)
 
     # Experts --------------------------------------------------------------------------------------
 
@@ -377,9 +423,12 @@ class Layer:
         ranks, constants, rate = self.ranks, self.constants, self.experts
         experts, trainer = ranks.model.experts, ranks.trainer
         assert experts is not None
-        hidden, width = ranks.model.hidden_size, experts.intermediate_size / trainer.expert_slices
+        hidden, width = (
+            ranks.model.expert_input_size,
+            experts.intermediate_size / trainer.expert_slices,
+        )
         copies = self._copies()
-        seconds = 2 * copies * 3 * hidden * width / rate.flops
+        seconds = 2 * copies * experts.num_products * hidden * width / rate.flops
         share = copies * max(1, trainer.expert_parallel) / experts.num_experts
         traffic = constants.permutation_traffic
         if trainer.shards_experts and trainer.dispatch == "all-to-all":
@@ -391,6 +440,9 @@ class Layer:
         )
         found += self._quantised(copies * (hidden + width))
         found *= self._imbalance()
+        if experts.latent_size is not None:
+            whole = ranks.model.hidden_size
+            found += self._product(hidden, whole) + self._product(whole, hidden)
         if not experts.num_shared_experts:
             return found
         return found + self._mlp(experts.num_shared_experts * experts.intermediate_size)
@@ -416,7 +468,7 @@ class Layer:
         ranks, trainer = self.ranks, self.ranks.trainer
         if not trainer.shards_experts or trainer.dispatch == "deduplicated":
             return 0.0
-        num_bytes = ranks.model.hidden_size * ranks.width
+        num_bytes = ranks.model.expert_input_size * ranks.width
         own = self._copies() / trainer.expert_slices
         return (trainer.expert_slices - 1) * own * num_bytes / ranks.gpu.nvlink
 
@@ -432,7 +484,7 @@ class Layer:
             return 0.0
         nodes = max(1.0, trainer.expert_ranks / ranks.nvlink_domain)
         chosen = experts.experts_per_token
-        num_bytes = ranks.model.hidden_size * ranks.width / trainer.tensor_parallel
+        num_bytes = ranks.model.expert_input_size * ranks.width / trainer.tensor_parallel
         match trainer.dispatch:
             case "deduplicated":
                 reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if nodes > 1 else 0.0

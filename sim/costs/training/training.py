@@ -204,6 +204,10 @@ def _unseen(trainer: TrainerHardware) -> str | None:
     model = trainer.longest_model
     if trainer.adapter_rank is not None:
         return "adapters: products for gradients of weights left out, theirs added; no training with them was measured"
+    if model.indexer is not None:
+        return "sparse attention: attention kernels for chosen pairs and scores, no training was measured"
+    if model.num_unmixed_layers or not model.has_gated_mlp:
+        return "layers of one block, or MLPs without gates: products and traffic counted, no training was measured"
     if model.linear is not None:
         return "linear attention: measured kernels where the trainer's GPU has these, else roofline; no training was measured"
     if model.num_windowed_layers:

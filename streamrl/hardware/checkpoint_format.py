@@ -1,0 +1,203 @@
+"""Recognise the number format of a quantised checkpoint, and check a model's parameters against its index.
+
+| where                                          | names the format by                                   |
+|------------------------------------------------|-------------------------------------------------------|
+| `quantization_config` of config.json           | `quant_method`: fp8, mxfp4, compressed-tensors, awq,  |
+|                                                | gptq, modelopt                                        |
+| hf_quant_config.json (ModelOpt)                | `quantization.quant_algo`: FP8, FP8_PB_WO, NVFP4, ... |
+| `expert_dtype` of config.json (DeepSeek-V4)    | fp4: experts in MXFP4                                 |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from streamrl.hardware.model_shape import BYTES, ModelShape
+
+MODELOPT_FILE = "hf_quant_config.json"
+INDEX = "model.safetensors.index.json"
+"""The index of sharded weights: the file name of each tensor (huggingface.co/docs/safetensors)."""
+TOLERANCE = 0.02
+"""Largest relative difference between the bytes of an index and those of the shape. Scales and buffers are not counted."""
+MODELOPT = {
+    **{"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PB_REAL": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8"},
+    **{"MXFP8": "mxfp8", "NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4", "W4A8_NVFP4_FP8": "nvfp4"},
+    **{"W4A16_AWQ": "int4", "W4A8_AWQ": "int4", "INT8_SQ": "int8", "W8A8_SQ_PER_CHANNEL": "int8"},
+}
+"""Formats of ModelOpt's `quant_algo`."""
+METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4"}
+"""Formats of a `quant_method` that has only one."""
+BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.16, "fp8": 8.0, "mxfp8": 8.25, "int8": 8.0}
+"""Bits of a value with its share of the scales."""
+
+
+class CheckpointFormat(NamedTuple):
+    """The format of a quantised checkpoint."""
+
+    dtype: str
+    """fp8, mxfp8, int8, int4, nvfp4 or mxfp4."""
+    experts_only: bool
+    """Whether only routed experts are in this format."""
+    stated_in: str
+    """File and field that name it."""
+
+    def __str__(self) -> str:
+        """Return a short text: "mxfp4 (routed experts only), by quantization_config in config.json"."""
+        which = "routed experts only" if self.experts_only else "linear layers"
+        return f"{self.dtype} ({which}), by {self.stated_in}"
+
+
+def checkpoint_format(table: Mapping[str, object], directory: Path) -> CheckpointFormat | None:
+    """Return the format of a quantised checkpoint; None for one in 16 or 32 bits.
+
+    Args:
+        table: config.json, or its part for text.
+        directory: of the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is quantised in a format that is not known.
+    """
+    config = table.get("quantization_config") or table.get("compression_config")
+    if isinstance(config, dict) and config:
+        found = _of_config(config)
+        if table.get("expert_dtype") == "fp4":
+            found = CheckpointFormat("mxfp4", True, "expert_dtype in config.json")
+        return found
+    if config:
+        raise ValueError(f"quantization_config must be an object, got {config!r}")
+    return _of_modelopt(directory / MODELOPT_FILE)
+
+
+def _of_config(config: Mapping[str, object]) -> CheckpointFormat:
+    method, where = config.get("quant_method"), "quantization_config in config.json"
+    algorithm = config.get("quant_algo")
+    if isinstance(algorithm, str):
+        return CheckpointFormat(_modelopt_dtype(algorithm), False, where)
+    if isinstance(method, str) and method in METHODS:
+        dtype = METHODS[method]
+        return CheckpointFormat(dtype, dtype == "mxfp4", where)
+    if isinstance(groups := config.get("config_groups"), dict):
+        return CheckpointFormat(_grouped_dtype(groups), _skips_attention(config), where)
+    bits = config.get("bits", config.get("w_bit", config.get("weight_bits")))
+    if bits == 4 and method in ("awq", "gptq", "auto-round"):
+        return CheckpointFormat("int4", False, where)
+    raise ValueError(
+        f"quantization_config with quant_method {method!r} is not known; known: fp8, mxfp4, compressed-tensors, "
+        "modelopt, awq and gptq with 4 bits. Remove it to read the checkpoint as one in 16 bits"
+    )
+
+
+def _grouped_dtype(groups: Mapping[str, object]) -> str:
+    """Return the format of compressed-tensors' weights, whose groups must agree."""
+    found = {_weights_dtype(group) for group in groups.values()}
+    if len(found) != 1:
+        raise ValueError(
+            f"quantization_config.config_groups has more than one format: {sorted(found)}"
+        )
+    return found.pop()
+
+
+def _weights_dtype(group: object) -> str:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    kind = (weights.get("type"), weights.get("num_bits")) if isinstance(weights, dict) else None
+    dtype = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "nvfp4"}
+    if kind not in dtype:
+        raise ValueError(
+            f"quantization_config.config_groups with weights {kind!r} (type, bits) is not known"
+        )
+    return dtype[kind]
+
+
+def _skips_attention(config: Mapping[str, object]) -> bool:
+    """Return whether attention is left out, so that only experts are quantised."""
+    ignored = config.get("ignore")
+    return isinstance(ignored, list) and any("self_attn" in str(each) for each in ignored)
+
+
+def _modelopt_dtype(algorithm: str) -> str:
+    if algorithm.upper() not in MODELOPT:
+        raise ValueError(f"quant_algo {algorithm!r} is not known; known: {', '.join(MODELOPT)}")
+    return MODELOPT[algorithm.upper()]
+
+
+def _of_modelopt(path: Path) -> CheckpointFormat | None:
+    """Return the format in ModelOpt's own file; None without the file."""
+    table = _json(path)
+    part = table.get("quantization") if isinstance(table, dict) else None
+    algorithm = part.get("quant_algo") if isinstance(part, dict) else None
+    if not isinstance(algorithm, str):
+        return None
+    return CheckpointFormat(_modelopt_dtype(algorithm), False, f"quant_algo in {MODELOPT_FILE}")
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+# The index ----------------------------------------------------------------------------------------
+
+
+def check_index(model: ModelShape, form: CheckpointFormat | None, directory: Path) -> str | None:
+    """Return a text that the index agrees with the shape; None without an index that has sizes.
+
+    Raises:
+        ValueError: its bytes are those of another number of parameters.
+    """
+    table = _json(directory / INDEX)
+    facts = table.get("metadata") if isinstance(table, dict) else None
+    size = facts.get("total_size") if isinstance(facts, dict) else None
+    if type(size) is not int or size <= 0:
+        return None
+    expected = list(_possible_bytes(model, form))
+    if any(abs(size / each - 1) <= TOLERANCE for each in expected):
+        return f"{INDEX}: {size / 1e9:.4g} GB, as the shape says"
+    nearest = min(expected, key=lambda each: abs(size / each - 1))
+    raise ValueError(
+        f"the shape has {model.num_parameters / 1e9:.4g}B parameters, {nearest / 1e9:.4g} GB, but {INDEX} says "
+        f"{size / 1e9:.4g} GB; the file and its weights are of different models, or a part is not understood"
+    )
+
+
+def _possible_bytes(model: ModelShape, form: CheckpointFormat | None) -> list[float]:
+    """Return the bytes that a checkpoint may have: with draft layers, vision tower and a stored tied head, or without."""
+    drafts = model.num_draft_layers * _layer_parameters(model)
+    tied = model.num_embedding_parameters * model.has_tied_embeddings
+    parts = (model.num_vision_parameters, drafts, tied)
+    sums = [0]
+    for part in parts:
+        sums += [each + part for each in sums] if part else []
+    narrow = _narrow_parameters(model, form)
+    widths = (BYTES["bfloat16"], BYTES["float32"])
+    bits = 0.0 if form is None else BITS[form.dtype]
+    return [
+        (model.num_parameters + more - narrow) * width + narrow * bits / 8
+        for more in sums
+        for width in widths
+    ]
+
+
+def _layer_parameters(model: ModelShape) -> int:
+    tables = model.num_embedding_parameters * (1 if model.has_tied_embeddings else 2)
+    return (model.num_parameters - tables) // model.num_layers
+
+
+def _narrow_parameters(model: ModelShape, form: CheckpointFormat | None) -> float:
+    """Return the parameters of the language model that are in the narrow format."""
+    if form is None:
+        return 0.0
+    if form.experts_only and model.experts is not None:
+        return float(model.num_expert_layers * model.experts.num_experts * model.expert_parameters)
+    return model.linear_parameters()
+
+
+def checkpoint_bytes(model: ModelShape, form: CheckpointFormat | None, dtype: str) -> float:
+    """Return the bytes of the language model's weights in its checkpoint, with `dtype` for all that is not narrow."""
+    narrow = _narrow_parameters(model, form)
+    bits = 0.0 if form is None else BITS[form.dtype]
+    return (model.num_parameters - narrow) * BYTES[dtype] + narrow * bits / 8

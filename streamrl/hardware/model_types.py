@@ -1,0 +1,182 @@
+"""List what a `model_type` fixes about a model that its config.json does not say.
+
+Most of a shape follows from the fields of a config.json, whatever its type is
+(`streamrl.hardware.model_config`). These entries add defaults of the config classes and parameters without a
+field. The source of each is the model's class in transformers 5.24, or its file on the hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """What a `model_type` fixes."""
+
+    required: tuple[str, ...] = ()
+    """Fields that must be there, because the rules would read a file without them as another model. A line separates
+    names of the same field."""
+    is_tied: bool | None = False
+    """Whether embeddings are tied without `tie_word_embeddings`; None if that is unknown."""
+    has_gate: bool | None = True
+    """Whether MLPs have a gate; None to derive it from the activation."""
+    qk_norm: Literal["none", "head", "heads", "flag"] = "none"
+    """Norms of queries and keys: over a head, over all heads, or as a field says."""
+    has_qkv_bias: bool | None = None
+    """None for `attention_bias`."""
+    has_output_bias: bool | None = None
+    """None for `attention_bias`."""
+    has_sinks: bool = False
+    has_output_gate: bool = False
+    norms_per_layer: int = 2
+    window: Literal["stated", "flag", "never", "unknown"] = "never"
+    """Which layers have a window if the file names no kinds of layers: all, all if `use_sliding_window`, or none."""
+    default_window: int | None = None
+    full_every: int | None = None
+    """Without kinds of layers, every N-th layer has full attention, and all others the other kind."""
+    others: Literal["sliding", "linear"] = "sliding"
+    expert_width: str = "moe_intermediate_size"
+    """Field with the channels of an expert."""
+    dense_width: str = "intermediate_size"
+    """Field with the channels of a plain MLP."""
+    num_shared_experts: int = 0
+    """Shared experts without a field for their number."""
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    has_shared_gate: bool = False
+    num_draft_layers: int = 0
+    """Draft layers without a field for their number."""
+    needs_kv_heads: bool = True
+    """Whether `num_key_value_heads` must be there; otherwise it is the number of heads."""
+    unread: frozenset[str] = frozenset()
+    """Fields that such a model has and does not use."""
+
+
+UNKNOWN = ModelType(
+    is_tied=None, has_gate=None, qk_norm="flag", window="unknown", needs_kv_heads=False
+)
+"""A type that is not in the table."""
+_PLAIN = ModelType()
+_QWEN2 = ModelType(has_qkv_bias=True, has_output_bias=False, window="flag")
+_QWEN3 = ModelType(qk_norm="head", window="flag")
+_QWEN3_MOE = replace(_QWEN3, required=("num_experts|num_local_experts", "moe_intermediate_size"))
+_QWEN3_NEXT = ModelType(
+    required=(
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+    ),
+    qk_norm="head",
+    has_output_gate=True,
+    full_every=4,
+    others="linear",
+    has_shared_gate=True,
+    unread=frozenset({"attn_output_gate", "mtp_use_dedicated_embeddings"}),
+)
+_DEEPSEEK = ModelType(
+    required=(
+        "q_lora_rank",
+        "kv_lora_rank",
+        "n_routed_experts|num_local_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+    ),
+    has_router_bias=True,
+    needs_kv_heads=False,
+    unread=frozenset({"head_dim", "qk_head_dim", "indexer_rope_interleave"}),
+)
+_GEMMA = ModelType(
+    qk_norm="head", norms_per_layer=4, is_tied=True, window="stated", default_window=4096
+)
+_OLMO2 = ModelType(qk_norm="heads")
+_MISTRAL = ModelType(window="stated", default_window=4096)
+
+MODEL_TYPES: dict[str, ModelType] = {
+    "qwen2": _QWEN2,
+    "qwen3": replace(_QWEN3, required=("head_dim",)),
+    "llama": replace(_PLAIN, needs_kv_heads=False),
+    "mistral": _MISTRAL,
+    "mixtral": ModelType(
+        window="stated",
+        expert_width="intermediate_size",
+        required=("num_local_experts|num_experts",),
+    ),
+    "qwen3_moe": _QWEN3_MOE,
+    "gpt_oss": ModelType(
+        window="stated",
+        default_window=128,
+        full_every=2,
+        has_qkv_bias=True,
+        has_output_bias=True,
+        has_sinks=True,
+        expert_width="intermediate_size",
+        has_router_bias=True,
+        has_expert_bias=True,
+        required=("num_local_experts|num_experts",),
+    ),
+    "gemma3_text": replace(_GEMMA, full_every=6),
+    "qwen3_next": replace(
+        _QWEN3_NEXT, num_draft_layers=1, required=(*_QWEN3_NEXT.required, "moe_intermediate_size")
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v2": replace(_DEEPSEEK, has_router_bias=False),
+    "deepseek_v32": replace(_DEEPSEEK, required=(*_DEEPSEEK.required, "index_topk")),
+    "kimi_k2": _DEEPSEEK,
+    "kimi_linear": ModelType(has_router_bias=True, unread=frozenset({"head_dim", "mla_use_nope"})),
+    "glm_moe_dsa": replace(_DEEPSEEK, required=(*_DEEPSEEK.required, "index_topk")),
+    "glm4_moe": ModelType(qk_norm="flag", has_output_bias=False, has_router_bias=True),
+    "glm4_moe_lite": _DEEPSEEK,
+    "glm4": ModelType(norms_per_layer=4, has_output_bias=False),
+    "qwen3_vl_text": _QWEN3,
+    "qwen3_vl_moe_text": _QWEN3_MOE,
+    "qwen3_5_text": _QWEN3_NEXT,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT, required=(*_QWEN3_NEXT.required, "moe_intermediate_size")
+    ),
+    "qwen2_moe": replace(_QWEN2, has_shared_gate=True),
+    "minimax_m2": ModelType(
+        qk_norm="heads",
+        expert_width="intermediate_size",
+        has_router_bias=True,
+        unread=frozenset({"use_qk_norm", "qk_norm_type"}),
+    ),
+    "mimo": _QWEN2,
+    "mimo_v2_flash": ModelType(
+        has_output_bias=False,
+        has_router_bias=True,
+        unread=frozenset({"attention_chunk_size", "sliding_window_size"}),
+    ),
+    "nemotron_h": ModelType(has_gate=False, norms_per_layer=1, has_router_bias=True),
+    "llama4_text": ModelType(
+        expert_width="intermediate_size",
+        dense_width="intermediate_size_mlp",
+        num_shared_experts=1,
+        unread=frozenset({"use_qk_norm"}),
+    ),
+    "gemma2": ModelType(
+        norms_per_layer=4, is_tied=True, window="stated", default_window=4096, full_every=2
+    ),
+    "gemma4_text": replace(
+        _GEMMA,
+        full_every=6,
+        default_window=512,
+        unread=frozenset({"enable_moe_block", "use_bidirectional_attention"}),
+    ),
+    "olmo": _PLAIN,
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, window="stated", default_window=4096, full_every=4),
+    "smollm3": ModelType(is_tied=True, window="flag"),
+    "phi3": ModelType(window="stated", has_qkv_bias=False, has_output_bias=False),
+    "ministral": _MISTRAL,
+    "ministral3": ModelType(window="stated"),
+    "seed_oss": ModelType(has_output_bias=False),
+    "granite": _PLAIN,
+    "granitemoe": ModelType(expert_width="intermediate_size"),
+}
+"""By `model_type`. Keys and defaults are those of the config classes in transformers."""
+EXECUTED_TYPES = (
+    *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "gpt_oss", "gemma3_text"),
+    *("qwen3_next", "deepseek_v3"),
+)
+"""Types that `streamrl execute` runs. All others are planned and simulated."""

@@ -1,0 +1,252 @@
+"""Public config.json files as they are: parameters, KV cache and states of each, or the reason why one is refused.
+
+`public_models.jsonl` has the fields of public files on the Hugging Face hub, as AIConfigurator (Apache-2.0) collects
+them. Fields without an effect on shapes are left out: class names of remote code, labels, initial deviations, and all
+but two entries of lists of unquantised modules. Each model has its own licence.
+
+`PARAMETERS` has a second calculation: the parameters of transformers' own model on the meta device (5.24.0, without
+vision tower; Kimi-K2.5 as deepseek_v3 and MiMo-7B as qwen2, whose layers they have).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import load_gpu
+from streamrl.hardware.resolved import resolve
+from streamrl.runfile.errors import RunError
+from streamrl.sim.costs.inference import Shard
+from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.training.layer import Layer
+from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.costs.training.ranks import Ranks
+from tests.runs import small_run
+
+ROWS = [json.loads(line) for line in Path(__file__).with_name("public_models.jsonl").open()]
+FIT = load_training_profile()
+FILES: dict[str, dict[str, Any]] = {row.pop("model"): row for row in ROWS}
+PARAMETERS = {
+    "DeepSeek-R1": 671_026_419_200,
+    "DeepSeek-V3.2": 671_877_944_064,
+    "GLM-5": 743_911_218_432,
+    "GLM-5-FP8": 743_911_218_432,
+    "GLM-5.1": 743_911_218_432,
+    "GLM-5.1-FP8": 743_911_218_432,
+    "Kimi-K2.5": 1_026_408_232_448,
+    "Llama-3.1-70B-Instruct-FP8": 70_553_706_496,
+    "Llama-4-Maverick-17B-128E-Instruct": 400_711_848_960,
+    "Meta-Llama-3.1-405B": 405_853_388_800,
+    "Meta-Llama-3.1-70B": 70_553_706_496,
+    "Meta-Llama-3.1-8B": 8_030_261_248,
+    "MiMo-7B-Base": 7_622_619_136,
+    "MiMo-V2-Flash": 308_778_780_864,
+    "MiniMax-M2.7": 228_689_764_864,
+    "Mixtral-8x22B-v0.1": 140_620_634_112,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
+    "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": 120_668_707_840,
+    "Nemotron-H-56B-Base-8K": 56_324_350_464,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen3-235B-A22B-FP8": 235_093_634_560,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-30B-A3B-FP8": 30_532_122_624,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-32B-FP8": 32_762_123_264,
+    "Qwen3-32B-FP8-Static-PerTensor": 32_762_123_264,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "Qwen3-VL-235B-A22B-Instruct": 235_093_634_560,
+    "Qwen3-VL-2B-Instruct": 1_720_574_976,
+    "Qwen3-VL-30B-A3B-Instruct": 30_532_122_624,
+    "Qwen3-VL-4B-Instruct": 4_022_468_096,
+    "Qwen3-VL-8B-Instruct": 8_190_735_360,
+    "Qwen3.5-122B-A10B": 122_111_526_912,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
+    "gemma-4-26B-A4B": 25_233_141_791,
+    "gpt-oss-20b": 20_914_757_184,
+}
+PUBLISHED = {
+    **{"Qwen3.5-35B-A3B": 34.66, "GLM-5": 743.2, "gpt-oss-20b": 20.91, "MiMo-7B-Base": 7.62},
+    **{"Meta-Llama-3.1-8B": 8.03, "Meta-Llama-3.1-70B": 70.55, "Meta-Llama-3.1-405B": 405.85},
+    **{"Mixtral-8x7B-v0.1": 46.7, "Qwen3-0.6B": 0.596, "Qwen3-8B": 8.19, "Qwen3-32B": 32.76},
+    **{"Qwen3-30B-A3B": 30.53, "Qwen3-235B-A22B": 235.09},
+}
+"""Billions of parameters, as model cards say or summed by hand from config.json."""
+ACTIVE = {"Mixtral-8x7B-v0.1": 12.9, "Qwen3-30B-A3B": 3.35, "Qwen3-235B-A22B": 22.19}
+"""The same of active parameters, which count the input embedding."""
+LATENT = 2 * (512 + 64)
+"""Bytes of DeepSeek's latent vector in 16 bits."""
+INDEX_KEY = 128 + 4
+"""Bytes of DeepSeek's index key: 128 values in fp8, and a scale."""
+KV_BYTES = {
+    **{"DeepSeek-R1": 61 * LATENT, "DeepSeek-V3.2": 61 * (LATENT + INDEX_KEY)},
+    **dict.fromkeys(("GLM-5", "GLM-5-FP8", "GLM-5.1", "GLM-5.1-FP8"), 78 * (LATENT + INDEX_KEY)),
+    "Kimi-K2.5": 61 * LATENT,
+    "Llama-3.1-70B-Instruct-FP8": 80 * 4 * 8 * 128,
+    "Llama-4-Maverick-17B-128E-Instruct": 12 * 4 * 8 * 128,
+    **{"Meta-Llama-3.1-405B": 516096, "Meta-Llama-3.1-70B": 327680, "Meta-Llama-3.1-8B": 131072},
+    "MiMo-7B-Base": 36 * 4 * 8 * 128,
+    "MiMo-V2-Flash": 9 * 2 * 4 * (192 + 128),
+    "MiniMax-M2.7": 62 * 4 * 8 * 128,
+    **{"Mixtral-8x22B-v0.1": 56 * 4 * 8 * 128, "Mixtral-8x7B-v0.1": 131072},
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 6 * 4 * 2 * 128,
+    "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": 8 * 4 * 2 * 128,
+    "Nemotron-H-56B-Base-8K": 10 * 4 * 8 * 128,
+    **{"Qwen3-0.6B": 114688, "Qwen3-1.7B": 28 * 4 * 8 * 128, "Qwen3-8B": 147456},
+    **dict.fromkeys(("Qwen3-235B-A22B", "Qwen3-235B-A22B-FP8"), 192512),
+    **dict.fromkeys(("Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8"), 98304),
+    **dict.fromkeys(("Qwen3-32B", "Qwen3-32B-FP8", "Qwen3-32B-FP8-Static-PerTensor"), 262144),
+    "Qwen3-Coder-480B-A35B-Instruct": 62 * 4 * 8 * 128,
+    **{"Qwen3-VL-235B-A22B-Instruct": 192512, "Qwen3-VL-30B-A3B-Instruct": 98304},
+    **{"Qwen3-VL-2B-Instruct": 28 * 4 * 8 * 128, "Qwen3-VL-4B-Instruct": 36 * 4 * 8 * 128},
+    "Qwen3-VL-8B-Instruct": 36 * 4 * 8 * 128,
+    **{"Qwen3.5-122B-A10B": 12 * 4 * 2 * 256, "Qwen3.5-35B-A3B": 20480},
+    "gemma-4-26B-A4B": 5 * 4 * 2 * 512,
+    "gpt-oss-20b": 12 * 4 * 8 * 64,
+}
+"""Bytes by which the KV cache grows with each token, in 16 bits."""
+STATES = {
+    "Llama-4-Maverick-17B-128E-Instruct": 36 * 8192 * 4 * 8 * 128,
+    "MiMo-V2-Flash": 39 * 128 * 2 * 8 * (192 + 128),
+    "gemma-4-26B-A4B": 25 * 1024 * 4 * 8 * 256,
+    "gpt-oss-20b": 12 * 128 * 4 * 8 * 64,
+    "Qwen3.5-35B-A3B": 30 * (32 * 128 * 128 * 4 + 8192 * 3 * 2),
+    "Qwen3.5-122B-A10B": 36 * (64 * 128 * 128 * 4 + 12288 * 3 * 2),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 23 * (64 * 64 * 128 * 4 + 6144 * 3 * 2),
+    "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": 40 * (128 * 64 * 128 * 4 + 10240 * 3 * 2),
+    "Nemotron-H-56B-Base-8K": 54 * (256 * 64 * 256 * 4 + 20480 * 3 * 2),
+}
+"""Bytes of a long rollout that do not grow: full windows, states in float32, and inputs of convolutions."""
+CHECKPOINTS = {
+    **{"DeepSeek-R1": "fp8", "DeepSeek-V3.2": "fp8", "GLM-5-FP8": "fp8", "GLM-5.1-FP8": "fp8"},
+    **{"Kimi-K2.5": "int4", "gpt-oss-20b": "mxfp4", "MiMo-V2-Flash": "fp8", "MiniMax-M2.7": "fp8"},
+    **{"Llama-3.1-70B-Instruct-FP8": "fp8", "Qwen3-32B-FP8-Static-PerTensor": "fp8"},
+    **{f"Qwen3-{size}-FP8": "fp8" for size in ("30B-A3B", "235B-A22B", "32B")},
+}
+REFUSED = ("DeepSeek-V4-Flash", "DeepSeek-V4-Flash-FP8")
+
+
+def directory(name: str, folder: Path) -> Path:
+    for file, table in FILES[name].items():
+        (folder / file).write_text(json.dumps(table))
+    return folder
+
+
+def read(name: str, folder: Path) -> ModelDirectory:
+    return read_model_directory(directory(name, folder))
+
+
+def test_forty_of_all_models_are_read() -> None:
+    assert len(FILES) == 42 and set(PARAMETERS) == set(KV_BYTES) == set(FILES) - set(REFUSED)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_public_model_has_its_parameters(name: str, tmp_path: Path) -> None:
+    found = read(name, tmp_path).shape.num_parameters
+    assert found == pytest.approx(PARAMETERS[name], rel=1e-8)
+    assert found / 1e9 == pytest.approx(PUBLISHED.get(name, found / 1e9), rel=0.005)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_with_the_embedding_are_those_of_model_cards(
+    name: str, tmp_path: Path
+) -> None:
+    shape = read(name, tmp_path).shape
+    found = shape.num_active_parameters + shape.num_embedding_parameters
+    assert found / 1e9 == pytest.approx(ACTIVE[name], rel=0.005)
+
+
+@pytest.mark.parametrize("name", KV_BYTES)
+def test_a_public_model_keeps_its_bytes_of_a_token_and_of_a_rollout(
+    name: str, tmp_path: Path
+) -> None:
+    shape = read(name, tmp_path).shape
+    assert shape.kv_bytes_per_token("bfloat16") == KV_BYTES[name]
+    assert shape.shard_state_bytes("bfloat16", 1) == STATES.get(name, 0)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_format_of_a_quantised_checkpoint_is_recognised(name: str, tmp_path: Path) -> None:
+    found = read(name, tmp_path).checkpoint
+    assert (found and found.dtype) == CHECKPOINTS.get(name)
+
+
+def test_only_experts_of_gpt_oss_and_kimi_are_narrow(tmp_path: Path) -> None:
+    assert {
+        name
+        for name in CHECKPOINTS
+        if (found := read(name, tmp_path).checkpoint) is not None and found.experts_only
+    } == {"gpt-oss-20b", "Kimi-K2.5"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_over_compressed_tokens_is_refused_by_its_field(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=r"config.json: compress_ratios is not understood"):
+        read(name, tmp_path)
+
+
+def test_parameters_of_vision_towers_count_apart(tmp_path: Path) -> None:
+    for name, parameters in (
+        ("Qwen3-VL-2B-Instruct", 406_957_056),
+        ("Qwen3.5-35B-A3B", 446_571_248),
+        ("gemma-4-26B-A4B", 572_794_416),
+    ):
+        found = read(name, tmp_path)
+        assert found.shape.num_vision_parameters == pytest.approx(parameters, rel=0.001)
+        assert len(found.not_simulated) == 1
+
+
+# Costs --------------------------------------------------------------------------------------------
+
+PROMPT = 8192.0
+"""Tokens of a prompt."""
+SLOWEST = 6.0
+"""Seconds of a prompt relative to all its FLOPs at the datasheet's peak. Experts and long attention are the slowest."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_prefill_and_training_take_as_long_as_their_flops(name: str, tmp_path: Path) -> None:
+    shape = read(name, tmp_path).shape
+    kernels, peak = Kernels("h200", "bfloat16"), load_gpu("h200").flops["bfloat16"]
+    least = shape.forward_flops(PROMPT, PROMPT**2 / 2) / peak
+    shard = Shard(shape, kernels)
+    prefill = shard.products(np.array([PROMPT])) + shard.prefill_attention(1, np.array([PROMPT]))
+    assert least < float(prefill.seconds[0]) < SLOWEST * least
+    head = 2 * shape.num_embedding_parameters * PROMPT / peak
+    seconds = layer_of(shape).forward().time(np.array([PROMPT]), np.array([PROMPT**2 / 2]))
+    assert least - head < float(seconds[0]) * shape.num_layers < SLOWEST * least
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_decode_step_takes_as_long_as_the_bytes_that_it_reads(name: str, tmp_path: Path) -> None:
+    shape = read(name, tmp_path).shape
+    shard, context = Shard(shape, Kernels("h200", "bfloat16")), 32768
+    step = shard.products(np.array([64.0]))
+    step += shard.decode_attention(64, np.array([float(context)])) + shard.head(np.array([64.0]))
+    _, num_bytes = shard.step_work(64, context)
+    read_once = num_bytes / load_gpu("h200").memory_bandwidth
+    assert 0.7 * read_once < float(step.seconds[0]) < SLOWEST * read_once
+
+
+def layer_of(shape: ModelShape) -> Layer:
+    """Return a mean layer of a shape in a trainer of one GPU."""
+    run = small_run({"trainer": {"pool": "near", "micro_batch": 1}})
+    ranks = replace(Ranks.of(resolve(run).trainer), model=shape)
+    return Layer(
+        ranks=ranks,
+        gemm=FIT.gemm[ranks.gpu_name],
+        experts=FIT.experts[ranks.gpu_name],
+        constants=FIT.constants,
+    )
