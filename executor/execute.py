@@ -46,6 +46,7 @@ from streamrl.targets.execute_limits import check_back_ends, uses_relays
 if TYPE_CHECKING:
     from streamrl.executor.checkpoints import Checkpoint
     from streamrl.executor.launchers.launcher import Launcher
+    from streamrl.executor.launchers.role_configs import RoleConfigs
     from streamrl.executor.record import RunDirectory
     from streamrl.executor.roles import TransferRole, Write
     from streamrl.executor.subscribers.secondary_records import SecondaryRecords
@@ -267,16 +268,19 @@ async def _execute_in(
     interruption: Interruption,
 ) -> None:
     from streamrl.executor.buffer import RolloutBuffer
+    from streamrl.executor.launchers.role_configs import RoleConfigs
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
     from streamrl.executor.tokens import decode_ids
     from streamrl.executor.verifier.verifier import Verifier
     from streamrl.executor.world import RealWorld
 
     assert run.model.path is not None, "check_executable requires weights"
-    launcher = make_launcher(run, directory)
+    configs = RoleConfigs(run, lambda: directory.leg)
+    launcher = make_launcher(run, directory, configs)
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
     for note in workload.notes:
         logger.warning(note)
+    configs.end_rollouts_at(workload.end_tokens)
     workload.check_vocabulary(load_model(run.model).vocab_size)
     verifier = Verifier(run.verifier, directory.logs / "verifier.log", launcher.reward_model)
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
@@ -346,14 +350,12 @@ async def _execute_in(
         await world.run()
 
 
-def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
+def make_launcher(run: Run, directory: RunDirectory, configs: RoleConfigs) -> Launcher:
     """Return the launcher of a run: for local processes, or for actors of the joined Ray cluster.
 
     The libraries of local processes are imported from now on, while this process reads the tokenizer and the prompts.
     """
-    from streamrl.executor.launchers.role_configs import RoleConfigs
-
-    configs, roles = RoleConfigs(run), PlacedRoles.of(run)
+    roles = PlacedRoles.of(run)
     if run.execute.launcher == "ray":
         from streamrl.executor.launchers.ray_launcher import RayLauncher
 

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.presets import choose_system
+from streamrl.executor.end_of_turn import TurnEnds
 from streamrl.executor.prompt_probe import read_probe
 from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
 from streamrl.runfile.config import Run
@@ -43,8 +44,12 @@ class PromptWorkload:
             encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer)
         ]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
-        self.notes = [note for source in sources for note in source.notes]
-        """What was changed in the data sets, one line each."""
+        has_chats = any(not isinstance(record["prompt"], str) for record in self.records)
+        ends = TurnEnds.of(str(run.model.path), tokenizer, has_chats=has_chats)
+        self.end_tokens = ends.tokens
+        """Token ids that end a rollout, of all files of the model."""
+        self.notes = [*(note for source in sources for note in source.notes), *ends.notes]
+        """What is unusual in the data sets and in the model's files, one line each."""
         self._tokenizer = tokenizer
         self.group_size = run.algorithm.group_size
         self.max_tokens = run.rollout.max_tokens
@@ -223,12 +228,13 @@ def _tokenize(source: PromptSource, tokenizer: Any) -> Iterator[list[int]]:
     data set is refused.
     """
     is_text = source.is_templated and not getattr(tokenizer, "chat_template", None)
+    added = AddedTokens.of(tokenizer)
     for at, record in enumerate(source.records):
         prompt = record["prompt"]
         if is_text:
             prompt = "\n\n".join(message["content"] for message in prompt)
         if isinstance(prompt, str):
-            yield list(tokenizer.encode(prompt))
+            yield added.of_prompt(list(tokenizer.encode(prompt)))
             continue
         try:
             encoded = tokenizer.apply_chat_template(
@@ -239,3 +245,36 @@ def _tokenize(source: PromptSource, tokenizer: Any) -> Iterator[list[int]]:
             text = f"{line}: the model's chat template does not accept the prompt: {error}"
             raise ValueError(text) from None
         yield list(encoded["input_ids"])
+
+
+class AddedTokens(NamedTuple):
+    """Special tokens that a tokenizer puts before and after every text."""
+
+    before: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> AddedTokens:
+        """Find them by encoding a short text with and without them."""
+        try:
+            plain = list(tokenizer.encode("a", add_special_tokens=False))
+        except TypeError:  # a tokenizer without special tokens
+            return cls([], [])
+        whole = list(tokenizer.encode("a"))
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return cls(whole[:start], whole[start + len(plain) :])
+        return cls([], [])
+
+    def of_prompt(self, ids: list[int]) -> list[int]:
+        """Return the ids of a prompt with one beginning and without an end.
+
+        A text that was rendered by a chat template has its beginning already. After an end token the model would begin
+        something else.
+        """
+        num_before, num_after = len(self.before), len(self.after)
+        if num_before and ids[num_before : 2 * num_before] == self.before:
+            ids = ids[num_before:]
+        if num_after and ids[-num_after:] == self.after:
+            ids = ids[:-num_after]
+        return ids

@@ -170,7 +170,13 @@ ROOMS = (
     *("executor.libc", "executor.checksums", "executor.directory_lock"),
     *("executor.adapter_layers", "executor.attention", "executor.pretrained", "executor.tokens"),
     *("executor.prompt_probe", "executor.monitoring", "executor.roles", "executor.checkpoints"),
-    *("executor.prompts", "executor.token_files", "executor.buffer", "executor.record"),
+    *(
+        "executor.end_of_turn",
+        "executor.prompts",
+        "executor.token_files",
+        "executor.buffer",
+        "executor.record",
+    ),
     *(
         "executor.launchers",
         "executor.chosen_classes",

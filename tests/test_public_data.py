@@ -179,7 +179,6 @@ def test_the_first_group_of_a_regex_is_compared_with_the_final_answer(tmp_path: 
     ("scorer", "answer", "says"),
     [
         ("exact", "We add.\nIt is \\boxed{3}", "own answer 0: it has 2 lines"),
-        ("exact", "", "every empty completion would be right"),
         ("exact", "We add.\n#### ", "every empty completion would be right"),
         ("exact", [], "an empty list"),
         ("exact", {"value": "3"}, "must be a text, a number, or a list of them"),

@@ -510,6 +510,21 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
     serve(path, backend, scenario)
 
 
+def test_a_token_of_the_tokenizer_ends_a_rollout_of_a_model_that_names_none(
+    model_path: Path, backend: str
+) -> None:
+    ends = list(range(0, VOCABULARY, 10))
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        asked = [request(rollout, 6) for rollout in range(30)]
+        done = await asyncio.gather(*map(replica.generate, asked))
+        assert {completion.finish for completion in done} == {"stop", "length"}
+        for completion in done:
+            assert not set(tokens_of(completion)[:-1]) & set(ends)
+
+    serve(model_path, backend, scenario, end_tokens=tuple(ends))
+
+
 def test_a_static_batch_takes_nothing_in_until_all_of_it_is_over(model_path: Path) -> None:
     ended: list[int] = []
 

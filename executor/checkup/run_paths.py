@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamrl.doctor.files import TOKENIZERS
 from streamrl.executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
@@ -33,8 +33,8 @@ def find(run: Run) -> Iterator[Finding]:
     if run.model.path is None:
         yield from _find_scorers(run.verifier)
     if run.model.path is not None:
-        refuse = partial(_token_refusal, run.model, partial(PromptWorkload, run))
-        yield from _find_prompts(run.verifier, run.workload, run.policies, refuse)
+        tokenize = partial(_try_tokenizer, run.model, partial(PromptWorkload, run))
+        yield from _find_prompts(run.verifier, run.workload, run.policies, tokenize)
         yield from _find_reward_model(run.verifier)
         yield from _find_output(run.execute.output, run.algorithm.steps)
 
@@ -57,11 +57,11 @@ def _find_prompts(
     verifier: VerifierConfig,
     workload: WorkloadConfig,
     policies: PoliciesConfig,
-    refuse: Callable[[], str],
+    tokenize: Callable[[], Tokenized],
 ) -> Iterator[Finding]:
     """Check that prompts can be read, and that they have the fields that the verifier's scorers need.
 
-    `refuse` returns the error of prompts that are tokenized; see `_token_refusal`.
+    `tokenize` returns the error of prompts that are tokenized, and notes; see `_try_tokenizer`.
     """
     rewards = verifier.rewards
     if not workload.sources or not rewards:
@@ -75,8 +75,6 @@ def _find_prompts(
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in workload.fields'
         yield _finding("error", "prompts", str(error), fix)
         return
-    for note in (note for source in sources for note in source.notes):
-        yield _finding("warning", "prompts", note, "remove that turn from the data set")
     lacks = []
     if (policy := expecting_policy(policies, workload.ranker)) is not None:
         lacks = [
@@ -93,7 +91,11 @@ def _find_prompts(
         fix = "add it, or name the column that has it in workload.fields, or choose another verifier.scorer"
         yield _finding("error", "prompts", str(error), fix)
         return
-    if not lacks and (refusal := refuse()):
+    refusal, notes = tokenize()
+    for note in notes or [note for source in sources for note in source.notes]:
+        name = "end-tokens" if note.startswith("model.path") else "prompts"
+        yield _finding("warning", name, note, "correct the files, or leave it as it is")
+    if not lacks and refusal:
         fix = "leave it out, or set workload.max_prompt_tokens to what prompts have"
         yield _finding("error", "prompts", refusal, fix)
     elif not lacks:
@@ -103,19 +105,25 @@ def _find_prompts(
         yield _finding("ok", "prompts", text)
 
 
-def _token_refusal(model: ModelConfig, make: Callable[[Any], PromptWorkload]) -> str:
-    """Return the error of prompts that are tokenized, if any; skip a model without a tokenizer.
+class Tokenized(NamedTuple):
+    """What happens if prompts are tokenized."""
 
-    Another check reports a missing tokenizer.
-    """
+    refusal: str
+    """The error; empty if there is none."""
+    notes: list[str]
+
+
+def _try_tokenizer(model: ModelConfig, make: Callable[[Any], PromptWorkload]) -> Tokenized:
+    """Tokenize the prompts; skip a model without a tokenizer, which another check reports."""
     path = Path(str(model.path))
     if not any((path / name).is_file() for name in TOKENIZERS):
-        return ""
+        return Tokenized("", [])
     try:
-        make(load_tokenizer(str(path))).check_vocabulary(load_model(model).vocab_size)
+        workload = make(load_tokenizer(str(path)))
+        workload.check_vocabulary(load_model(model).vocab_size)
     except ValueError as error:
-        return str(error)
-    return ""
+        return Tokenized(str(error), [])
+    return Tokenized("", workload.notes)
 
 
 def _find_reward_model(verifier: VerifierConfig) -> Iterator[Finding]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.random import SeedSequence
 
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config
@@ -18,8 +21,15 @@ LOGITS_CHUNK = 1024
 class RoleConfigs:
     """Returns the settings of each role of a run, without those of the device that it is placed on."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, num_starts: Callable[[], int] = lambda: 1) -> None:
+        """Take the run file, and a function that returns how often the run was started or resumed."""
         self._run = run
+        self._num_starts = num_starts
+        self._end_tokens: list[int] = []
+
+    def end_rollouts_at(self, tokens: Iterable[int]) -> None:
+        """End rollouts at these tokens too; their files may be read after a launcher was made."""
+        self._end_tokens = sorted(tokens)
 
     def join(self, follower: SecondaryTrainerConfig) -> None:
         """Add a trainer to the run."""
@@ -35,7 +45,8 @@ class RoleConfigs:
             "max_tokens": run.rollout.max_tokens,
             "max_prompt_tokens": run.workload.max_prompt_tokens,
             "temperature": run.rollout.temperature,
-            "seed": run.seed + replica_id,
+            "seed": sampling_seed(run.seed, replica_id, self._num_starts()),
+            "end_tokens": self._end_tokens,
             "backend": run.rollout.backend,
             "tensor_parallel": run.rollout.tensor_parallel,
             "expert_parallel": run.rollout.expert_parallel,
@@ -112,3 +123,11 @@ class RoleConfigs:
             "dtype": self._run.model.dtype,
             "deterministic": self._run.execute.deterministic,
         }
+
+
+def sampling_seed(seed: int, replica_id: int, num_starts: int) -> int:
+    """Return the seed of a replica's sampling; a resumed run must not draw the noise of its first steps again."""
+    if num_starts == 1:
+        return seed + replica_id
+    (state,) = SeedSequence([seed, replica_id, num_starts]).generate_state(1, np.uint32)
+    return int(state)

@@ -72,6 +72,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between two saves of running rollouts; see `execute.save_tokens_every`."""
     tokenizer: str | None = None
     """Hugging Face directory of the tokenizer that decodes finished rollouts; None: no text."""
+    end_tokens: tuple[int, ...] = ()
+    """Token ids that end a rollout, in addition to those of the model's config."""
 
     def __post_init__(self) -> None:
         for key in ("max_running", "max_tokens", "max_prompt_tokens", "num_threads"):

@@ -82,7 +82,7 @@ class StaticEngine:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Return the token ids that end a rollout."""
-        return end_tokens(self._model)
+        return end_tokens(self._model, self._settings.end_tokens)
 
     @property
     def pads_context(self) -> bool:

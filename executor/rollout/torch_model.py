@@ -81,13 +81,13 @@ def named_as_in_files(
             yield name, tensor
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the token ids that end a rollout: those of the generation config, else of the model config."""
+def end_tokens(model: PreTrainedModel, others: Iterable[int] = ()) -> frozenset[int]:
+    """Return the token ids that end a rollout: those of the generation config or else of the model config, and others."""
     for config in (model.generation_config, model.config):
         tokens = getattr(config, "eos_token_id", None)
         if tokens is not None:
-            return frozenset([tokens] if isinstance(tokens, int) else tokens)
-    return frozenset()
+            return frozenset([tokens] if isinstance(tokens, int) else tokens).union(others)
+    return frozenset(others)
 
 
 @cache

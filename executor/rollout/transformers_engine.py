@@ -278,7 +278,7 @@ class TransformersEngine:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Return the token ids that end a rollout."""
-        return end_tokens(self._model)
+        return end_tokens(self._model, self._settings.end_tokens)
 
     @property
     def pads_context(self) -> bool:
@@ -480,7 +480,7 @@ def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
         num_pages = 1 if _slides(model) else math.ceil(max_length / PAGE_TOKENS)
         page_size = num_pages * PAGE_TOKENS
     return model.init_continuous_batching(
-        _sampling(settings.temperature, end_tokens(model)),
+        _sampling(settings.temperature, end_tokens(model, settings.end_tokens)),
         ContinuousBatchingConfig(
             page_size=page_size,
             num_blocks=max_running * math.ceil(max_length / page_size),

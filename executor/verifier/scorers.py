@@ -114,7 +114,7 @@ def accepted_answers(record: Record) -> list[str]:
     """Return the final answers that a completion may give: those of the record, or of each entry of its list.
 
     Raises:
-        ValueError: an answer is neither a text nor a number, or it is empty.
+        ValueError: an answer is neither a text nor a number, or it shows work without a final answer.
     """
     answer = record["answer"]
     found = [_stated(each) for each in (answer if isinstance(answer, list) else [answer])]
@@ -130,13 +130,14 @@ def _stated(answer: object) -> list[str]:
             f"the answer must be a text, a number, or a list of them, got {answer!r:.80}"
         )
     text = str(answer).strip()
+    shows_work = bool(text)
     for marker in STATED:
         if marker in text:
             text = text.rpartition(marker)[2].strip()
             break
-    if not text:
+    if shows_work and not text:
         raise ValueError(
-            f"the answer {answer!r:.80} is empty, and so every empty completion would be right"
+            f"the answer {answer!r:.80} ends after its marker, so every empty completion would be right"
         )
     is_whole = isinstance(answer, float) and answer.is_integer()
     return [text, str(int(answer))] if is_whole else [text]
