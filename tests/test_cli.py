@@ -242,7 +242,7 @@ def test_a_corrupt_trace_is_refused_by_file_and_line(simulated: Path, tmp_path: 
         *("simulate", "plan", "execute", "replay", "compare", "report", "samples", "validate"),
         "export",
         *("doctor", "profile", "profile show", "profile check", "profile measure", "ranker"),
-        *("ranker eval", "calibrate", "import"),
+        *("ranker eval", "calibrate", "import", "model", "model show"),
     ],
 )
 def test_help_has_an_example(command: str) -> None:
@@ -276,6 +276,7 @@ def test_help_shows_brackets_as_they_are_written(command: str, words: str) -> No
         (["doctor", EXAMPLE], "no errors"),
         (["export", EXAMPLE, "--framework", "verl"], "data.train_batch_size="),
         (["profile", "show", "qwen2.5-7b"], "tokens"),
+        (["model", "show", "qwen2.5-7b"], "7.616B"),
         (["ranker", "eval", "{scores}"], "recall@20%"),
         (["calibrate", EXAMPLE, "{steps}", *SMALL], "whole step"),
         (["import", "{scores}", "-o", "{out}"], "lengths.csv"),

@@ -95,6 +95,10 @@ class Commands(LazyGroup):
                 "streamrl.cli.import_log:import_log",
                 "Make a workload from a log, an executed run or recorded rollouts.",
             ),
+            "model": (
+                "streamrl.cli.model:model",
+                "Show what a config.json or a profile says about a model.",
+            ),
             "profile": (
                 "streamrl.cli.profile:profile",
                 "Measure a model on this machine, or show and check profiles.",

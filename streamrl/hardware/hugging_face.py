@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from streamrl.hardware.checkpoint_format import (
     INDEX,
+    MODELOPT_FILE,
     CheckpointFormat,
     check_index,
     checkpoint_format,
@@ -25,6 +27,10 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields of a multimodal config.json that hold the language model."""
 TOP_FIELDS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 """Fields that a multimodal config.json may have outside that part."""
+
+
+_NARROW_NAME = re.compile(r"(?:NV|MX)?FP[48]|INT[48]|AWQ|GPTQ|W4A16|W8A8", re.IGNORECASE)
+"""Formats in the names of directories."""
 
 
 class ModelDirectory(NamedTuple):
@@ -88,6 +94,10 @@ def _read_directory(table: dict[str, object], path: Path) -> ModelDirectory:
         parts.append("the vision tower: config.json has no vision_config, so it is not counted")
     shape = replace(shape, num_vision_parameters=vision)
     checkpoint = checkpoint_format(text, path.parent)
+    if checkpoint is None and (narrow := _NARROW_NAME.search(shape.name)):
+        assumed.append(
+            f"weights in 16 bits: the name says {narrow[0]}, but neither config.json nor {MODELOPT_FILE} does"
+        )
     is_whole = not any("unknown" in part or "not counted" in part for part in parts)
     index = check_index(shape, checkpoint, path.parent) if is_whole else None
     return ModelDirectory(shape, table.get("model_type"), checkpoint, assumed, parts, index)

@@ -1,4 +1,4 @@
-"""Name the prices, links and lengths of a run that a profile or a default supplied, not the run file.
+"""Name the prices, links, lengths and parts of the model that a profile or a default supplied, not the run file.
 
 Each output names them next to the total that rests on them.
 """
@@ -6,11 +6,14 @@ Each output names them next to the total that rests on them.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from pathlib import Path
 
 import msgspec
 
+from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
 from streamrl.hardware.profiles import load_gpu, price_of
-from streamrl.runfile.cluster_config import ClusterConfig
+from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.formatting import format_dollars
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.workload_config import LengthsConfig
@@ -41,6 +44,35 @@ def assumed_of(
         paid: names of the pools that are paid for.
     """
     return [*_prices(cluster, paid), *_links(cluster, paid), *_lengths(lengths)]
+
+
+def assumed_of_model(model: ModelConfig, dtype: str | None) -> list[Assumed]:
+    """Return what a simulation assumes about a model directory: formats, parts that are left out, and defaults.
+
+    Args:
+        model: the section `[model]`.
+        dtype: format of the replicas' weights; None for `model.dtype`.
+    """
+    if model.path is None:
+        return []
+    try:
+        found = read_model_directory(Path(model.path))
+    except RunError:  # the directory of an older run may be gone
+        return []
+    return list(_of_directory(found, model, dtype))
+
+
+def _of_directory(
+    found: ModelDirectory, model: ModelConfig, dtype: str | None
+) -> Iterator[Assumed]:
+    source = found.shape.source
+    if found.checkpoint is not None and dtype is None:
+        text = f"replicas in {model.dtype}, although the checkpoint is in {found.checkpoint.dtype}"
+        yield Assumed(key="rollout.dtype", text=text, source=DEFAULT)
+    for part in found.not_simulated:
+        yield Assumed(key="model.path", text=f"a model without {part}", source=source)
+    for text in found.assumed:
+        yield Assumed(key="model.path", text=text, source=source)
 
 
 def _prices(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:

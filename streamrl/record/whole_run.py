@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import load_gpu
-from streamrl.record.assumed import Assumed, assumed_of
+from streamrl.record.assumed import Assumed, assumed_of, assumed_of_model
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
 from streamrl.record.band import Band, ModelError, band_of
 from streamrl.record.billing import (
@@ -308,7 +308,9 @@ def make_whole_run(
     def bill(seconds: float) -> Bill:
         return bill_of(run.cluster, rents, egress, seconds)
 
-    lengths = None if trace.world == "real" else run.workload.lengths
+    is_real = trace.world == "real"
+    lengths = None if is_real else run.workload.lengths
+    modelled = [] if is_real else assumed_of_model(run.model, run.rollout.dtype)
     billed, band = bill(time.seconds), band_of(time.seconds, time.interval, error)
     energy = read_energy(paid, shares)
     pools = dict(_pool_totals(paid, billed, time.rented, energy.watts))
@@ -331,7 +333,7 @@ def make_whole_run(
         setup_time=float(billing.setup_time),
         failed_time=time.seconds * billing.failed_share,
         uncounted=uncounted(run.cluster),
-        assumed=assumed_of(run.cluster, lengths, pools),
+        assumed=assumed_of(run.cluster, lengths, pools) + modelled,
         start_time=time.start_time,
         start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,
