@@ -17,7 +17,7 @@ from streamrl.executor.prompts import PromptWorkload, load_tokenizer
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import Scoring
 from streamrl.runfile.config import Run
-from streamrl.runfile.field_checks import _bounds_of
+from streamrl.runfile.field_checks import bounds_of
 from streamrl.runfile.files import load_run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.section import Section
@@ -173,7 +173,7 @@ def numbers_without_bounds() -> list[str]:
                 if issubclass(each, Section):
                     kinds += [each] if each not in kinds else []
                 elif issubclass(each, int | float) and not issubclass(each, (bool, *QUANTITIES)):
-                    known = field.name in _bounds_of(kind) or kind is PlanConfig
+                    known = field.name in bounds_of(kind) or kind is PlanConfig
                     found += [] if known else [f"{kind.__name__}.{field.name}"]
     return list(dict.fromkeys(found))
 

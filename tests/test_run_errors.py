@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,6 +20,7 @@ from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import FOLLOWERS, join_key, split_key, split_trainers
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
+from tests.command_line import streamrl
 from tests.runs import make_table, small_run
 
 VALUES: dict[Any, list[Any]] = {
@@ -325,3 +327,28 @@ def test_a_pool_whose_name_has_a_dot_is_named_and_reached() -> None:
     table = make_table({"rollout.pool": "dc1.far"})
     table["cluster"]["pools"]["dc1.far"] = {"gpu": "h20", "nodez": 1}
     assert error_of(table).key == 'cluster.pools."dc1.far".nodez'
+
+
+def test_a_command_names_every_error_of_a_run_file(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "examples" / "plan-7b.toml").read_text()
+    wrong = tmp_path / "wrong.toml"
+    for changes, expected in (
+        (
+            {"max_running": "max_runing", '"ppo"': '"po"'},
+            ("rollout.max_runing is not", "algorithm.name must be"),
+        ),
+        (
+            {"= 256": "= 0", "0.001": "-1"},
+            ("rollout.max_running must be", "algorithm.kl_coefficient must be"),
+        ),
+    ):
+        changed = text
+        for old, new in changes.items():
+            changed = changed.replace(old, new)
+        wrong.write_text(changed)
+        result = streamrl("plan", wrong, "-o", tmp_path / "plan")
+        lines = result.stderr.splitlines()
+        assert result.returncode == 2
+        assert len(lines) == len(expected)
+        for line, begin in zip(lines, expected, strict=True):
+            assert line.startswith(f"streamrl: {begin}")

@@ -20,6 +20,8 @@ WRONG_INPUT = 2
 FAILED = 1
 MOST_LINE_CHARS = 1000
 """Maximum characters of a line that quotes a file."""
+MOST_FURTHER = 19
+"""Maximum lines about further errors of a run file."""
 
 BEGIN = (
     "Begin with: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20\n"
@@ -48,6 +50,10 @@ class Commands(LazyGroup):
             "doctor": (
                 "streamrl.cli.doctor:doctor",
                 "Find the problems of a run file before it uses a GPU.",
+            ),
+            "explain": (
+                "streamrl.cli.explain:explain",
+                "Explain a key or a section of a run file.",
             ),
             "diff": (
                 "streamrl.cli.diff:diff",
@@ -149,7 +155,7 @@ def _options(
 
 
 def main() -> None:
-    """Run a command; print one line if its input was wrong or it failed."""
+    """Run a command; print one line for each error of its input, or why it failed."""
     if sys.stderr is None or _is_read_only(STDERR):  # print would write to standard output instead
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (open until this process ends)
     for stream in (sys.stdout, sys.stderr):
@@ -161,7 +167,8 @@ def main() -> None:
         with log_to_stderr():
             app(prog_name="streamrl")
     except ValueError as error:
-        _say(error)
+        for each in (error, *getattr(error, "further", ())[:MOST_FURTHER]):
+            _say(each)
         sys.exit(WRONG_INPUT)
     except RuntimeError as error:
         print(getattr(error, "traceback", ""), end="", file=sys.stderr)  # of `ExtensionError`

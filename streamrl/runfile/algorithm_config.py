@@ -23,11 +23,13 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """What is optimised, and in which portions."""
 
     name: AlgorithmName = "grpo"
+    """Algorithm: its advantages, its loss, and whether a critic or a reference model runs."""
     steps: int
     """Optimizer steps of the whole training. A simulation stops when its figures are precise enough
     (`simulate`).
     """
     prompts_per_step: int
+    """Prompts whose rollouts one step trains on."""
     group_size: int = 1
     """Rollouts of each prompt."""
     dynamic_sampling: bool = False
@@ -40,6 +42,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     the groups that it has.
     """
     learning_rate: float = 1e-6
+    """Learning rate of AdamW."""
     correction: CorrectionName | None = None
     """Correction for rollouts of an older policy; token-tis where absent. raft and dpo take none.
     """
@@ -76,7 +79,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     the policy exploring.
     """
     loss_mean: LossMean = "token"
+    """token: the loss is a mean over all tokens of a step. rollout: a mean over rollouts of the
+    mean over their tokens.
+    """
     max_grad_norm: float = 1.0
+    """Norm to which longer gradients are scaled down."""
     beta: float = 0.1
     """dpo: strength of the penalty for leaving the initial policy."""
     critic_learning_rate: float | None = None

@@ -27,7 +27,9 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     gpu: str
     """Name of a GPU in profiles/gpus; "cpu" counts worker processes of this machine as GPUs."""
     nodes: int = 1
+    """Nodes that the run has; for `plan`, the most that may be rented."""
     gpus_per_node: int = 8
+    """GPUs of a node."""
     unit: int | None = None
     """GPUs by which a rental of this pool changes; `plan.unit` where absent."""
     price: float | None = None
@@ -67,6 +69,7 @@ class LinkConfig(Section, frozen=True, kw_only=True):
     """What connects two pools."""
 
     between: tuple[str, str]
+    """Names of the two pools."""
     bandwidth: Bandwidth
     """One direction, shared by everything that crosses: "80 Gbps", "400 GB/s"."""
     latency: Duration = Duration(0.0)

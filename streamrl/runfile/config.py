@@ -127,6 +127,7 @@ class Run(Section, frozen=True, kw_only=True):
     """A whole run file."""
 
     seed: int = 0
+    """Seed of everything random: lengths, order of prompts, sampling, failures."""
     model: ModelConfig
     cluster: ClusterConfig
     rollout: RolloutConfig

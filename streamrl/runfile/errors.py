@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf, isfinite
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -93,9 +93,20 @@ class RunError(ValueError):
         self.others = others
         self.problem = problem
         self._text = text
+        self.further: tuple[RunError, ...] = ()
+        """Further errors of the same run file, if it has several."""
 
     def __str__(self) -> str:
         return self._text or f"{self.key} must be {say(self.allowed)}, got {shown(self.value)}"
+
+
+def raise_all(errors: Iterable[RunError]) -> None:
+    """Raise the first of some errors, with the others as its `further`; do nothing if there are none."""
+    found = list(errors)
+    if found:
+        first, *others = found
+        first.further = tuple(others)
+        raise first
 
 
 def say(allowed: Allowed | None) -> str:

@@ -31,7 +31,7 @@ from streamrl.runfile.algorithms import readers_of
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
-from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, say, shown
+from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, raise_all, say, shown
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
@@ -100,7 +100,7 @@ def find_errors(table: object) -> Iterator[RunError]:
 def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iterator[RunError]:
     if NoneType in get_args(kind):
         if value is not None:
-            yield from _value_errors(value, _without_none(kind), key, " (or absent)")
+            yield from _value_errors(value, without_none(kind), key, " (or absent)")
     elif kind in QUANTITIES:
         try:
             kind.parse(value)
@@ -112,8 +112,8 @@ def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iter
     elif not _fits(value, kind):
         text = f"{key or 'a run file'} must be {_say(kind)}{or_absent}, got {shown(value)}"
         remedy = "; remove the quotes" if _is_quoted_number(value, kind) else ""
-        yield RunError(key, value, _allowed(kind), f"{text}{remedy}")
-    elif _is_section(kind):
+        yield RunError(key, value, allowed_by(kind), f"{text}{remedy}")
+    elif is_section(kind):
         yield from _section_errors(value, kind, key)
     else:
         for name, each, inner in _entries(value, kind):
@@ -122,7 +122,7 @@ def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iter
 
 def _fits(value: Any, kind: Kind) -> bool:
     """Whether a value is of a type, whatever its entries are."""
-    allowed = _allowed(kind)
+    allowed = allowed_by(kind)
     if isinstance(allowed, OneOf):
         return any(type(value) is type(name) and value == name for name in allowed)
     if allowed is list:
@@ -134,7 +134,7 @@ def _fits(value: Any, kind: Kind) -> bool:
 
 def _is_quoted_number(value: Any, kind: Kind) -> bool:
     """Whether a text is a number of the type that its key wants."""
-    wanted = _allowed(kind)
+    wanted = allowed_by(kind)
     if not isinstance(value, str) or (wanted is not int and wanted is not float):
         return False
     try:
@@ -143,52 +143,54 @@ def _is_quoted_number(value: Any, kind: Kind) -> bool:
         return False
 
 
-def _allowed(kind: Kind) -> Allowed:
+def allowed_by(kind: Kind) -> Allowed:
     """Return what a type allows, as errors have it."""
-    kind = _without_none(kind)
+    kind = without_none(kind)
     if choices := choices_of(kind):
         return OneOf(choices.names())
-    if _origin(kind) is Literal:
+    if origin_of(kind) is Literal:
         return OneOf(get_args(kind))
-    if _is_section(kind):
+    if is_section(kind):
         return dict
-    allowed: type = list if _origin(kind) is tuple else _origin(kind)
+    allowed: type = list if origin_of(kind) is tuple else origin_of(kind)
     return allowed
 
 
 def _say(kind: Kind) -> str:
     size = _size(kind)
-    return f"{say(_allowed(kind))} of {size}" if size else say(_allowed(kind))
+    return f"{say(allowed_by(kind))} of {size}" if size else say(allowed_by(kind))
 
 
 def _size(kind: Kind) -> int:
     """Return the length of a pair or triple, 0 for a list that may be of any."""
     inner = get_args(kind)
-    return len(inner) if _origin(kind) is tuple and Ellipsis not in inner else 0
+    return len(inner) if origin_of(kind) is tuple and Ellipsis not in inner else 0
 
 
 def _entries(value: Any, kind: Kind) -> Iterator[tuple[str | int, Any, Kind]]:
     """Yield name, value and type of what is in a table or a list."""
     inner = get_args(kind)
-    if _origin(kind) is dict:
+    if origin_of(kind) is dict:
         yield from ((name, each, inner[1]) for name, each in value.items())
-    elif _origin(kind) in (list, tuple):
+    elif origin_of(kind) in (list, tuple):
         kinds = inner if _size(kind) else inner[:1] * len(value)
         yield from zip(range(len(value)), value, kinds, strict=True)
 
 
-def _origin(kind: Kind) -> Any:
+def origin_of(kind: Kind) -> Any:
     """Return the type without what it is made of: `list` of a list of names."""
     origin: Any = get_origin(kind)
     return kind if origin is None else origin
 
 
-def _without_none(kind: Kind) -> Kind:
+def without_none(kind: Kind) -> Kind:
+    """Return a type without None: that of a key that may be absent."""
     options = [each for each in get_args(kind) if each is not NoneType]
     return options[0] if NoneType in get_args(kind) else kind
 
 
-def _is_section(kind: Kind) -> TypeGuard[type[Section]]:
+def is_section(kind: Kind) -> TypeGuard[type[Section]]:
+    """Return whether a type is a table of a run file."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
@@ -206,7 +208,7 @@ def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Ite
         if field.required and name not in table:
             missing = join_key(key, name)
             text = f"{missing} is missing: it must be {_say(field.type)}"
-            yield RunError(missing, None, _allowed(field.type), text, problem="missing key")
+            yield RunError(missing, None, allowed_by(field.type), text, problem="missing key")
 
 
 def _unknown(section: str, name: str, value: object, names: list[str]) -> RunError:
@@ -231,9 +233,9 @@ def _places() -> dict[str, list[str]]:
     open_sections: list[tuple[str, type[Section]]] = [("", Run)]
     for section, kind in open_sections:
         for field in (field for field in _fields(kind) if field.name != FOLLOWERS):
-            key, inner = join_key(section, field.name), _without_none(field.type)
+            key, inner = join_key(section, field.name), without_none(field.type)
             found.setdefault(field.name, []).append(key)
-            if _is_section(inner):
+            if is_section(inner):
                 open_sections.append((key, inner))
     return found
 
@@ -496,11 +498,15 @@ def check_bounds(run: Run) -> None:
     """Raise `RunError` where a number is out of bounds, or not finite."""
     followers = enumerate(run.followers, start=1)
     sections = ((trainer_key(trainer), follower) for trainer, follower in followers)
-    for key, section in chain(_sections(run), *(_sections(s, key) for key, s in sections)):
-        for name, bounds in _bounds_of(type(section)).items():
-            value = getattr(section, name)
-            if value is not None and not bounds.hold(value):
-                raise _bounds_error(join_key(key, name), value, bounds)
+    places = chain(_sections(run), *(_sections(s, key) for key, s in sections))
+    raise_all(error for key, section in places for error in _bounds_errors(key, section))
+
+
+def _bounds_errors(key: str, section: Section) -> Iterator[RunError]:
+    for name, bounds in bounds_of(type(section)).items():
+        value = getattr(section, name)
+        if value is not None and not bounds.hold(value):
+            yield _bounds_error(join_key(key, name), value, bounds)
 
 
 def _bounds_error(key: str, value: object, bounds: Bounds) -> RunError:
@@ -529,7 +535,7 @@ def _sections(place: object, key: str = "") -> Iterator[tuple[str, Section]]:
 
 
 @cache
-def _bounds_of(kind: type[Section]) -> dict[str, Bounds]:
+def bounds_of(kind: type[Section]) -> dict[str, Bounds]:
     """Return the bounds of a section's keys."""
     hints = get_type_hints(kind) if kind in COUNTS else {}
     counts = {name: Bounds(1) for name, hint in hints.items() if hint is int}

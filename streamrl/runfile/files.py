@@ -19,7 +19,7 @@ import tomli_w
 
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import ExecuteConfig, Run
-from streamrl.runfile.errors import OneOf, RunError
+from streamrl.runfile.errors import OneOf, RunError, raise_all
 from streamrl.runfile.field_checks import drop_unused, find_errors, find_unused
 from streamrl.runfile.frameworks import fill_in, settings_of
 from streamrl.runfile.keys import join_trainers, place_of, split_trainers
@@ -163,7 +163,7 @@ def load_offer(source: Path | str | Mapping[str, Any], overrides: Changes = ()) 
     absent = fill_start(table)
     stated = convert_run(table, base)
     run = with_fitting_start(stated)
-    _refuse_unused(table)
+    raise_all(find_unused(table))
     return Offer(run, differing_start(stated, run), absent)
 
 
@@ -208,19 +208,13 @@ def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
     table = in_full(table)
     run = convert_run(table, base)
     check_run(run)
-    _refuse_unused(table)
+    raise_all(find_unused(table))
     return run
-
-
-def _refuse_unused(table: dict[str, Any]) -> None:
-    for error in find_unused(table):
-        raise error
 
 
 def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
     """Make a run of which only keys and types are checked, with what its framework fills in."""
-    for error in find_errors(table):
-        raise error
+    raise_all(find_errors(table))
     run = msgspec.convert(split_trainers(fill_in(table)), Run, dec_hook=read_quantity)
     run = with_paths(run, _resolved(paths_of(run), base))
     plan = _with_studied_cost(run.plan, run.algorithm.corrected_by or "none")

@@ -33,6 +33,12 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     """A system by name; each policy may be replaced by name."""
 
     system: SystemName = "stream-async"
+    """Preset of policies: how generation, training and weight sync take turns. colocated: on the
+    same GPUs, by turns. disaggregated: on GPUs of their own, by turns. stream-sync: training begins
+    as rollouts arrive. one-step-async: generation is one whole batch ahead. stream-async: it is one
+    step ahead, and weights load while replicas drain. fully-async: it is `max_staleness` steps
+    ahead, and weights load in flight.
+    """
     max_staleness: float | int | None = None
     """Steps that generation may be ahead of training. A fraction is that part of a step's prompts,
     rounded down to whole groups.
@@ -58,6 +64,7 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     waits_for_whole_batches: bool | None = None
     """Whether the prompts of a batch start only once the batch before is generated."""
     dispatch: DispatchName | None = None
+    """Which replica gets the next rollout; the one with the fewest where absent."""
     group_placement: GroupPlacement = "split"
     """Whether the rollouts of a group may go to different replicas, or share one and their prompt's prefill."""
     tail_share: float = 0.2
@@ -69,8 +76,17 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     parts, as printed in its paper.
     """
     order: OrderName | None = None
+    """Order in which rollouts start. fifo: as they were drawn. longest-first: the longest expected
+    ones first, which needs a ranker. The default of the system where absent.
+    """
     streaming: StreamingName | None = None
+    """whole-batch: training begins when a batch is complete. stream: it begins with the first
+    rollouts. The default of the system where absent.
+    """
     consumption: ConsumptionName | None = None
+    """Which groups a step trains on. strict-fifo: those drawn for it. greedy: the groups that
+    finish first. The default of the system where absent.
+    """
     weight_sync: WeightSyncName | None = None
     """between-batches: each replica loads when its share of a batch is done, and then begins the next one's."""
     tail_batching: TailBatchingName = "none"

@@ -120,12 +120,19 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """Replicas of another kind, besides those of `[rollout]`, whose other keys apply to them too."""
 
     pool: str
+    """As `rollout.pool`, for these replicas."""
     replicas: int
+    """Number of these replicas."""
     tensor_parallel: int = 1
+    """As `rollout.tensor_parallel`, for these replicas."""
     pipeline_parallel: int = 1
+    """As `rollout.pipeline_parallel`, for these replicas."""
     data_parallel: int = 1
+    """As `rollout.data_parallel`, for these replicas."""
     expert_parallel: int = 1
+    """As `rollout.expert_parallel`, for these replicas."""
     max_running: int | None = None
+    """As `rollout.max_running`, for these replicas; the same value where absent."""
     share: float | None = None
     """Rollouts that one such replica gets for each rollout of a replica of the first kind. Where
     absent, `simulate` and `execute` compute the share with which all finish at the same time.
@@ -145,7 +152,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """The generation side."""
 
     pool: str
+    """Pool whose GPUs generate."""
     replicas: int
+    """Number of replicas: inference engines, each with all weights."""
     tensor_parallel: int = 1
     """GPUs that share each layer of a replica: within a node, within an NVLink domain, or several
     whole domains.
@@ -189,6 +198,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     of all running rollouts fit, so none is preempted.
     """
     temperature: float = 1.0
+    """Sampling temperature. Log-probabilities of the loss are at the same temperature."""
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
     backend: RolloutBackend = "transformers"
@@ -263,13 +273,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """The training side."""
 
     pool: str
+    """Pool whose GPUs train."""
     dtype: TrainingDtype | None = None
     """Simulated: format of the products of linear layers. Weights, activations and the optimizer
     keep `model.dtype`, which is also the default.
     """
     data_parallel: int = 1
+    """Copies of the model that train on different rollouts of a step."""
     tensor_parallel: int = 1
+    """GPUs that share each layer."""
     pipeline_parallel: int = 1
+    """Pipeline stages, each with a part of the layers."""
     micro_batch: int = 4
     """Simulated: rollouts of one data-parallel rank in one forward and backward pass."""
     max_tokens_per_pass: int = 16384
@@ -453,6 +467,7 @@ class SecondaryTrainerConfig(TrainerConfig, frozen=True, kw_only=True):
     min_reward: float | None = None
     """Minimum mean reward of a group; simulated with `workload.group_rewards`."""
     max_reward: float | None = None
+    """Maximum mean reward of a group."""
     families: tuple[str, ...] = ()
     """Families of prompts whose groups it takes: the "task" of a record, else its "family". Empty:
     all.

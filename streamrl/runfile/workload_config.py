@@ -100,13 +100,16 @@ class TemplateConfig(Section, frozen=True, kw_only=True):
     """
 
     user: str
+    """Jinja template of the user message."""
     system: str | None = None
+    """Jinja template of the system message; no such message where absent."""
 
 
 class SourceConfig(Section, frozen=True, kw_only=True):
     """One data set of a mixture; its keys are those of `[workload]` where there is one data set."""
 
     prompts: str
+    """As `workload.prompts`, for this data set."""
     name: str | None = None
     """The "family" of its records. `[[verifier.reward]]` selects by it, and rankers' tables use it
     for records without a task.
@@ -114,8 +117,11 @@ class SourceConfig(Section, frozen=True, kw_only=True):
     weight: float = 1.0
     """Its share of the groups, relative to the weights of the other sources."""
     subset: str | None = None
+    """As `workload.subset`, for this data set."""
     split: str | None = None
+    """As `workload.split`, for this data set."""
     fields: dict[str, str] = msgspec.field(default_factory=dict)
+    """As `workload.fields`, for this data set."""
     template: TemplateConfig | None = None
 
 
@@ -142,6 +148,7 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     the file in every epoch, for example from easy to hard.
     """
     max_prompt_tokens: int = 2048
+    """Maximum tokens of a prompt; a run with a longer one does not begin."""
     informative_share: float = 1.0
     """Simulated: share of rollouts with a non-zero advantage. Without a KL term the trainer skips
     the others.
