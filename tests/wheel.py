@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 NEIGHBOUR = "executor==23.2"
 """A package of PyPI that has the name of one of our folders."""
-RUN_FILE = ROOT / "examples" / "h20-h800.toml"
+EXAMPLE = "h20-h800"
 SMALL = ("algorithm.steps=1", "algorithm.prompts_per_step=8")
 IMPORTED = """
 import executor, json, pkgutil, sys
@@ -68,9 +68,11 @@ def main(folder: Path) -> None:
     assert found == {"neighbour": True, "twice": [], "alone": True}, found
     settings = [word for change in SMALL for word in ("--set", change)]
     command = folder / "env" / "bin" / "streamrl"
-    result = json.loads(call(command, "simulate", RUN_FILE, "--json", *settings, cwd=folder))
+    call(command, "examples", "copy", EXAMPLE, cwd=folder)
+    copied = Path("examples", f"{EXAMPLE}.toml")
+    result = json.loads(call(command, "simulate", copied, "--json", *settings, cwd=folder))
     assert result["step_time"] > 0
-    print(f"{wheel.name}: one top-level folder, and {NEIGHBOUR} works beside it")
+    print(f"{wheel.name}: one top-level folder, its examples run, and {NEIGHBOUR} works beside it")
 
 
 if __name__ == "__main__":

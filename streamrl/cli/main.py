@@ -35,6 +35,10 @@ class Commands(LazyGroup):
 
     panels: ClassVar[dict[str, CommandTable]] = {
         "Plan and simulate": {
+            "examples": (
+                "streamrl.cli.examples:examples",
+                "List the example run files, or copy one.",
+            ),
             "init": (
                 "streamrl.cli.init:init",
                 "Write a run file from a few answers.",
