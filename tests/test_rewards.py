@@ -310,6 +310,23 @@ def local_run(tmp_path: Path, rewards: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    "value",
+    ["float32(1)", "int64(1)", "bool_(True)", "array(1.0)", "array([True])", "ones(3).mean()"],
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_function_may_use_numpy(tmp_path: Path, value: str, is_late: bool) -> None:
+    late = "import numpy as np\n"
+    body = f"def score(completion, record):\n {late if is_late else ''}\n return np.{value}\n"
+    (tmp_path / "mine.py").write_text(body if is_late else late + body)
+    (found,) = verdicts(
+        [RewardConfig(scorer=f"python:{tmp_path / 'mine.py'}:score")],
+        [("1", {"prompt": "1"})],
+        time_limit=10.0,
+    )
+    assert isinstance(found, Scoring) and found.reward == 1.0
+
+
+@pytest.mark.parametrize(
     ("source", "says"),
     [
         (
@@ -325,7 +342,21 @@ def local_run(tmp_path: Path, rewards: list[dict[str, Any]]) -> dict[str, Any]:
             r"ValueError:  \[31mred \[0m",
         ),
         ("def score(completion, record): open('left', 'w')", "Function not implemented|Permission"),
-        ("def score(completion, record):\n while True: pass", "time limit"),
+        (
+            "def score(completion, record):\n while True: pass",
+            r"verifier.time_limit \(0.5 s\): raise",
+        ),
+        (
+            "import os\ndef score(completion, record): os._exit(3)",
+            r"process ended \(exit status 3\)",
+        ),
+        ("import ctypes\ndef score(c, record): ctypes.string_at(0)", r"process ended \(SIGSEGV\)"),
+        ("def score(c, record):\n import os\n os.fork()", "the sandbox has no threads, processes"),
+        ("def score(c, record): return [1.0, 1.0]", r"must be a number, got \[1.0, 1.0\]"),
+        (
+            "import numpy\ndef score(c, record): return numpy.ones(2)",
+            r"must be a number, got array",
+        ),
     ],
 )
 def test_a_function_is_tried_where_it_will_be_called_before_a_run(

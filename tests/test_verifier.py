@@ -254,7 +254,7 @@ def test_a_worker_that_is_killed_is_replaced() -> None:
     async def do(verifier: Verifier) -> None:
         task, _, worker = await begin_to_hang(verifier)
         os.kill(worker, signal.SIGKILL)
-        assert (await task)[:2] == (0.0, "regex: process ended")
+        assert (await task)[:2] == (0.0, "regex: process ended: SIGKILL")
         assert (await verifier.verify(*AT_ONCE)).reward == 1.0
 
     use(do, reward=REGEX)

@@ -149,6 +149,10 @@ LIBRARIES = ("/usr", "/lib", "/lib64", f"{sys.base_prefix}/lib")
 PIPE_BYTES = 1 << 20
 """Maximum size of a request: the pipe size that any user may set (fs.pipe-max-size)."""
 MOST_DETAIL = 1000  # characters of an error message
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""The whole environment of the process and of its C libraries. It can fork only while it has one thread."""
+EXIT_CHECKS, EXIT_PAUSE = 20, 0.001
+"""Number of looks at a process that closed its pipe, and seconds between them: it ends a moment later."""
 
 
 class Options(TypedDict):
@@ -178,6 +182,8 @@ def main(options: Options) -> None:
     graders = [own.get(number) or load(scorer) for number, scorer in enumerate(scorers)]
     roots = [root for root in readable_roots() if root in ours or holds_libraries(root)]
     os.environ.clear()
+    for name, value in ENVIRONMENT.items():  # for C libraries that a scorer imports late
+        os.putenv(name, value)
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a worker would copy all pages
     collapse()
@@ -337,9 +343,7 @@ class ForkServer:
         if self._workers.get(worker.pid) is not worker:
             return  # discarded after the selector reported it
         data = os.read(worker.verdicts, MOST_BYTES)
-        outcome = (
-            read_verdict(data, worker.bounds) if data else ScoringOutcome(0.0, "process ended")
-        )
+        outcome = read_verdict(data, worker.bounds) if data else self._lost(worker)
         worker.work_time += time.monotonic() - worker.began_at
         is_old = worker.work_time > self._limits.time  # and near its limit of CPU time
         has_graded = not worker.is_idle
@@ -349,6 +353,21 @@ class ForkServer:
             if has_graded and not any(other.is_idle for other in self._workers.values()):
                 with suppress(OSError):  # the next answer forks again, and reports the error
                     self._fork()
+
+    def _lost(self, worker: Worker) -> ScoringOutcome:
+        """Return the outcome of a worker that has ended without a verdict, with its exit status or signal."""
+        for _ in range(EXIT_CHECKS):
+            ended = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                is_signal = ended.si_code != os.CLD_EXITED
+                cause = (
+                    signal.Signals(ended.si_status).name
+                    if is_signal
+                    else f"exit status {ended.si_status}"
+                )
+                return ScoringOutcome(0.0, "process ended", cause)
+            time.sleep(EXIT_PAUSE)
+        return ScoringOutcome(0.0, "process ended")
 
     def _settle(self, worker: Worker, outcome: ScoringOutcome) -> None:
         if worker.request is not None:

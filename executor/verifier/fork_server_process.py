@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.executor.verifier.fork_server import ENVIRONMENT
 from streamrl.executor.verifier.sandbox import SandboxLimits
 from streamrl.runfile.roles_config import RewardConfig
 from streamrl.runfile.scorer_choice import file_of, with_file
@@ -32,8 +33,6 @@ from streamrl.executor.verifier.fork_server import main
 main(options)
 """
 """Program of the process; it imports from the controller's `sys.path` and inherits nothing else."""
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""The whole environment of the process. It can fork only while it has one thread."""
 CLOSE_TIME = 0.5  # seconds for the process to end its workers; then all of them are killed
 
 

@@ -459,6 +459,7 @@ def checked(score: object, bounds: tuple[float, float]) -> float:
         TypeError: the result is no number.
         ValueError: the result is not finite, or outside `bounds`.
     """
+    score = _plain(score)
     if not isinstance(score, Real):
         raise TypeError(f"a reward must be a number, got {score!r:.80}")
     least, most = bounds
@@ -466,6 +467,21 @@ def checked(score: object, bounds: tuple[float, float]) -> float:
     if not isfinite(number) or not least <= number <= most:
         raise ValueError(f"a reward must be in [{least}, {most}], got {number}")
     return number
+
+
+def _plain(score: object) -> object:
+    """Return the number in a numpy or torch scalar, or in an array of one number; everything else as it is.
+
+    numpy's truth values and arrays are no numbers to Python.
+    """
+    item = getattr(score, "item", None)
+    if not callable(item):
+        return score
+    try:
+        plain: object = item()
+    except (TypeError, ValueError, RuntimeError):  # several numbers
+        return score
+    return plain
 
 
 def _record_answer(record: Record) -> str | None:

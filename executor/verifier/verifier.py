@@ -33,6 +33,12 @@ MOST_CHARACTERS = 150_000
 
 As JSON it then fits a pipe of 1 MiB, so that writing it never blocks.
 """
+BLOCKED = ("[Errno 38]", "[Errno 13]", "start new thread", "/dev/urandom")
+"""Parts of the messages of calls that the sandbox blocks."""
+SANDBOXED = (
+    "the sandbox has no threads, processes, network or files of yours: import and read what the function needs at the "
+    "top of the file"
+)
 MOST_SHOWN = 200
 """Maximum number of characters of a scorer's message in the log."""
 
@@ -115,7 +121,7 @@ class Verifier(VerifierRole):
         answer = scorer.expected(record)
         reply = await self._ask(place, "" if answer is None else answer, record)
         if reply.fault is not None:
-            raise RuntimeError(reply.detail or reply.fault)
+            raise RuntimeError(_cause(reply, self._limits))
         if scorer.must_win and answer is not None and reply.reward <= scorer.bounds[0]:
             raise RuntimeError(f"it scores the record's own answer {answer!r:.80} {reply.reward:g}")
 
@@ -174,7 +180,7 @@ class Verifier(VerifierRole):
         reply = await self._grade(place, expected, record)
         if reply.fault is not None:
             raise RuntimeError(
-                f"{self._rewards[place].scorer} cannot score the record's own answer: {reply.detail or reply.fault}"
+                f"{self._rewards[place].scorer} cannot score the record's own answer: {_cause(reply, self._limits)}"
             )
 
     async def _grade(self, place: int, answer: str, record: Record) -> Reply:
@@ -189,6 +195,23 @@ class Verifier(VerifierRole):
         process = await self.start()
         beyond = ANSWER_TIME if process.has_answered else START_TIME
         return await process.ask(place, answer, record, beyond + self._limits.time)
+
+
+def _cause(reply: Reply, limits: SandboxLimits) -> str:
+    """Return why a reply has no reward, with what to do about it if the message does not show it."""
+    match reply.fault:
+        case "process ended":
+            return (
+                f"its process ended ({reply.detail or 'unknown status'}); a library may need threads, or more than "
+                f"verifier.memory_limit ({limits.memory / 1e6:.0f} MB): import it at the top of the file, or raise the limit"
+            )
+        case "memory limit":
+            return f"memory limit: it needs more than verifier.memory_limit ({limits.memory / 1e6:.0f} MB): raise the limit"
+        case "time limit":
+            return f"time limit: it takes longer than verifier.time_limit ({limits.time:g} s): raise the limit"
+        case _:
+            detail = reply.detail or str(reply.fault)
+            return f"{detail}; {SANDBOXED}" if any(sign in detail for sign in BLOCKED) else detail
 
 
 def _shown(detail: str) -> str:
