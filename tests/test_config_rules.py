@@ -69,6 +69,39 @@ def test_llama_4_has_experts_a_shared_expert_and_chunks(tmp_path: Path) -> None:
     assert (shape.num_full_layers, shape.num_windowed_layers) == (12, 36)
 
 
+def test_sizes_that_a_file_leaves_to_its_config_class_are_noted(tmp_path: Path) -> None:
+    """Published Gemma 3 configs state neither heads nor vocabulary if they are the defaults."""
+    sizes = {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
+    own = {"num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 1024}
+    text = {"model_type": "gemma3_text", **sizes, **own}
+    write(tmp_path, {"model_type": "gemma3", "text_config": text})
+    found = read_model_directory(tmp_path)
+    assert (found.shape.head_dim, found.shape.num_windowed_layers) == (256, 40)
+    assert found.shape.num_parameters == pytest.approx(11.766e9, rel=1e-3)
+    assert found.assumed == [
+        "vocab_size = 262208, the default of its model_type",
+        "head_dim = 256, the default of its model_type",
+    ]
+
+
+def test_indexers_of_some_layers_count_once(tmp_path: Path) -> None:
+    table = {
+        **{**PLAIN, "model_type": "glm_moe_dsa", "q_lora_rank": 16, "kv_lora_rank": 16},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 32},
+        **{"index_n_heads": 2, "index_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    }
+    every = read_config_json(write(tmp_path, table))
+    types = ["full", "shared", "full", "shared"]
+    some = read_config_json(write(tmp_path, {**table, "indexer_types": types}))
+    one = 2 * 8 * 16 + 8 * 64 + 2 * 64 + 2 * 8
+    assert every.num_parameters - some.num_parameters == 2 * one
+    assert every.kv_bytes_per_token("bfloat16") - some.kv_bytes_per_token("bfloat16") == 2 * 12
+    wrong = {**table, "indexer_types": ["full", "none", "full", "full"]}
+    with pytest.raises(RunError, match="indexer_types must be full or shared for each of 4"):
+        read_config_json(write(tmp_path, wrong))
+
+
 def test_an_unknown_type_is_read_by_its_fields_and_says_so(tmp_path: Path) -> None:
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
     assert read(tmp_path).num_parameters == 4 * layer + 2 * 64 * 100 + 64
@@ -82,6 +115,8 @@ def test_an_unknown_type_is_read_by_its_fields_and_says_so(tmp_path: Path) -> No
     [
         ({"num_magic_experts": 4}, "num_magic_experts may change .* is not understood; without it"),
         ({"use_gate_proj": True}, "use_gate_proj may change"),
+        ({"new_switch": True}, "new_switch may change"),
+        ({"model_type": "llama", "gating": True}, "gating may change"),
         ({"layer_pattern": "abab"}, "layer_pattern may change"),
         ({"block_sizes": [1, 2]}, "block_sizes may change"),
         ({"side_config": {"hidden_size": 8}}, "side_config may change"),
@@ -188,6 +223,24 @@ def test_formats_of_checkpoints_are_recognised(
     read(tmp_path, quantization_config=config)
     found = read_model_directory(tmp_path).checkpoint
     assert found is not None and found.dtype == dtype
+
+
+def test_two_files_that_disagree_about_the_format_are_named(tmp_path: Path) -> None:
+    read(tmp_path, quantization_config={"quant_method": "fp8"})
+    told = {"quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
+    *_, note = read_model_directory(tmp_path).assumed
+    assert (
+        note == "the checkpoint is in fp8, by config.json, although hf_quant_config.json says nvfp4"
+    )
+
+
+def test_a_small_head_may_be_assumed_and_is_noted(tmp_path: Path) -> None:
+    wide = {"tie_word_embeddings": "absent", "intermediate_size": 10**5, "model_type": "new"}
+    shape = read(tmp_path, **wide)
+    assert not shape.has_tied_embeddings
+    notes = read_model_directory(tmp_path).assumed
+    assert "no tie_word_embeddings: a separate output head" in notes
 
 
 def test_the_file_of_modelopt_tells_the_format_too(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     ("glm_moe_dsa", GLM_DSA),
     ("deepseek_v32", {**GLM_DSA, "first_k_dense_replace": 2}),
+    ("glm_moe_dsa", {**GLM_DSA, "num_hidden_layers": 9, "index_topk_freq": 4}),
     ("olmo2", DENSE),
     ("olmo3", {**DENSE, "num_hidden_layers": 8, "sliding_window": 16}),
     ("gemma2", {**DENSE, "head_dim": 16, "num_hidden_layers": 4}),

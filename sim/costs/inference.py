@@ -177,9 +177,18 @@ class Shard:
             shapes.append((queries, hidden))
         else:
             shapes += [(latent.q_lora_rank, hidden), (queries, latent.q_lora_rank)]
-        if self.model.indexer is not None:
-            shapes += self.model.indexer.products(self.model.hidden_size, latent.q_lora_rank or 0)
-        return total(self._linear(tokens, n, k) for n, k in shapes)
+        found = total(self._linear(tokens, n, k) for n, k in shapes)
+        if self.model.indexer is None:
+            return found
+        ranks = self.model.hidden_size, latent.q_lora_rank or 0
+        indexed = total(self._linear(tokens, n, k) for n, k in self.model.indexer.products(*ranks))
+        return found + indexed * self._indexed_share
+
+    @property
+    def _indexed_share(self) -> float:
+        """Share of the layers with attention that have an indexer of their own."""
+        indexer = self.model.indexer
+        return 0.0 if indexer is None else indexer.share(self.model.num_attention_layers)
 
     def _mlp(self, tokens: Floats, size: float) -> Estimate:
         width, hidden = size / self.tensor_parallel, float(self.model.hidden_size)
@@ -272,7 +281,7 @@ class Shard:
             return self._dense_decode_layer(rollouts, contexts, model)
         attended = np.minimum(contexts, float(model.max_attended or np.inf))
         keys = self.kernels.traffic(rollouts * contexts * model.indexer.cached_bytes)
-        return self._dense_decode_layer(rollouts, attended, model) + keys
+        return self._dense_decode_layer(rollouts, attended, model) + keys * self._indexed_share
 
     def _dense_decode_layer(self, rollouts: int, contexts: Floats, model: ModelShape) -> Estimate:
         degree, kernels = self.tensor_parallel, self.kernels
@@ -326,7 +335,7 @@ class Shard:
             kv_heads=1.0,
             batch=sequences,
         )
-        seconds = scored.seconds * SCORES_SHARE
+        seconds = scored.seconds * SCORES_SHARE * self._indexed_share
         return attended + unmeasured(seconds, "scores of an indexer: half of attention's products")
 
     def _prefill_layer(self, sequences: float, contexts: Floats, model: ModelShape) -> Estimate:

@@ -109,11 +109,12 @@ def _attention_layer(model: ModelShape) -> tuple[float, float]:
     return float((model.num_heads + model.num_kv_heads) * channels + gates), 0.0
 
 
-def _index_channels(model: ModelShape) -> int:
+def _index_channels(model: ModelShape) -> float:
     """Return the channels of an indexer: its queries, key and weights of heads."""
     if model.indexer is None:
-        return 0
-    return sum(outer for outer, _ in model.indexer.products(model.hidden_size, 1))
+        return 0.0
+    channels = sum(outer for outer, _ in model.indexer.products(model.hidden_size, 1))
+    return channels * model.indexer.share(model.num_attention_layers)
 
 
 def _latent_attention(latent: LatentAttention, heads: int) -> tuple[float, float]:

@@ -20,13 +20,18 @@ _NO_SHAPE = re.compile(
 _EVERY_ONE = re.compile(r".*(_freq|_step|_period|_interval)")
 """Periods of a kind of layer. The value 1 changes nothing, because every layer is of that kind by default."""
 _SHAPE_FLAG = re.compile(
-    r".*(bias|norm(?!_topk_prob|_after)|gate|shared|latent|low_rank|lora|conv|parallel_attn|multi_query|"
-    r"double_wide|per_layer|cross_attention|encoder|new_decoder|alibi|k_eq_v|head_wise|conditioned).*"
+    r".*(bias|norm|gate|gating|shared|latent|low_rank|lora|conv|parallel_attn|multi_query|double_wide|per_layer|"
+    r"cross_attention|encoder|new_decoder|alibi|k_eq_v|head_wise|conditioned).*"
 )
 """Boolean fields that may add or remove parameters if they are true."""
 _PLAIN_FLAG = re.compile(
-    r"norm_topk_prob|moe_renormalize|.*_norm_eps|.*use_cache|.*overlap|router_.*|.*norm_after.*"
+    r".*norm_topk_prob|moe_renormalize|.*use_cache|.*overlap|router_.*|.*norm_after.*|do_sample|return_dict\w*|"
+    r"output_\w+|is_decoder|early_stopping|remove_invalid_values|torchscript|use_bfloat16|use_mrope|seq_aux|"
+    r"residual_in_fp32|rescale_prenorm_residual|use_\w*kernels?|use_flash\w*|gradient_checkpointing|scale_\w+|"
+    r"\w*dynamic\w*|language_model_only|\w*in_fp32|fp32_\w+|tf_legacy_loss|use_parallel_residual|add_\w+_token|"
+    r"use_mtp|mup_\w+|\w*_interleaved?|normalize_\w+|moe_apply_\w+"
 )
+"""Boolean fields that change no parameters."""
 _SHAPE_TEXT = re.compile(
     r".*(pattern|layer_type|layers_block|block_type|norm_type|attn_type|mixer|attention_type).*"
 )
@@ -107,17 +112,21 @@ class Fields:
         if text not in self.assumed:
             self.assumed.append(text)
 
-    def not_understood(self) -> list[str]:
-        """Return the fields that may change the shape and were not read, in order of their names."""
+    def not_understood(self, *, is_known: bool) -> list[str]:
+        """Return the fields that may change the shape and were not read, in order of their names.
+
+        Of a type without an entry of its own, any true flag may change it, unless it is known not to.
+        """
         rest = {name: value for name, value in self.table.items() if name not in self.read}
-        return sorted(name for name, value in rest.items() if _changes_shape(name, value))
+        return sorted(name for name, value in rest.items() if _changes_shape(name, value, is_known))
 
 
-def _changes_shape(name: str, value: object) -> bool:
+def _changes_shape(name: str, value: object, is_known: bool) -> bool:
     if _NO_SHAPE.fullmatch(name) or not value or isinstance(value, float):
         return False
     if value is True:
-        return bool(_SHAPE_FLAG.fullmatch(name)) and not _PLAIN_FLAG.fullmatch(name)
+        is_suspect = not is_known or bool(_SHAPE_FLAG.fullmatch(name))
+        return is_suspect and not _PLAIN_FLAG.fullmatch(name)
     if isinstance(value, str):
         return bool(_SHAPE_TEXT.fullmatch(name))
     return not (value == 1 and _EVERY_ONE.fullmatch(name))

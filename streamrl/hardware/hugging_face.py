@@ -94,6 +94,11 @@ def _read_directory(table: dict[str, object], path: Path) -> ModelDirectory:
         parts.append("the vision tower: config.json has no vision_config, so it is not counted")
     shape = replace(shape, num_vision_parameters=vision)
     checkpoint = checkpoint_format(text, path.parent)
+    other = checkpoint_format({}, path.parent)
+    if checkpoint is not None and other is not None and other.dtype != checkpoint.dtype:
+        assumed.append(
+            f"the checkpoint is in {checkpoint.dtype}, by config.json, although {MODELOPT_FILE} says {other.dtype}"
+        )
     if checkpoint is None and (narrow := _NARROW_NAME.search(shape.name)):
         assumed.append(
             f"weights in 16 bits: the name says {narrow[0]}, but neither config.json nor {MODELOPT_FILE} does"

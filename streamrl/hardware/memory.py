@@ -89,7 +89,10 @@ def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
     experts = model.experts and replace(model.experts, num_dense_layers=0)
     window = {"sliding_window": None, "num_window_layers": None, "window_heads": None}
     single = {"num_unmixed_layers": 0, "num_bare_layers": 0}
-    return replace(model, num_layers=1, experts=experts, linear=None, **window, **single)
+    indexer = model.indexer and replace(model.indexer, num_layers=None)
+    return replace(
+        model, num_layers=1, experts=experts, linear=None, indexer=indexer, **window, **single
+    )
 
 
 def draft_bytes(replica: ReplicaHardware) -> tuple[float, float]:

@@ -36,6 +36,8 @@ from streamrl.hardware.model_types import MODEL_TYPES, UNKNOWN, ModelType
 
 MOST_LAYERS = 10_000
 """More layers than any model has."""
+SMALL_HEAD = 0.005
+"""Share of a model's parameters below which an output head may be assumed."""
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
@@ -48,6 +50,7 @@ SHARED_WIDTH = (
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
     "shared_intermediate_size",
+    "share_expert_dim",
 )
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
@@ -93,20 +96,30 @@ def read_shape(table: Mapping[str, object], name: str, source: str) -> tuple[Mod
     kind = fields.value("model_type")
     known = MODEL_TYPES.get(kind, UNKNOWN) if isinstance(kind, str) else UNKNOWN
     fields.read.update(known.unread)
+    _fill_in(fields, known.defaults)
     _check_decoder(fields)
     for key in known.required:
         if not any(each in table for each in key.split("|")):
             raise ValueError(f"{key.partition('|')[0]} is missing")
     shape = _shape(fields, known, name, source)
+    _check_head(fields, known, shape)
     if known is UNKNOWN:
         fields.assume(f"model_type {kind!r} has no entry of its own: read by its fields alone")
-    if rest := fields.not_understood():
+    if rest := fields.not_understood(is_known=known is not UNKNOWN):
         raise ValueError(
             f"{', '.join(rest)} may change the shape of the model and {'is' if len(rest) == 1 else 'are'} not "
             f"understood; without {'it' if len(rest) == 1 else 'them'} this would be {describe(shape)}. "
             "Remove the fields to assume this"
         )
     return shape, fields.assumed
+
+
+def _fill_in(fields: Fields, defaults: Mapping[str, int]) -> None:
+    """Add the defaults of the config class for fields that the file leaves out, and note them."""
+    for name, value in defaults.items():
+        if fields.table.get(name) is None:
+            fields.table = {**fields.table, name: value}
+            fields.assume(f"{name} = {value}, the default of its model_type")
 
 
 def describe(shape: ModelShape) -> str:
@@ -171,7 +184,7 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
         qk_norm_spans_heads=_qk_norm(fields, known) == "heads",
         experts=experts,
         latent=latent,
-        indexer=_indexer(fields),
+        indexer=_indexer(fields, num_layers),
         linear=_linear(fields, mixing.linear),
         sliding_window=mixing.window,
         num_window_layers=_num_window_layers(fields, mixing, num_layers),
@@ -489,19 +502,31 @@ def _latent(fields: Fields) -> LatentAttention | None:
     )
 
 
-def _indexer(fields: Fields) -> Indexer | None:
+def _indexer(fields: Fields, num_layers: int) -> Indexer | None:
     if not fields.has("index_topk"):
         return None
-    types = fields.table.get("indexer_types")
-    if isinstance(types, list) and set(map(repr, types)) == {"'full'"}:
-        fields.read.add("indexer_types")
-    if fields.table.get("index_topk_freq", 1) == 1:
-        fields.read.add("index_skip_topk_offset")
     return Indexer(
         num_heads=fields.count("index_n_heads"),
         head_dim=fields.count("index_head_dim"),
         top_k=fields.count("index_topk"),
+        num_layers=_num_indexers(fields, num_layers),
     )
+
+
+def _num_indexers(fields: Fields, num_layers: int) -> int | None:
+    """Return the layers with an indexer of their own; None for all. The others take the tokens of one before them."""
+    types, pattern = fields.value("indexer_types"), fields.value("index_topk_pattern")
+    every = fields.count_or(1, "index_topk_freq", least=1)
+    offset = fields.count_or(2, "index_skip_topk_offset")
+    if isinstance(types, list):
+        own = len(_of_names("indexer_types", types, num_layers, ("full", "shared"), "full"))
+    elif isinstance(pattern, str):
+        own = len(_of_names("index_topk_pattern", [*pattern], num_layers, ("F", "S"), "F"))
+    elif pattern is not None or types is not None:
+        raise ValueError(f"indexer_types must be a list, got {types or pattern!r}")
+    else:
+        own = sum(max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers))
+    return None if own == num_layers else own
 
 
 def _qk_norm(fields: Fields, known: ModelType) -> str:
@@ -733,19 +758,23 @@ def _of_names(
 
 
 def _is_tied(fields: Fields, known: ModelType) -> bool:
-    """Return whether the output head is the embedding.
+    """Return whether the output head is the embedding."""
+    return fields.flag("tie_word_embeddings", default=bool(known.is_tied))
+
+
+def _check_head(fields: Fields, known: ModelType, shape: ModelShape) -> None:
+    """Note that a separate output head is assumed.
 
     Raises:
-        ValueError: the file does not say it, and the type is unknown.
+        ValueError: the head is more than `SMALL_HEAD` of the model.
     """
-    if not fields.has("tie_word_embeddings"):
-        fields.read.add("tie_word_embeddings")
-        if known.is_tied is None:
-            raise ValueError(
-                "tie_word_embeddings is missing, and this model_type is unknown; a separate output head would be assumed"
-            )
-        return known.is_tied
-    return fields.flag("tie_word_embeddings")
+    if known.is_tied is not None or fields.has("tie_word_embeddings"):
+        return
+    if shape.num_embedding_parameters > SMALL_HEAD * shape.num_parameters:
+        raise ValueError(
+            "tie_word_embeddings is missing, and this model_type is unknown; a separate output head would be assumed"
+        )
+    fields.assume("no tie_word_embeddings: a separate output head")
 
 
 def _num_draft_layers(fields: Fields, known: ModelType) -> int:

@@ -233,6 +233,12 @@ class Indexer(ProfileTable, frozen=True, kw_only=True):
     head_dim: int
     top_k: int | None
     """Tokens that a token attends to; None if no sequence is longer."""
+    num_layers: int | None = None
+    """Number of layers with an indexer of their own; None for all. The others use the tokens of one before them."""
+
+    def share(self, num_layers: int) -> float:
+        """Return the share of `num_layers` layers that have an indexer of their own."""
+        return 1.0 if self.num_layers is None else self.num_layers / num_layers
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -342,6 +348,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             raise ValueError(
                 f"experts.has_gate must be has_gated_mlp, {self.has_gated_mlp}, got {self.experts.has_gate}"
             )
+        if self.indexer is not None and (self.indexer.num_layers or 0) > self.num_layers:
+            raise ValueError(f"indexer.num_layers must be at most num_layers {self.num_layers}")
         if self.indexer is not None and (self.latent is None or self.latent.q_lora_rank is None):
             raise ValueError("an indexer needs latent.q_lora_rank, from which it computes queries")
         if self.window_heads is not None and self.num_windowed_layers == 0:
@@ -501,7 +509,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         """Return the parameters of attention in all layers on one GPU, without linear attention."""
         own = self.attention_parameters(tensor_parallel)
         if self.indexer is not None and self.latent is not None:
-            own += self.indexer.parameters(self.hidden_size, self.latent.q_lora_rank or 0)
+            indexed = self.indexer.parameters(self.hidden_size, self.latent.q_lora_rank or 0)
+            own += indexed * self.indexer.share(self.num_attention_layers)
         if self.window_heads is None:
             return self.num_attention_layers * own
         windowed = self.windowed.attention_parameters(tensor_parallel)
@@ -649,9 +658,11 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         return cached + self.num_growing_layers * self._index_bytes
 
     @property
-    def _index_bytes(self) -> int:
-        """Bytes of one token's index key in one layer on each GPU."""
-        return 0 if self.indexer is None else self.indexer.cached_bytes
+    def _index_bytes(self) -> float:
+        """Bytes of one token's index key in a mean layer on each GPU."""
+        if self.indexer is None:
+            return 0.0
+        return self.indexer.cached_bytes * self.indexer.share(self.num_attention_layers)
 
     def shard_state_bytes(self, dtype: str, tensor_parallel: int) -> float:
         """Return the bytes of a rollout on each of `tensor_parallel` GPUs that do not grow: windows and linear states."""
@@ -689,7 +700,10 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         of_token += self.num_windowed_layers * of_window * (self.sliding_window or 0)
         if self.linear is not None:
             of_token += self.linear.num_layers * self.linear.token_flops
-        scored = 0.0 if self.indexer is None else self.indexer.pair_flops * context_pairs
+        scored = 0.0
+        if self.indexer is not None:
+            share = self.indexer.share(self.num_attention_layers)
+            scored = self.indexer.pair_flops * context_pairs * share
         most = self.max_attended
         pairs = context_pairs if most is None else min(context_pairs, most * num_tokens)
         attended = self.num_full_layers * of_pair * pairs + self.num_full_layers * scored
@@ -747,6 +761,12 @@ def _mixing(model: ModelShape) -> Iterator[tuple[int, int, int]]:
     if others:
         for inner, outer in _attention(model.windowed):
             yield inner, outer, others
+    if model.indexer is not None and model.latent is not None:
+        count = model.indexer.num_layers or model.num_attention_layers
+        for outer, inner in model.indexer.products(
+            model.hidden_size, model.latent.q_lora_rank or 0
+        ):
+            yield inner, outer, count
     if model.linear is None:
         return
     linear, hidden = model.linear, model.hidden_size
@@ -774,6 +794,3 @@ def _attention(model: ModelShape) -> Iterator[tuple[int, int]]:
     yield hidden, latent.kv_lora_rank + latent.rope_head_dim
     yield latent.kv_lora_rank, heads * (latent.nope_head_dim + latent.v_head_dim)
     yield heads * latent.v_head_dim, hidden
-    if model.indexer is not None:
-        products = model.indexer.products(hidden, latent.q_lora_rank or 0)
-        yield from ((inner, outer) for outer, inner in products)

@@ -7,7 +7,8 @@ field. The source of each is the model's class in transformers 5.24, or its file
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -50,6 +51,8 @@ class ModelType:
     """Draft layers without a field for their number."""
     needs_kv_heads: bool = True
     """Whether `num_key_value_heads` must be there; otherwise it is the number of heads."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """Values of fields that may be left out, where the config class has them and no rule would derive them."""
     unread: frozenset[str] = frozenset()
     """Fields that such a model has and does not use."""
 
@@ -89,8 +92,11 @@ _DEEPSEEK = ModelType(
 _GEMMA = ModelType(
     qk_norm="head", norms_per_layer=4, is_tied=True, window="stated", default_window=4096
 )
+_GEMMA3_SIZES = {
+    **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+}
 _OLMO2 = ModelType(qk_norm="heads")
-_MISTRAL = ModelType(window="stated", default_window=4096)
+_MISTRAL = ModelType(window="stated", default_window=4096, defaults={"num_attention_heads": 32})
 
 MODEL_TYPES: dict[str, ModelType] = {
     "qwen2": _QWEN2,
@@ -115,7 +121,7 @@ MODEL_TYPES: dict[str, ModelType] = {
         has_expert_bias=True,
         required=("num_local_experts|num_experts",),
     ),
-    "gemma3_text": replace(_GEMMA, full_every=6),
+    "gemma3_text": replace(_GEMMA, full_every=6, defaults=_GEMMA3_SIZES),
     "qwen3_next": replace(
         _QWEN3_NEXT, num_draft_layers=1, required=(*_QWEN3_NEXT.required, "moe_intermediate_size")
     ),
@@ -155,12 +161,18 @@ MODEL_TYPES: dict[str, ModelType] = {
         unread=frozenset({"use_qk_norm"}),
     ),
     "gemma2": ModelType(
-        norms_per_layer=4, is_tied=True, window="stated", default_window=4096, full_every=2
+        norms_per_layer=4,
+        is_tied=True,
+        window="stated",
+        default_window=4096,
+        full_every=2,
+        defaults={"head_dim": 256},
     ),
     "gemma4_text": replace(
         _GEMMA,
         full_every=6,
         default_window=512,
+        defaults={"head_dim": 256, "global_head_dim": 512},
         unread=frozenset({"enable_moe_block", "use_bidirectional_attention"}),
     ),
     "olmo": _PLAIN,

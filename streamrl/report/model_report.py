@@ -136,7 +136,8 @@ def _mixing(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
         indexed = 0
         if model.indexer is not None and model.latent is not None:
             ranks = model.hidden_size, model.latent.q_lora_rank or 0
-            indexed = model.indexer.parameters(*ranks) * model.num_full_layers
+            count = model.indexer.num_layers or model.num_full_layers
+            indexed = model.indexer.parameters(*ranks) * count
         yield LayerKind(
             kind=_attention_name(model),
             num_layers=model.num_full_layers,
@@ -180,7 +181,8 @@ def _attention_name(model: ModelShape) -> str:
     name = f"latent attention: {model.num_heads} heads, {latent.kv_lora_rank} + {latent.rope_head_dim} channels kept"
     if model.indexer is None:
         return name
-    return f"sparse {name}, {model.indexer.top_k:,} tokens by an index of {model.indexer.num_heads} heads"
+    where = f" in {model.indexer.num_layers} layers" if model.indexer.num_layers else ""
+    return f"sparse {name}, {model.indexer.top_k or 0:,} tokens by an index of {model.indexer.num_heads} heads{where}"
 
 
 def _heads(model: ModelShape) -> str:

@@ -309,8 +309,9 @@ class Layer:
         if latent.q_lora_rank is None:
             return found + self._product(queries, hidden)
         if model.indexer is not None:
+            share = model.indexer.share(model.num_attention_layers)
             for columns, inputs in model.indexer.products(model.hidden_size, latent.q_lora_rank):
-                found += self._product(columns, inputs)
+                found += self._product(columns, inputs) * share
         query = self._product(queries, latent.q_lora_rank)
         return found + self._product(latent.q_lora_rank, hidden) + query
 
@@ -373,7 +374,7 @@ class Layer:
         most = model.max_attended
         if most is not None:
             line = Pass(per_token=line.per_token + line.per_pair * most)
-        return line + scores * SCORES_SHARE
+        return line + scores * (SCORES_SHARE * model.indexer.share(model.num_attention_layers))
 
     def _linear(self) -> Pass:
         """Return a mean layer's linear attention in a forward pass; training runs the prefill kernels."""
