@@ -43,12 +43,43 @@ PUBLISHED = {
     "moonlight-16b-a3b": (16, 15_960_110_208),
     "kempner-13b": (14.84, 14_840_386_560),
     "bloom-176b": (176, 176_247_228_416),
+    "qwen3.5-35b-a3b": (35, 34_660_610_688),
+    "qwen3.5-122b-a10b": (122, 122_111_526_912),
+    "qwen3.5-397b-a17b": (397, 396_346_350_336),
+    "qwen3.5-27b": (27, 26_895_998_464),
+    "qwen3-coder-480b-a35b": (480, 480_154_875_392),
+    "qwen3-vl-4b": (4.0, 4_022_468_096),
+    "qwen3-vl-8b": (8.2, 8_190_735_360),
+    "qwen3-vl-30b-a3b": (30.5, 30_532_122_624),
+    "glm-4.5-air": (106, 106_852_251_264),
+    "glm-4.7": (353, 352_797_829_024),
+    "glm-4.7-flash": (30, 29_943_393_920),
+    "glm-5": (744, 743_911_218_432),
+    "kimi-k2": (1026, 1_026_408_232_448),
+    "kimi-k2.5": (1026, 1_026_408_232_448),
+    "minimax-m2.7": (229, 228_689_764_864),
+    "deepseek-v3.2": (671, 671_877_944_064),
+    "nemotron-3-nano-30b-a3b": (31.6, 31_577_940_288),
+    "nemotron-3-super-120b-a12b": (120, 120_668_707_840),
+    "nemotron-h-56b": (56, 56_324_350_464),
+    "gemma-3-12b": (11.8, 11_766_034_176),
+    "gemma-4-26b-a4b": (25.2, 25_233_141_760),
+    "llama-4-scout": (108, 107_769_861_120),
+    "llama-4-maverick": (400, 400_711_848_960),
+    "gpt-oss-20b": (20.91, 20_914_757_184),
+    "mixtral-8x22b": (141, 140_620_634_112),
+    "mimo-7b": (7.62, 7_622_619_136),
+    "mimo-v2-flash": (309, 308_778_780_864),
+    "phi-4": (14.7, 14_659_507_200),
+    "smollm3-3b": (3.08, 3_075_098_624),
 }
 """Billions as the model card prints them (the R1 distillations and Llama: as the hub does), and the values in
 the checkpoint's safetensors files. DeepSeek-V3: without the module for multi-token prediction, which makes it
 685 billion on the hub, and with the router's biases. Moonlight's, KempnerForge's and Qwen3-Next's last digits are computed
 (the latter's without multi-token prediction). BLOOM: of
-the gated MLP that stands for its plain one; its checkpoint has 176,247,271,424."""
+the gated MLP that stands for its plain one; its checkpoint has 176,247,271,424. Language models alone: cards count
+vision towers too (Gemma 3, Llama 4), and multi-token prediction (GLM-4.7, which prints 355). The last digits of models
+from Qwen3.5 on are those of transformers' own model (5.24.0)."""
 NON_EMBEDDING = {
     "qwen2.5-0.5b": 0.36,
     "qwen2.5-1.5b": 1.31,
