@@ -13,6 +13,7 @@ from streamrl.record.metrics import bands_of_speed, measure
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.plan_report import head_lines
 from streamrl.report.run_tables import figure_text, headline, time_text
+from streamrl.report.words import money
 from streamrl.runfile.files import write_run
 from streamrl.runfile.formatting import format_dollars, format_step_time, long_dollars, long_time
 from streamrl.sim.planner.plan import read_plan
@@ -133,8 +134,10 @@ def test_terminal_json_and_report_of_a_plan_have_one_band_and_runners_up_their_o
     step_time = format_step_time(chosen.step_time, None, (band.low, band.high))
     head = "\n".join(head_lines(plan))
     html = render_html(make_page(read_report([tmp_path / "plan"]))).replace("\xa0", " ")
-    for text in (head, printed(plan), html):
+    for text in (head, printed(plan)):
         assert dollars in text and step_time in text
+    ends = f"band {money(whole.dollars_band.low)} to {money(whole.dollars_band.high)}"
+    assert money(whole.dollars) in html and ends in html and step_time in html
     assert " ± " not in head
     sampled = replace(plan, allocation=replace(chosen, step_time_interval=(1.0, 2.0)))
     assert " ± " in "\n".join(head_lines(sampled, intervals=True))

@@ -48,6 +48,8 @@ UNFOLD = "document.querySelectorAll('details').forEach(one => { one.open = true;
 TOO_WIDE = """[document.documentElement, ...document.querySelectorAll('.tile, .next, .command, .section, .fold, table.cards')]
   .filter(one => one.scrollWidth > one.clientWidth || one.getBoundingClientRect().right > document.documentElement.clientWidth)
   .map(one => one.className + ': ' + one.textContent.slice(0, 60))"""
+SCROLLED = """[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth + 1)
+  .map(one => one.closest('section, figure, details').id + ': ' + (one.closest('figure') || one).textContent.trim().slice(0, 40))"""
 FIRST_SCREEN = (
     """['h1', '.tile'].map(one => document.querySelector(one).getBoundingClientRect().bottom)"""
 )
@@ -144,6 +146,16 @@ def test_the_first_screen_has_the_decision_and_its_total(
         assert 0 < title < total < height
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_chart_and_no_table_needs_scrolling_sideways(
+    browser: Browser, page: Path, executed: Path, width: int
+) -> None:
+    for each in (page, executed):
+        browser.open(each, width=width)
+        browser.evaluate(UNFOLD)
+        assert [name for name in browser.evaluate(SCROLLED) if "study" not in name] == []
+
+
 def test_tiles_of_a_row_are_aligned_and_no_value_is_cut(browser: Browser, page: Path) -> None:
     for width in WIDTHS:
         browser.open(page, width=width)
@@ -157,11 +169,15 @@ def test_tiles_of_a_row_are_aligned_and_no_value_is_cut(browser: Browser, page: 
         assert all(tile["hidden"] <= 0 for tile in tiles)
 
 
-def test_texts_of_figures_stay_inside_and_apart(browser: Browser, page: Path) -> None:
-    browser.open(page)
-    browser.evaluate(UNFOLD)
-    assert browser.evaluate(OUTSIDE) == []
-    assert browser.evaluate(OVERLAPPING) == []
+@pytest.mark.parametrize("width", [1280, 390])
+def test_texts_of_figures_stay_inside_and_apart(
+    browser: Browser, page: Path, executed: Path, width: int
+) -> None:
+    for each in (page, executed):
+        browser.open(each, width=width)
+        browser.evaluate(UNFOLD)
+        assert browser.evaluate(OUTSIDE) == []
+        assert browser.evaluate(OVERLAPPING) == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -18,7 +18,7 @@ from streamrl.report.page.details import of_plan, of_run
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.sources import read_sources
 from streamrl.report.pictures.drawing import Rectangle, Text, scale, ticks
-from streamrl.report.pictures.range_bars import Swing, tornado_picture
+from streamrl.report.pictures.range_bars import Bar, Swing, bars_picture, tornado_picture
 from streamrl.report.pictures.stacked_bars import RIGHT, WIDTH, shares_picture
 from streamrl.report.pictures.step_timeline import typical_step
 from streamrl.report.plan_report import plan_report
@@ -207,6 +207,26 @@ def test_bars_of_a_tornado_that_go_one_way_hide_nothing() -> None:
             assert is_apart_across or is_apart_down
     texts = [shape.text for shape in drawing.shapes if isinstance(shape, Text)]
     assert "less +10\N{NO-BREAK SPACE}%, more +20\N{NO-BREAK SPACE}%" in texts
+
+
+def test_a_change_without_effect_is_told_beside_the_bar_of_the_other() -> None:
+    picture = tornado_picture("t", "cost", [Swing("MFU", 0.11, 0.0)], "20 %", "plan.json")
+    assert picture.narrow is not None
+    for drawing in (picture.drawing, picture.narrow):
+        (bar,) = [shape for shape in drawing.shapes if isinstance(shape, Rectangle)]
+        (told,) = [s for s in drawing.shapes if isinstance(s, Text) and "no change" in s.text]
+        assert told.text == "20 % more: no change"
+        assert told.anchor == "end" and told.x < bar.x
+
+
+def test_no_note_of_a_bar_is_cut() -> None:
+    note = "12 H100 to generate, 4 H100 to train and 8 H20 to generate as rollout-2"
+    bars = [Bar("5 · fastest", note, 1.0, 0.8, 1.2, False), Bar("1 · best", "8 H20", 1, 1, 1, True)]
+    drawing = bars_picture("b", "dollars", bars, "${:.2f}".format, "Less").drawing
+    texts = [shape for shape in drawing.shapes if isinstance(shape, Text)]
+    assert note in " ".join(text.text for text in texts)
+    assert not any(text.text.endswith("…") for text in texts)
+    assert all(text.y < drawing.height for text in texts)
 
 
 def test_the_typical_step_is_one_that_counts_and_not_the_last() -> None:

@@ -9,6 +9,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace as replace_fields
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,17 @@ from streamrl.report.page.rental import gpus_by_pool, link_lines, rental_table
 from streamrl.report.page.sources import read_sources
 from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
+from streamrl.report.pictures.drawing import (
+    Polyline,
+    Text,
+    covers,
+    line_box,
+    text_box,
+    width_of,
+)
 from streamrl.report.pictures.scatter import Point, front_of, stairs
 from streamrl.report.plan_report import head_lines, not_offered_text, total_lines
-from streamrl.report.words import SYSTEMS
+from streamrl.report.words import NBSP, SYSTEMS
 from streamrl.sim.planner.plan import read_plan, write_plan
 from streamrl.targets.verdicts import Verdict
 from tests.command_line import streamrl
@@ -294,15 +303,65 @@ def test_a_page_of_own_gpus_without_a_price_has_time_and_no_dollars(tmp_path: Pa
 def test_a_plan_names_its_limits_in_words_on_the_page_and_on_the_terminal(tmp_path: Path) -> None:
     run = few(systems=["stream-sync"], deadline="30 days", budget=5000.0, rollout_gpus=[8])
     page = make_page(read_report([write_plan_of(run, tmp_path / "plan")]))
-    deadline, budget = "the deadline of 30 days (plan.deadline)", "the budget of $5,000 for the "
-    assert f" It keeps {deadline} and {budget}whole run (plan.budget)." in page.answer
-    assert "and meet the deadline. It keeps" in page.answer
-    assert "budget $5,000" in page.tiles[0].note and "deadline 30 days" in page.tiles[1].note
+    kept = "It keeps the deadline of 30 days and the budget of $5,000 for the whole run."
+    assert f"and meet the deadline. {kept}" in page.answer and "plan." not in page.answer
+    assert "budget $5,000" in page.tiles[0].note and f"deadline 30{NBSP}days" in page.tiles[1].note
     lines = list(total_lines(planned(run).plan))
+    deadline, budget = "the deadline of 30 days (plan.deadline)", "the budget of $5,000 for the "
     assert f"within {deadline} and {budget}whole run (plan.budget)" in lines
     assert not any(
         line.startswith("within") for line in total_lines(replace(planned(run).plan, limits={}))
     )
+
+
+def test_the_lead_says_once_that_a_plan_may_miss_its_deadline(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    limit = "the deadline of 12 h (plan.deadline)"
+    told = f"at the high end of its band it takes 26.1 h for the whole run, more than {limit}"
+    write_plan(replace(plan, limits={"deadline": 12 * 3600.0}, at_worst=told), directory)
+    answer = make_page(read_report([directory])).answer
+    assert "takes 26.1 hours for the whole run, more than the deadline of 12 hours." in answer
+    assert "It keeps" not in answer and "plan." not in answer
+
+
+def test_a_pool_that_is_named_after_its_gpu_is_written_like_the_gpu(tmp_path: Path) -> None:
+    pools = {name: {"gpu": name, "nodes": 1, "price": 4.0} for name in ("h20", "h800")}
+    sides: dict[str, Any] = {"rollout_pools": ["h20"], "rollout_gpus": [4], "trainer_gpus": [8]}
+    link = {"between": ["h20", "h800"], "bandwidth": "100 Gbps"}
+    changes = {"cluster.pools": pools, "cluster.links": [link]}
+    run = few({**changes, "rollout.pool": "h20", "trainer.pool": "h800"}, **sides)
+    page = make_page(read_report([write_plan_of(run, tmp_path / "plan")]))
+    html = re.sub("<style>.*?</style>|<code>.*?</code>", "", render_html(page), flags=re.DOTALL)
+    grid = json.loads(page.explorer or "{}")
+    words = re.compile(r"(?<![\w.=/\"-])h20(?![\w=/\"-]|\.\w)")
+    assert words.findall(re.sub("<script.*?</script>|<[^>]*>", "", html, flags=re.DOTALL)) == []
+    assert "price of H20" in html and "cluster.pools.h20.price" in html
+    assert grid["plans"] and all("H20" in plan["choice"] for plan in grid["plans"])
+    assert words.findall(render_markdown(page).replace("`h20`", "")) == []
+
+
+def test_each_share_of_a_plan_has_one_rounding(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    stale = "42 % of the busy seconds come from datasheets alone, so this is a guess"
+    first, second, *rest = plan.options
+    second = replace(
+        second,
+        tiers={"composed": 0.57, "roofline": 0.43},
+        choice=replace(second.choice, note=f"few steps; {stale}"),
+        cost_ratio=1.0846,
+        ratio_half_width=0.03,
+        relation="8 % dearer, as fast",
+    )
+    write_plan(replace(plan, options=[first, second, *rest]), directory)
+    report = read_report([directory])
+    assert report.options[1].note == f"few steps; {stale.replace('42', '43')}"
+    assert report.options[1].against == "+8 %"
+    text = render_html(make_page(report))
+    assert f"few steps; 43{NBSP}%" in text and ">+8\N{NO-BREAK SPACE}%<" in text
+    aside = "<(style|script|code|svg|button)[^>]*>.*?</\\1>"
+    assert not re.search(r"\d ?%", re.sub(aside, "", text, flags=re.DOTALL))
 
 
 def test_a_plan_on_a_part_of_a_node_says_so_once_unless_a_unit_was_chosen(tmp_path: Path) -> None:
@@ -616,6 +675,29 @@ def test_a_plan_on_datasheets_has_the_command_that_measures(tmp_path: Path) -> N
     gpu = plan.allocation.trainer.gpu
     assert f"streamrl profile MODELDIR --gpu {gpu} --backend vllm -o {gpu}.toml" in guess
     assert measured == []
+
+
+def test_no_line_of_a_chart_goes_through_a_name() -> None:
+    points = [
+        PlanPoint("1 · recommended", "", 11.68, 77.1, is_chosen=True),
+        PlanPoint("2 · on parts of a node", "", 6.31, 83.2),
+        PlanPoint("3 · best synchronous", "", 10.9, 96.1),
+        PlanPoint("4 · faster", "", 6.86, 121.0),
+        PlanPoint("5 · fastest", "", 3.88, 171.0),
+    ]
+    shapes = cost_time_picture("chart", points, deadline=12.0).drawing.shapes
+    lines = [
+        line_box(*ends)
+        for shape in shapes
+        if isinstance(shape, Polyline) and shape.css in ("front", "limit")
+        for ends in pairwise(shape.points)
+    ]
+    names = [shape for shape in shapes if isinstance(shape, Text) and " · " in shape.text]
+    assert len(names) == 5 and len(lines) >= 5
+    for name in names:
+        wide = width_of(name.text, 13)
+        left = name.x - wide if name.anchor == "end" else name.x
+        assert not covers(text_box(left, left + wide, name.y), lines), name.text
 
 
 def test_a_chart_has_lines_at_the_limits_and_marks_the_plans_beyond() -> None:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from streamrl.report.page.decision import plan_command
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.what_if_command import changes_of, note_of
+from streamrl.report.words import pool_words, with_pool_words
 from streamrl.runfile.files import load_run
 from streamrl.sim.planner.plan import GpuShare, Plan, WhatIf, WhatIfPlan, read_plan, write_plan
 from streamrl.sim.planner.what_if import (
@@ -343,7 +344,9 @@ def test_a_click_on_a_point_shows_that_plan_with_its_command(
     )
     shown = browser.evaluate("document.querySelector('.result .plan').textContent")
     choice = browser.evaluate("document.querySelector('.result .choice').textContent")
-    assert choice in {plan.choice for plan in grid.plans[1:]} and not shown.startswith("1 ")
+    words = pool_words(grid.gpus)
+    choices = {with_pool_words(plan.choice, words) for plan in grid.plans[1:]}
+    assert choice in choices and not shown.startswith("1 ")
     command = browser.evaluate("document.querySelector('.result [data-copy]').dataset.copy")
     assert command.startswith("streamrl plan ")
     assert "--take " in command or "plan.trainer_gpus=" in command

@@ -210,6 +210,16 @@ def _rates(chosen: Choice) -> str:
     return f" and {step}, ${chosen.dollars_per_hour:.2f} an hour{_reward_price(chosen)}"
 
 
+def in_plain_words(text: str) -> str:
+    """Return words on limits without their keys and with units in full: "the deadline of 12 hours"."""
+    return SHORT_UNIT.sub(lambda unit: UNITS[unit[0]], KEY_OF_LIMIT.sub("", text))
+
+
+KEY_OF_LIMIT = re.compile(r" \(plan\.\w+\)")
+SHORT_UNIT = re.compile(r"(?<=\d )(?:h|min|s)\b")
+UNITS = {"h": "hours", "min": "minutes", "s": "seconds"}
+
+
 def limits_in_words(plan: Plan, keys: Iterable[str] | None = None) -> list[str]:
     """Return limits of a plan in words: all, or those whose keys are given as "plan.deadline"."""
     names = [f"plan.{key}" for key in plan.limits] if keys is None else keys

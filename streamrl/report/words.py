@@ -110,6 +110,11 @@ def dollars(value: float) -> str:
     return "$0.00" if value == 0 else format_dollars(value)
 
 
+def round_dollars(value: float) -> str:
+    """Return the dollars of a mark on an axis: "$175", "$0.4"; cents only where there are some."""
+    return f"${value:,.0f}" if value == round(value) else dollars(value)
+
+
 FEW_DAYS = 2
 """Days from which a time is shown in days."""
 
@@ -130,7 +135,7 @@ def time_in_words(seconds: float) -> str:
 
 def seconds(value: float) -> str:
     """Return seconds as text: "13.5 ms", "9.25 s", "243 s"."""
-    if value < 1:
+    if 0 < value < 1:
         return f"{value * 1e3:.3g}{NBSP}ms"
     return f"{value:,.0f}{NBSP}s" if value >= 100 else f"{value:.3g}{NBSP}s"
 
@@ -231,6 +236,20 @@ def gpus_text(side: PlannedSide) -> str:
 def gpu_word(gpu: str) -> str:
     """Return the name of a GPU for a sentence: "H20"."""
     return "CPU workers" if gpu == "cpu" else gpu.upper()
+
+
+def pool_words(gpus: Mapping[str, str]) -> dict[str, str]:
+    """Return what a page calls the pools that are named after their GPU: "H20" for "h20"."""
+    return {pool: gpu_word(gpu) for pool, gpu in gpus.items() if pool == gpu != "cpu"}
+
+
+def with_pool_words(text: str, words: Mapping[str, str]) -> str:
+    """Return a text in which pools have their words; keys, settings and file names keep the pool's name."""
+    if not words:
+        return text
+    names = "|".join(map(re.escape, words))
+    pattern = rf"(?<![\w.=/-])(?:{names})(?![\w=/-]|\.\w)"
+    return re.sub(pattern, lambda match: words[match[0]], text)
 
 
 def split_text(side: PlannedSide) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from streamrl.record.band import ends_of
 from streamrl.report.against_report import break_even_lines, figures, notes, verdict
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.options import Option, is_aside
@@ -16,6 +17,7 @@ from streamrl.report.words import (
     change,
     dollars,
     percent,
+    rounded,
     seconds,
     step_seconds,
     tiers_text,
@@ -74,7 +76,7 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
                 "$ per million tokens",
                 f"against {chosen.mark}",
                 "step",
-                "trained on",
+                "tokens trained on per second",
                 "staleness",
                 "$ an hour",
                 "seconds are",
@@ -82,6 +84,7 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
             rows,
             numbers=(2, 3, 4, 5, 6, 7),
             strong_row=shown.index(chosen) if chosen in shown else None,
+            is_cards=True,
         )
     )
     section.notes += [SCALED for made in sources.plans[:1] if made.plan.runners_up]
@@ -105,23 +108,24 @@ def _row(option: Option, chosen: Option) -> list[PageCell]:
     if option.behind is not None and chosen.kind == "plan":
         against = option.behind
     against_text = "" if option is chosen else change(against)
+    if option.against and chosen.kind == "plan":
+        against_text = option.against
     seeds = "executed" if option.band.is_timed else _seeds(option.band.num_seeds)
     ends = band_ends(option.cost_range)
     band = ends if option.has_band else "band not known"
-    cost, a_step, an_hour = PageCell(NOT_RENTED), "", NOT_RENTED
+    cost, an_hour = PageCell(NOT_RENTED), NOT_RENTED
+    a_step = [band_ends(ends_of(option.step_time_band))]
     if option.is_paid:
         cost = PageCell(dollars(option.cost_per_million_tokens), band)
-        a_step, an_hour = f"{dollars(option.cost_per_step)} each", dollars(option.dollars_per_hour)
+        a_step.append(f"{dollars(option.cost_per_step)} each")
+        an_hour = dollars(option.dollars_per_hour)
     return [
         PageCell(option.mark),
         PageCell(option.name, option.what),
         cost,
         PageCell("not finished" if option.unfinished else against_text),
-        PageCell(
-            step_seconds(option.step_time, option.step_time_band),
-            a_step,
-        ),
-        PageCell(tokens_per_second(option.goodput)),
+        PageCell(step_seconds(option.step_time, None), "; ".join(filter(None, a_step))),
+        PageCell(rounded(option.goodput)),
         PageCell(f"{option.staleness:.2f}"),
         PageCell(an_hour),
         PageCell(f"{option.world}, {tiers_text(option.band.tiers)}", f"{seeds}; {option.source}"),
@@ -279,7 +283,7 @@ def differences(options: list[Option]) -> Iterator[PageSection]:
         return
     section = PageSection("differences", "How the options differ")
     rows = [
-        [PageCell(key), *(PageCell(_value(option.config.get(key))) for option in options)]
+        [PageCell(f"`{key}`"), *(PageCell(_value(option.config.get(key))) for option in options)]
         for key in keys[:MOST_KEYS]
     ]
     section.tables.append(
@@ -287,6 +291,8 @@ def differences(options: list[Option]) -> Iterator[PageSection]:
             "Keys of the run file that differ; default is what the system named by `policies.system` has.",
             ("key", *(o.mark for o in options)),
             rows,
+            is_cards=True,
+            is_grid=True,
         )
     )
     if len(keys) > MOST_KEYS:
@@ -307,6 +313,8 @@ def _value(value: object) -> str:
             return "yes" if value else "no"
         case float():
             return f"{value:g}"
+        case str():
+            return f"`{value}`"
         case _:
             return str(value)
 

@@ -31,10 +31,15 @@ from streamrl.report.page.rental import (
 )
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
-from streamrl.report.plan_report import limits_in_words, not_offered_text, partial_node_text
+from streamrl.report.plan_report import (
+    in_plain_words,
+    limits_in_words,
+    not_offered_text,
+    partial_node_text,
+)
 from streamrl.report.words import NBSP, SYSTEMS, gpu_word, money, percent, time_in_words
 from streamrl.runfile.formatting import listing
-from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR, Duration, quantity_text
+from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 from streamrl.sim.planner.plan import PLAN_TOML, Choice, Plan, PlanOption
 from streamrl.targets.verdicts import Verdict
 
@@ -71,8 +76,10 @@ def lead_of(made: PlanMade, option: Option) -> str:
     faster, _, _ = plan.why.partition(" as fast as ")
     why = faster if faster == plan.why else f"{faster} as fast"
     chosen = f" This is {why}." if why else ""
-    chosen += f" It keeps {listing(limits_in_words(plan))}." if plan.limits else ""
-    chosen += f" {plan.at_worst[0].upper()}{plan.at_worst[1:]}." if plan.at_worst else ""
+    kept = [limit for limit in limits_in_words(plan) if limit not in plan.at_worst]
+    chosen += in_plain_words(f" It keeps {listing(kept)}.") if kept else ""
+    at_worst = in_plain_words(plan.at_worst)
+    chosen += f" {at_worst[0].upper()}{at_worst[1:]}." if at_worst else ""
     chosen += f" {_who_runs(plan)}" if plan.carried_by else ""
     return f"{option.rent[0].upper()}{option.rent[1:]}, {system}{told}.{chosen}"
 
@@ -120,7 +127,7 @@ def _totals(made: PlanMade, option: Option, today: date) -> Iterator[Tile]:
         note = "; ".join(part for part in parts if part)
         yield Tile(money(whole.dollars), f"total for {whole.steps:,} steps", note)
     deadline = made.plan.limits.get("deadline")
-    limit = "" if deadline is None else f"deadline {quantity_text(Duration(deadline))}"
+    limit = "" if deadline is None else f"deadline {time_in_words(deadline)}"
     note = "; ".join(part for part in (_range_text(seconds, time_in_words), limit) if part)
     yield Tile(time_in_words(whole.wall_time), "from start to end", note)
     yield _end_tile(whole.wall_time, seconds, today)
@@ -303,13 +310,14 @@ def options_section(made: PlanMade) -> Iterator[PageSection]:
 
 STALE = (
     "The numbers are those that `streamrl plan` prints: `--take 2` writes the run file of option 2. Stale rollouts may cost score. Dollars here do not "
-    "include that."
+    "include that. Percentages are of steps on the same prompts, so they may differ a little from the ratio of two totals."
 )
 
 
 def _cells(plan: Plan, option: PlanOption) -> list[PageCell]:
     whole, label = option.whole_run, ", ".join(option.labels)
-    limits = "; ".join(part for part in (not_offered_text(plan, option), option.note) if part)
+    exceeded = in_plain_words(option.note)
+    limits = "; ".join(part for part in (not_offered_text(plan, option), exceeded) if part)
     seconds, dollars = whole.wall_time_band, whole.dollars_band
     return [
         PageCell(str(option.number)),

@@ -11,6 +11,7 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.band import TIERS as COST_TIERS
 from streamrl.record.band import ends_of
+from streamrl.record.whole_run import WholeRun
 from streamrl.report.page import band
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds, tiers_by_operation
@@ -23,6 +24,7 @@ from streamrl.report.pictures.stacked_bars import segments, shares_picture
 from streamrl.report.pictures.step_timeline import timeline_picture, typical_step
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.plan_report import (
+    in_plain_words,
     limits_in_words,
     not_varied_text,
     total_after,
@@ -36,6 +38,7 @@ from streamrl.report.words import (
     CAUSES,
     TIERS,
     change,
+    dollars,
     money,
     percent,
     tiers_text,
@@ -51,14 +54,23 @@ def whole_section(chosen: Option | None) -> Iterator[PageSection]:
     if chosen is None or chosen.whole_run is None:
         return
     section = PageSection("whole", "The whole run")
-    section.text.append(f"{headline(chosen.whole_run, chosen.model_error)}: {chosen.rent}.")
+    section.text.append(f"{_whole_text(chosen, chosen.whole_run)}: {chosen.rent}.")
     section.notes.append(NOTE)
     rows = [
         [PageCell(name.strip()), PageCell(figure), PageCell(note)]
         for name, figure, note in facts(chosen.whole_run)
     ]
-    section.tables.append(PageTable("", ("", "in all", ""), rows, numbers=(1,)))
+    section.tables.append(PageTable("", ("", "in all", ""), rows, numbers=(1,), is_cards=True))
     yield section
+
+
+def _whole_text(chosen: Option, whole: WholeRun) -> str:
+    """Return the totals of a run; those of a plan as its tiles have them, with the band there."""
+    if chosen.kind != "plan":
+        return headline(whole, chosen.model_error)
+    noun, verbs = ("step", ("takes", "costs")) if whole.steps == 1 else ("steps", ("take", "cost"))
+    cost = f" and {verbs[1]} {money(whole.dollars)}" if whole.dollars else ""
+    return f"{whole.steps:,} {noun} {verbs[0]} {time_in_words(whole.wall_time)}{cost}"
 
 
 NOTE = (
@@ -182,26 +194,26 @@ MOST_STEPS = 3  # runs whose step is drawn; the figures are large
 MOST_REASONS = 6
 
 
-def idle_section(options: Sequence[Option]) -> PageSection:
-    """Show the use of GPU-seconds of every option with a trace."""
+def idle_section(options: Sequence[Option]) -> Iterator[PageSection]:
+    """Yield the use of GPU-seconds of every option with a trace, if there is one."""
     runs = [(o.title, o.run) for o in options if o.run is not None]
-    section = PageSection("idle", "Idle by cause")
     if not runs:
-        section.notes.append(NO_TRACE)
-        return section
+        return
+    section = PageSection("idle", "Idle by cause")
     named = [(label, run.metrics) for label, run in runs]
     found = {(kind, name) for _, m in named for kind, name, _ in segments(m)}
     section.pictures.append(shares_picture("shares", named))
     rows = [
         [PageCell(name if kind == "busy" else f"idle: {name}", MEANINGS[kind][name])]
-        + [PageCell(percent(getattr(m, kind).get(name, 0.0), 1)) for _, m in named]
+        + [PageCell(percent(getattr(m, kind).get(name, 0.0))) for _, m in named]
         for kind, names in (("busy", BUSY), ("idle", IDLE))
         for name in names
         if (kind, name) in found
     ]
     head = ("share of GPU-seconds", *(label.split()[0] for label, _ in runs))
-    section.tables.append(PageTable("", head, rows, numbers=range(1, len(head))))
-    return section
+    numbers = range(1, len(head))
+    section.tables.append(PageTable("", head, rows, numbers, is_cards=len(named) > 2))
+    yield section
 
 
 MEANINGS = {"busy": ACTIVITIES, "idle": CAUSES}
@@ -211,13 +223,12 @@ NO_TRACE = (
 )
 
 
-def step_section(options: Sequence[Option]) -> PageSection:
-    """Draw one step of the first few options with a trace, at one scale."""
-    section = PageSection("step", "One step")
+def step_section(options: Sequence[Option]) -> Iterator[PageSection]:
+    """Yield one step of the first few options with a trace, at one scale, if there is one."""
     found = [(o, o.run) for o in options if o.run is not None]
     if not found:
-        section.notes.append(NO_TRACE)
-        return section
+        return
+    section = PageSection("step", "One step")
     chosen = chosen_of(list(options))
     found.sort(key=lambda pair: pair[0] is not chosen)
     shown = found[:MOST_STEPS]
@@ -233,7 +244,7 @@ def step_section(options: Sequence[Option]) -> PageSection:
     if len(found) > len(shown):
         rest = listing([option.mark for option, _ in found[MOST_STEPS:]])
         section.notes.append(f"Steps of {rest} are not drawn.")
-    return section
+    yield section
 
 
 def _step_time(run: RecordedRun) -> float:
@@ -313,7 +324,7 @@ def _total_row(plan: Plan, each: Change, *, is_paid: bool) -> list[PageCell]:
     if each.is_other:
         best = PageCell(_name_in(plan, each.choice), _saves(plan, each))
     if each.breaks and not each.is_other:
-        best = PageCell(best.text, f"it exceeds {listing(limits_in_words(plan, each.breaks))}")
+        best = PageCell(best.text, f"it exceeds {_limits(plan, each)}")
     if not each.still_fits and not each.is_other:
         best = PageCell("no plan that was tried", "the chosen one does not fit")
     return [PageCell(each.what, note), *figures, best]
@@ -338,8 +349,13 @@ def _saves(plan: Plan, each: Change) -> str:
     saved = f"saves {percent(each.gain)} then"
     if each.gain < 0:
         saved = f"{percent(-each.gain)} worse by plan.objective then"
-    broken = listing(limits_in_words(plan, each.breaks))
+    broken = _limits(plan, each)
     return f"{saved}; the chosen one exceeds {broken}" if broken else saved
+
+
+def _limits(plan: Plan, each: Change) -> str:
+    """Return the limits that the chosen plan exceeds after a change, in words."""
+    return in_plain_words(listing(limits_in_words(plan, each.breaks)))
 
 
 def uncertainty_section(options: Sequence[Option]) -> PageSection:
@@ -378,10 +394,10 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
 def _bands(option: Option) -> Picture:
     """Draw the range of the total cost, or of a million tokens, from seeds alone, tiers alone, and both."""
     found, whole = option.band, option.whole_run
-    cost, figure = option.cost_per_million_tokens, "Dollars per million tokens"
+    cost, figure, show = option.cost_per_million_tokens, "Dollars per million tokens", dollars
     together = option.cost_range
     if whole is not None and whole.dollars and whole.dollars_band is not None:
-        cost, figure = whole.dollars, "Total cost"
+        cost, figure, show = whole.dollars, "Total cost", money
         together = whole.dollars_band.low, whole.dollars_band.high
     seeds = "interval of the mean step" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
     ranges = [
@@ -389,7 +405,7 @@ def _bands(option: Option) -> Picture:
         for label, (least, most) in ((seeds, found.seeds), ("seconds by tier", found.of_tiers))
     ]
     ranges.append(Range("together", *together, is_total=True))
-    return bands_picture("bands", f"{figure} of {option.title}", cost, ranges)
+    return bands_picture("bands", f"{figure} of {option.title}", cost, ranges, show)
 
 
 def _unmeasured(option: Option) -> str:

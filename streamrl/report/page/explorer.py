@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.page.what_if_command import changes_of, command_parts, note_of
-from streamrl.report.words import SYSTEMS, gpu_word
+from streamrl.report.words import SYSTEMS, gpu_word, pool_words, with_pool_words
 from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan, PlanOption, WhatIfPlan
 
@@ -23,9 +23,10 @@ def explorer_data(made: PlanMade) -> Markup | None:
     if grid is None or not grid.plans or made.plan.whole_run is None:
         return None
     words = {name: _pool_word(name, gpu) for name, gpu in grid.gpus.items()}
+    pools = pool_words(grid.gpus)
     table: dict[str, object] = {
         **msgspec.to_builtins(grid),
-        "plans": [_plan(plan, _option_of(made.plan, plan), words) for plan in grid.plans],
+        "plans": [_plan(each, _option_of(made.plan, each), words, pools) for each in grid.plans],
         "gpus": {name: gpu_word(gpu) for name, gpu in grid.gpus.items()},
         "steps": made.plan.whole_run.steps,
         "budget": made.plan.limits.get("budget"),
@@ -42,11 +43,13 @@ def _option_of(plan: Plan, found: WhatIfPlan) -> PlanOption | None:
 
 
 def _plan(
-    plan: WhatIfPlan, option: PlanOption | None, words: Mapping[str, str]
+    plan: WhatIfPlan,
+    option: PlanOption | None,
+    words: Mapping[str, str],
+    pools: Mapping[str, str],
 ) -> dict[str, object]:
     system = str(plan.settings["policies.system"])
     keys = (
-        "choice",
         "rollout_gpus",
         "trainer_gpus",
         "paid",
@@ -57,6 +60,7 @@ def _plan(
     )
     return {
         **{key: getattr(plan, key) for key in keys},
+        "choice": with_pool_words(plan.choice, pools),
         "number": None if option is None else option.number,
         "name": _name(plan, words) if option is None else option.labels[0],
         "gpus": _name(plan, words),

@@ -167,7 +167,14 @@ def _steps_table(steps: Sequence[Line]) -> PageTable:
         for at in places
     ]
     caption = "Figures of its steps." if rows == len(steps) else f"Figures of {rows} of its steps."
-    return PageTable(caption, [name for name, _, _ in shown], cells, range(len(shown)))
+    return PageTable(
+        caption,
+        [name for name, _, _ in shown],
+        cells,
+        range(len(shown)),
+        is_cards=True,
+        is_grid=True,
+    )
 
 
 def _samples_table(group: SampledGroup) -> PageTable:
@@ -185,7 +192,7 @@ def _samples_table(group: SampledGroup) -> PageTable:
     ]
     caption = f"Step {group.step}, a group of mean reward {figure(group.mean_reward)}: {prompt}"
     heads = ("reward", "advantage", "tokens", "end", "version", "completion")
-    return PageTable(caption, heads, rows, (0, 1, 2, 4))
+    return PageTable(caption, heads, rows, (0, 1, 2, 4), is_cards=True)
 
 
 def learning_json(runs: Sequence[RecordedRun]) -> list[dict[str, object]]:
@@ -273,7 +280,7 @@ def _fates_table(name: str, found: SelectionMetrics) -> PageTable:
     rows = [_row("generated", found.generated), _row("trained", found.trained)]
     rows += [_row(f"left out: {reason}", share) for reason, share in found.left_out.items()]
     heads = ("", "rollouts", "mean output tokens", "mean reward")
-    return PageTable(f"{name}: what became of rollouts.", heads, rows, (1, 2, 3))
+    return PageTable(f"{name}: what became of rollouts.", heads, rows, (1, 2, 3), is_cards=True)
 
 
 def _row(name: str, share: Share) -> list[PageCell]:
@@ -294,4 +301,6 @@ def _families_tables(run: RecordedRun) -> Iterator[PageTable]:
                 of_one[fate] += float(value)
     if len(sums) > 1:
         rows = [cells(f, *(f"{of_one[fate]:,.0f}" for fate in FATES)) for f, of_one in sums.items()]
-        yield PageTable(f"{run.name}: rollouts by family.", ("family", *FATES), rows, (1, 2, 3))
+        yield PageTable(
+            f"{run.name}: rollouts by family.", ("family", *FATES), rows, (1, 2, 3), is_cards=True
+        )

@@ -15,8 +15,8 @@ from streamrl.report.page.sources import RecordedRun
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.paired_bars import Pair, pairs_picture
 from streamrl.report.run_tables import are_apart
-from streamrl.report.words import NBSP, change, dollars, seconds
-from streamrl.runfile.formatting import format_duration
+from streamrl.report.words import NBSP, change, dollars, seconds, step_seconds
+from streamrl.runfile.formatting import format_duration, long_time
 
 MOST_SIMULATED = 100_000
 """Most rollouts that are simulated for a page, which takes about two seconds."""
@@ -116,8 +116,8 @@ def _verdict(measured: Metrics, predicted: Metrics) -> str:
         False: " That is within the 95 % intervals.",
     }[are_apart(predicted, measured)]
     return (
-        f"A step took {seconds(measured.step_time)}. The predicted step is {change(abs(error)).lstrip('+')} {way}: "
-        f"{seconds(predicted.step_time)}.{within}"
+        f"A step took {step_seconds(measured.step_time, None)}. The predicted step is {change(abs(error)).lstrip('+')} {way}: "
+        f"{step_seconds(predicted.step_time, None)}.{within}"
     )
 
 
@@ -159,7 +159,7 @@ def _total_rows(measured: Metrics, predicted: Metrics) -> Iterator[Sequence[Page
     yield _row("a step", measured.step_time, predicted.step_time, format_duration)
     ours, theirs = sum(measured.step_times), sum(predicted.step_times)
     if len(measured.step_times) == len(predicted.step_times):
-        yield _row(f"all {measured.num_steps:,} steps", ours, theirs, format_duration)
+        yield _row(f"all {measured.num_steps:,} steps", ours, theirs, long_time)
     yield _row(
         "tokens trained on per second", measured.goodput, predicted.goodput, "{:,.0f}".format
     )

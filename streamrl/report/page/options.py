@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from math import isfinite
 from typing import Literal
 
 import msgspec
@@ -13,16 +14,18 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.band import Band as FigureBand
 from streamrl.record.band import ModelError, hull
 from streamrl.record.charges import PaidGpus
+from streamrl.record.uncertainty import GUESS, unmeasured_warning
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
-from streamrl.report.words import PlannedSides, planned_sides_of, rent_text, sides_text
+from streamrl.report.words import PlannedSides, change, planned_sides_of, rent_text, sides_text
 from streamrl.runfile.checks import KEYS_OF_ONE_SOURCE
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import values_by_key
 from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.plan import Choice, Plan, PlanOption
+from streamrl.sim.planner.relations import EQUAL, percent_text
 
 Kind = Literal["plan", "option", "runner-up", "front", "run"]
 """The recommended plan, another option of its table, other simulated plans, or a recorded run."""
@@ -62,6 +65,8 @@ class Option:
     source: str
     behind: float | None = None
     """Share by which a runner-up's objective is above its plan's, over common seeds."""
+    against: str = ""
+    """What an option of a plan costs more or less than the chosen one, as its relation says: "+8 %"."""
     run: RecordedRun | None = None
     """Its trace, if there is one."""
     whole_run: WholeRun | None = None
@@ -167,12 +172,12 @@ def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
     plan, before = made.plan, "" if is_only else f"{made.name}, "
     first = plan.options[0].labels[0] if plan.options else "recommended"
     chosen = _of_choice(made, plan.allocation, f"{before}{first}", "plan", plan.objective.value)
-    yield replace(chosen, band=_with_tiers(chosen.band, plan), whole_run=plan.whole_run)
+    yield _as_simulated(chosen, plan)
     shown = [plan.allocation.settings]
     for other in plan.options[1:]:
         shown.append(other.choice.settings)
         option = _of_choice(made, other.choice, f"{before}{other.labels[0]}", "option", None)
-        yield replace(option, band=_with_tiers(option.band, other), whole_run=other.whole_run)
+        yield replace(_as_simulated(option, other), against=_against(other))
     for runner in plan.runners_up:
         shown.append(runner.choice.settings)
         base = runner.variant_of
@@ -184,10 +189,23 @@ def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
             yield _of_choice(made, choice, f"{before}on the front", "front", None)
 
 
-def _with_tiers(band: Band, simulated: Plan | PlanOption) -> Band:
-    """Return a band with the sources of the seconds of a plan, and their errors."""
-    told = simulated.uncertainty
-    return replace(band, tiers=simulated.tiers, p90=told.p90 if told is not None else {})
+def _as_simulated(option: Option, simulated: Plan | PlanOption) -> Option:
+    """Return an option with the total of its simulation, the sources of its seconds, and their errors."""
+    told, tiers = simulated.uncertainty, simulated.tiers
+    band = replace(option.band, tiers=tiers, p90=told.p90 if told is not None else {})
+    notes = [note for note in option.note.split("; ") if not note.endswith(GUESS)]
+    note = "; ".join(each for each in (*notes, unmeasured_warning(tiers)) if each)
+    return replace(option, band=band, note=note, whole_run=simulated.whole_run)
+
+
+def _against(option: PlanOption) -> str:
+    """Return the difference in dollars with the digits of the option's relation; empty if it is unknown."""
+    ratio, width = option.cost_ratio, option.ratio_half_width
+    if ratio is None or width is None or not isfinite(ratio):
+        return ""
+    if abs(ratio - 1) < EQUAL:
+        return change(0.0)
+    return f"{'+' if ratio > 1 else '-'}{percent_text(ratio - 1, width)}"
 
 
 def _of_choice(

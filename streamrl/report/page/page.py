@@ -52,9 +52,11 @@ from streamrl.report.page.measured import (
 )
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
+from streamrl.report.page.rental import gpu_names
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources, read_sources
 from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
+from streamrl.report.words import NBSP, pool_words
 from streamrl.runfile.formatting import listing
 
 
@@ -106,7 +108,20 @@ def make_page(
         sections=list(_sections(sources, options, prediction)),
         explorer=None if made is None else explorer_data(made),
         facts=list(facts_of(sources, day)),
+        pools=pool_words(_gpus_of_pools(sources)),
     )
+
+
+def _gpus_of_pools(sources: Sources) -> dict[str, str]:
+    """Return the GPU of every pool of a page."""
+    found: dict[str, str] = {}
+    for made in sources.plans:
+        for option in made.plan.options:
+            found |= gpu_names(option.choice)
+        found |= made.plan.what_if.gpus if made.plan.what_if is not None else {}
+    for run in [made.run for made in sources.plans] + [each.run for each in sources.runs]:
+        found |= {name: pool.gpu for name, pool in run.cluster.pools.items()}
+    return found
 
 
 def plan_of(sources: Sources, chosen: Option | None) -> PlanMade | None:
@@ -134,13 +149,16 @@ def render_html(page: Page) -> str:
     """Return a page as self-contained HTML. Its policy allows no fetch, and no script but its own."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     return _ENVIRONMENT.get_template("report.html.j2").render(
-        page=page, terms=Terms(), script=Markup(SCRIPT), script_hash=Markup(f"sha256-{digest}")
+        page=page,
+        terms=Terms(page.pools),
+        script=Markup(SCRIPT),
+        script_hash=Markup(f"sha256-{digest}"),
     )
 
 
 def render_markdown(page: Page) -> str:
     """Return a page as Markdown; the numbers of its figures are in tables and captions."""
-    text = _ENVIRONMENT.get_template("report.md.j2").render(page=page, terms=Terms())
+    text = _ENVIRONMENT.get_template("report.md.j2").render(page=page, terms=Terms(page.pools))
     return text.replace("&#39;", "'").replace("&#34;", '"')  # quotes are harmless in Markdown
 
 
@@ -190,9 +208,7 @@ def _sections(
     if not is_alone:
         yield from compared
     if options:
-        idle = idle_section(options)
-        idle.is_folded = not idle.pictures
-        yield idle
+        yield from idle_section(options)
         if _is_any_paid(options):
             yield sensitivity_section(sources, options)
         if prediction is None:
@@ -210,7 +226,7 @@ def _folded(
     """Yield the details."""
     found = [*whole_section(chosen_of(options)), *compared]
     if options:
-        found.append(step_section(options))
+        found += step_section(options)
     found += steps_sections(sources.runs)
     found += [*differences(options), *assumption_sections(sources, options)]
     for section in found:
@@ -286,8 +302,11 @@ _ENVIRONMENT = Environment(
 
 
 def _code(text: str) -> Markup:
-    """Escape text, and mark text between backticks as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(Markup.escape(text))))
+    """Escape text, and mark text between backticks as code. Elsewhere no line ends between a number and its "%"."""
+    parts = re.split(r"`([^`]+)`", str(Markup.escape(text)))
+    written = [re.sub(r"(?<=\d) ?%", f"{NBSP}%", part) for part in parts[::2]]
+    code = [f"<code>{part}</code>" for part in parts[1::2]]
+    return Markup("".join(each for pair in zip(written, [*code, ""], strict=True) for each in pair))
 
 
 _ENVIRONMENT.filters |= {"cell": _table_text, "code": _code, "element": element, "swatch": swatch}

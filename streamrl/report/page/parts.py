@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
@@ -32,6 +32,8 @@ class PageTable:
     """The row of the chosen option."""
     is_cards: bool = False
     """Whether a small screen shows each row as a card."""
+    is_grid: bool = False
+    """Whether the cells of a card, without the first one, are side by side under their heads."""
 
 
 @dataclass
@@ -76,6 +78,8 @@ class Page:
     """Data for the what-if part, as JSON."""
     facts: list[tuple[str, str]]
     """When and from what the page was made: a name and a value each."""
+    pools: Mapping[str, str] = field(default_factory=dict)
+    """What the page calls pools that are named after their GPU, by the pool."""
 
 
 def cells(*texts: str) -> list[PageCell]:

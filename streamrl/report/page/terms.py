@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from markupsafe import Markup
 
-from streamrl.report.words import PAGE_WORDS
+from streamrl.report.words import PAGE_WORDS, with_pool_words
 
 PARTS = re.compile(r"<code>.*?</code>|[^<]+|<[^>]*>")
 WORDS = re.compile("|".join(rf"(?<![\w.=-])(?:{word})(?![\w=-]|\.\w)" for word in PAGE_WORDS))
@@ -29,7 +30,13 @@ class Terms:
     that uses the word first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pools: Mapping[str, str] | None = None) -> None:
+        """Begin a page.
+
+        Args:
+            pools: what the page calls pools that are named after their GPU.
+        """
+        self._pools = pools or {}
         self._anchors: dict[str, str] = {}
         self._new: list[Term] = []
         self._linked: set[str] = set()
@@ -40,9 +47,13 @@ class Terms:
         return Markup("".join(part if part[0] == "<" else self._mark(part) for part in parts))
 
     def note(self, text: str) -> str:
-        """Return the text unchanged, and take note of its words, for a page that cannot link."""
+        """Return the text with the words for pools, and take note of its terms, for a page that cannot link."""
         self.mark(Markup.escape(text))
-        return text
+        return self.named(text)
+
+    def named(self, text: str) -> str:
+        """Return the text with the words for pools."""
+        return with_pool_words(text, self._pools)
 
     def take(self) -> list[Term]:
         """Return the words that the page had for the first time in this part, and begin the next part."""
@@ -50,7 +61,8 @@ class Terms:
         return found
 
     def _mark(self, text: str) -> str:
-        return WORDS.sub(lambda match: self._linked_word(match[0], text), text)
+        named = self.named(text)
+        return WORDS.sub(lambda match: self._linked_word(match[0], named), named)
 
     def _linked_word(self, word: str, text: str) -> str:
         meaning = next(m for pattern, m in PAGE_WORDS.items() if re.fullmatch(pattern, word))

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
-from typing import TypeAlias
 
 from streamrl.report.pictures.drawing import (
     SMALL,
     Anchor,
+    Box,
     Drawing,
     Picture,
+    covers,
+    line_box,
     scale,
+    text_box,
     ticks,
     width_of,
 )
-from streamrl.report.words import dollars
+from streamrl.report.words import dollars, round_dollars
 
 WIDTH, HEIGHT = 900.0, 380.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 28.0, 30.0, 54.0
@@ -31,12 +35,10 @@ PLACES: tuple[tuple[float, float, Anchor], ...] = (
     (11, -24, "start"),
     (-11, 34, "end"),
 )
-"""Where the name of a point may stand: the first place that covers no other name and no edge."""
+"""Where the name of a point may be: the first place that covers no other name, no line and no edge."""
 LEGEND = (("dot chosen", "recommended"), ("dot on-front", "an option"), ("dot", "another plan"))
 BEYOND = ("dot beyond", "exceeds a limit")
 FAR = 2.0  # times the largest value: a limit beyond is not drawn
-Box: TypeAlias = tuple[float, float, float]
-"""Space of a text: its left and right end, and its height."""
 CAPTION = (
     "Better is left and low. The dashed line joins the plans that no other one here beats in both. "
     "Model errors move all points together, mostly."
@@ -77,13 +79,16 @@ def cost_time_picture(
     across = scale(*_range(hours), LEFT, WIDTH - RIGHT)
     up = scale(*_range(paid), HEIGHT - BOTTOM, TOP)
     _draw_axes(drawing, _range(hours), _range(paid), across, up)
-    taken = []
+    taken: list[Box] = []
     if deadline is not None and deadline in hours:
-        taken.append(_draw_deadline(drawing, deadline, across(deadline)))
+        taken += _draw_deadline(drawing, deadline, across(deadline))
     if budget is not None and budget in paid:
-        taken.append(_draw_budget(drawing, budget, up(budget)))
+        taken += _draw_budget(drawing, budget, up(budget))
+    has_limits = bool(taken)
     corners = [(across(p.hours), up(p.dollars)) for p in undominated(points)]
-    drawing.polyline(list(_stairs(corners)), "front")
+    front = list(_stairs(corners))
+    drawing.polyline(front, "front")
+    taken += [line_box(*ends) for ends in pairwise(front)]
     for point in sorted(points, key=lambda p: (p.is_chosen, bool(p.name))):
         kind = "dot on-front" if point.name else "dot"
         if point.hours > (deadline or inf) or point.dollars > (budget or inf):
@@ -93,7 +98,7 @@ def cost_time_picture(
         drawing.dot(across(point.hours), up(point.dollars), size, kind, point.told)
     _write_names(drawing, points, across, up, taken)
     legend = LEGEND if any(not p.name for p in points) else LEGEND[:2]
-    return Picture(drawing, CAPTION, (*legend, BEYOND) if taken else legend)
+    return Picture(drawing, CAPTION, (*legend, BEYOND) if has_limits else legend)
 
 
 def _with_limit(values: list[float], limit: float | None) -> list[float]:
@@ -101,22 +106,24 @@ def _with_limit(values: list[float], limit: float | None) -> list[float]:
     return [*values, limit] if limit is not None and limit <= FAR * max(values) else values
 
 
-def _draw_deadline(drawing: Drawing, hours: float, x: float) -> Box:
-    """Draw a line at the deadline, and return the space of its label."""
+def _draw_deadline(drawing: Drawing, hours: float, x: float) -> list[Box]:
+    """Draw a line at the deadline, and return the space of both the line and its label."""
     text, y = f"deadline {hours:,.4g} hours", TOP + 12
     drawing.line(x, TOP, x, HEIGHT - BOTTOM, "limit")
     wide = width_of(text, SMALL)
     is_right = x - wide - 6 > LEFT
     drawing.text(x - 6 if is_right else x + 6, y, text, "small", "end" if is_right else "start")
-    return (x - wide - 6, x, y - 4) if is_right else (x, x + wide + 6, y - 4)
+    label = text_box(x - wide - 6, x, y) if is_right else text_box(x, x + wide + 6, y)
+    return [label, line_box((x, TOP), (x, HEIGHT - BOTTOM))]
 
 
-def _draw_budget(drawing: Drawing, paid: float, y: float) -> Box:
-    """Draw a line at the budget, and return the space of its label."""
+def _draw_budget(drawing: Drawing, paid: float, y: float) -> list[Box]:
+    """Draw a line at the budget, and return the space of both the line and its label."""
     text = f"budget {dollars(paid)}"
     drawing.line(LEFT, y, WIDTH - RIGHT, y, "limit")
     drawing.text(LEFT + 6, y - 6, text, "small")
-    return LEFT, LEFT + 6 + width_of(text, SMALL), y - 10
+    label = text_box(LEFT, LEFT + 6 + width_of(text, SMALL), y - 6)
+    return [label, line_box((LEFT, y), (WIDTH - RIGHT, y))]
 
 
 def undominated(points: Sequence[PlanPoint]) -> list[PlanPoint]:
@@ -147,7 +154,7 @@ def _draw_axes(
     unit, word = (MINUTE, "minutes") if hours[1] < FEW_HOURS else (1.0, "hours")
     marks = [mark * unit for mark in ticks(hours[0] / unit, hours[1] / unit)]
     drawing.ticks_below(marks, across, (TOP, floor), lambda mark: f"{mark / unit:,.4g}")
-    drawing.ticks_beside(ticks(*paid), up, (LEFT, WIDTH - RIGHT), dollars)
+    drawing.ticks_beside(ticks(*paid), up, (LEFT, WIDTH - RIGHT), round_dollars)
     drawing.text(WIDTH - RIGHT, HEIGHT - 10, f"{word} of the whole run", "small", "end")
     drawing.text(0, 14, "dollars of the whole run", "small")
 
@@ -163,24 +170,24 @@ def _write_names(
     points: Sequence[PlanPoint],
     across: Callable[[float], float],
     up: Callable[[float], float],
-    limits: Sequence[Box],
+    lines: Sequence[Box],
 ) -> None:
-    """Write the names, each where it covers neither another name nor the edge of the drawing."""
-    taken = [(across(p.hours) - 7, across(p.hours) + 7, up(p.dollars)) for p in points if p.name]
-    taken += limits
+    """Write the names, each where it covers no other name, no line and not the edge of the drawing."""
+    taken = [_dot_box(across(p.hours), up(p.dollars)) for p in points if p.name]
+    taken += lines
     for point in sorted(points, key=lambda p: not p.is_chosen):
         if not point.name:
             continue
         x, y, wide = across(point.hours), up(point.dollars), width_of(point.name, SMALL + 1)
         for dx, dy, anchor in PLACES:
             start = x + dx if anchor == "start" else x + dx - wide
-            box = (start, start + wide, y + dy - 4)
-            if start >= LEFT and start + wide <= WIDTH and not _covers(box, taken):
+            box = text_box(start, start + wide, y + dy)
+            if start >= LEFT and start + wide <= WIDTH and not covers(box, taken):
                 break
         taken.append(box)
         drawing.text(x + dx, y + dy, point.name, "strong" if point.is_chosen else "", anchor)
 
 
-def _covers(box: Box, taken: Sequence[Box]) -> bool:
-    start, end, y = box
-    return any(start < right and left < end and abs(y - at) < 14 for left, right, at in taken)
+def _dot_box(x: float, y: float) -> Box:
+    """Return the space of a point with a name."""
+    return x - 7, x + 7, y - 7, y + 7

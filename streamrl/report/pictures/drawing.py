@@ -272,6 +272,8 @@ class Picture:
     caption: str
     legend: Sequence[tuple[str, str]] = ()
     """Classes of a swatch and its meaning; an entry without classes is a heading."""
+    narrow: Drawing | None = None
+    """The same for a small screen, if the drawing is too wide for one."""
 
 
 SWATCH = (16.0, 12.0)
@@ -318,6 +320,30 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 def width_of(text: str, size: float = SMALL) -> float:
     """Return the approximate width of a text."""
     return len(text) * size * WIDTH_OF_CHARACTER
+
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Space of a text, a point or a line: its left and right end, its upper and lower end."""
+
+
+def line_box(start: tuple[float, float], end: tuple[float, float]) -> Box:
+    """Return the space of a horizontal or vertical line."""
+    (x1, y1), (x2, y2) = start, end
+    return min(x1, x2), max(x1, x2), min(y1, y2), max(y1, y2)
+
+
+def text_box(left: float, right: float, baseline: float) -> Box:
+    """Return the space of a text."""
+    return left, right, baseline - SMALL, baseline + 4
+
+
+def covers(box: Box, taken: Iterable[Box]) -> bool:
+    """Return whether a box covers a part of any other."""
+    start, end, top, bottom = box
+    return any(
+        start < right and left < end and top < low and high < bottom
+        for left, right, high, low in taken
+    )
 
 
 def shortened(text: str, width: float, size: float = SMALL) -> str:

@@ -6,10 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from streamrl.report.pictures.drawing import Anchor, Drawing, Picture, scale, ticks
-from streamrl.report.words import dollars
+from streamrl.report.pictures.drawing import (
+    Anchor,
+    Box,
+    Drawing,
+    Picture,
+    covers,
+    line_box,
+    scale,
+    text_box,
+    ticks,
+)
+from streamrl.report.words import dollars, round_dollars
 
-WIDTH, HEIGHT = 900.0, 400.0
+WIDTH, NARROW, HEIGHT = 900.0, 400.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
 NEAR = 20.0  # units that a point's mark takes: marks of closer points would overlap
 BESIDE = 11.0  # units from a point to its mark
@@ -48,26 +58,37 @@ def scatter_picture(name: str, points: Sequence[Point]) -> Picture:
         f"{p.mark} {p.label}: {p.speed:,.0f} tokens/s at {dollars(p.cost)} per million"
         for p in points
     )
-    drawing = Drawing(name, "Speed against cost of every option", told, WIDTH, HEIGHT)
+    title = "Speed against cost of every option"
+    wide = Drawing(name, title, told, WIDTH, HEIGHT)
+    narrow = Drawing(f"{name}-narrow", title, told, NARROW, HEIGHT)
+    for drawing in (wide, narrow):
+        _draw_points(drawing, points, front)
+    return Picture(wide, CAPTION, LEGEND, narrow)
+
+
+def _draw_points(drawing: Drawing, points: Sequence[Point], front: Sequence[Point]) -> None:
     across, up = _axes(drawing, points)
     corners = [(across(p.speed), up(p.cost)) for p in front]
-    drawing.polyline(stairs(corners), "front")
-    for cluster in _clusters(points, across, up):
-        _draw_cluster(drawing, cluster, {p.mark for p in front}, across, up)
-    return Picture(drawing, CAPTION, LEGEND)
+    line = stairs(corners)
+    drawing.polyline(line, "front")
+    taken = [line_box(*ends) for ends in pairwise(line)]
+    for cluster in _clusters(points, across, up, drawing.width):
+        _draw_cluster(drawing, cluster, {p.mark for p in front}, across, up, taken)
 
 
 def _axes(
     drawing: Drawing, points: Sequence[Point]
 ) -> tuple[Callable[[float], float], Callable[[float], float]]:
     speeds, costs = [p.speed for p in points], [p.cost for p in points]
-    across = scale(*_range(speeds), LEFT, WIDTH - RIGHT)
+    end, most_ticks = drawing.width - RIGHT, 6 if drawing.width == WIDTH else 4
+    across = scale(*_range(speeds), LEFT, end)
     up = scale(*_range(costs), HEIGHT - BOTTOM, TOP)
     floor = HEIGHT - BOTTOM
-    drawing.ticks_below(ticks(*_range(speeds)), across, (TOP, floor), "{:,.0f}".format)
-    drawing.ticks_beside(ticks(*_range(costs)), up, (LEFT, WIDTH - RIGHT), dollars)
+    marks = ticks(*_range(speeds), most_ticks)
+    drawing.ticks_below(marks, across, (TOP, floor), "{:,.0f}".format)
+    drawing.ticks_beside(ticks(*_range(costs)), up, (LEFT, end), round_dollars)
     label = "tokens trained on per second → (better: right and low)"
-    drawing.text(WIDTH - RIGHT, HEIGHT - 10, label, "small", "end")
+    drawing.text(end, HEIGHT - 10, label, "small", "end")
     drawing.text(0, 14, "↑ dollars per million tokens", "small")
     return across, up
 
@@ -87,14 +108,17 @@ def stairs(corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _clusters(
-    points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
+    points: Sequence[Point],
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+    width: float,
 ) -> list[list[Point]]:
     """Group points whose marks would overlap; the marks of a group form a row at its rightmost point."""
     clusters = [[point] for point in points]
 
     def overlap(one: list[Point], other: list[Point]) -> bool:
         (x, y), (u, v) = (_place(each, across, up) for each in (one, other))
-        first, second = _start(x, len(one)), _start(u, len(other))
+        first, second = _start(x, len(one), width), _start(u, len(other), width)
         is_beside = first < second + NEAR * len(other) and second < first + NEAR * len(one)
         return is_beside and abs(y - v) < NEAR
 
@@ -113,14 +137,14 @@ def _place(
     return across(right.speed), up(right.cost)
 
 
-def _marks_at(x: float) -> tuple[float, Anchor]:
+def _marks_at(x: float, width: float) -> tuple[float, Anchor]:
     """Return the position and anchor of marks next to a point; at the right border, they are on its left."""
-    return (x - BESIDE, "end") if x > WIDTH - RIGHT - 90 else (x + BESIDE, "start")
+    return (x - BESIDE, "end") if x > width - RIGHT - 90 else (x + BESIDE, "start")
 
 
-def _start(x: float, count: int) -> float:
+def _start(x: float, count: int, width: float) -> float:
     """Return the left end of the marks of `count` points."""
-    beside, anchor = _marks_at(x)
+    beside, anchor = _marks_at(x, width)
     return beside - NEAR * count if anchor == "end" else beside
 
 
@@ -130,12 +154,16 @@ def _draw_cluster(
     front: set[str],
     across: Callable[[float], float],
     up: Callable[[float], float],
+    taken: Sequence[Box],
 ) -> None:
+    """Draw points and their marks, which are below their usual place if a line is there."""
     for point in sorted(cluster, key=lambda point: point.is_chosen):
         css = "dot chosen" if point.is_chosen else "dot on-front" if point.mark in front else "dot"
         told = f"{point.mark} {point.label}: {point.speed:,.0f} tokens/s, {dollars(point.cost)}"
         drawing.dot(across(point.speed), up(point.cost), 6, css, told)
     x, y = _place(cluster, across, up)
-    beside, anchor = _marks_at(x)
+    beside, anchor = _marks_at(x, drawing.width)
     marks = " ".join(point.mark for point in cluster)
-    drawing.text(beside, y - 8, marks, "strong", anchor)
+    left = _start(x, len(cluster), drawing.width)
+    is_free = not covers(text_box(left, left + NEAR * len(cluster), y - 8), taken)
+    drawing.text(beside, y - 8 if is_free else y + 18, marks, "strong", anchor)

@@ -19,7 +19,7 @@ from streamrl.report.pictures.drawing import (
 )
 from streamrl.report.words import ACTIVITIES, CAUSES, percent, seconds
 
-WIDTH, RIGHT = 900.0, 24.0
+WIDTH, NARROW, RIGHT = 900.0, 400.0, 24.0
 ROW, BAR = 56.0, 26.0
 PAD = 10.0  # the background of a value is wider than its text
 
@@ -43,13 +43,24 @@ class Stack(NamedTuple):
 
 
 def stacked_picture(
-    drawing: Drawing,
+    name: str,
+    title: str,
+    told: str,
     stacks: Sequence[Stack],
     show: Callable[[float], str],
     unit: str,
     caption: str,
 ) -> Picture:
-    """Draw a row for each stack at one scale, above an axis with its unit."""
+    """Draw a row for each stack at one scale, above an axis with its unit; `told` is for people who cannot see it."""
+    wide, narrow = Drawing(name, title, told, WIDTH), Drawing(f"{name}-narrow", title, told, NARROW)
+    for drawing in (wide, narrow):
+        _draw_stacks(drawing, stacks, show, unit)
+    return Picture(wide, caption, _legend(stacks), narrow)
+
+
+def _draw_stacks(
+    drawing: Drawing, stacks: Sequence[Stack], show: Callable[[float], str], unit: str
+) -> None:
     most = max(sum(segment.value for segment in stack.segments) for stack in stacks)
     across = scale(0.0, most, 0.0, drawing.width - RIGHT)
     for row, stack in enumerate(stacks):
@@ -61,7 +72,6 @@ def stacked_picture(
         drawing.text(across(value), bottom + 14, show(value), "muted small", anchor)
     drawing.text(drawing.width, bottom + 32, f"{unit} →", "small", "end")
     drawing.height = bottom + 36
-    return Picture(drawing, caption, _legend(stacks))
 
 
 def _draw_row(
@@ -108,12 +118,12 @@ def shares_picture(name: str, runs: Sequence[tuple[str, Metrics]]) -> Picture:
         f"{label}: {percent(sum(m.busy.values()))} busy, {percent(sum(m.idle.values()))} idle"
         for label, m in runs
     )
-    drawing = Drawing(name, "Where GPU-seconds went", told, WIDTH)
     stacks = [
-        Stack(label, f"{percent(sum(metrics.idle.values()), 1)} idle", segments(metrics))
+        Stack(label, f"{percent(sum(metrics.idle.values()))} idle", segments(metrics))
         for label, metrics in runs
     ]
-    return stacked_picture(drawing, stacks, percent, "share of GPU-seconds", SHARES_CAPTION)
+    unit, title = "share of GPU-seconds", "Where GPU-seconds went"
+    return stacked_picture(name, title, told, stacks, percent, unit, SHARES_CAPTION)
 
 
 def segments(metrics: Metrics) -> list[Segment]:
@@ -141,8 +151,8 @@ def bubbles_picture(name: str, runs: Sequence[Bubbles]) -> Picture:
         for run in runs
     ]
     told = "; ".join(f"{stack.label}: {stack.note}" for stack in stacks)
-    drawing = Drawing(name, "GPU-seconds that a step loses, by cause", told, WIDTH)
-    return stacked_picture(drawing, stacks, "{:,.0f}".format, "GPU-seconds a step", IDLE_CAPTION)
+    unit, title = "GPU-seconds a step", "GPU-seconds that a step loses, by cause"
+    return stacked_picture(name, title, told, stacks, "{:,.0f}".format, unit, IDLE_CAPTION)
 
 
 def _underfilled(run: Bubbles) -> list[Segment]:

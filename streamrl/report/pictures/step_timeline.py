@@ -25,7 +25,7 @@ from streamrl.report.pictures.drawing import (
     ticks,
     width_of,
 )
-from streamrl.report.words import percent, seconds
+from streamrl.report.words import percent, seconds, step_seconds
 from streamrl.runfile.gpu_pools import trainer_names
 from streamrl.runfile.roles_config import (
     RolloutConfig,
@@ -34,7 +34,7 @@ from streamrl.runfile.roles_config import (
     VerifierConfig,
 )
 
-WIDTH = 900.0
+WIDTH, NARROW = 900.0, 400.0
 LEFT, RIGHT, TOP = 88.0, 12.0, 20.0
 MOST_ROWS = 32  # replicas that can be drawn in separate rows
 ROW, HIGHEST, ROOM = (
@@ -43,6 +43,7 @@ ROW, HIGHEST, ROOM = (
     192.0,
 )  # of a replica's row: lowest, highest, and of all rows if they are few
 LANE, BELOW = 16.0, 22.0  # height of a trainer's or the link's row, and distance to the next
+BELOW_ROWS = 40.0  # for the time scale
 COLUMNS = 320  # samples of the running count over a step
 SHORTEST = 1.2  # width of a span that would otherwise be invisible
 Steps = tuple[int, int]
@@ -84,7 +85,7 @@ def timeline_picture(
     Raises:
         ValueError: `steps` are outside the run.
     """
-    window, timeline = _window(metrics, steps, longest), read_timeline(trace)
+    window, timeline = _window(metrics, steps, longest, WIDTH), read_timeline(trace)
     shown = _evenly(list(timeline.replicas), MOST_ROWS)
     lanes = lanes_of(trace.run.followers, trace.run.verifier, timeline)
     words = [
@@ -94,7 +95,27 @@ def timeline_picture(
     if hidden := len(timeline.replicas) - len(shown):
         words.append(f"{hidden} of {len(timeline.replicas)} replicas are not drawn.")
     title = f"{label}: {_steps_text(window, metrics)}"
-    drawing = Drawing(name, title, " ".join(words), WIDTH)
+    wide, narrow = (
+        Drawing(each_name, title, " ".join(words), width)
+        for each_name, width in ((name, WIDTH), (f"{name}-narrow", NARROW))
+    )
+    for drawing in (wide, narrow):
+        window = _window(metrics, steps, longest, drawing.width)
+        _draw_rows(drawing, trace, timeline, shown, lanes, window)
+        _draw_time(drawing, window, longest or window.seconds)
+    legend = _legend([*timeline.replicas.values(), *lanes.values()])
+    return Picture(wide, wide.description, legend, narrow)
+
+
+def _draw_rows(
+    drawing: Drawing,
+    trace: Trace,
+    timeline: Timeline,
+    shown: list[int],
+    lanes: dict[str, list[Span]],
+    window: Window,
+) -> None:
+    """Draw the replicas, and each trainer, the link and the verifier below them."""
     height = min(HIGHEST, max(ROW, ROOM / max(1, len(shown))))
     _draw_replicas(drawing, trace, timeline, shown, window, height)
     bottom = TOP + len(shown) * height + 8
@@ -103,11 +124,7 @@ def timeline_picture(
         _draw_spans(drawing, spans, window, bottom, LANE)
         drawing.text(LEFT - 8, bottom + 12, shortened(row, LEFT - 8), "small", "end")
         bottom += BELOW
-    _draw_time(drawing, window, longest or window.seconds, bottom)
-    drawing.height = bottom + 40
-    return Picture(
-        drawing, drawing.description, _legend([*timeline.replicas.values(), *lanes.values()])
-    )
+    drawing.height = bottom + BELOW_ROWS
 
 
 def typical_step(metrics: Metrics) -> int:
@@ -118,20 +135,20 @@ def typical_step(metrics: Metrics) -> int:
     return min(inner, key=lambda step: abs(metrics.step_times[step - 1] - middle))
 
 
-def _window(metrics: Metrics, steps: Steps, longest: float | None) -> Window:
+def _window(metrics: Metrics, steps: Steps, longest: float | None, width: float) -> Window:
     first, last = steps
     if not 1 <= first <= last <= metrics.num_steps:
         raise ValueError(f"steps must be from 1 to {metrics.num_steps}, got {first} to {last}")
     ended_at = [*accumulate(metrics.step_times, initial=0.0)]
     start, ends = ended_at[first - 1], ended_at[first : last + 1]
-    width = longest or ends[-1] - start
-    return Window(steps, start, ends, scale(start, start + width, LEFT, WIDTH - RIGHT))
+    drawn = longest or ends[-1] - start
+    return Window(steps, start, ends, scale(start, start + drawn, LEFT, width - RIGHT))
 
 
 def _steps_text(window: Window, metrics: Metrics) -> str:
     first, last = window.steps
     which = f"step {first}" if first == last else f"steps {first} to {last}"
-    took = f"{seconds(window.seconds)} (mean step {seconds(metrics.step_time)})"
+    took = f"{seconds(window.seconds)} (mean step {step_seconds(metrics.step_time, None)})"
     return f"{which} of {metrics.num_steps}, {took}"
 
 
@@ -306,19 +323,20 @@ def _draw_spans(
             drawing.rectangle(window.across(start), y, width, height, f"c-{span.activity}", told)
 
 
-def _draw_time(drawing: Drawing, window: Window, longest: float, bottom: float) -> None:
-    """Draw a time scale from the first step's start, and the end of each step."""
+def _draw_time(drawing: Drawing, window: Window, longest: float) -> None:
+    """Draw a time scale from the first step's start below the rows, and the end of each step."""
     first, last = window.steps
-    since = scale(0.0, longest, LEFT, WIDTH - RIGHT)
+    bottom, border = drawing.height - BELOW_ROWS, drawing.width - RIGHT
+    since = scale(0.0, longest, LEFT, border)
     drawing.ticks_below(
-        ticks(0.0, longest, 9),
+        ticks(0.0, longest, 9 if drawing.width == WIDTH else 5),
         since,
         (TOP, bottom),
         lambda t: seconds(t) if t else "0",
         "grid over",
     )
     told = f"since step {first} began, {seconds(window.start)} after the run's start →"
-    drawing.text(WIDTH - RIGHT, bottom + 36, told, "small", "end")
+    drawing.text(border, bottom + 36, told, "small", "end")
     left = LEFT
     for step, end in zip(range(first, last + 1), window.ends, strict=True):
         right, name = window.across(end), f"step {step}"
