@@ -136,7 +136,7 @@ def test_terminal_json_and_report_of_a_plan_have_one_band_and_runners_up_their_o
     html = render_html(make_page(read_report([tmp_path / "plan"]))).replace("\xa0", " ")
     for text in (head, printed(plan)):
         assert dollars in text and step_time in text
-    ends = f"band {money(whole.dollars_band.low)} to {money(whole.dollars_band.high)}"
+    ends = f" {money(whole.dollars_band.low)} to {money(whole.dollars_band.high)}"
     assert money(whole.dollars) in html and ends in html and step_time in html
     assert " ± " not in head
     sampled = replace(plan, allocation=replace(chosen, step_time_interval=(1.0, 2.0)))
