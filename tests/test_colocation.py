@@ -15,16 +15,20 @@ from streamrl.executor.launchers.placement import Place, PlacedRoles
 from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.hardware.memory import model_state
+from streamrl.hardware.model_shape import lora_parameters
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.metrics import measure
 from streamrl.record.timeline import read_timeline
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
 from streamrl.sim.costs.colocation import PhaseBytes, PhaseChange, count_moved
 from streamrl.sim.costs.costs import Costs
+from streamrl.sim.planner.modes import find_modes
 from streamrl.sim.world import simulate
+from streamrl.targets.execute_limits import check_back_ends
 from tests.runs import make_table, small_run
 
 H800 = load_gpu("h800")
@@ -235,7 +239,7 @@ def test_each_side_may_have_all_gpus_of_the_pool() -> None:
         ("policies__streaming", "stream"),
         ("policies__weight_sync", "drain-then-load"),
         ("policies__resize", "adjust"),
-        ("sync__mode", "lora"),
+        ("sync__mode", "delta"),
         ("sync__backend", "nccl-buckets"),
     ],
 )
@@ -275,3 +279,44 @@ def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
 
     asyncio.run(launch())
     assert started == gpus
+
+
+# Adapters on shared GPUs --------------------------------------------------------------------------
+
+ADAPTERS = {"sync__mode": "lora", "sync__lora_rank": 16}
+RANK = 16
+
+
+def test_a_trainer_of_adapters_moves_its_frozen_weights_only_one_way() -> None:
+    run = shared_run(rollout__memory_utilization=1.0, sync__merge_adapters=True, **ADAPTERS)
+    state, moved = model_state(QWEN, run.trainer, "bfloat16"), moved_by(run)
+    share = lora_parameters(QWEN, RANK) / QWEN.num_parameters
+    assert 0 < share < 0.02
+    assert moved.offloaded == pytest.approx(share * (state.weights + state.optimizer))
+    assert moved.onloaded == pytest.approx(state.weights + share * state.optimizer)
+    whole = moved_by(shared_run(rollout__memory_utilization=1.0))
+    assert (moved.resharded, moved.woken) == (whole.resharded, whole.woken)
+
+
+def test_replicas_that_keep_their_weights_swap_them_and_receive_adapters() -> None:
+    settings = {"rollout__memory_utilization": 1.0, **ADAPTERS}
+    beside = moved_by(shared_run(sync__merge_adapters=False, **settings))
+    merged = moved_by(shared_run(sync__merge_adapters=True, **settings))
+    assert beside.resharded == beside.woken == 2.0 * lora_parameters(QWEN, RANK)
+    assert beside.offloaded - merged.offloaded == pytest.approx(WEIGHTS)
+    assert beside.onloaded - merged.onloaded == pytest.approx(WEIGHTS)
+
+
+def test_a_run_with_adapters_on_shared_gpus_is_simulated_and_planned() -> None:
+    lora, full = shared_run(**ADAPTERS, sync__merge_adapters=True), shared_run()
+    steps = [measure(simulate(run)).step_time for run in (lora, full)]
+    assert 0 < steps[0] < steps[1]  # a small optimizer, and products for weight gradients left out
+    assert "colocated" in {mode.system for mode in find_modes(lora)}
+
+
+def test_adapters_on_shared_gpus_are_not_executed() -> None:
+    run = shared_run(trainer__tensor_parallel=1, trainer__data_parallel=1, **ADAPTERS)
+    with pytest.raises(
+        RunError, match=r"^sync.mode must be 'full' for policies.system 'colocated'"
+    ):
+        check_back_ends(run)

@@ -12,6 +12,11 @@
 - wake: the received weights are copied into the replica, and quantised if it uses a narrow format.
   The cache starts empty.
 
+A trainer of adapters (sync.mode = "lora") changes only them and their optimizer states. Its base weights are frozen: they
+return to the GPU, and no copy leaves it. If replicas compute with adapters beside their weights, these weights stay the
+same. Sleep copies them to host memory and wake copies them back (level 1 of vLLM's sleep mode). A reshard then has only the
+adapters, all of them for each GPU. If adapters are merged, replicas receive whole weights as above.
+
 Data that fits next to the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and
 does not move. Bytes move at datasheet bandwidths. The framework's own calls, for every tensor and
 memory map, take the longest: `framework.switch_time`. Its default comes from the framework or from
@@ -23,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamrl.hardware.memory import fullest_stage, model_state, shard_parameters
-from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.model_shape import BYTES, lora_parameters
 from streamrl.hardware.precision import is_narrow, quantised_bytes
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Tier
@@ -43,7 +48,7 @@ class PhaseBytes:
     resharded: float
     """Bytes that the GPU receives from others."""
     woken: float
-    """Bytes of the replica's shard."""
+    """Bytes of the replica's shard that are new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +86,10 @@ class PhaseChange:
         side = SyncSide.of(replica.pool, num_gpus)
         memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
         wire, sources = _wire(replica.config, trainer.config, side)
-        quantised = quantised_bytes(replica.model, replica.precision, trainer.dtype)
-        quantised /= weight_ranks(replica)
+        quantised = 0.0
+        if replica.adapter_rank is None:  # else the weights in the replica's format stay
+            quantised = quantised_bytes(replica.model, replica.precision, trainer.dtype)
+            quantised /= weight_ranks(replica)
         return cls(
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
@@ -141,11 +148,15 @@ def count_moved(replica: ReplicaHardware, trainer: TrainerHardware) -> PhaseByte
         optimizer = 0.0
         if not config.offload:
             optimizer = model_state(trainer.model, config, trainer.dtype).optimizer
-        changed = trainer.num_trained_models * (trained + optimizer)
-        unchanged = (trainer.num_models - trainer.num_trained_models) * trained
+        changed = trainer.trained_models * (trained + optimizer)
+        unchanged = (trainer.num_models - trainer.trained_models) * trained
         room = _room_beside_generator(replica)
         offloaded = max(0.0, changed - room)
         onloaded = max(0.0, changed + unchanged - room)
+    if replica.adapter_rank is not None:
+        adapters = lora_parameters(replica.model, replica.adapter_rank)
+        received = float(adapters * BYTES[replica.adapter_dtype])
+        return PhaseBytes(onloaded + needed, offloaded + needed, received, received)
     held = trained if is_kept and replica.config.num_gpus <= config.num_gpus else 0.0
     return PhaseBytes(onloaded, offloaded, max(0.0, needed - held), needed)
 

@@ -164,7 +164,7 @@ def _usual_sync(sync: SyncConfig, model: ModelConfig, rollout: RolloutConfig) ->
 
 
 def _is_colocatable(sync: SyncConfig) -> bool:
-    return sync.mode == "full" and sync.backend == SyncConfig().backend
+    return sync.mode != "delta" and sync.backend == SyncConfig().backend
 
 
 _Name = TypeVar("_Name")

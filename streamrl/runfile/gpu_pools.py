@@ -404,7 +404,7 @@ def _check_shared(
         ("policies.streaming", policies.streaming, "whole-batch"),
         ("policies.weight_sync", policies.weight_sync, "barrier"),
         ("policies.resize", policies.resize, "keep"),
-        ("sync.mode", sync.mode, "full"),
+        ("sync.mode", sync.mode if sync.mode == "delta" else None, "full"),
         ("sync.backend", sync.backend, SyncConfig().backend),
     ):
         if value is not None and value != only:

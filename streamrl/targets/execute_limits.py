@@ -59,7 +59,16 @@ def check_back_ends(run: Run) -> None:
     _refuse(_limits_of_rollouts(rollout, policies.promote, has_relays=has_relays))
     for number in range(run.num_trainers):
         check_back_end_of(run, number)
-    _refuse(_limits_of_sync(sync, model, kinds, has_relays=has_relays, own_rank=own_rank))
+    _refuse(
+        _limits_of_sync(
+            sync,
+            model,
+            kinds,
+            has_relays=has_relays,
+            own_rank=own_rank,
+            shares_gpus=policies.shares_gpus,
+        )
+    )
     _refuse(_limits_of_formats(model, rollout, run.trainer.backend, run.framework.epochs))
     if execute.deterministic:
         _refuse(_limits_of_determinism(policies, kinds, run.trainers, execute, pools))
@@ -251,6 +260,7 @@ def _limits_of_sync(
     *,
     has_relays: bool,
     own_rank: int | None,
+    shares_gpus: bool,
 ) -> Iterator[Limit]:
     """Yield the limits of the weight sync; `own_rank` is that of adapters that replicas serve beside their weights."""
     yield Limit(
@@ -264,6 +274,12 @@ def _limits_of_sync(
         sync.mode,
         sync.mode != "lora" or load_model(model).experts is None,
         "'full' or 'delta' for an executed mixture of experts: its experts cannot have adapters",
+    )
+    yield Limit(
+        "sync.mode",
+        sync.mode,
+        sync.mode != "lora" or not shares_gpus,
+        "'full' for policies.system 'colocated'; adapters on shared GPUs are simulated",
     )
     others = [own.backend for own in kinds if not engine_named(own.backend).serves_adapters]
     yield Limit(
