@@ -41,7 +41,7 @@ NEMO = """
   • policy_and_reference_logprobs: 18.00s (15.5%)
   • weight_sync: 8.00s (6.9%)
 """
-SLIME = """[2026-08-21 10:00:00] rollout_metrics.py:80 - perf 0: {'perf/rollout_time': 58.0, 'perf/tokens_per_gpu_per_sec': 910.2}
+SLIME = """[2026-08-21 10:00:00] rollout_metrics.py:80 - perf 0: {'perf/rollout_time': 58.0, 'perf/tokens_per_gpu_per_sec': 448.0}
 [2026-08-21 10:01:00] rollout_metrics.py:91 - rollout 0: {'rollout/response_len/mean': 812.0, 'rollout/response_len/max': 2048, 'rollout/truncated_ratio': np.float64(0.02)}
 [2026-08-21 10:02:00] train_metric_utils.py:210 - perf 0: {'perf/train_wait_time': 60.0, 'perf/log_probs_time': 5.0, 'perf/ref_log_probs_time': 4.0, 'perf/actor_train_time': 30.5, 'perf/update_weights_time': 2.0, 'perf/train_time': 40.0, 'perf/step_time': 100.0}
 [2026-08-21 10:02:01] model.py:500 - step 0: {'train/loss': nan, 'train/step': 0}
@@ -53,7 +53,24 @@ TRL = """{'loss': 0.0, 'grad_norm': 0.1, 'num_tokens': 61600.0, 'completions/mea
 {'loss': '0.0', 'num_tokens': '123200.0', 'completions/mean_length': '231.0', 'completions/max_length': '256.0', 'step_time': '13.5', 'epoch': '0.02'}
 {'train_runtime': 26.2, 'train_loss': 0.0}
 """
+PRIME = """12:00:00    INFO Starting orchestrator step 28
+Generating rollouts (train): 100%|██████████| 64/64 [00:40<00:00,  1.60it/s]
+12:00:40 SUCCESS Step 28 | Time: 41.50s | Reward: 0.3887 | Throughput: 1,040.5 tokens/s | Seq. Length: 650.2 tokens/sample | Async Level: 1 | Max. Off-Policy Level: 0
+12:01:20 SUCCESS Step 29 | Time: 39.00s | Reward: 0.4018 | Val. Reward: 0.5 | Throughput: 990.0 tokens/s | Seq. Length: 603.0 tokens/sample | Async Level: 1 | Max. Off-Policy Level: 2
+"""
 MADE: dict[str, tuple[str, str, list[MeasuredStep]]] = {
+    "prime-rl": (
+        "prime.log",
+        PRIME,
+        [
+            MeasuredStep(
+                step=28, step_time=41.5, tokens_per_second=1040.5, tokens_per_rollout=650.2
+            ),
+            MeasuredStep(
+                step=29, step_time=39.0, tokens_per_second=990.0, tokens_per_rollout=603.0
+            ),
+        ],
+    ),
     "verl": (
         "verl.log",
         VERL,
@@ -121,6 +138,7 @@ MADE: dict[str, tuple[str, str, list[MeasuredStep]]] = {
                 sync=2.0,
                 output_tokens=812.0,
                 longest_output=2048.0,
+                outputs_per_gpu_second=448.0,
             )
         ],
     ),

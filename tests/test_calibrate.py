@@ -306,6 +306,34 @@ def test_a_recorded_run_differs_in_what_its_seconds_depend_on_and_in_nothing_els
     assert found["rollout.replicas"] == "2 in the run file, 4 in the recorded run"
 
 
+# Rates --------------------------------------------------------------------------------------------
+
+PACE = {"generation": 100.0, "output_tokens": 500.0, "outputs_per_gpu_second": 160.0}
+"""32 rollouts on each GPU that generates."""
+
+
+@pytest.mark.parametrize(("prompts", "is_right"), [(8, False), (16, True), (17, True), (32, False)])
+def test_a_rate_of_tokens_tells_the_rollouts_of_a_gpu(prompts: int, is_right: bool) -> None:
+    run = small_run({**KEYS, "algorithm.prompts_per_step": prompts, "algorithm.group_size": 4})
+    measured = MeasuredSteps(source="", framework="x", steps=(MeasuredStep(step=1, **PACE),))
+    found = {each.key: each.text for each in find_disagreements(run, measured)}
+    key = "algorithm.prompts_per_step, rollout.replicas"
+    assert (key not in found) is is_right
+    assert is_right or "/ 500 tokens are 32 a GPU" in found[key]
+
+
+@pytest.mark.parametrize(("rollouts", "is_right"), [(16, True), (64, True), (128, False)])
+def test_a_throughput_limits_the_rollouts_of_a_step(rollouts: int, is_right: bool) -> None:
+    run = small_run(
+        {**KEYS, "algorithm.prompts_per_step": rollouts // 4, "algorithm.group_size": 4}
+    )
+    step = MeasuredStep(step=1, step_time=10.0, tokens_per_rollout=100.0, tokens_per_second=640.0)
+    measured = MeasuredSteps(source="", framework="x", steps=(step,))
+    found = {each.key: each.text for each in find_disagreements(run, measured)}
+    assert ("algorithm.prompts_per_step" not in found) is is_right
+    assert "workload.lengths" in found, "prompt and output tokens are compared together"
+
+
 # Logs ---------------------------------------------------------------------------------------------
 
 
@@ -326,6 +354,8 @@ def test_a_log_of_each_framework_calibrates_a_run_file_of_its_work(
     }
     if name == "verl":  # whose tokens a second and GPU say how many there are
         keys["rollout.replicas"] = 4
+    if name == "prime-rl":  # which tells that generation is a step ahead
+        keys["policies.system"] = "stream-async"
     write_run(small_run(keys), tmp_path / "run.toml")
     done = streamrl("calibrate", tmp_path / "run.toml", tmp_path / file, "--json")
     assert done.returncode == 0, done.stderr

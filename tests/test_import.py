@@ -99,7 +99,8 @@ def test_a_log_of_each_framework_becomes_a_workload_of_its_mean_and_its_steps(
     (tmp_path / file).write_text(text)
     done = streamrl("import", tmp_path / file, "-o", tmp_path / "out", "--json")
     assert done.returncode == 0, done.stderr
-    means = [step.output_tokens for step in steps if step.output_tokens is not None]
+    both = [step.output_tokens or step.tokens_per_rollout for step in steps]
+    means = [mean for mean in both if mean is not None]
     wanted = sum(means) / len(means)
     most = {"rollout.max_tokens": round(max(s.longest_output or 10**5 for s in steps))}
     draws = imported(tmp_path / "out", most).draw(0, 4000)

@@ -271,6 +271,67 @@ def test_every_format_says_which_source_at_which_commit() -> None:
     assert known_formats() == sorted(path.stem for path in (PROFILES / "logs").iterdir())
 
 
+# Terminals ----------------------------------------------------------------------------------------
+
+
+def wrapped(line: str, width: int, *, strips: bool = False) -> str:
+    """Return a line as a terminal wraps it; copying from one may lose white space at the ends."""
+    pieces = [line[at : at + width] for at in range(0, len(line), width)]
+    return "\n".join(piece.strip() if strips else piece for piece in pieces)
+
+
+@pytest.mark.parametrize("name", ["verl", "slime", "openrlhf", "trl", "prime-rl"])
+@pytest.mark.parametrize("width", [80, 97, 120, 233])
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_log_that_a_terminal_wrapped_is_read_as_it_was(
+    name: str, width: int, strips: bool, tmp_path: Path
+) -> None:
+    file, text, expected = MADE[name]
+    lines = [wrapped(line, width, strips=strips) for line in text.splitlines()]
+    (tmp_path / file).write_text("\n".join(lines) + "\n")
+    found = read_measured_file(tmp_path / file)
+    assert found.framework == load_format(name).name
+    assert list(found.steps) == expected
+
+
+def test_lines_between_steps_are_no_parts_of_them(tmp_path: Path) -> None:
+    lines = VERL_LINE, "INFO saved - checkpoint: 3 s", "{'a': {", VERL_LINE.replace("12", "13", 1)
+    first, second = read(tmp_path, "verl.log", "\n".join(lines) + "\n")
+    assert (first.step, second.step) == (12, 13) and first.sync == second.sync == 5.83
+
+
+BAR = "  0%|    | {}/1000 [04:41<78:02:42, {}s/it]\n"
+OLD_TRL = "{'loss': -0.0, 'completion_length': 827.9, 'reward': 0.03}\n"
+
+
+def test_the_seconds_of_a_progress_bar_count_if_there_are_no_others(tmp_path: Path) -> None:
+    text = OLD_TRL + BAR.format(1, 281.24) + OLD_TRL + BAR.format(2, 270.5)
+    (tmp_path / "trl.log").write_text(text)
+    found = read_measured_file(tmp_path / "trl.log")
+    assert [(step.step_time, step.output_tokens) for step in found.steps] == [
+        (281.24, 827.9),
+        (270.5, 827.9),
+    ]
+    assert any("those of the progress bar are used" in note for note in found.notes)
+    own = OLD_TRL.replace("}", ", 'step_time': 12.5}") + BAR.format(1, 281.24)
+    assert read(tmp_path, "own.log", own)[0].step_time == 12.5
+
+
+def test_a_bar_alone_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "bar.log").write_text(BAR.format(1, 281.24))
+    with pytest.raises(ValueError, match=r"its format is unknown; .+ or write the steps as a CSV"):
+        read_measured_file(tmp_path / "bar.log")
+
+
+@pytest.mark.parametrize(("level", "is_asynchronous"), [(1, True), (0, False)])
+def test_the_level_of_asynchrony_is_read(level: int, is_asynchronous: bool, tmp_path: Path) -> None:
+    file, text, _ = MADE["prime-rl"]
+    (tmp_path / file).write_text(text.replace("Async Level: 1", f"Async Level: {level}"))
+    found = read_measured_file(tmp_path / file)
+    assert found.is_asynchronous is is_asynchronous
+    assert any(f"up to {level} steps ahead" in note for note in found.notes)
+
+
 # Traces -------------------------------------------------------------------------------------------
 
 

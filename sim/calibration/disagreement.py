@@ -18,6 +18,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.runfile.files import run_table
 from streamrl.runfile.policies_config import PoliciesConfig, SystemName
+from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.workload.workload import SimulatedWorkload
 
 LENGTHS, COUNTS = 0.10, 0.02
@@ -57,13 +58,14 @@ def takes_turns(policies: PoliciesConfig) -> bool:
 def find_disagreements(run: Run, measured: MeasuredSteps) -> list[Disagreement]:
     """Return the keys whose values disagree with the work of the measured steps."""
     of_tokens: Iterable[Disagreement] = ()
-    if measured.has("output_tokens") or measured.has("prompt_tokens"):
+    if any(map(measured.has, ("output_tokens", "prompt_tokens", "tokens_per_rollout"))):
         workload = SimulatedWorkload(run)
         assert run.workload.lengths is not None, "a simulated workload has some"
         of_tokens = _of_tokens(mean_tokens(workload), run.workload.lengths.scale, measured)
     return [
         *_of_mode(run.policies, measured),
         *_of_rollouts(run.algorithm, measured),
+        *_of_pace(run.algorithm, run.rollout, measured),
         *of_tokens,
         *_of_longest(run.rollout.max_tokens, measured),
         *_of_gpus(run.num_gpus, measured),
@@ -159,6 +161,42 @@ def _counted_by_tokens(measured: MeasuredSteps) -> float | None:
     return total / (output + prompt)
 
 
+def _of_pace(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, measured: MeasuredSteps
+) -> Iterator[Disagreement]:
+    """Find rollouts and GPUs that contradict a measured rate of tokens."""
+    output, seconds, rate = (
+        measured.mean(name) for name in ("output_tokens", "generation", "outputs_per_gpu_second")
+    )
+    rollouts = algorithm.rollouts_per_step
+    if output and seconds and rate and not algorithm.dynamic_sampling:
+        gpus = sum(kind.num_gpus for kind in rollout.kinds)
+        ours, theirs = rollouts / gpus, rate * seconds / output
+        if abs(theirs / ours - 1) > LENGTHS:
+            text = (
+                f"{rollouts} rollouts a step on {gpus} GPUs that generate are {ours:.4g} a GPU, but "
+                f"{rate:.4g} tokens/s and GPU x {seconds:.4g} s / {output:.5g} tokens are {theirs:.3g} a GPU"
+            )
+            yield Disagreement("algorithm.prompts_per_step, rollout.replicas", text)
+    yield from _of_throughput(rollouts, measured)
+
+
+def _of_throughput(rollouts: int, measured: MeasuredSteps) -> Iterator[Disagreement]:
+    """Find more rollouts than a measured throughput allows: it counts at most the seconds of a step."""
+    tokens, seconds, rate = (
+        measured.mean(name) for name in ("tokens_per_rollout", "step_time", "tokens_per_second")
+    )
+    if measured.has("rollouts") or not (tokens and seconds and rate):
+        return
+    most = rate * seconds / tokens
+    if rollouts > (1 + LENGTHS) * most:
+        text = (
+            f"{rollouts} rollouts a step, but {rate:.5g} tokens/s x {seconds:.4g} s / {tokens:.4g} tokens are at most "
+            f"{most:.4g}"
+        )
+        yield Disagreement("algorithm.prompts_per_step", text)
+
+
 def _of_tokens(
     ours: tuple[float, float], scale: float, measured: MeasuredSteps
 ) -> Iterator[Disagreement]:
@@ -175,6 +213,8 @@ def _of_tokens(
         yield from _of_outputs(scale, mean_output, outputs)
     if prompt is not None:
         yield from _of_prompts(mean_prompt, mean_output, prompt)
+    if not outputs and (both := measured.mean("tokens_per_rollout")) is not None:
+        yield from _of_both(mean_output + mean_prompt, both)
 
 
 def _of_outputs(scale: float, ours: float, values: Sequence[float]) -> Iterator[Disagreement]:
@@ -192,6 +232,15 @@ def _of_prompts(ours: float, output: float, theirs: float) -> Iterator[Disagreem
     if away > LENGTHS * ours and away > LENGTHS / 2 * (ours + output):
         text = f"{ours:.5g} tokens a prompt, but {theirs:.5g} were measured ({theirs / ours:.3g} times as many)"
         yield Disagreement("workload.lengths.prompt_tokens", text)
+
+
+def _of_both(ours: float, theirs: float) -> Iterator[Disagreement]:
+    if abs(theirs / ours - 1) > LENGTHS:
+        text = (
+            f"a mean of {ours:.5g} prompt and output tokens a rollout, but {theirs:.5g} were measured "
+            f"({theirs / ours:.3g} times as many)"
+        )
+        yield Disagreement("workload.lengths", text)
 
 
 def _of_longest(max_tokens: int, measured: MeasuredSteps) -> Iterator[Disagreement]:

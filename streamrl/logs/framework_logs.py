@@ -13,14 +13,16 @@ import datetime
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf, isfinite, nan
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
@@ -116,19 +118,25 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
     """Lines of one kind."""
 
     pattern: str
-    """A regular expression. Its groups depend on `reads`. dict and pairs: `values`, and `step` if the
-    line has it. item: `key` and `value`, for the step before or after. step: `step`, with which a
-    new step begins.
+    """A regular expression. Its groups depend on `reads`. dict, pairs and bars: `values`, and `step` if
+    the line has it. item: `key` and `value`, for the step before or after. step: `step`, with which a
+    new step begins. progress: `step`, and `value` in the unit `unit` (s/it or it/s).
     """
-    reads: Literal["dict", "pairs", "item", "step"]
-    """dict: a printed Python dict; pairs: `key:value` between ` - `."""
+    reads: Literal["dict", "pairs", "bars", "item", "step", "progress"]
+    """dict: a printed Python dict; pairs: `key:value` between ` - `; bars: `key: value unit` between ` | `;
+    progress: a bar of tqdm, whose seconds count only if nothing else has the seconds of steps.
+    """
 
     def __post_init__(self) -> None:
         try:
             groups = set(re.compile(self.pattern).groupindex)
         except re.error as error:
             raise ValueError(f"pattern {self.pattern!r}: {error}") from None
-        needed = {"item": {"key", "value"}, "step": {"step"}}.get(self.reads, {"values"})
+        needed = {
+            "item": {"key", "value"},
+            "step": {"step"},
+            "progress": {"step", "value", "unit"},
+        }.get(self.reads, {"values"})
         if missing := needed - groups:
             raise ValueError(f"pattern {self.pattern!r} needs the named group {', '.join(missing)}")
 
@@ -155,6 +163,8 @@ class LogFormat(ProfileTable, frozen=True, kw_only=True):
     asynchronous: dict[str, Keys] = msgspec.field(default_factory=dict)
     asynchronous_marks: tuple[str, ...] = ()
     """Prefixes of keys that only asynchronous modes write."""
+    level_keys: tuple[str, ...] = ()
+    """Keys with the number of steps that generation is ahead of training; 0 means that they alternate."""
     is_told_by_keys: bool = True
     """Whether an asynchronous mode always writes such a key. If not, the meaning of a key depends on
     the mode, which the run file or the user must state.
@@ -233,6 +243,8 @@ class LogRecords:
     damage: list[str] = field(default_factory=list)
     """Invalid values of known keys, each with its location. The first one is the reason to reject the file."""
     notes: list[str] = field(default_factory=list)
+    progress: dict[int, float] = field(default_factory=dict)
+    """Seconds of a step, by the number that a progress bar shows."""
     columns: dict[str, str] = field(init=False)
     """Column of each known key."""
 
@@ -361,28 +373,100 @@ def _of_rows(found: LogRecords, rows: Iterable[PlacedRow]) -> None:
         found.enter(int(step), figures, where)
 
 
+SEPARATORS = {"pairs": " - ", "bars": " | "}
+"""What is between the values of a line, by kind of line."""
+CONTINUATIONS = {
+    "pairs": re.compile(r"(^|.*\s)-\s\S+:\S|^\S+:[-+.\deE]+\s*$|^[-+.\deE]+\s*$"),
+    "bars": re.compile(
+        r".*\|\s[^|:]+:\s\S|^[^|:]*:\s*[-+.,\d]+\S*( \S+)?\s*$|^[-+.,\d]+\S*( \S+)?\s*$"
+    ),
+}
+"""The rest of a line that a terminal wrapped, by kind of line."""
+MOST_WRAPPED = 200
+"""Maximum lines of a terminal into which one line of a log is wrapped."""
+
+Patterns = list[tuple[LinePattern, re.Pattern[str]]]
+
+
 def _of_lines(found: LogRecords, text: str) -> None:
     current = 0
     patterns = [(line, re.compile(line.pattern)) for line in found.log.lines]
     lines = re.split(r"[\r\n]+", text)
-    for number, line in enumerate(lines, start=1):
+    for first, last, line in _unwrapped(lines, patterns):
         damaged = len(found.damage)
-        for pattern, expression in patterns:
-            match = expression.search(line)
-            if match is None:
-                continue
-            where = f"{found.path}:{number}"
+        pattern, match = _match(line, patterns)
+        if pattern is not None and match is not None:
+            where = f"{found.path}:{first}"
             try:
                 if pattern.reads == "step":
                     current = int(match["step"])
+                elif pattern.reads == "progress":
+                    found.progress[int(match["step"])] = _seconds_of(match)
                 else:
                     figures = found.numbers(_values(pattern, match), where)
                     found.enter(_step_of(match, found, figures, current), figures, where)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            break
-        if number == len(lines):  # a complete last line would have an empty one after it
+        if last == len(lines):  # a complete last line would have an empty one after it
             found.cut_off(damaged)
+
+
+def _match(line: str, patterns: Patterns) -> tuple[LinePattern, re.Match[str]] | tuple[None, None]:
+    for pattern, expression in patterns:
+        match = expression.search(line)
+        if match is not None:
+            return pattern, match
+    return None, None
+
+
+def _unwrapped(lines: list[str], patterns: Patterns) -> Iterator[tuple[int, int, str]]:
+    """Yield the lines of a log as they were before a terminal wrapped them, with their first and last numbers."""
+    at = 0
+    while at < len(lines):
+        end = _end_of_line(lines, at, patterns)
+        yield at + 1, end, _joined(lines[at:end])
+        at = end
+
+
+def _end_of_line(lines: list[str], at: int, patterns: Patterns) -> int:
+    """Return the place after the last piece of a line."""
+    line, kinds = lines[at], {pattern.reads for pattern, _ in patterns}
+    if "dict" in kinds and line.count("{") > line.count("}"):
+        return _after_dict(lines, at)
+    pattern, _ = _match(line, patterns)
+    if pattern is None or pattern.reads not in CONTINUATIONS:
+        return at + 1
+    end, rest = at + 1, CONTINUATIONS[pattern.reads]
+    while end < min(len(lines), at + MOST_WRAPPED) and rest.match(lines[end]):
+        if _match(lines[end], patterns)[0] is not None:
+            break
+        end += 1
+    return end
+
+
+def _after_dict(lines: list[str], at: int) -> int:
+    """Return the place after the line that closes a dict; if none does, after its first line."""
+    depth = 0
+    for place in range(at, min(len(lines), at + MOST_WRAPPED)):
+        depth += lines[place].count("{") - lines[place].count("}")
+        if depth <= 0:
+            return place + 1
+    return at + 1
+
+
+def _joined(pieces: list[str]) -> str:
+    """Return a wrapped line; white space at the place of a break may be lost."""
+    line = pieces[0]
+    for piece in pieces[1:]:
+        is_at_separator = line.endswith((" -", " |")) or piece.startswith(("- ", "| "))
+        line += f" {piece}" if is_at_separator else piece
+    return line
+
+
+def _seconds_of(match: re.Match[str]) -> float:
+    """Return the seconds of a step in a progress bar."""
+    value = float(match["value"])
+    return value if match["unit"] == "s/it" else 1 / value if value else inf
 
 
 def _step_of(match: re.Match[str], found: LogRecords, figures: Figures, current: int) -> int:
@@ -400,8 +484,30 @@ def _values(pattern: LinePattern, match: re.Match[str]) -> Mapping[str, object]:
         return {match["key"]: match["value"]}
     if pattern.reads == "dict":
         return read_dict(match["values"])
-    pairs = (pair.rpartition(":") for pair in match["values"].split(" - "))
-    return {key.strip(): value for key, _, value in pairs}
+    pairs = (pair.rpartition(":") for pair in match["values"].split(SEPARATORS[pattern.reads]))
+    found = {key.strip(): value for key, _, value in pairs}
+    if pattern.reads == "pairs":
+        return found
+    numbers = ((key, _WITH_UNIT.match(value)) for key, value in found.items())
+    return {key: number[1].replace(",", "") for key, number in numbers if number is not None}
+
+
+_WITH_UNIT = re.compile(r"\s*([-+]?[\d,]*\.?\d+)")
+"""A number before its unit, with commas between thousands."""
+PROGRESS = "step_time"
+"""The column that a progress bar fills."""
+
+
+def _fill_from_progress(steps: list[MeasuredStep], found: LogRecords) -> list[MeasuredStep]:
+    """Return steps with the seconds of a progress bar, if nothing else has seconds of them."""
+    if not found.progress or any(step.has_seconds for step in steps):
+        return steps
+    usual = median(found.progress.values())
+    found.notes.append(
+        f"{found.path.name}: no key has the seconds of a step; those of the progress bar are used ({usual:g} s/it), which "
+        "are a smoothed mean"
+    )
+    return [replace(step, step_time=found.progress.get(step.step, usual)) for step in steps]
 
 
 CSV = "csv"
@@ -459,8 +565,8 @@ def _find_format(path: Path) -> LogFormat:
     if not most:
         formats = ", ".join([CSV, *known_formats()])
         raise ValueError(
-            f"{path}: its format is unknown; choose one of {formats} with --format. The columns of a CSV are "
-            f"{', '.join(COLUMNS)}"
+            f"{path}: its format is unknown; choose one of {formats} with --format, or write the steps as a CSV with some "
+            f"of the columns {', '.join(COLUMNS)}"
         )
     if len(best) > 1:
         raise ValueError(
@@ -488,11 +594,20 @@ def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredS
         for mark in log.asynchronous_marks
     )
     known = is_marked if log.is_told_by_keys else is_marked or is_asynchronous
+    levels = [
+        figures[key] for figures in records.values() for key in log.level_keys if key in figures
+    ]
+    if levels and known is None:
+        known = max(levels) > 0
+        found.notes.append(
+            f"{path.name}: generation is up to {max(levels):g} steps ahead of training"
+        )
     keys = log.keys(is_asynchronous=bool(known))
     steps = [
         MeasuredStep(step=step, **_picked(keys, figures))
         for step, figures in sorted(records.items())
     ]
+    steps = _fill_from_progress(steps, found)
     notes = found.notes
     if known is None and log.asynchronous:
         notes.append(

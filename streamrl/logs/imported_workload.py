@@ -100,6 +100,8 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
         ValueError: the log has no lengths, or the shape is unknown.
     """
     outputs = measured.values("output_tokens")
+    has_both = not outputs and measured.has("tokens_per_rollout")
+    outputs = measured.values("tokens_per_rollout") if has_both else outputs
     if not outputs:
         raise ValueError(
             f"{measured.source} has no lengths of rollouts, and a workload needs them: {_missing(measured)} is "
@@ -112,11 +114,18 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
     prompt = measured.mean("prompt_tokens")
     if prompt is not None:
         table["prompt_tokens"] = max(1, round(prompt))
+    elif has_both:
+        table["prompt_tokens"] = 1
+    what = "prompt and output tokens together" if has_both else "output tokens"
     notes = [
-        f"{measured.source} has only means of lengths: {mean:.5g} output tokens over {len(outputs)} steps, from {outputs[0]:.5g} "
+        f"{measured.source} has only means of lengths: {mean:.5g} {what} over {len(outputs)} steps, from {outputs[0]:.5g} "
         f"in the first to {outputs[-1]:.5g} in the last.",
         f"Their shape is assumed: that of profiles/lengths/{shape}.csv, scaled. Recorded rollouts replay themselves.",
     ]
+    if has_both:
+        notes.append(
+            "All of them count as output here. If you know your prompts, set prompt_tokens, and lower scale accordingly."
+        )
     if longest is not None:
         notes.append(
             f"The longest output was {longest:.0f} tokens. Set rollout.max_tokens to the framework's limit."

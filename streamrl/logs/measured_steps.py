@@ -54,6 +54,9 @@ WORK = {
     "longest_output": "output tokens of the longest rollout",
     "prompt_tokens": "mean prompt tokens of a rollout",
     "total_tokens": "prompt and output tokens of all rollouts",
+    "tokens_per_rollout": "mean prompt and output tokens of a rollout",
+    "tokens_per_second": "prompt and output tokens of the step, per second of it",
+    "outputs_per_gpu_second": "output tokens, per second of `generation` and GPU that generates",
     "gpus": "GPUs of the whole run",
     "tokens_per_gpu_second": "prompt and output tokens of the step, per second and GPU",
 }
@@ -80,6 +83,9 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     longest_output: float | None = None
     prompt_tokens: float | None = None
     total_tokens: float | None = None
+    tokens_per_rollout: float | None = None
+    tokens_per_second: float | None = None
+    outputs_per_gpu_second: float | None = None
     gpus: float | None = None
     tokens_per_gpu_second: float | None = None
 
