@@ -202,6 +202,20 @@ def test_the_page_prints_on_paper_without_cut_figures(browser: Browser, page: Pa
     assert browser.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
 
 
+def test_the_decision_and_what_to_do_are_on_the_first_printed_page(
+    browser: Browser, page: Path
+) -> None:
+    width, height = 688, 1001  # of A4 without its margins
+    browser.open(page, width=width)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert (
+        browser.evaluate("document.querySelector('.next').getBoundingClientRect().bottom") < height
+    )
+    assert browser.evaluate(SCROLLED) == []
+    tops = browser.evaluate("[...document.querySelectorAll('.tile')].map(one => one.offsetTop)")
+    assert len(set(tops)) == 1
+
+
 def luminance(colour: str) -> float:
     """Return the relative luminance of "rgb(r, g, b)" (WCAG 2.2)."""
     parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]

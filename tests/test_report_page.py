@@ -22,6 +22,7 @@ from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import IDLE
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of
+from streamrl.report.page.explorer import estimate_note
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.page.parts import Page
@@ -362,6 +363,29 @@ def test_each_share_of_a_plan_has_one_rounding(tmp_path: Path) -> None:
     assert f"few steps; 43{NBSP}%" in text and ">+8\N{NO-BREAK SPACE}%<" in text
     aside = "<(style|script|code|svg|button)[^>]*>.*?</\\1>"
     assert not re.search(r"\d ?%", re.sub(aside, "", text, flags=re.DOTALL))
+
+
+def test_the_page_says_how_far_the_sliders_are_from_a_simulation_of_long_outputs(
+    tmp_path: Path,
+) -> None:
+    plan = read_plan(write_planned(tmp_path / "plan") / "plan.json")
+    grid, (longer, *_) = plan.what_if, [c for c in plan.sensitivity if c.what == "lengths +20%"]
+    assert grid is not None
+    hours = [[[10.0 * factor] * len(grid.links) for _ in grid.caps] for factor in grid.lengths]
+    grid = replace(grid, plans=[replace(grid.plans[0], hours=hours), *grid.plans[1:]])
+    told = [
+        estimate_note(
+            replace(
+                plan,
+                what_if=grid,
+                sensitivity=[replace(longer, time_ratio=ratio, is_estimate=guess)],
+            )
+        )
+        for ratio, guess in ((1.44, False), (1.1, False), (1.21, False), (1.44, True))
+    ]
+    assert re.search(r"option 1 took 4\d.% more time. The sliders estimate 20.%. Where", told[0])
+    assert told[1].endswith("The sliders estimate 20\N{NO-BREAK SPACE}%.")
+    assert told[2:] == ["", ""]
 
 
 def test_a_plan_on_a_part_of_a_node_says_so_once_unless_a_unit_was_chosen(tmp_path: Path) -> None:

@@ -6,15 +6,19 @@ The script chooses by the same rule as `streamrl.sim.planner.what_if.recommend`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import exp, log
 
 import msgspec
+import numpy as np
 from markupsafe import Markup
 
+from streamrl.report.page.details import SHIFT
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.page.what_if_command import changes_of, command_parts, note_of
-from streamrl.report.words import SYSTEMS, gpu_word, pool_words, with_pool_words
+from streamrl.report.plan_report import wall_time_ratio
+from streamrl.report.words import SYSTEMS, gpu_word, percent, pool_words, with_pool_words
 from streamrl.runfile.formatting import listing
-from streamrl.sim.planner.plan import Plan, PlanOption, WhatIfPlan
+from streamrl.sim.planner.plan import Plan, PlanOption, WhatIf, WhatIfPlan
 
 
 def explorer_data(made: PlanMade) -> Markup | None:
@@ -34,6 +38,39 @@ def explorer_data(made: PlanMade) -> Markup | None:
     }
     text = msgspec.json.encode(table).decode()
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def estimate_note(plan: Plan) -> str:
+    """Return how far the estimate of longer outputs is from their simulation; empty if it is near or unknown."""
+    grid = plan.what_if
+    for change in plan.sensitivity:
+        match = SHIFT.fullmatch(change.what)
+        if match is None or match["what"] != "lengths" or match["sign"] == "-" or grid is None:
+            continue
+        ratio = None if change.is_estimate else wall_time_ratio(plan, change)
+        estimate = _estimated_ratio(grid, 1 + int(match["share"]) / 100)
+        if ratio is not None and estimate and abs(ratio / estimate - 1) > NEAR:
+            return (
+                f"With outputs {match['share']} % longer, a simulation of option 1 took {percent(ratio - 1)} more time. "
+                f"The sliders estimate {percent(estimate - 1)}." + (LOW if estimate < ratio else "")
+            )
+    return ""
+
+
+NEAR = 0.03
+"""Relative difference of two times up to which an estimate is near a simulation."""
+LOW = " Where GPU memory limits generation, estimates for long outputs are too low."
+
+
+def _estimated_ratio(grid: WhatIf, factor: float) -> float | None:
+    """Return the estimated time of the chosen plan for longer outputs, relative to that without a change."""
+    lengths, cap, links = grid.unchanged
+    hours = {at: row[cap][links] for at, row in zip(grid.lengths, grid.plans[0].hours, strict=True)}
+    known = {log(at): log(each) for at, each in hours.items() if each}
+    if len(known) < 2 or not log(min(grid.lengths)) <= log(factor) <= max(known):
+        return None
+    unchanged = known[log(grid.lengths[lengths])]
+    return exp(float(np.interp(log(factor), list(known), list(known.values()))) - unchanged)
 
 
 def _option_of(plan: Plan, found: WhatIfPlan) -> PlanOption | None:

@@ -35,7 +35,7 @@ from streamrl.report.page.details import (
     uncertainty_section,
     whole_section,
 )
-from streamrl.report.page.explorer import explorer_data
+from streamrl.report.page.explorer import estimate_note, explorer_data
 from streamrl.report.page.identity import facts_of
 from streamrl.report.page.learning import (
     learning_json,
@@ -107,6 +107,7 @@ def make_page(
         steps=list(next_steps(made, chosen)) if made is not None and chosen is not None else [],
         sections=list(_sections(sources, options, prediction)),
         explorer=None if made is None else explorer_data(made),
+        explorer_note="" if made is None else estimate_note(made.plan),
         facts=list(facts_of(sources, day)),
         pools=pool_words(_gpus_of_pools(sources)),
     )

@@ -76,6 +76,8 @@ class Page:
     sections: list[PageSection]
     explorer: Markup | None = None
     """Data for the what-if part, as JSON."""
+    explorer_note: str = ""
+    """How far the estimates of the what-if part are from a simulation, if that is far."""
     facts: list[tuple[str, str]]
     """When and from what the page was made: a name and a value each."""
     pools: Mapping[str, str] = field(default_factory=dict)
