@@ -1,6 +1,7 @@
 # Set up and run:
 #   make demo            plan, simulate, report, profile, execute, replay and compare
 #   make gpu             check and measure the executor on a GPU (on a CPU: all but the kernels); GPU_PYTHON=python3
+#   make docs            the documentation site, in build/site; nothing in it is loaded from other hosts
 # Tests:
 #   make test            the test suite
 #   make test-oldest     the test suite with the oldest package versions that pyproject.toml allows
@@ -53,6 +54,7 @@ READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
 EXPORTS := build/exports
+DOCS := build/docs
 DEMO := build/demo
 # An idle worker steals half of another's tests. Many tests wait, so three workers keep two cores busy.
 SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
@@ -70,7 +72,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo gpu test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -94,6 +96,10 @@ demo: $(READY)
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 	$(GPU_PYTHON) -m benchmarks.gpu_checks --out $(GPU_OUT) --minutes $(GPU_MINUTES)
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
@@ -222,6 +228,13 @@ $(READY): pyproject.toml requirements.lock
 	$(BIN)/python -m $(PIP_INSTALL) $(TORCH)
 	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint requirements.lock
 	$(BIN)/python -W ignore -c "import reasoning_gym"  # compile it once: its packages print warnings then
+	touch $@
+
+# pip 25.1 is the first that installs dependency groups.
+$(DOCS)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m $(PIP_INSTALL) 'pip>=25.1'
+	$(DOCS)/bin/python -m $(PIP_INSTALL) --group docs
 	touch $@
 
 $(TRL)/.ready: pyproject.toml

@@ -7,4 +7,4 @@ the engine drives; `profiles` has the data. These three are symbolic links to fo
 Notebooks and scripts import from `streamrl.api`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

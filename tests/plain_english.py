@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("streamrl", "sim", "executor", "benchmarks", "examples")
-DOCS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+DOCS = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "llms.txt", "docs/**/*.md")
 # In these files every text of four words or more is part of a message: functions pass them on.
 MESSAGES = re.compile(r"(streamrl/)?(runfile|doctor|(sim|executor)/(checkup|back_ends))\b")
 TABLES = re.compile(r"streamrl/(cli|report|doctor)/")
@@ -241,7 +241,7 @@ def help_pages() -> Iterator[Page]:
 def file_pages(path: Path) -> Iterator[Page]:
     """Yield the pages of one file."""
     name, text = str(path.relative_to(ROOT)), path.read_text()
-    if path.suffix == ".md":
+    if path.suffix in {".md", ".txt"}:
         yield Page("docs", name, list(read_markdown(text)))
         return
     tree = ast.parse(text, name)

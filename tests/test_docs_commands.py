@@ -1,0 +1,52 @@
+"""Commands in the docs are those of the command line: names, options and numbers of arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from streamrl.cli.main import app
+from tests.doc_pages import ALL, DOCS, ROOT, commands
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command line as `streamrl` does, without running it or looking at its files."""
+    command: Any = get_command(app)
+    context = command.context_class(command, info_name="streamrl")
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if "measure" in command.commands and words[0] not in command.commands:
+            words = ["measure", *words]  # as `streamrl profile DIR` does
+        name, command, words = command.resolve_command(context, words)
+        command = command.load() if hasattr(command, "load") else command
+        context = command.context_class(command, info_name=name, parent=context)
+    values, rest, _ = command.make_parser(context).parse_args(args=[*words])
+    assert not rest, f"too many arguments: {rest}"
+    for parameter in command.params if words else ():  # a name alone is no call
+        is_given = values.get(parameter.name) not in (None, ())
+        assert is_given or not parameter.required, f"{parameter.name} is missing"
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_command_of_a_page_is_one_that_streamrl_has(page: Path) -> None:
+    for words in commands(page):
+        try:
+            parse(words)
+        except Exception as error:
+            pytest.fail(f"streamrl {' '.join(words)}: {error}")
+
+
+@pytest.mark.parametrize(
+    "line", ["simulat run.toml", "plan --modle x", "report a --output", "diff a b c", "diff --json"]
+)
+def test_a_wrong_command_of_a_page_is_found(line: str) -> None:
+    with pytest.raises(Exception, match=r"no command|option|requires|argument|missing"):
+        parse(line.split())
+
+
+def test_the_first_page_shows_the_commands_of_a_first_hour() -> None:
+    names = [words[0] for words in commands(DOCS / "start-here.md")]
+    wanted = ["plan", "examples", "simulate", "report", "execute", "replay", "compare"]
+    assert [name for name in dict.fromkeys(names) if name in wanted] == wanted

@@ -1,0 +1,75 @@
+"""The documentation site: its pages, links and pictures, checked without building it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.commands_page import commands_page
+from tests.doc_pages import ALL, DOCS, PAGES, ROOT, anchors, links
+
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+PICTURES = sorted(DOCS.glob("pictures/*.svg"))
+
+
+def nav_pages(entry: Any) -> Iterator[str]:
+    """Yield the pages below an entry of the navigation."""
+    for within in entry.values() if isinstance(entry, dict) else entry:
+        if isinstance(within, str):
+            yield within
+        else:
+            yield from nav_pages(within)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(nav_pages(SITE["nav"])) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_of_the_site_link_to_nothing_outside_of_it(page: Path) -> None:
+    for target in links(page):
+        assert (page.parent / target.partition("#")[0]).resolve().is_relative_to(DOCS), target
+
+
+def test_the_site_loads_nothing_from_other_hosts() -> None:
+    assert SITE["theme"]["font"] is False and SITE["strict"] is True
+    assert "extra_javascript" not in SITE
+    styles = "".join((DOCS / name).read_text() for name in SITE["extra_css"])
+    assert "url(" not in styles and "@import" not in styles
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_has_dark_colours_words_for_readers_and_no_links(picture: Path) -> None:
+    text = picture.read_text()
+    light, dark = text.split("@media (prefers-color-scheme: dark)")
+    named = set(re.findall(r'class="([\w ]+)"', text))
+    coloured = {"generate", "train", "weights", "plain"} & {
+        w for each in named for w in each.split()
+    }
+    assert all(f".{name} {{" in light and f".{name} {{" in dark for name in coloured)
+    assert "<title" in text and "<desc" in text
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
+
+
+def test_each_picture_is_on_a_page() -> None:
+    shown = {(page.parent / target).resolve() for page in PAGES for target in links(page)}
+    assert PICTURES and shown >= set(PICTURES)
+
+
+def test_the_page_of_commands_is_current() -> None:
+    """Mend with `python -m tests.commands_page > docs/commands.md`."""
+    assert (DOCS / "commands.md").read_text() == commands_page()
