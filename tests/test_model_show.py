@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from streamrl.doctor.diagnosis import diagnose
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, load_model
 from streamrl.record.assumed import assumed_of_model
 from streamrl.report.model_report import describe_model
 from streamrl.runfile.cluster_config import ModelConfig
 from tests.command_line import streamrl
+from tests.runs import small_run
 from tests.test_public_models import FILES, KV_BYTES, PARAMETERS, directory
 
 PROFILES_OF_MODELS = sorted(path.stem for path in (PROFILES / "models").glob("*.toml"))
@@ -134,3 +136,56 @@ def test_simulate_names_what_it_assumes_of_the_model(tmp_path: Path) -> None:
     done = streamrl("simulate", run, "--set", "simulate.max_steps=6")
     assert done.returncode == 0, done.stderr
     assert "vision_config: about 0.407B parameters" in " ".join(done.stdout.split())
+
+
+def test_doctor_lists_what_a_simulation_assumes(tmp_path: Path) -> None:
+    found = diagnose(small_run({"model": {"path": str(directory("DeepSeek-R1", tmp_path))}}))
+    texts = [each.text for each in found if each.name == "model-assumed"]
+    assert texts == [
+        "rollout.dtype: replicas in bfloat16, although the checkpoint is in fp8",
+    ]
+
+
+# The index of weights -----------------------------------------------------------------------------
+
+
+def indexed(name: str, size: float, folder: Path) -> str:
+    index = {"metadata": {"total_size": round(size)}}
+    (directory(name, folder) / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(describe_model(str(folder), "bfloat16", 1).checked)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("DeepSeek-R1", 688_586_727_753),
+        ("gpt-oss-20b", 13_761_264_768),
+        ("Qwen3-1.7B", 4_063_479_808),
+        ("Qwen3-8B", 16_381_470_720),
+    ],
+)
+def test_indexes_of_public_checkpoints_agree_with_their_shapes(
+    name: str, size: int, tmp_path: Path
+) -> None:
+    """Sizes are those of the files on the hub: with draft layers, scales, or a stored tied head."""
+    assert "as the shape says" in indexed(name, size, tmp_path)
+
+
+def test_a_quantised_checkpoint_of_another_size_is_doubted_and_not_refused(tmp_path: Path) -> None:
+    assert "other layers may be narrow" in indexed("DeepSeek-R1", 500e9, tmp_path)
+
+
+def test_a_reward_model_has_no_output_head(tmp_path: Path) -> None:
+    table = FILES["Qwen3-8B"]["config.json"]
+    size = 2 * (8_190_735_360 - 151_936 * 4096)
+    with pytest.raises(ValueError, match="of different models"):
+        indexed("Qwen3-8B", size, tmp_path)
+    head = {**table, "architectures": ["Qwen3ForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    assert "as the shape says" in str(describe_model(str(tmp_path), "bfloat16", 1).checked)
+
+
+def test_kimi_stores_scales_for_groups_of_32(tmp_path: Path) -> None:
+    found = describe_model(str(directory("Kimi-K2.5", tmp_path)), "bfloat16", 1)
+    routed = 60 * 384 * 3 * 7168 * 2048
+    assert found.weight_bytes == round((1_026_408_232_448 - routed) * 2 + routed * 4.5 / 8)

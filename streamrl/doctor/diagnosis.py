@@ -8,6 +8,7 @@ from streamrl.doctor import (
     batch,
     divisibility,
     every_side,
+    files,
     framework,
     idle_gpus,
     memory,
@@ -63,6 +64,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("staleness", staleness.find_idle_clips),
     ("run file", lambda run: planned_faults.find(run.faults, run.policies.max_restarts)),
     ("run file", framework.find),
+    ("files", lambda run: files.find_assumptions(run.model, run.rollout.dtype)),
 )
 """Each check with what it reads of a run file."""
 FIXES = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.hardware.hugging_face import read_positions, weight_problems
+from streamrl.record.assumed import assumed_of_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.findings import Finding, Level
@@ -68,6 +69,12 @@ def _find_model(model: ModelConfig, max_prompt_tokens: int, longest: int) -> Ite
         text = f"model.path: {path} has config.json, a tokenizer and {size / 1e9:.3g} GB of safetensors"
         yield _finding("ok", "model", text)
     yield from _find_positions(path, max_prompt_tokens, longest)
+
+
+def find_assumptions(model: ModelConfig, dtype: str | None) -> Iterator[Finding]:
+    """Find what a simulation assumes about a model directory; `streamrl model show` lists it too."""
+    for each in assumed_of_model(model, dtype):
+        yield _finding("ok", "model-assumed", f"{each.key}: {each.text}")
 
 
 def _find_positions(path: Path, max_prompt_tokens: int, longest: int) -> Iterator[Finding]:

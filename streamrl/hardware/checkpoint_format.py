@@ -31,7 +31,9 @@ MODELOPT = {
 METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4"}
 """Formats of a `quant_method` that has only one."""
 BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.16, "fp8": 8.0, "mxfp8": 8.25, "int8": 8.0}
-"""Bits of a value with its share of the scales."""
+"""Bits of a value with its share of the scales. `int4` is that of AWQ with groups of 128."""
+SCALE_BITS = 16
+"""Bits of the scale of a group of `int4` values."""
 
 
 class CheckpointFormat(NamedTuple):
@@ -43,6 +45,15 @@ class CheckpointFormat(NamedTuple):
     """Whether only routed experts are in this format."""
     stated_in: str
     """File and field that name it."""
+    group: int | None = None
+    """Values that share a scale, where the file says it."""
+
+    @property
+    def bits(self) -> float:
+        """Bits of a value with its share of the scales."""
+        if self.dtype == "int4" and self.group:
+            return 4 + SCALE_BITS / self.group
+        return BITS[self.dtype]
 
     def __str__(self) -> str:
         """Return a short text: "mxfp4 (routed experts only), by quantization_config in config.json"."""
@@ -80,7 +91,8 @@ def _of_config(config: Mapping[str, object]) -> CheckpointFormat:
         dtype = METHODS[method]
         return CheckpointFormat(dtype, dtype == "mxfp4", where)
     if isinstance(groups := config.get("config_groups"), dict):
-        return CheckpointFormat(_grouped_dtype(groups), _skips_attention(config), where)
+        is_narrowed = _skips_attention(config)
+        return CheckpointFormat(_grouped_dtype(groups), is_narrowed, where, _group_size(groups))
     bits = config.get("bits", config.get("w_bit", config.get("weight_bits")))
     if bits == 4 and method in ("awq", "gptq", "auto-round"):
         return CheckpointFormat("int4", False, where)
@@ -98,6 +110,16 @@ def _grouped_dtype(groups: Mapping[str, object]) -> str:
             f"quantization_config.config_groups has more than one format: {sorted(found)}"
         )
     return found.pop()
+
+
+def _group_size(groups: Mapping[str, object]) -> int | None:
+    """Return the values that share a scale in the first group of weights."""
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        size = weights.get("group_size") if isinstance(weights, dict) else None
+        if type(size) is int and size > 0:
+            return size
+    return None
 
 
 def _weights_dtype(group: object) -> str:
@@ -143,42 +165,63 @@ def _json(path: Path) -> object:
 # The index ----------------------------------------------------------------------------------------
 
 
-def check_index(model: ModelShape, form: CheckpointFormat | None, directory: Path) -> str | None:
-    """Return a text that the index agrees with the shape; None without an index that has sizes.
+def check_index(
+    model: ModelShape, form: CheckpointFormat | None, directory: Path, *, has_head: bool = True
+) -> str | None:
+    """Return what the index says about the shape; None without an index that has sizes.
+
+    Args:
+        model: the shape.
+        form: format of a quantised checkpoint.
+        directory: of the checkpoint.
+        has_head: whether the checkpoint has the output head. Reward models have another one.
 
     Raises:
-        ValueError: its bytes are those of another number of parameters.
+        ValueError: a checkpoint in 16 or 32 bits has the bytes of another number of parameters.
     """
     table = _json(directory / INDEX)
     facts = table.get("metadata") if isinstance(table, dict) else None
     size = facts.get("total_size") if isinstance(facts, dict) else None
     if type(size) is not int or size <= 0:
         return None
-    expected = list(_possible_bytes(model, form))
+    head = 0 if has_head or model.has_tied_embeddings else model.num_embedding_parameters
+    expected = list(_possible_bytes(model, form, head))
     if any(abs(size / each - 1) <= TOLERANCE for each in expected):
         return f"{INDEX}: {size / 1e9:.4g} GB, as the shape says"
     nearest = min(expected, key=lambda each: abs(size / each - 1))
+    if form is not None:
+        return (
+            f"{INDEX}: {size / 1e9:.4g} GB, but {nearest / 1e9:.4g} GB if linear layers or experts are in {form.dtype}; "
+            "other layers may be narrow"
+        )
     raise ValueError(
         f"the shape has {model.num_parameters / 1e9:.4g}B parameters, {nearest / 1e9:.4g} GB, but {INDEX} says "
         f"{size / 1e9:.4g} GB; the file and its weights are of different models, or a part is not understood"
     )
 
 
-def _possible_bytes(model: ModelShape, form: CheckpointFormat | None) -> list[float]:
-    """Return the bytes that a checkpoint may have: with draft layers, vision tower and a stored tied head, or without."""
+def _possible_bytes(model: ModelShape, form: CheckpointFormat | None, head: int) -> list[float]:
+    """Return the bytes that a checkpoint may have.
+
+    It may have draft layers, a vision tower and a stored tied head, or not. `head` parameters are not stored. Linear
+    layers are narrow, or experts alone.
+    """
     drafts = model.num_draft_layers * _layer_parameters(model)
     tied = model.num_embedding_parameters * model.has_tied_embeddings
     parts = (model.num_vision_parameters, drafts, tied)
     sums = [0]
     for part in parts:
         sums += [each + part for each in sums] if part else []
-    narrow = _narrow_parameters(model, form)
-    widths = (BYTES["bfloat16"], BYTES["float32"])
-    bits = 0.0 if form is None else BITS[form.dtype]
+    whole, widths = model.num_parameters - head, (BYTES["bfloat16"], BYTES["float32"])
+    if form is None:
+        return [float(whole + more) * width for more in sums for width in widths]
+    extents = {_narrow_parameters(model, form), _routed_parameters(model)} - {0.0}
+    extents |= {narrow + drafts for narrow in extents if drafts}
+    wide = [whole + more - narrow for more in sums for narrow in extents]
+    narrows = [narrow for _ in sums for narrow in extents]
     return [
-        (model.num_parameters + more - narrow) * width + narrow * bits / 8
-        for more in sums
-        for width in widths
+        rest * BYTES["bfloat16"] + narrow * form.bits / 8
+        for rest, narrow in zip(wide, narrows, strict=True)
     ]
 
 
@@ -192,12 +235,19 @@ def _narrow_parameters(model: ModelShape, form: CheckpointFormat | None) -> floa
     if form is None:
         return 0.0
     if form.experts_only and model.experts is not None:
-        return float(model.num_expert_layers * model.experts.num_experts * model.expert_parameters)
+        return _routed_parameters(model)
     return model.linear_parameters()
+
+
+def _routed_parameters(model: ModelShape) -> float:
+    """Return the parameters of all routed experts."""
+    if model.experts is None:
+        return 0.0
+    return float(model.num_expert_layers * model.experts.num_experts * model.expert_parameters)
 
 
 def checkpoint_bytes(model: ModelShape, form: CheckpointFormat | None, dtype: str) -> float:
     """Return the bytes of the language model's weights in its checkpoint, with `dtype` for all that is not narrow."""
     narrow = _narrow_parameters(model, form)
-    bits = 0.0 if form is None else BITS[form.dtype]
+    bits = 0.0 if form is None else form.bits
     return (model.num_parameters - narrow) * BYTES[dtype] + narrow * bits / 8

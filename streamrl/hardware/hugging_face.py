@@ -29,6 +29,8 @@ TOP_FIELDS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtyp
 """Fields that a multimodal config.json may have outside that part."""
 
 
+OTHER_HEADS = ("Classification", "Reward")
+"""Words in the names of architectures without the output head of a language model."""
 _NARROW_NAME = re.compile(r"(?:NV|MX)?FP[48]|INT[48]|AWQ|GPTQ|W4A16|W8A8", re.IGNORECASE)
 """Formats in the names of directories."""
 
@@ -104,7 +106,10 @@ def _read_directory(table: dict[str, object], path: Path) -> ModelDirectory:
             f"weights in 16 bits: the name says {narrow[0]}, but neither config.json nor {MODELOPT_FILE} does"
         )
     is_whole = not any("unknown" in part or "not counted" in part for part in parts)
-    index = check_index(shape, checkpoint, path.parent) if is_whole else None
+    has_head = not any(word in str(table.get("architectures")) for word in OTHER_HEADS)
+    index = None
+    if is_whole:
+        index = check_index(shape, checkpoint, path.parent, has_head=has_head)
     return ModelDirectory(shape, table.get("model_type"), checkpoint, assumed, parts, index)
 
 

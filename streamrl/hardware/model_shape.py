@@ -364,6 +364,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         splits_caches = caches % degree == 0 or degree % caches == 0
         if self.linear is not None and self.linear.num_key_heads % degree:
             return False
+        if self.window_heads is not None and not self.windowed.splits_over(degree):
+            return False
         return self.num_heads % degree == 0 and splits_caches
 
     def _check_latent(self, latent: LatentAttention) -> None:
