@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -23,6 +25,7 @@ from streamrl.sim.costs.training.layer import ATTENTION_BACKWARD, LINEAR_BACKWAR
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.planner.layouts import fitting_replicas, holds_rollouts
 from tests.runs import small_run
 
 GPT_OSS = load_model(ModelConfig(name="gpt-oss-120b"))
@@ -143,6 +146,20 @@ def test_hybrids_are_simulated_and_what_no_table_has_is_called_a_roofline(name: 
     assert provenance["decode"].shares["roofline"] > 0
     assert provenance["train"].tier == "roofline"
     assert any("no training was measured" in source for source in provenance["train"].sources)
+
+
+def test_the_planner_decodes_fewer_rollouts_where_their_states_need_the_memory() -> None:
+    """256 states of Nemotron-H take 234 GB, which leave no room on two H200."""
+    run = plan("nemotron-h-56b", replicas=1, tensor_parallel=2, max_running=256, max_tokens=4096)
+    replica, cut = resolve(run).replica, Counter[str]()
+    assert not holds_rollouts(replica)
+    wanted = msgspec.structs.replace(run.plan, rollout_tensor_parallel=[2])
+    (found,) = fitting_replicas(replica, wanted, 2, cut)
+    assert found.max_running == 128
+    plain = load_model(ModelConfig(name="qwen2.5-72b"))
+    too_large = dataclasses.replace(replica, model=plain)
+    wanted = msgspec.structs.replace(run.plan, rollout_tensor_parallel=[1])
+    assert not list(fitting_replicas(too_large, wanted, 1, cut))
 
 
 # Training -----------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ ZERO_ALONE = "trainer: ZeRO 3 of one rank, which has nobody to split with: plan.
 OF_FRAMEWORK = "trainer: framework {} splits none so"
 
 
+FEWEST_RUNNING = 8
+"""Smallest `max_running` that is tried for models with states."""
 MOST_STAGES = 16
 """Most pipeline stages of a replica that are tried by default."""
 FINE = 16
@@ -249,9 +251,10 @@ def fitting_replicas(
             continue
         ways = _replicas_of(replica, plan, num_gpus, degree, cut)
         for found in _drafting(drafts, ways):
-            if holds_rollouts(found.place(replica, replica.pool)):
+            roomy = _with_room_for_states(found, replica)
+            if roomy is not None:
                 has_any = True
-                yield found
+                yield roomy
             else:
                 cut[ROLLOUT_MEMORY] += 1
     if has_any or plan.rollout_pipeline_parallel is not None or domain not in tried:
@@ -264,6 +267,19 @@ def fitting_replicas(
         if fitting:
             yield from fitting
             return
+
+
+def _with_room_for_states(choice: Replicas, replica: ReplicaHardware) -> Replicas | None:
+    """Return replicas that hold a rollout, with a smaller `max_running` if states need the room; else None.
+
+    Each running rollout reserves its states and full windows, which may take more memory than its KV cache.
+    """
+    has_states = replica.longest_model.shard_state_bytes(replica.precision.wide, 1) > 0
+    while not holds_rollouts(choice.place(replica, replica.pool)):
+        if not has_states or choice.max_running < 2 * FEWEST_RUNNING:
+            return None
+        choice = choice._replace(max_running=choice.max_running // 2)
+    return choice
 
 
 def _drafting(drafts: Sequence[int | None], ways: Iterable[Replicas]) -> Iterator[Replicas]:

@@ -49,6 +49,7 @@ from streamrl.sim.planner.layouts import (
     check_attention_ranks,
     fitting_replicas,
     fitting_trainers,
+    holds_rollouts,
     in_pool,
     rents_whole_nodes,
     sizes,
@@ -428,7 +429,12 @@ class Space:
                 for each in replicas
             ]
             num_rollouts = run.algorithm.rollouts_per_step
-            replicas += _with_more_running(replicas, held, num_rollouts, run.plan.max_running)
+            wanted = run.plan.max_running
+            replicas += [
+                each
+                for each in _with_more_running(replicas, held, num_rollouts, wanted)
+                if wanted or holds_rollouts(each.place(replica, pools[each.pool]))
+            ]
         plans = plans_of(run.cluster, run.plan, replicas, trainers, modes, cut, rules)
         if not len(plans.of_mode):
             raise ValueError(f"no plan is left: {_why(cut)}{_way_out(run.plan.target)}")
