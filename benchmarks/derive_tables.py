@@ -9,15 +9,25 @@ rows of the wheel may be missing in such an export. If a folder has them, they a
 quantisation, fp8 experts, and decode attention over an fp8 cache. Their files are `quantize_*`,
 `moe_fp8_*`, `moe_int4_*` and `generation_attention_fp8_*`. They have the columns of the wheel's
 parquet files, 128-wide heads and no window.
+
+    python benchmarks/derive_tables.py --wheel SYSTEMS
+
+SYSTEMS is `aiconfigurator_core/systems` of the unpacked wheel aiconfigurator-core 0.12.0. From it the
+script derives the GPUs of `WHEEL` with the same filters.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
+
+from streamrl.hardware.operator_tables import OPERATORS, UNCERTAIN, read_table
+from streamrl.hardware.profiles import load_gpu
+from streamrl.sim.costs.kernels import peak_of
 
 OUT = Path(__file__).resolve().parent.parent / "profiles" / "measured"
 DATE = "2026-11-21"
@@ -63,6 +73,35 @@ DEVICES = {
     "h20": "NVIDIA H20",
     "h800": "NVIDIA H800",
 }
+
+
+class WheelGpu(NamedTuple):
+    """A GPU of the wheel: its folder, the name that the device reported, and the versions to read."""
+
+    folder: str
+    device: str
+    nccl: str = "2.29.2"
+    all_reduce: str = "0.24.0"
+
+
+WHEEL = {
+    "b200": WheelGpu("b200_sxm", "NVIDIA B200"),
+    "b300": WheelGpu("b300_sxm", "NVIDIA B300 SXM6 AC"),
+    "gb200": WheelGpu("gb200", "NVIDIA GB200"),
+    "gb300": WheelGpu("gb300", "NVIDIA GB300", all_reduce="0.27.0"),
+    "l40s": WheelGpu("l40s", "NVIDIA L40S", nccl="2.27.3", all_reduce="0.22.0"),
+    "rtx-pro-6000": WheelGpu("rtx_pro_6000_server", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+}
+WHEEL_FACTS = {**CORE, "date": "2026-11-29"}
+VLLM_OF_WHEEL = "0.24.0"
+"""Version of vLLM whose products, attention and experts are read for the GPUs of `WHEEL`."""
+LEAST_FP8_ROWS = 2
+"""Fewest rows of an fp8 product. On Blackwell a single row takes twice as long as two rows, which no other size does."""
+WITHOUT_CACHED = f"{CORE['source']}, without cells that beat the datasheet"
+SGLANG_OF_WHEEL = "0.5.14"
+"""Version of SGLang whose latent attention is read, alone and not with the products around it."""
+HEAD_DIM = 128
+"""Width of the heads of all attention tables."""
 GATED_HEADS = 32
 """Value heads of the gated delta net that was measured. It is Qwen3-Next's, with 128 channels and
 16 key heads.
@@ -90,6 +129,10 @@ MLA_HEADS = 128
 
 def main() -> None:
     """Write every table."""
+    if sys.argv[1] == "--wheel":
+        for gpu, source in WHEEL.items():
+            _of_wheel(Path(sys.argv[2]) / "data" / source.folder, gpu, source)
+        return
     data = Path(sys.argv[1])
     core, infersim = data / "aiconfigurator", data / "infersim"
     for gpu in VLLM:
@@ -139,16 +182,84 @@ def _vllm(folder: Path, gpu: str) -> None:
         _moe(table[table.moe_ep_size == 1], gpu, "int4", own)
     _collectives(pd.read_csv(folder / f"nccl_{NCCL[gpu]}.csv"), gpu, {**CORE, "version": NCCL[gpu]})
     custom = pd.read_csv(folder / f"custom_allreduce_vllm_{VLLM[gpu]}.csv")
-    custom = custom[custom.backend == "vllm_graph"]
-    _write(
-        custom.rename(columns={"num_gpus": "gpus"}),
-        gpu,
-        "all_reduce",
-        "bfloat16",
-        ("gpus",),
-        "message_size",
-        facts,
-    )
+    _all_reduce(custom, gpu, facts)
+
+
+def _of_wheel(folder: Path, gpu: str, source: WheelGpu) -> None:
+    """Write the tables of one GPU of the unpacked wheel."""
+    facts = {**WHEEL_FACTS, "backend": "vllm", "version": VLLM_OF_WHEEL}
+    gemm = _parquet(folder, "gemm", "vllm", VLLM_OF_WHEEL, "gemm_perf")
+    gemm = gemm[(gemm.gemm_dtype != "fp8") | (gemm.m >= LEAST_FP8_ROWS)]
+    for dtype in ("bfloat16", "fp8", "nvfp4"):
+        _gemm(gemm[gemm.gemm_dtype == dtype], gpu, dtype, facts)
+    parts = [
+        _parquet(folder, "quantize", "vllm", VLLM_OF_WHEEL, name)
+        for name in ("computescale_perf", "scale_matrix_perf")
+    ]
+    _quantise(pd.concat(parts), gpu, facts)
+    for operator, name in (("decode", "generation"), ("prefill", "context")):
+        table = _parquet(folder, "attention", "vllm", VLLM_OF_WHEEL, f"{name}_attention_perf")
+        table = table[(table.head_dim == HEAD_DIM) & (table.window_size == 0)]
+        for dtype in ("bfloat16", "fp8") if operator == "decode" else ("bfloat16",):
+            _attention(table[table.kv_cache_dtype == dtype], gpu, operator, dtype, facts)
+    moe = _parquet(folder, "moe", "vllm", VLLM_OF_WHEEL, "moe_perf")
+    for dtype in ("bfloat16", "fp8", "nvfp4"):
+        _moe(moe[moe.moe_dtype == dtype], gpu, dtype, facts)
+    _latent(_parquet(folder, "mla", "sglang", SGLANG_OF_WHEEL, "generation_mla_perf"), gpu)
+    nccl = _parquet(folder, "comm", "nccl", source.nccl, "nccl_perf")
+    _collectives(nccl, gpu, {**WHEEL_FACTS, "version": source.nccl})
+    custom = _parquet(folder, "comm", "vllm", source.all_reduce, "custom_allreduce_perf")
+    _all_reduce(custom, gpu, {**facts, "version": source.all_reduce})
+    for path in sorted((OUT / gpu).glob("*.csv")):
+        _remove_cached(path)
+
+
+def _parquet(folder: Path, kind: str, backend: str, version: str, name: str) -> pd.DataFrame:
+    return pd.read_parquet(folder / kind / backend / version / f"{name}.parquet")
+
+
+def _remove_cached(path: Path) -> None:
+    """Remove cells that beat the datasheet, because their operands stayed in the L2 cache between calls.
+
+    An L2 cache of 96 MB (L40S) or 128 MB (RTX PRO 6000) holds whole matrices. A model's step reads all
+    of them from memory.
+    """
+    table = read_table(path)
+    axes = {name: table.rows[:, i][:, None] for i, name in enumerate(table.keys)}
+    axes[table.facts.columns] = table.columns[None, :]
+    peak = peak_of(load_gpu(table.facts.gpu), table.facts.dtype)
+    is_cached = OPERATORS[table.facts.operator].roofline(peak)(axes) > table.seconds
+    if table.facts.operator in UNCERTAIN or not is_cached.any():
+        return
+    lines = path.read_text().splitlines()
+    first = len(lines) - len(is_cached)
+    lines[:first] = [line.replace(CORE["source"], WITHOUT_CACHED) for line in lines[:first]]
+    kept = [_without(line, row) for line, row in zip(lines[first:], is_cached, strict=True)]
+    path.write_text("\n".join([*lines[:first], *(line for line in kept if line)]) + "\n")
+
+
+def _without(line: str, is_cached: Sequence[bool]) -> str:
+    """Return a row without some of its cells; an empty text if none is left."""
+    cells = line.split(",")
+    keys = len(cells) - len(is_cached)
+    rest = ["" if hidden else cell for cell, hidden in zip(cells[keys:], is_cached, strict=True)]
+    return ",".join([*cells[:keys], *rest]) if any(rest) else ""
+
+
+def _latent(table: pd.DataFrame, gpu: str) -> None:
+    """Keep a 16-bit cache, without the columns that state from which degree of parallelism the heads come."""
+    table = table[table.kv_cache_dtype == "bfloat16"].rename(columns={"num_heads": "heads"})
+    table = table.assign(context=table.step + 1)
+    table = table[table.context >= SHORTEST_CONTEXT]
+    facts = {**WHEEL_FACTS, "backend": "sglang", "version": SGLANG_OF_WHEEL}
+    keys = ("heads", "batch_size")
+    _write(table, gpu, "latent_decode_attention", "bfloat16", keys, "context", facts)
+
+
+def _all_reduce(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
+    """Keep all-reduce in a CUDA graph, as decode steps run."""
+    table = table[table.backend == "vllm_graph"].rename(columns={"num_gpus": "gpus"})
+    _write(table, gpu, "all_reduce", "bfloat16", ("gpus",), "message_size", facts)
 
 
 def _h20_3e(folder: Path) -> None:
@@ -324,7 +435,7 @@ def _write(
     header = {
         "operator": operator,
         "gpu": gpu,
-        "device": DEVICES[gpu],
+        "device": DEVICES[gpu] if gpu in DEVICES else WHEEL[gpu].device,
         "dtype": dtype,
         "unit": "us",
         "date": DATE,

@@ -24,8 +24,23 @@ from tests.runs import small_run
         ("A100-80G", "a100"),
         ("H100-PCIe", "h100-pcie"),  # other hardware
         ("A100-40GB", "a100-40gb"),
-        ("A100-40G", "a100-40g"),
-        ("A100-SXM4-40GB", "a100-sxm4-40gb"),
+        ("A100-40G", "a100-40gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("H100-PCIe-80GB", "h100-pcie"),
+        ("NVIDIA H100 NVL 94GB", "h100-nvl"),
+        ("GB200-NVL72", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("B200-180GB", "b200"),
+        ("RTX PRO 6000", "rtx-pro-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 4090 24GB", "rtx-4090"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("L40S-48GB", "l40s"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Cloud TPU v5p", "tpu-v5p"),
+        ("Trillium", "tpu-v6e"),
         ("H20-141GB", "h20-141gb"),
         ("H20-96GB", "h20"),
         ("H200-141GB", "h200"),
@@ -35,6 +50,25 @@ from tests.runs import small_run
 )
 def test_a_gpu_has_one_name_however_it_is_written(text: str, name: str) -> None:
     assert gpu_name(text) == name
+
+
+def test_a_rack_has_its_nodes_and_its_nvlink_domain_unless_the_file_says_otherwise() -> None:
+    pools = {"a": {"gpu": "GB200-NVL72"}, "b": {"gpu": "gb300", "gpus_per_node": 2}}
+    assert in_full({"cluster": {"pools": pools}})["cluster"]["pools"] == {
+        "a": {"gpu": "gb200", "gpus_per_node": 4, "nvlink_domain": 72},
+        "b": {"gpu": "gb300", "gpus_per_node": 2, "nvlink_domain": 72},
+    }
+    assert read_offer("16xGB200")["gb200"] == {
+        **{"gpu": "gb200", "nodes": 4, "gpus_per_node": 4, "nvlink_domain": 72}
+    }
+
+
+def test_a_pool_smaller_than_its_rack_is_one_nvlink_domain() -> None:
+    changes = {"cluster.pools.far": {"gpu": "gb200", "nodes": 8}, "rollout.tensor_parallel": 16}
+    run = small_run(changes)
+    assert run.cluster.pools["far"].domain == 32
+    with pytest.raises(RunError, match="must divide the 72 GPUs of an NVLink domain"):
+        small_run({**changes, "cluster.pools.far.nodes": 36})
 
 
 def test_a_model_has_the_name_of_its_profile() -> None:

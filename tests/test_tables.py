@@ -134,7 +134,7 @@ def test_every_table_loads_and_names_what_its_path_says() -> None:
 
 def test_the_measured_profiles_stay_small() -> None:
     sizes = [path.stat().st_size for path in (PROFILES / "measured").rglob("*") if path.is_file()]
-    assert sum(sizes) < 3e6
+    assert sum(sizes) < 4e6  # about 300 kB for each GPU
 
 
 # Interpolation -----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     nodes: int = 1
     """Nodes that the run has; for `plan`, the most that may be rented."""
     gpus_per_node: int = 8
-    """GPUs of a node."""
+    """GPUs of a node; where absent, 4 of GB200 and GB300, and 8 of all others."""
     unit: int | None = None
     """GPUs by which a rental of this pool changes; `plan.unit` where absent."""
     price: float | None = None
@@ -52,12 +52,12 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     """One direction between two of its nodes, all network cards together: "3200 Gbps"; for each of its GPUs the GPU's
     own `network` where absent."""
     nvlink_domain: int | None = None
-    """GPUs that NVLink joins, of several nodes (72 of a GB200 NVL72, of 4 a node); those of a node where absent."""
+    """GPUs that NVLink joins, of several nodes; where absent, 72 of GB200 and GB300, and those of a node of all others."""
 
     @property
     def domain(self) -> int:
-        """GPUs that NVLink joins."""
-        return self.nvlink_domain or self.gpus_per_node
+        """GPUs of this pool that NVLink joins."""
+        return min(self.nvlink_domain or self.gpus_per_node, self.num_gpus)
 
     @property
     def num_gpus(self) -> int:

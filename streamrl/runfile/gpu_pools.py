@@ -228,10 +228,11 @@ def _check_rented(name: str, pool: PoolConfig, field: str) -> None:
 
 def _check_domains(pools: dict[str, PoolConfig]) -> None:
     for name, pool in pools.items():
-        if pool.domain % pool.gpus_per_node:
+        joined = pool.nvlink_domain or pool.gpus_per_node
+        if joined % pool.gpus_per_node:
             key, per_node = pool_key(name, "nvlink_domain"), pool.gpus_per_node
-            text = f"{key} must be a multiple of gpus_per_node={per_node}, got {pool.domain}"
-            raise RunError(key, pool.domain, None, text, (pool_key(name, "gpus_per_node"),))
+            text = f"{key} must be a multiple of gpus_per_node={per_node}, got {joined}"
+            raise RunError(key, joined, None, text, (pool_key(name, "gpus_per_node"),))
 
 
 def _check_rollout(kinds: tuple[RolloutConfig, ...], pools: dict[str, PoolConfig]) -> None:

@@ -8,7 +8,7 @@ An offer of GPUs is one line, such as "16xH100@2.20,8xH20@1.10":
 | part       | example | what it says                                       | where absent                  |
 |------------|---------|----------------------------------------------------|-------------------------------|
 | count      | `16x`   | GPUs that may be rented or used                    | must be there                 |
-| node       | `2x8x`  | instead: nodes, and GPUs of a node                 | 8, or the count where it is less |
+| node       | `2x8x`  | instead: nodes, and GPUs of a node                 | 8 (GB200, GB300: 4), or the count where it is less |
 | GPU        | `H100`  | a name in profiles/gpus, in any capitals           | must be there                 |
 | price      | `@2.20` | dollars per GPU-hour                               | the GPU's own figure          |
 | owned      | `@owned`| the GPUs are the user's own                        | they are rented               |
@@ -29,11 +29,31 @@ from streamrl.runfile.section import Section
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE | re.ASCII)
 _SCALES = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1024**2}
-_GPU_MAKER = re.compile(r"^(nvidia|tesla|geforce)[\s\-_]+")
-_GPU_FORM = re.compile(r"[\s\-_]+(sxm\d?|hbm\d?e?|hgx)$")
-"""What a GPU's full name adds for the usual form: NVIDIA-H100-80GB-HBM3, H100-SXM5."""
-_MEMORY = {"a100": "80", "h100": "80", "h800": "80", "h200": "141", "h20": "96"}
+_GPU_MAKER = re.compile(
+    r"^(nvidia|amd|google|cloud|tesla|geforce|instinct)[\s\-_]+",
+)
+_GPU_FORM = re.compile(
+    r"[\s\-_]+(sxm\d?|hbm\d?e?|hgx|ac|nvl72|blackwell([\s\-_]+server[\s\-_]+edition)?)$"
+)
+"""What a GPU's full name adds for the usual form: NVIDIA-H100-80GB-HBM3, H100-SXM5, GB200-NVL72."""
+_MEMORY = re.compile(r"(.+?)[\s\-_]+(\d+)\s*gb?")
+_USUAL_MEMORY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("a100", "h100", "h800", "a100-pcie", "h100-pcie"), ("80",)),
+    **{"h200": ("141",), "h20": ("96",), "h100-nvl": ("94",), "l40s": ("48",), "l4": ("24",)},
+    **{"b200": ("180", "192"), "gb200": ("186", "192"), "b300": ("288",), "gb300": ("288",)},
+    **{"rtx-pro-6000": ("96",), "rtx-4090": ("24",), "a6000": ("48",), "rtx-a6000": ("48",)},
+    **{"mi300x": ("192",), "mi325x": ("256",), "mi355x": ("288",)},
+}
 """GB of the usual form. A name with another memory is another GPU."""
+_OTHER_NAMES = {
+    **dict.fromkeys(("a100-40g", "a100-sxm-40gb", "a100-sxm4-40gb"), "a100-40gb"),
+    **{"a100-80gb-pcie": "a100-pcie", "h100-80gb-pcie": "h100-pcie", "h100nvl": "h100-nvl"},
+    **{"rtx-a6000": "a6000", "4090": "rtx-4090", "rtx4090": "rtx-4090"},
+    **dict.fromkeys(("pro-6000", "rtx-6000-pro", "rtxpro6000"), "rtx-pro-6000"),
+    **{"v5p": "tpu-v5p", "tpuv5p": "tpu-v5p"},
+    **dict.fromkeys(("v6e", "tpuv6e", "trillium", "tpu-trillium"), "tpu-v6e"),
+}
+"""Further names that people write, without the maker."""
 
 
 def gpu_name(text: str) -> str:
@@ -41,15 +61,23 @@ def gpu_name(text: str) -> str:
 
     Other forms of a GPU (PCIe, NVL, another memory) are other hardware, so that they stay in the name.
     """
-    name = _GPU_MAKER.sub("", text.strip().lower())
-    while (shorter := _without_memory(_GPU_FORM.sub("", name))) != name:
+    name = text.strip().lower()
+    while (shorter := _without_memory(_GPU_FORM.sub("", _GPU_MAKER.sub("", name)))) != name:
         name = shorter
+    name = _joined(name)
+    return _OTHER_NAMES.get(name, name)
+
+
+def _joined(name: str) -> str:
     return re.sub(r"[\s_]+", "-", name)
 
 
 def _without_memory(name: str) -> str:
-    memory = _MEMORY.get(re.split(r"[\s\-_]", name, maxsplit=1)[0])
-    return name if memory is None else re.sub(rf"[\s\-_]+{memory}\s*gb?$", "", name)
+    match = _MEMORY.fullmatch(name)
+    if match is None:
+        return name
+    usual = _USUAL_MEMORY.get(_joined(_GPU_FORM.sub("", match[1])), ())
+    return match[1] if match[2] in usual else name
 
 
 def model_name(text: str) -> str:
@@ -79,7 +107,13 @@ def in_full(table: dict[str, Any]) -> dict[str, Any]:
     for pool in _table(_table(written, "cluster"), "pools").values():
         if isinstance(pool, dict) and isinstance(gpu := pool.get("gpu"), str):
             pool["gpu"] = gpu_name(gpu)
+            pool |= {key: size for key, size in _rack_of(pool["gpu"]).items() if key not in pool}
     return written
+
+
+def _rack_of(gpu: str) -> dict[str, int]:
+    """Return the sizes of a GPU's rack as keys of its pool; nothing where NVLink joins only one node."""
+    return _RACKS.get(gpu, {})
 
 
 def _rename(table: dict[str, Any], section: str, key: str, name: Any) -> None:
@@ -135,7 +169,13 @@ def _types_of(section: type[Section]) -> dict[str, Any]:
 
 
 NODE = 8
-"""GPUs of a node of all GPUs that are rented by the node today."""
+"""GPUs of a node, but for those of a rack."""
+_RACKS = {
+    "gb200": {"gpus_per_node": 4, "nvlink_domain": 72},
+    "gb300": {"gpus_per_node": 4, "nvlink_domain": 72},
+}
+"""GPUs of racks that NVLink joins across nodes: how many a node has, and how many NVLink joins. Source: NVIDIA GB200
+NVL72 and GB300 NVL72 datasheets (18 nodes of 4 GPUs)."""
 EXAMPLE = "'16xH100@2.20,8xH20@1.10'"
 _OWNED = re.compile(r"\s*@?\s*\bowned\b", re.IGNORECASE)
 _PART = re.compile(
@@ -173,8 +213,11 @@ def _read_part(part: str) -> dict[str, Any]:
     match = _PART.fullmatch(part)
     if match is None:
         raise ValueError(f"--gpus: {part!r} is no offer: write GPUs and prices as {EXAMPLE}")
-    nodes, per_node = _nodes_of(part, int(match["count"]), match["nodes"])
-    pool: dict[str, Any] = {"gpu": gpu_name(match["gpu"]), "nodes": nodes}
+    gpu = gpu_name(match["gpu"])
+    rack = _rack_of(gpu)
+    node = rack.get("gpus_per_node", NODE)
+    nodes, per_node = _nodes_of(part, int(match["count"]), match["nodes"], node)
+    pool: dict[str, Any] = {"gpu": gpu, "nodes": nodes, **rack}
     if per_node != NODE:
         pool["gpus_per_node"] = per_node
     if match["price"] and match["late_price"]:
@@ -192,16 +235,16 @@ def _read_part(part: str) -> dict[str, Any]:
     return pool
 
 
-def _nodes_of(part: str, count: int, nodes: str | None) -> tuple[int, int]:
+def _nodes_of(part: str, count: int, nodes: str | None, node: int) -> tuple[int, int]:
     if nodes is not None:
         return int(nodes), count
-    if count < NODE:
+    if count < node:
         return 1, count
-    if count % NODE:
+    if count % node:
         raise ValueError(
-            f"--gpus: {part!r} does not fill nodes of {NODE}: write nodes and GPUs of each, as 3x4xH100"
+            f"--gpus: {part!r} does not fill nodes of {node}: write nodes and GPUs of each, as 3x4xH100"
         )
-    return count // NODE, NODE
+    return count // node, node
 
 
 def _free_name(gpu: str, taken: dict[str, Any]) -> str:
