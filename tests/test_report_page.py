@@ -38,7 +38,7 @@ from streamrl.report.pictures.drawing import (
     text_box,
     width_of,
 )
-from streamrl.report.pictures.scatter import Point, front_of, stairs
+from streamrl.report.pictures.scatter import Point, front_of, scatter_picture, stairs
 from streamrl.report.plan_report import head_lines, not_offered_text, total_lines
 from streamrl.report.words import NBSP, SYSTEMS
 from streamrl.sim.planner.plan import read_plan, write_plan
@@ -699,6 +699,28 @@ def test_a_plan_on_datasheets_has_the_command_that_measures(tmp_path: Path) -> N
     gpu = plan.allocation.trainer.gpu
     assert f"streamrl profile MODELDIR --gpu {gpu} --backend vllm -o {gpu}.toml" in guess
     assert measured == []
+
+
+def test_no_line_of_a_chart_goes_through_a_mark() -> None:
+    figures = [(4890, 0.375), (9010, 0.407), (5190, 0.471), (8310, 0.589), (14700, 0.832)]
+    points = [
+        Point(str(mark), "", speed, cost, mark == 1)
+        for mark, (speed, cost) in enumerate(figures, start=1)
+    ]
+    picture = scatter_picture("pareto", points)
+    assert picture.narrow is not None
+    for drawing in (picture.drawing, picture.narrow):
+        lines = [
+            line_box(*ends)
+            for shape in drawing.shapes
+            if isinstance(shape, Polyline) and shape.css == "front"
+            for ends in pairwise(shape.points)
+        ]
+        marks = [s for s in drawing.shapes if isinstance(s, Text) and s.css == "strong"]
+        assert len(marks) == 5 and len(lines) == 4
+        for mark in marks:
+            left = mark.x - 10 if mark.anchor == "end" else mark.x
+            assert not covers(text_box(left, left + 10, mark.y), lines), mark.text
 
 
 def test_no_line_of_a_chart_goes_through_a_name() -> None:

@@ -162,8 +162,23 @@ def _draw_cluster(
         told = f"{point.mark} {point.label}: {point.speed:,.0f} tokens/s, {dollars(point.cost)}"
         drawing.dot(across(point.speed), up(point.cost), 6, css, told)
     x, y = _place(cluster, across, up)
-    beside, anchor = _marks_at(x, drawing.width)
     marks = " ".join(point.mark for point in cluster)
-    left = _start(x, len(cluster), drawing.width)
-    is_free = not covers(text_box(left, left + NEAR * len(cluster), y - 8), taken)
-    drawing.text(beside, y - 8 if is_free else y + 18, marks, "strong", anchor)
+    beside, baseline, anchor = _free_place(x, y, len(cluster), drawing.width, taken)
+    drawing.text(beside, baseline, marks, "strong", anchor)
+
+
+def _free_place(
+    x: float, y: float, count: int, width: float, taken: Sequence[Box]
+) -> tuple[float, float, Anchor]:
+    """Return where the marks of `count` points are: beside the point, where no line is if there is such a place."""
+    usual, wide = _marks_at(x, width), NEAR * count
+    other: tuple[float, Anchor] = (
+        (x - BESIDE, "end") if usual[1] == "start" else (x + BESIDE, "start")
+    )
+    for beside, anchor in (usual, other):
+        left = beside - wide if anchor == "end" else beside
+        for baseline in (y - 8, y + 18):
+            is_inside = left >= LEFT and left + wide <= width
+            if is_inside and not covers(text_box(left, left + wide, baseline), taken):
+                return beside, baseline, anchor
+    return usual[0], y - 8, usual[1]
