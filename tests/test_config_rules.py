@@ -122,6 +122,7 @@ def test_an_unknown_type_is_read_by_its_fields_and_says_so(tmp_path: Path) -> No
         ({"side_config": {"hidden_size": 8}}, "side_config may change"),
         ({"sliding_window": 512}, "sliding_window = 512 is not understood without layer_types"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' .* does not tell whether MLPs have a gate"),
+        ({"hidden_act": "relu2"}, "hidden_act = 'relu2' .* does not tell whether MLPs have a gate"),
         ({"tie_word_embeddings": "absent"}, "tie_word_embeddings is missing"),
         ({"is_encoder_decoder": True}, "only decoders are supported"),
         ({"layer_types": ["full_attention", "conv"] * 2}, "layer_types must name full_attention"),

@@ -135,6 +135,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {**DENSE, "pad_token_id": 0}),
     ("seed_oss", {**DENSE, "head_dim": 16, "attention_out_bias": False}),
     ("granite", DENSE),
+    ("arcee", DENSE),
+    ("glm4_moe_lite", {**DEEPSEEK, "n_shared_experts": 1}),
     ("granitemoe", {**MIXTRAL}),
     ("ministral3", {**DENSE, "head_dim": 16}),
     ("minimax_m2", {**MIXTRAL, "head_dim": 16}),

@@ -28,7 +28,7 @@ _PLAIN_FLAG = re.compile(
     r".*norm_topk_prob|moe_renormalize|.*use_cache|.*overlap|router_.*|.*norm_after.*|do_sample|return_dict\w*|"
     r"output_\w+|is_decoder|early_stopping|remove_invalid_values|torchscript|use_bfloat16|use_mrope|seq_aux|"
     r"residual_in_fp32|rescale_prenorm_residual|use_\w*kernels?|use_flash\w*|gradient_checkpointing|scale_\w+|"
-    r"\w*dynamic\w*|language_model_only|\w*in_fp32|fp32_\w+|tf_legacy_loss|use_parallel_residual|add_\w+_token|"
+    r"\w*dynamic\w*|language_model_only|\w*fp32\w*|tf_legacy_loss|use_parallel_residual|add_\w+_token|"
     r"use_mtp|mup_\w+|\w*_interleaved?|normalize_\w+|moe_apply_\w+"
 )
 """Boolean fields that change no parameters."""

@@ -55,8 +55,7 @@ SHARED_WIDTH = (
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
 GATED = ("silu", "swish", "swiglu")
-"""Activations of MLPs with a gate."""
-UNGATED = ("relu2", "relu")
+"""Activations of MLPs with a gate. Others, such as relu2 and gelu, are used with and without one."""
 FULL, SLIDING, LINEAR, DENSE, MIXTURE = "full", "sliding", "linear", "dense", "mixture"
 LAYER_KINDS = {
     "full_attention": FULL,
@@ -623,12 +622,12 @@ def _has_gate(fields: Fields, known: ModelType) -> bool:
     if stated is None:
         fields.assume("no hidden_act: MLPs have a gate")
         return True
-    if stated not in (*GATED, *UNGATED):
+    if stated not in GATED:
         raise ValueError(
             f"hidden_act = {stated!r} of an unknown model_type does not tell whether MLPs have a gate; "
             "a gate would be assumed"
         )
-    return stated in GATED
+    return True
 
 
 def _experts(

@@ -83,7 +83,7 @@ _DEEPSEEK = ModelType(
         "kv_lora_rank",
         "n_routed_experts|num_local_experts",
         "n_shared_experts",
-        "first_k_dense_replace",
+        "first_k_dense_replace|mlp_layer_types",
     ),
     has_router_bias=True,
     needs_kv_heads=False,
@@ -183,6 +183,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "ministral": _MISTRAL,
     "ministral3": ModelType(window="stated"),
     "seed_oss": ModelType(has_output_bias=False),
+    "arcee": ModelType(has_gate=False),
     "granite": _PLAIN,
     "granitemoe": ModelType(expert_width="intermediate_size"),
 }
