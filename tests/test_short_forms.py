@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.short_forms import count_of, gpu_name, in_full, model_name, read_offer
-from streamrl.runfile.units import Bandwidth, Duration
+from streamrl.runfile.short_forms import gpu_name, in_full, model_name, read_offer
+from streamrl.runfile.units import Bandwidth, Duration, count_of
 from tests.runs import small_run
 
 

@@ -12,7 +12,8 @@ from streamrl.hardware.profiles import find_profile
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.python_values import Changes, apply_changes
-from streamrl.runfile.short_forms import count_of, model_name, read_offer
+from streamrl.runfile.short_forms import model_name, read_offer
+from streamrl.runfile.units import count_of
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.first_answer import (
     FirstAnswer,

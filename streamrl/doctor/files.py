@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from streamrl.hardware.hugging_face import read_positions, weight_problems
 from streamrl.record.assumed import assumed_of_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.findings import Finding, Level
 from streamrl.runfile.workload_config import WorkloadConfig
-from streamrl.workload.workload import load_source
+from streamrl.workload.stated_lengths import DRAWN, described
+from streamrl.workload.workload import RecordedGroups, load_source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """File names of a tokenizer's vocabulary that transformers reads; one of them is enough."""
@@ -107,7 +110,7 @@ def _find_lengths(workload: WorkloadConfig) -> Iterator[Finding]:
         )
         return
     try:
-        load_source(lengths)
+        source = load_source(lengths)
     except ValueError as error:
         yield _finding(
             "error",
@@ -116,7 +119,12 @@ def _find_lengths(workload: WorkloadConfig) -> Iterator[Finding]:
             "name an existing file, or a profile of profiles/lengths",
         )
     else:
-        yield _finding("ok", "lengths", f"workload.lengths: {lengths.kind} {lengths.source}")
+        text = f"workload.lengths: {lengths.kind} {lengths.source}"
+        if not isinstance(source, RecordedGroups):
+            drawn, _ = source.sample(np.random.default_rng(0), DRAWN, 1)
+            scaled = np.maximum(1, np.rint(drawn * lengths.scale)).astype(np.int64)
+            text += f": {described(scaled)}"
+        yield _finding("ok", "lengths", text)
     if lengths.ranker_scores is not None:
         yield _there(
             "workload.lengths.ranker_scores",

@@ -175,7 +175,7 @@ def check_profiles(run: Run) -> None:
         _check_name("model.name", "models", run.model.name, ".toml")
     _check_draft(run.rollout.speculative, run.model)
     lengths = run.workload.lengths
-    if lengths is not None and lengths.kind != "trace" and not lengths.names_a_file:
+    if lengths is not None and lengths.kind not in ("trace", "stated") and not lengths.names_a_file:
         _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")
 
 

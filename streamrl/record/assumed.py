@@ -97,7 +97,7 @@ def _links(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
 
 
 def _lengths(lengths: LengthsConfig | None) -> Iterator[Assumed]:
-    if lengths is not None and not lengths.names_a_file:
+    if lengths is not None and lengths.kind != "stated" and not lengths.names_a_file:
         scale = f", scaled by {lengths.scale:g}" if lengths.scale != 1 else ""
         yield Assumed(
             key="workload.lengths.source",

@@ -16,6 +16,7 @@ from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
 from streamrl.runfile.keys import join_key, trainer_key
+from streamrl.runfile.length_words import stated_figures
 from streamrl.runfile.paths import paths_of
 from streamrl.runfile.plan_config import PlanConfig, TargetName, framework_of_target
 from streamrl.runfile.policies_config import SyncConfig
@@ -475,6 +476,8 @@ def _check_step(algorithm: AlgorithmConfig) -> None:
 
 def _check_lengths(workload: WorkloadConfig) -> None:
     lengths, most = workload.lengths, workload.max_prompt_tokens
+    if lengths is not None and lengths.kind == "stated":
+        stated_figures(lengths.source)
     if lengths is not None and not 1 <= lengths.prompt_tokens <= most:
         raise RunError(
             "workload.lengths.prompt_tokens",

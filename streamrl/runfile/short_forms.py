@@ -20,15 +20,14 @@ If all GPUs are owned and none has a price, their price is 0.
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.length_words import lengths_in_full
 from streamrl.runfile.section import Section
+from streamrl.runfile.units import count_of
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE | re.ASCII)
-_SCALES = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1024**2}
 _GPU_MAKER = re.compile(
     r"^(nvidia|amd|google|cloud|tesla|geforce|instinct)[\s\-_]+",
 )
@@ -85,25 +84,13 @@ def model_name(text: str) -> str:
     return text.strip().rsplit("/", 1)[-1].lower()
 
 
-def count_of(text: str) -> int:
-    """Return a whole number that may be short: 32,000 for "32k", 32,768 for "32Ki".
-
-    Raises:
-        ValueError: it is no number, or no whole one.
-    """
-    match = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
-    if match is None:
-        raise ValueError(f"{text!r} must be a whole number, such as 32000, '32k' or '32Ki'")
-    number = Fraction(match[1]) * _SCALES[(match[2] or "").lower()]
-    if number.denominator != 1:
-        raise ValueError(f"{text!r} must be a whole number")
-    return int(number)
-
-
 def in_full(table: dict[str, Any]) -> dict[str, Any]:
     """Return a run file's table with short numbers and names written out; what is no table stays as it is."""
     written: dict[str, Any] = _numbers_in_full(table, Run)
     _rename(written, "model", "name", model_name)
+    workload = _table(written, "workload")
+    if "lengths" in workload:
+        workload["lengths"] = lengths_in_full(workload["lengths"])
     for pool in _table(_table(written, "cluster"), "pools").values():
         if isinstance(pool, dict) and isinstance(gpu := pool.get("gpu"), str):
             pool["gpu"] = gpu_name(gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from math import isfinite
 from typing import NamedTuple
 
@@ -178,3 +179,22 @@ def _scale(prefix: str, text: object) -> float:
     if scale is None:
         raise ValueError(f"{text!r} has an unknown prefix {prefix!r}")
     return scale
+
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE | re.ASCII)
+_SCALES = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1024**2}
+
+
+def count_of(text: str) -> int:
+    """Return a whole number that may be short: 32,000 for "32k", 32,768 for "32Ki".
+
+    Raises:
+        ValueError: it is no number, or no whole one.
+    """
+    match = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    if match is None:
+        raise ValueError(f"{text!r} must be a whole number, such as 32000, '32k' or '32Ki'")
+    number = Fraction(match[1]) * _SCALES[(match[2] or "").lower()]
+    if number.denominator != 1:
+        raise ValueError(f"{text!r} must be a whole number")
+    return int(number)

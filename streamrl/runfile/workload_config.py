@@ -10,7 +10,7 @@ from streamrl.runfile.section import Section
 
 HUB = "hf://"
 """Prefix of `workload.prompts` for a data set on the hub."""
-LengthsKind = Literal["histogram", "empirical", "groups", "trace"]
+LengthsKind = Literal["histogram", "empirical", "groups", "trace", "stated"]
 RankerName = Literal["none", "oracle", "recall", "scores", "history", "recorded"]
 FreeRanker = Literal["none", "oracle", "recall"]
 """Rankers that need no file and work with all kinds of lengths."""
@@ -27,9 +27,14 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     optionally, prompt_tokens).
     groups: lengths by prompt (columns prompt_id and output_tokens; optional prompt_tokens and
     family); whole groups are sampled. trace: the lengths of a recorded run, rollout by rollout.
+    stated: lognormal lengths with the figures in `source`. Short forms of the section are
+    lengths = { mean = "6k", p95 = "20k", max = "32k" } and lengths = "math reasoning" (or "short
+    math", "code", "math and code", "chat").
     """
     source: str
-    """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
+    """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file). Kind stated: figures,
+    such as "mean 6000, p95 20000, max 32000".
+    """
     scale: float = 1.0
     """Factor of every length."""
     scale_to: float | None = None
@@ -70,7 +75,7 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     @property
     def names_a_file(self) -> bool:
         """Whether `source` is a path, not the name of a profile."""
-        return "/" in self.source or "." in self.source
+        return self.kind != "stated" and ("/" in self.source or "." in self.source)
 
 
 class RankerConfig(Section, frozen=True, kw_only=True):

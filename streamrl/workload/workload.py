@@ -18,12 +18,14 @@ from streamrl.hardware.profiles import find_profile
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError, shown
+from streamrl.runfile.length_words import stated_figures
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.data_files import parse_number, read_csv
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families
 from streamrl.workload.prompt_order import PromptOrder, TailBatches, make_order
 from streamrl.workload.simulated_ranker import load_ranker
+from streamrl.workload.stated_lengths import StatedLengths
 
 
 class Drift:
@@ -461,6 +463,8 @@ def load_source(config: LengthsConfig) -> Source | RecordedGroups:
     """
     try:
         return _read_source(config)
+    except RunError:
+        raise
     except ValueError as error:
         text = f"workload.lengths.source: {error}"
         raise RunError("workload.lengths.source", config.source, text=text) from None
@@ -469,6 +473,8 @@ def load_source(config: LengthsConfig) -> Source | RecordedGroups:
 def _read_source(config: LengthsConfig) -> Source | RecordedGroups:
     if config.kind == "trace":
         return RecordedGroups(Path(config.source))
+    if config.kind == "stated":
+        return StatedLengths(stated_figures(config.source), config.prompt_tokens)
     if config.names_a_file:
         path = Path(config.source)
     else:

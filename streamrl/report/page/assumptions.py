@@ -37,6 +37,7 @@ KINDS: dict[LengthsKind, str] = {
     "empirical": "drawn from the lengths in",
     "groups": "prompts resampled from",
     "trace": "those of the recorded run",
+    "stated": "lognormal with",
 }
 RUN_FILE = "run file"
 
