@@ -116,6 +116,8 @@ def test_an_unknown_type_is_read_by_its_fields_and_says_so(tmp_path: Path) -> No
         ({"num_magic_experts": 4}, "num_magic_experts may change .* is not understood; without it"),
         ({"use_gate_proj": True}, "use_gate_proj may change"),
         ({"new_switch": True}, "new_switch may change"),
+        ({"num_attention_heads_per_layer": [4, 2, 4, 4]}, "one number for all layers of a kind"),
+        ({"model_type": "laguna", "gating": "per-element"}, "gating must be true or 'per-head'"),
         ({"model_type": "llama", "gating": True}, "gating may change"),
         ({"layer_pattern": "abab"}, "layer_pattern may change"),
         ({"block_sizes": [1, 2]}, "block_sizes may change"),

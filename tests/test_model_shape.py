@@ -77,6 +77,11 @@ MIMO_V2 = {
     **{"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "n_routed_experts": 8},
     **{"moe_intermediate_size": 20, "num_experts_per_tok": 2, "add_swa_attention_sink_bias": True},
 }
+LAGUNA = {
+    **{**QWEN3_MOE, "shared_expert_intermediate_size": 40, "sliding_window": 16, "gating": True},
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
 GEMMA4 = {
     **{
         **DENSE,
@@ -136,6 +141,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("seed_oss", {**DENSE, "head_dim": 16, "attention_out_bias": False}),
     ("granite", DENSE),
     ("arcee", DENSE),
+    ("laguna", LAGUNA),
+    ("laguna", {**LAGUNA, "num_attention_heads_per_layer": [6, 4, 4]}),
     ("glm4_moe_lite", {**DEEPSEEK, "n_shared_experts": 1}),
     ("granitemoe", {**MIXTRAL}),
     ("ministral3", {**DENSE, "head_dim": 16}),

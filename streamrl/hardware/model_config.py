@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from streamrl.hardware.config_fields import Fields
 from streamrl.hardware.model_shape import (
     Experts,
@@ -176,6 +178,7 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
         has_output_bias=biases[1],
         has_sinks=own.has_sinks,
         has_output_gate=known.has_output_gate or fields.flag("attn_output_gate"),
+        has_head_gates=_has_head_gates(fields, known),
         norms_per_layer=_norms_per_layer(fields, known),
         has_gated_mlp=has_gate,
         has_tied_embeddings=_is_tied(fields, known),
@@ -422,10 +425,11 @@ def _by_kind(
         values_dim=heads.values_dim,
         has_sinks=heads.has_sinks,
     )
+    own, num_windowed = _heads_of_layers(fields, own)
     wide = fields.count_or(heads.head_dim, "swa_head_dim", least=1)
     values = fields.count_or(heads.values_dim or wide, "swa_v_head_dim", least=1)
     windowed = WindowHeads(
-        num_heads=fields.count_or(heads.num_heads, "swa_num_attention_heads", least=1),
+        num_heads=fields.count_or(num_windowed, "swa_num_attention_heads", least=1),
         num_kv_heads=fields.count_or(heads.num_kv_heads, "swa_num_key_value_heads", least=1),
         head_dim=wide,
         values_dim=values if values != wide else None,
@@ -434,6 +438,36 @@ def _by_kind(
     if windowed == own or not mixing.sliding:
         return own, None
     return (own, windowed) if mixing.full else (windowed, None)
+
+
+def _heads_of_layers(fields: Fields, own: WindowHeads) -> tuple[WindowHeads, int]:
+    """Return heads with the number of full layers, and the number of heads in layers with a window.
+
+    `num_attention_heads_per_layer` lists them (Laguna).
+
+    Raises:
+        ValueError: layers of one kind have different numbers of heads.
+    """
+    listed, types = fields.words("num_attention_heads_per_layer"), fields.table.get("layer_types")
+    if not listed:
+        return own, own.num_heads
+    kinds = types if isinstance(types, list) and len(types) == len(listed) else []
+    counts: dict[object, set[object]] = {"full_attention": set(), "sliding_attention": set()}
+    for kind, count in zip(kinds, listed, strict=False):
+        counts.setdefault(str(kind), set()).add(count)
+    full, windowed = counts["full_attention"], counts["sliding_attention"] or {own.num_heads}
+    numbers = [*full, *windowed]
+    if (
+        len(full) != 1
+        or len(windowed) != 1
+        or any(type(each) is not int or each < 1 for each in numbers)
+    ):
+        raise ValueError(
+            "num_attention_heads_per_layer must have one number for all layers of a kind in layer_types, "
+            f"got {listed!r}"
+        )
+    first, second = (int(str(each)) for each in numbers)
+    return msgspec.structs.replace(own, num_heads=first), second
 
 
 def _of_full_layers(fields: Fields) -> Fields:
@@ -539,6 +573,22 @@ def _qk_norm(fields: Fields, known: ModelType) -> str:
     if fields.value("qk_norm_type") == "per_layer":
         return "heads" if has_norm else "none"
     return "head" if has_norm else "none"
+
+
+def _has_head_gates(fields: Fields, known: ModelType) -> bool:
+    """Return whether attention has a gate for each head.
+
+    Raises:
+        ValueError: `gating` asks for other gates.
+    """
+    if not known.has_head_gates:
+        return False
+    gating = fields.value("gating")
+    if gating not in (None, True, "per-head"):
+        raise ValueError(
+            f"gating must be true or 'per-head', got {gating!r}; a gate for each head would be assumed"
+        )
+    return True
 
 
 def _biases(fields: Fields, known: ModelType) -> tuple[bool, bool]:

@@ -313,6 +313,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     num_bare_layers: int = 0
     """Number of layers without MLP or experts (attention and Mamba-2 of Nemotron-H)."""
     indexer: Indexer | None = None
+    has_head_gates: bool = False
+    """Whether the output of attention has one gate for each head (Laguna)."""
     num_vision_parameters: int = 0
     """Parameters of a vision tower. No other number includes them, and no simulation computes with them."""
 
@@ -495,7 +497,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         queries, outputs = num_heads * self.head_dim, num_heads * self.value_head_dim
         kv_heads = max(1.0, self.num_kv_heads / tensor_parallel)
         keys_values = kv_heads * (self.head_dim + self.value_head_dim * self.has_value_projection)
-        made = (1 + self.has_output_gate) * queries + outputs
+        made = (1 + self.has_output_gate) * queries + outputs + num_heads * self.has_head_gates
         projections = self.hidden_size * (made + keys_values)
         biases = (queries + keys_values) * self.has_qkv_bias + num_heads * self.has_sinks
         biases += self.hidden_size * self.has_output_bias

@@ -31,6 +31,8 @@ class ModelType:
     """None for `attention_bias`."""
     has_sinks: bool = False
     has_output_gate: bool = False
+    has_head_gates: bool = False
+    """Whether attention has a gate for each head, or for each channel if `gating` says so."""
     norms_per_layer: int = 2
     window: Literal["stated", "flag", "never", "unknown"] = "never"
     """Which layers have a window if the file names no kinds of layers: all, all if `use_sliding_window`, or none."""
@@ -184,6 +186,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "ministral3": ModelType(window="stated"),
     "seed_oss": ModelType(has_output_bias=False),
     "arcee": ModelType(has_gate=False),
+    "laguna": ModelType(qk_norm="head", has_router_bias=True, has_head_gates=True),
     "granite": _PLAIN,
     "granitemoe": ModelType(expert_width="intermediate_size"),
 }
