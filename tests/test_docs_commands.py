@@ -9,7 +9,11 @@ import pytest
 from typer.main import get_command
 
 from streamrl.cli.main import app
+from tests.command_line import streamrl
 from tests.doc_pages import ALL, DOCS, ROOT, commands
+
+START = DOCS / "start-here.md"
+SMALL = ["--set", "algorithm.prompts_per_step=16"]
 
 
 def parse(words: list[str]) -> None:
@@ -47,6 +51,20 @@ def test_a_wrong_command_of_a_page_is_found(line: str) -> None:
 
 
 def test_the_first_page_shows_the_commands_of_a_first_hour() -> None:
-    names = [words[0] for words in commands(DOCS / "start-here.md")]
+    names = [words[0] for words in commands(START)]
     wanted = ["plan", "examples", "simulate", "report", "execute", "replay", "compare"]
     assert [name for name in dict.fromkeys(names) if name in wanted] == wanted
+
+
+def test_the_quick_commands_of_the_first_page_work_in_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    slow = {"--sweep", "--set"}
+    shown = [words for words in commands(START) if slow.isdisjoint(words)]
+    quick = [words for words in shown if words[0] in {"examples", "simulate", "explain"}]
+    for words in quick:
+        done = streamrl(*words, *(SMALL if words[0] == "simulate" else []))
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/first/trace.jsonl").exists()
+    assert (tmp_path / "examples/make_quickstart.py").exists()
