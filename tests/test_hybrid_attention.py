@@ -238,3 +238,39 @@ def test_flops_count_full_windows_and_what_changes_states() -> None:
     more = QWEN3_NEXT.forward_flops(1, 0) - 2 * QWEN3_NEXT.num_active_parameters
     assert more == 36 * 6 * 32 * 128 * 128
     assert bare.forward_flops(0, 1) == 4 * QWEN3_NEXT.forward_flops(0, 1)
+
+
+# Kinds of layers of newer models --------------------------------------------------------------------
+
+
+def test_an_mlp_without_a_gate_has_two_of_three_products() -> None:
+    tokens = np.array([8192.0])
+    both = [Shard(dense(has_gated_mlp=gate), Kernels("h800", "bfloat16")) for gate in (True, False)]
+    gated, plain = (float(shard._mlp(tokens, 12288.0).seconds[0]) for shard in both)
+    assert 0.6 < plain / gated < 0.75
+    trained = [layer(dense(has_gated_mlp=gate))._mlp(12288).per_token for gate in (True, False)]
+    assert 0.6 < trained[1] / trained[0] < 0.75
+
+
+def test_sparse_attention_reads_the_chosen_tokens_and_the_index_keys_of_all() -> None:
+    model = load_model(ModelConfig(name="deepseek-v3.2"))
+    full = replace(model, indexer=None)
+    short, long = np.array([2048.0]), np.array([65536.0])
+    shard = Shard(model, Kernels("h200", "bfloat16"))
+    few, many = (float(shard.decode_attention(32, each).seconds[0]) for each in (short, long))
+    keys = 61 * 32 * (65536 - 2048) * 132 / (0.8 * 4.8e12)
+    assert many - few == pytest.approx(keys)
+    whole = Shard(full, Kernels("h200", "bfloat16")).decode_attention(32, long).seconds[0]
+    assert many < 0.5 * float(whole)
+
+
+def test_layers_with_a_window_have_their_own_heads() -> None:
+    model = load_model(ModelConfig(name="mimo-v2-flash"))
+    alike = replace(model, window_heads=None)
+    assert model.windowed.num_kv_heads == 2 * model.num_kv_heads
+    own, same = (
+        Shard(each, Kernels("h200", "bfloat16")).products(np.array([8192.0])).seconds[0]
+        for each in (model, alike)
+    )
+    more = 2 * 39 * 4096 * 4 * (192 + 128) * 8192 / 989e12
+    assert float(own - same) > more
