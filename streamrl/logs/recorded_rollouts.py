@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,15 +275,14 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
 
 def _refuse_ambiguous(path: str, rows: Sequence[Row], meaning: str, names: Iterable[str]) -> None:
     """Refuse two columns of one meaning that have different values, because one would be chosen in silence."""
-    first = _find(rows, names)
-    for name in names:
-        for row in rows:
-            one, other = (_value(row, each) for each in (first or name, name))
-            if one is not None and other is not None and str(one) != str(other):
-                raise ValueError(
-                    f"{path}: both {first} ({one}) and {name} ({other}) may be the {meaning.replace('_', ' ')}; "
-                    f"choose one with --field {meaning}=COLUMN"
-                )
+    first, *others = [*_filled(rows, names)] or [""]
+    for name, row in product(others, rows):
+        one, other = _value(row, first), _value(row, name)
+        if one is not None and other is not None and str(one) != str(other):
+            raise ValueError(
+                f"{path}: both {first} ({one}) and {name} ({other}) may be the {meaning.replace('_', ' ')}; "
+                f"choose one with --field {meaning}=COLUMN"
+            )
 
 
 def _records(rows: Sequence[Row], prompt: str) -> Iterator[dict[str, object]]:
@@ -316,11 +316,18 @@ def _count(where: str, column: str, value: object) -> int:
     return int(number)
 
 
-def _find(rows: Iterable[Row], names: Iterable[str]) -> str | None:
+def _find(rows: Sequence[Row], names: Iterable[str]) -> str | None:
     """Return the first name of a column that has a value in any row."""
-    known = tuple(names)
-    filled = {name for row in rows for name in known if _value(row, name) is not None}
-    return next((name for name in known if name in filled), None)
+    return next(_filled(rows, names), None)
+
+
+def _filled(rows: Sequence[Row], names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of columns that have a value in any row."""
+    keys = set().union(*rows)
+    for name in names:
+        is_there = name in keys or name.partition(".")[0] in keys
+        if is_there and any(_value(row, name) is not None for row in rows):
+            yield name
 
 
 def _has(row: Row, column: str) -> bool:
