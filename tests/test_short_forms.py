@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.short_forms import gpu_name, in_full, model_name, read_offer
+from streamrl.runfile.gpu_names import gpu_name
+from streamrl.runfile.short_forms import in_full, model_name, read_offer
 from streamrl.runfile.units import Bandwidth, Duration, count_of
 from tests.runs import small_run
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from streamrl.hardware.profiles import price_of
 from streamrl.logs.imported_workload import scale_to_mean
+from streamrl.record.assumed import price_note
 from streamrl.record.band import Band, ModelError, band_of, ends_of
 from streamrl.record.billing import BILLING_KEYS, bill_of, rented_time, uncounted
 from streamrl.record.charges import PaidGpus
@@ -196,7 +197,10 @@ def _price_assumptions(question: Question) -> Iterator[str]:
         )
     for name, pool in pools.items():
         price = format_dollars(price_of(PoolConfig(gpu=pool["gpu"])))
-        if "price" not in pool and "owned" in pool:
+        if "price_source" in pool:
+            asked, note = format_dollars(pool["price"]), price_note(pool["price_source"])
+            yield f"{name} costs {asked} per GPU-hour, the list price of {note}"
+        elif "price" not in pool and "owned" in pool:
             yield (
                 f"your own {name} count as {price} per GPU-hour each, used or not, by the profile; write another price as "
                 "@owned@0.50"

@@ -5,6 +5,7 @@ Each output names them next to the total that rests on them.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.formatting import format_dollars
 from streamrl.runfile.keys import pool_key
+from streamrl.runfile.list_prices import is_old
 from streamrl.runfile.workload_config import LengthsConfig
 
 
@@ -77,6 +79,12 @@ def _of_directory(
 
 def _prices(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
     for name, pool in cluster.pools.items():
+        if name in paid and pool.price_source is not None:
+            yield Assumed(
+                key=pool_key(name, "price"),
+                text=f"{format_dollars(price_of(pool))} per GPU-hour of {name} ({price_note(pool.price_source)})",
+                source=pool.price_source,
+            )
         if name in paid and pool.price is None and price_of(pool):
             own = "your own " if pool.owned else ""
             yield Assumed(
@@ -84,6 +92,12 @@ def _prices(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
                 text=f"{format_dollars(price_of(pool))} per GPU-hour of {own}{name}",
                 source=load_gpu(pool.gpu).price_source,
             )
+
+
+def price_note(source: str) -> str:
+    """Return who asks a list price since when, and whether it is old."""
+    old = ", an old price" if is_old(source, datetime.date.today()) else ""
+    return f"{source.partition(' (')[0]}{old}"
 
 
 def _links(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:

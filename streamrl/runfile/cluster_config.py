@@ -33,7 +33,10 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     unit: int | None = None
     """GPUs by which a rental of this pool changes; `plan.unit` where absent."""
     price: float | None = None
-    """Dollars per GPU-hour; the GPU's own figure where absent."""
+    """Dollars per GPU-hour, or a list price of profiles/prices.toml, such as "runpod/h100" or "coreweave/h100/spot"; the
+    GPU's own figure where absent."""
+    price_source: str | None = None
+    """Who asks that price, since when; filled in where `price` names a list price."""
     owned: bool = False
     """Whether its GPUs are yours: all of them are charged at `price`, idle or busy, and no plan hands one back."""
     billing_unit: Duration = Duration(0.0)

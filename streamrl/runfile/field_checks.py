@@ -33,6 +33,7 @@ from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfi
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, raise_all, say, shown
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
+from streamrl.runfile.list_prices import list_price, list_prices_of, providers
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
@@ -200,7 +201,9 @@ def is_section(kind: Kind) -> TypeGuard[type[Section]]:
 def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Iterator[RunError]:
     fields = {field.name: field for field in _fields(kind) if field.name != FOLLOWERS}
     for name, value in table.items():
-        if name in fields:
+        if kind is PoolConfig and name == "price" and _names_a_price(value):
+            yield _price_error(join_key(key, name), value, table.get("gpu"))
+        elif name in fields:
             yield from _value_errors(value, fields[name].type, join_key(key, name))
         else:
             yield _unknown(key, name, value, list(fields))
@@ -209,6 +212,20 @@ def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Ite
             missing = join_key(key, name)
             text = f"{missing} is missing: it must be {_say(field.type)}"
             yield RunError(missing, None, allowed_by(field.type), text, problem="missing key")
+
+
+def _names_a_price(value: Any) -> bool:
+    return isinstance(value, str) and not _is_quoted_number(value, float)
+
+
+def _price_error(key: str, text: str, gpu: object) -> RunError:
+    """Return the error of a list price that was not found, with those of the pool's GPU."""
+    name = gpu if isinstance(gpu, str) else ""
+    try:
+        list_price(text, name)
+    except ValueError as error:
+        return RunError(key, text, OneOf(list_prices_of(name) or providers()), f"{key}: {error}")
+    return RunError(key, text, OneOf(list_prices_of(name)))
 
 
 def _unknown(section: str, name: str, value: object, names: list[str]) -> RunError:

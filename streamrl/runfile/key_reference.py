@@ -50,6 +50,7 @@ OF_NAMES: dict[str, str] = {
     "pool": '"h20"',
     "between": '["h20", "h800"]',
     "price": "2.20",
+    "price_source": '"contract of May 2026"',
     "acceptance": "0.8",
     "share": "0.5",
     "latency": "[[1, 0.012], [64, 0.019], [256, 0.041]]",

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from streamrl.runfile.choices import choices_of
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds
 from streamrl.runfile.field_checks import bounds_of, is_section, without_none
@@ -20,6 +21,8 @@ DIALECT = "http://json-schema.org/draft-07/schema#"
 """The dialect that editors' TOML extensions know (Taplo, Even Better TOML)."""
 SHORT_NUMBER = r"^\s*[\d.,_]+\s*(k|m|ki|mi)\s*$"
 """Whole numbers as texts, such as "32k"; see `short_forms`."""
+LIST_PRICE = r"^\s*[A-Za-z]"
+"""Names of list prices, such as "runpod/h100"; see `list_prices`."""
 TYPES: dict[object, str] = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 Schema = dict[str, Any]
@@ -45,6 +48,8 @@ def _section_schema(kind: type[Section]) -> Schema:
     required = []
     for field in msgspec.structs.fields(kind):
         of_key = _schema(field.type, bounds.get(field.name))
+        if kind is PoolConfig and field.name == "price":
+            of_key = {"anyOf": [of_key, {"type": "string", "pattern": LIST_PRICE}]}
         if texts.get(field.name):
             of_key["description"] = texts[field.name]
         properties[field.name] = of_key

@@ -11,6 +11,7 @@ An offer of GPUs is one line, such as "16xH100@2.20,8xH20@1.10":
 | node       | `2x8x`  | instead: nodes, and GPUs of a node                 | 8 (GB200, GB300: 4), or the count where it is less |
 | GPU        | `H100`  | a name in profiles/gpus, in any capitals           | must be there                 |
 | price      | `@2.20` | dollars per GPU-hour                               | the GPU's own figure          |
+| list price | `@runpod` | instead: a provider of profiles/prices.toml; `@runpod/spot` is of another kind | |
 | owned      | `@owned`| the GPUs are the user's own                        | they are rented               |
 | unit       | `/1`    | GPUs by which a rental changes: `/8`, `/4`, `/1`   | as `plan.unit` has it         |
 
@@ -24,59 +25,11 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.gpu_names import gpu_name
 from streamrl.runfile.length_words import lengths_in_full
+from streamrl.runfile.list_prices import list_price, stated_price
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import count_of
-
-_GPU_MAKER = re.compile(
-    r"^(nvidia|amd|google|cloud|tesla|geforce|instinct)[\s\-_]+",
-)
-_GPU_FORM = re.compile(
-    r"[\s\-_]+(sxm\d?|hbm\d?e?|hgx|ac|nvl72|blackwell([\s\-_]+server[\s\-_]+edition)?)$"
-)
-"""What a GPU's full name adds for the usual form: NVIDIA-H100-80GB-HBM3, H100-SXM5, GB200-NVL72."""
-_MEMORY = re.compile(r"(.+?)[\s\-_]+(\d+)\s*gb?")
-_USUAL_MEMORY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("a100", "h100", "h800", "a100-pcie", "h100-pcie"), ("80",)),
-    **{"h200": ("141",), "h20": ("96",), "h100-nvl": ("94",), "l40s": ("48",), "l4": ("24",)},
-    **{"b200": ("180", "192"), "gb200": ("186", "192"), "b300": ("288",), "gb300": ("288",)},
-    **{"rtx-pro-6000": ("96",), "rtx-4090": ("24",), "a6000": ("48",), "rtx-a6000": ("48",)},
-    **{"mi300x": ("192",), "mi325x": ("256",), "mi355x": ("288",)},
-}
-"""GB of the usual form. A name with another memory is another GPU."""
-_OTHER_NAMES = {
-    **dict.fromkeys(("a100-40g", "a100-sxm-40gb", "a100-sxm4-40gb"), "a100-40gb"),
-    **{"a100-80gb-pcie": "a100-pcie", "h100-80gb-pcie": "h100-pcie", "h100nvl": "h100-nvl"},
-    **{"rtx-a6000": "a6000", "4090": "rtx-4090", "rtx4090": "rtx-4090"},
-    **dict.fromkeys(("pro-6000", "rtx-6000-pro", "rtxpro6000"), "rtx-pro-6000"),
-    **{"v5p": "tpu-v5p", "tpuv5p": "tpu-v5p"},
-    **dict.fromkeys(("v6e", "tpuv6e", "trillium", "tpu-trillium"), "tpu-v6e"),
-}
-"""Further names that people write, without the maker."""
-
-
-def gpu_name(text: str) -> str:
-    """Return a GPU's name as profiles/gpus has it: "h100" for "H100-SXM5" or "NVIDIA H100 80GB HBM3".
-
-    Other forms of a GPU (PCIe, NVL, another memory) are other hardware, so that they stay in the name.
-    """
-    name = text.strip().lower()
-    while (shorter := _without_memory(_GPU_FORM.sub("", _GPU_MAKER.sub("", name)))) != name:
-        name = shorter
-    name = _joined(name)
-    return _OTHER_NAMES.get(name, name)
-
-
-def _joined(name: str) -> str:
-    return re.sub(r"[\s_]+", "-", name)
-
-
-def _without_memory(name: str) -> str:
-    match = _MEMORY.fullmatch(name)
-    if match is None:
-        return name
-    usual = _USUAL_MEMORY.get(_joined(_GPU_FORM.sub("", match[1])), ())
-    return match[1] if match[2] in usual else name
 
 
 def model_name(text: str) -> str:
@@ -95,7 +48,20 @@ def in_full(table: dict[str, Any]) -> dict[str, Any]:
         if isinstance(pool, dict) and isinstance(gpu := pool.get("gpu"), str):
             pool["gpu"] = gpu_name(gpu)
             pool |= {key: size for key, size in _rack_of(pool["gpu"]).items() if key not in pool}
+            _resolve_price(pool)
     return written
+
+
+def _resolve_price(pool: dict[str, Any]) -> None:
+    """Replace the name of a list price by its dollars and source. The check of the key refuses unknown names."""
+    price, source = pool.get("price"), pool.get("price_source")
+    if isinstance(price, str):
+        try:
+            pool |= list_price(price, pool["gpu"]).keys
+        except ValueError:
+            return
+    elif isinstance(source, str) and stated_price(source, pool["gpu"]) not in (None, price):
+        del pool["price_source"]  # another price was set afterwards
 
 
 def _rack_of(gpu: str) -> dict[str, int]:
@@ -165,9 +131,11 @@ _RACKS = {
 NVL72 and GB300 NVL72 datasheets (18 nodes of 4 GPUs)."""
 EXAMPLE = "'16xH100@2.20,8xH20@1.10'"
 _OWNED = re.compile(r"\s*@?\s*\bowned\b", re.IGNORECASE)
+_PRICE = r"\d+(?:\.\d+)?|[A-Za-z][\w\-]*(?:/[A-Za-z][\w.\-]*)*"
+"""Dollars, or a provider with a GPU, a kind, both or none."""
 _PART = re.compile(
     r"(?:(?P<nodes>\d+)\s*[x*]\s*)?(?P<count>\d+)\s*[x*]\s*(?P<gpu>[A-Za-z][\w.\- ]*?)"
-    r"(?:\s*@\s*\$?(?P<price>\d+(?:\.\d+)?))?(?:\s*/\s*(?P<unit>\d+))?(?:\s*@\s*\$?(?P<late_price>\d+(?:\.\d+)?))?",
+    rf"(?:\s*@\s*\$?(?P<price>{_PRICE}))?(?:\s*/\s*(?P<unit>\d+))?(?:\s*@\s*\$?(?P<late_price>{_PRICE}))?",
     re.ASCII,
 )
 
@@ -210,7 +178,7 @@ def _read_part(part: str) -> dict[str, Any]:
     if match["price"] and match["late_price"]:
         raise ValueError(f"--gpus: {part!r} has two prices")
     if (price := match["price"] or match["late_price"]) is not None:
-        pool["price"] = float(price)
+        pool |= _price_of_offer(price, gpu)
     if (unit := match["unit"]) is not None:
         pool["unit"] = int(unit)
     if 0 in (nodes, per_node, pool.get("unit")):
@@ -220,6 +188,16 @@ def _read_part(part: str) -> dict[str, Any]:
             f"--gpus: {part!r} is rented by more GPUs than it has; write a smaller unit"
         )
     return pool
+
+
+def _price_of_offer(text: str, gpu: str) -> dict[str, Any]:
+    """Return the price as keys of a pool."""
+    if text[0].isdigit():
+        return {"price": float(text)}
+    try:
+        return list_price(text, gpu).keys
+    except ValueError as error:
+        raise ValueError(f"--gpus: {error}") from None
 
 
 def _nodes_of(part: str, count: int, nodes: str | None, node: int) -> tuple[int, int]:

@@ -178,7 +178,9 @@ def _of_pool(pools: dict[str, PoolConfig], name: str) -> Iterator[Assumption]:
     pool = pools[name]
     gpu = load_gpu(pool.gpu)
     source = gpu.price_source
-    if pool.price is not None:
+    if pool.price_source is not None:
+        source = pool.price_source
+    elif pool.price is not None:
         source = f"{RUN_FILE}: cluster.pools.{name}.price"
         if pool.price == gpu.price:
             source += f" ({gpu.price_source})"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 
 from streamrl.hardware.profiles import gpu_of, price_of
+from streamrl.record.assumed import price_note
 from streamrl.report.page.parts import PageCell, PageTable
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.words import NBSP, dollars, gpu_word
@@ -153,7 +154,10 @@ def _price(made: PlanMade, pool: str) -> float:
 
 
 def price_source(made: PlanMade, pool: str) -> str:
-    """Return who states the price of a pool: the command, the run file, or a profile as an assumption."""
+    """Return who states the price of a pool: a provider, the command, the run file, or a profile as an assumption."""
+    stated = made.run.cluster.pools.get(pool)
+    if stated is not None and stated.price_source is not None:
+        return f"list price of {price_note(stated.price_source)}"
     whole = made.plan.whole_run
     for each in [] if whole is None else whole.assumed:
         if each.key == pool_key(pool, "price"):

@@ -36,7 +36,9 @@ SPLITS = {
     "trainer.context_parallel": "context_parallel",
 }
 """The same for degrees that are named only if they split anything."""
-PRICE = re.compile(r"\s*@\s*\$?\d+(?:\.\d+)?")
+PRICE = re.compile(
+    r"\s*@\s*(?!owned\b)(?:\$?\d+(?:\.\d+)?|[A-Za-z][\w\-]*(?:/[A-Za-z][\w.\-]*)*)", re.IGNORECASE
+)
 """The price in a part of an offer."""
 TWO_KINDS = (
     "Keys of [plan] cannot ask for two kinds of replicas. The command searches plans of these GPUs, "
