@@ -67,6 +67,12 @@ def test_a_picture_has_dark_colours_words_for_readers_and_no_links(picture: Path
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
 
 
+def test_llms_txt_names_every_page_but_the_home_page_and_plans() -> None:
+    named = {(ROOT / target).resolve() for target in links(ROOT / "llms.txt")}
+    left_out = {DOCS / "index.md", DOCS / "plans.md"}
+    assert {page.resolve() for page in PAGES} - named == left_out
+
+
 def test_each_picture_is_on_a_page() -> None:
     shown = {(page.parent / target).resolve() for page in PAGES for target in links(page)}
     assert PICTURES and shown >= set(PICTURES)
