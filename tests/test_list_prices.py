@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamrl.cli.profile_check import check_all
 from streamrl.hardware.profiles import PROFILES, price_of
 from streamrl.record.assumed import assumed_of, price_note
 from streamrl.report.page.what_if_command import PRICE
@@ -45,6 +48,23 @@ def test_a_provider_asks_one_price_of_a_gpu_and_kind() -> None:
         for gpu in sheet.of_kind(kind)
     ]
     assert len(asked) == len(set(asked))
+
+
+def test_a_wrong_file_of_prices_is_refused_by_its_key(tmp_path: Path) -> None:
+    text = (PROFILES / "prices.toml").read_text()
+    file = tmp_path / "prices.toml"
+    for old, new, message in (
+        (
+            'currency = "USD"',
+            'currency = "EUR"',
+            r"prices\.toml: Invalid enum value 'EUR' .*currency",
+        ),
+        ("b300 = 6.00", "b301 = 6.00", "no profile 'b301'"),
+        ("b300 = 6.00", "b300 = 0.0", r"akash: on-demand\.b300 must be above 0, got 0\.0"),
+    ):
+        file.write_text(text.replace(old, new, 1))
+        [verdict] = check_all(tmp_path)
+        assert not verdict.is_good and re.search(message, verdict.notes[0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
 from streamrl.logs.framework_logs import LogFormat
 from streamrl.logs.recorded_rollouts import RolloutColumns
 from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
+from streamrl.runfile.list_prices import KINDS, read_sheets
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.kernels import peak_of, table_path
 from streamrl.sim.costs.overheads import ServingEngine
@@ -26,7 +28,7 @@ from streamrl.sim.costs.sync_profiles import Delta, SyncBackend, Transport
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.workload.workload import load_source
 
-DTYPES = ("bfloat16", "fp8", "int4")
+DTYPES = ("bfloat16", "fp8", "nvfp4", "int4")
 """Dtypes of which a measured table needs at least one."""
 
 
@@ -88,6 +90,18 @@ def _check_gpu(path: Path) -> list[str]:
         if not any(table_path(place, operator, dtype) for dtype in DTYPES if only in ("", dtype)):
             raise ValueError(f"{path}: tables.{key}: nothing was measured at {place!r}")
     return []
+
+
+def _check_prices(path: Path) -> list[str]:
+    found = read_sheets(path)
+    for sheet in found:
+        for kind in KINDS:
+            for gpu, dollars in sheet.of_kind(kind).items():
+                load_gpu(gpu)
+                if not (math.isfinite(dollars) and dollars > 0):
+                    text = f"{sheet.provider}: {kind}.{gpu} must be above 0, got {dollars}"
+                    raise ValueError(f"{path}: {text}")
+    return [f"{len(found)} pages of {len({sheet.provider for sheet in found})} providers"]
 
 
 def _check_model(path: Path) -> list[str]:
@@ -167,6 +181,7 @@ def _check_lengths(path: Path) -> list[str]:
 
 _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
     ("gpus/*.toml", _check_gpu),
+    ("prices.toml", _check_prices),
     ("models/*.toml", _check_model),
     ("lengths/*.csv", _check_lengths),
     ("transports/*.toml", _check_transport),

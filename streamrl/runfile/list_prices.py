@@ -46,6 +46,12 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return {"on-demand": self.on_demand, "reserved": self.reserved, "spot": self.spot}[kind]
 
 
+class _SheetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of profiles/prices.toml."""
+
+    sheet: tuple[Sheet, ...]
+
+
 class ListPrice(NamedTuple):
     """What a provider asks for an hour of a GPU."""
 
@@ -69,8 +75,20 @@ class ListPrice(NamedTuple):
 @functools.cache
 def sheets() -> tuple[Sheet, ...]:
     """Return all sheets of profiles/prices.toml in their order."""
-    table = tomllib.loads(PRICES.read_text(encoding="utf-8-sig"))
-    return tuple(msgspec.convert(table["sheet"], list[Sheet]))
+    return read_sheets(PRICES)
+
+
+def read_sheets(path: Path) -> tuple[Sheet, ...]:
+    """Return the sheets of a file of list prices.
+
+    Raises:
+        ValueError: the file is not one. The text has the file and the key.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return msgspec.convert(table, _SheetFile).sheet
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def providers() -> list[str]:
