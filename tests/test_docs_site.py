@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.commands_page import commands_page
-from tests.doc_pages import ALL, DOCS, PAGES, ROOT, anchors, links
+from tests.doc_pages import ALL, BLOCK, DOCS, PAGES, ROOT, anchors, links
 
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 PICTURES = sorted(DOCS.glob("pictures/*.svg"))
@@ -43,6 +43,11 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 def test_pages_of_the_site_link_to_nothing_outside_of_it(page: Path) -> None:
     for target in links(page):
         assert (page.parent / target.partition("#")[0]).resolve().is_relative_to(DOCS), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_within_lists_have_four_spaces_which_the_site_needs(page: Path) -> None:
+    assert not re.search(r"(?m)^ {1,3}([-*]|\d+\.) ", BLOCK.sub("", page.read_text()))
 
 
 def test_the_site_loads_nothing_from_other_hosts() -> None:
