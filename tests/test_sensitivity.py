@@ -196,6 +196,36 @@ def test_limits_after_a_change_are_compared_with_the_whole_run_and_not_with_the_
         assert after.breaks == broken
 
 
+def test_a_plan_that_exceeds_a_limit_only_as_simulated_has_another_one_beside_it() -> None:
+    dear = {**LONG, "cluster.pools.h20.price": 8.0}  # more replicas are faster and cost more
+    choices = {"systems": ["stream-sync"], "rollout_pools": ["h20"], "rollout_gpus": [4, 8, 16]}
+    search = Search.open(few(dear, **choices))
+    search.settle(Here(), [])
+    chosen = search.in_order()[0]
+    search.simulate(Here(), [chosen], lambda: None)
+    early = search.spend_of(search.speeds[chosen])
+    what = "lengths +20%"
+    (longer,) = (
+        each.seconds for each in judge(search, chosen, early, Here()).verdicts if each.what == what
+    )
+    deadline = 1.05 * longer * early.seconds
+    search = replace_deadline(search, deadline)
+    later = early._replace(seconds=1.1 * early.seconds)  # which estimates do not know
+    (after,) = (each for each in judge(search, chosen, later, Here()).verdicts if each.what == what)
+    assert after.breaks == ("plan.deadline",)
+    assert after.other is not None
+    assert after.other_value > after.value  # dearer, but in time
+
+
+def replace_deadline(search: Search, deadline: float) -> Search:
+    """Return a search of the same plans with a deadline, and what it simulated."""
+    run = search.space.run
+    limited = Search.open(replace(run, plan=replace(run.plan, deadline=Duration(deadline))))
+    limited.settle(Here(), [])
+    limited.speeds, limited.portions = dict(search.speeds), dict(search.portions)
+    return limited
+
+
 def test_a_minimum_term_and_set_up_are_in_the_total_after_a_change() -> None:
     run = few(LONG, systems=["stream-sync"], rollout_pools=["h20"])
     pools = {k: replace(p, minimum_term=Duration(1e7)) for k, p in run.cluster.pools.items()}

@@ -73,6 +73,10 @@ STREAMING = 2 * FINAL_STEPS
 use up or fill the buffer between the stages. On nine small offers, effects over steps 4 to 8 were up
 to 10 points from those over 60 steps.
 """
+ROOM = (1.0, 0.9, 0.75)
+"""Shares of its limits that another plan may need by estimate, where the chosen plan exceeds one as simulated. The best of
+each share is simulated, because an estimate may be a tenth too low.
+"""
 ROUNDS, MOST_PICKS = 3, 20
 """Most times that generation of proposed plans is simulated to correct the estimates. The second
 value is the number of plans that are tried until one fits in memory.
@@ -140,7 +144,8 @@ def judge(
     left_out = dict(_left_out(search))
     looks = [_look(s, search, chosen) for s in shifts(run) if s.thing not in left_out]
     looks = _settled(looks, search, pool)
-    paired = _simulate(looks, search, pool, watch)
+    paired = list(_simulate(looks, search, pool, watch))
+    paired = _with_way_out(paired, search, spend, pool, watch)
     found = [(look.shift, _verdict(look, search, spend, *pair)) for look, pair in paired]
     left_out |= _without_effect(found)
     return Judgement([each for shift, each in found if shift.thing not in left_out], left_out)
@@ -193,6 +198,10 @@ class _Look(NamedTuple):
     """Estimated ratio of its step time."""
     other: int | None = None
     """The plan that is better by estimate."""
+    slower: float = 1.0
+    """Simulated ratio of the chosen plan's step time, relative to the estimated one."""
+    is_over: bool = False
+    """Whether the chosen plan exceeds a limit after the change, as simulated."""
 
 
 def _look(shift: Shift, search: Search, chosen: int) -> _Look:
@@ -263,15 +272,24 @@ def _these(picks: list[int], order: list[int], scores: Floats) -> list[int]:
 
 def _picked(look: _Look, search: Search) -> _Look:
     """Return a look with the best plan by corrected estimates, if it is clearly better and fits."""
+    places, ratio, seconds = _best_by_estimate(look, search)
+    return look._replace(ratio=ratio, seconds=seconds, other=next(iter(places), None))
+
+
+def _best_by_estimate(
+    look: _Look, search: Search, room: float = 1.0
+) -> tuple[Iterator[int], float, float]:
+    """Return the plans that are clearly better and fit, the best first, and the chosen plan's ratios of objective and seconds.
+
+    They need at most the share `room` of each limit.
+    """
     plan, chosen, corrections = search.space.run.plan, look.chosen_index, _corrections(search)
-    before, after = (
-        _Expected.of(search, estimates, corrections)
-        for estimates in (search.estimates, look.estimates)
-    )
+    before = _Expected.of(search, search.estimates, corrections)
+    after = _Expected.of(search, look.estimates, look.slower * corrections)
     ratio = float(after.values[chosen] / before.values[chosen])
-    keeps = after.excess <= np.maximum(1.0, before.excess[chosen])
+    keeps = after.excess <= room * np.maximum(1.0, before.excess[chosen])
     is_open = keeps.copy()
-    if look.chosen is not None and keeps[chosen]:
+    if look.chosen is not None and keeps[chosen] and not look.is_over:
         is_open &= after.values <= IS_AHEAD * after.values[chosen]
         if look.shift.kind in ("price", "links"):
             is_open &= after.values / before.values < (1 - TOUCHES) * ratio
@@ -281,8 +299,7 @@ def _picked(look: _Look, search: Search) -> _Look:
     places = np.nonzero(is_open)[0]
     order = places[np.argsort(after.values[places], kind="stable")][:MOST_PICKS].tolist()
     fitting = (i for i in order if _fits(look.shift, search.space.candidate(i)))
-    seconds = float(after.steps[chosen] / before.steps[chosen])
-    return look._replace(ratio=ratio, seconds=seconds, other=next(fitting, None))
+    return fitting, ratio, float(after.steps[chosen] / before.steps[chosen])
 
 
 class _Expected(NamedTuple):
@@ -492,6 +509,65 @@ def _repriced(speed: Speed, factor: float) -> Speed:
     """Return the figures with other prices of the GPUs."""
     tokens = speed.cost_per_step / (speed.cost_per_million_tokens or 1.0) * 1e6
     return with_costs(speed, factor * (speed.cost_per_step - speed.egress_per_step), tokens)
+
+
+# Ways out -----------------------------------------------------------------------------------------
+
+
+def _with_way_out(
+    paired: Sequence[tuple[_Look, _Pair]],
+    search: Search,
+    spend: Spend[float],
+    pool: Executor,
+    watch: Callable[[], None],
+) -> list[tuple[_Look, _Pair]]:
+    """Find another plan where the chosen one exceeds a limit only as simulated, so that estimates saw none.
+
+    Estimates of the change are corrected by the chosen plan's simulation. The best plans that keep the limits by them
+    are simulated.
+    """
+    found = []
+    for look, (ours, theirs) in paired:
+        is_over = ours is not None and bool(_broken(search, spend, ours))
+        if ours is None or not is_over or search.is_late:
+            found.append((look, (ours, theirs)))
+            continue
+        if theirs is not None and not _broken(search, spend, theirs):
+            found.append((look, (ours, theirs)))
+            continue
+        early = search.spend_of(search.speeds[look.chosen_index])
+        later = spend.seconds / early.seconds  # all simulated steps against the first few
+        over = look._replace(is_over=True, slower=later * ours.seconds / look.seconds)
+        found.append(_first_way_out(over, ours, search, spend, pool, watch))
+    return found
+
+
+def _first_way_out(
+    look: _Look,
+    ours: _Paired,
+    search: Search,
+    spend: Spend[float],
+    pool: Executor,
+    watch: Callable[[], None],
+) -> tuple[_Look, _Pair]:
+    """Return the first plan by corrected estimates that keeps the limits after a change, as simulated; else no other plan."""
+    picked = [next(_best_by_estimate(look, search, room)[0], None) for room in ROOM]
+    places = list(dict.fromkeys(place for place in picked if place is not None))
+    own = search.space.candidate(look.chosen_index)
+    candidates = [search.space.candidate(place) for place in places]
+    wanted = {candidate: _trial(look, search, candidate) for candidate in candidates}
+    if _streams_ahead(look, search):
+        run = search.space.run
+        wanted[own] = _in_portions(shortened(run, run.seed, STREAMING), own)
+    simulated = run_all(pool, short_speed_of, wanted.items(), watch, search.deadline)
+    before = simulated.get(own, search.speeds[look.chosen_index])
+    for place, candidate in zip(places, candidates, strict=True):
+        speed = simulated.get(candidate)
+        if isinstance(speed, Speed) and isinstance(before, Speed):
+            theirs = _ratios(look, search, before, speed, candidate)
+            if not _broken(search, spend, theirs):
+                return look._replace(other=place), (ours, theirs)
+    return look._replace(other=None), (ours, None)
 
 
 # Signs ----------------------------------------------------------------------------------------------
