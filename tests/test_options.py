@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from streamrl.record.relations import relation_text
 from streamrl.record.steady_state import with_costs, with_step_time
 from streamrl.report.plan_report import total_lines
 from streamrl.runfile.config import Run
@@ -25,7 +26,6 @@ from streamrl.sim.planner.options import (
 from streamrl.sim.planner.plan import OptionLabel, Plan, PlanOption
 from streamrl.sim.planner.plan_settings import candidate_of, group_of, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
-from streamrl.sim.planner.relations import relation_text
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate, Space
 from tests.test_plan import SMALL, Here, few, planned

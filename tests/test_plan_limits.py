@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from streamrl.doctor.idle_gpus import find
 from streamrl.record.charges import PaidGpus
+from streamrl.record.relations import relation_text
 from streamrl.record.run_comparison import is_beyond_chance
 from streamrl.record.whole_run import whole_time
 from streamrl.report.plan_report import decision_text
@@ -30,7 +31,6 @@ from streamrl.sim.planner.objective import (
     unmet,
 )
 from streamrl.sim.planner.planner import make_plan
-from streamrl.sim.planner.relations import relation_text
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Space
 from streamrl.sim.planner.trial import Trial, short_speed_of

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from streamrl.record.metrics import Metrics
+from streamrl.record.relations import relation_text
 from streamrl.record.run_comparison import ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.plan_config import PlanConfig, limit_words
@@ -24,7 +25,6 @@ from streamrl.sim.planner.plan import LeftOutOption, OptionLabel, PlanOption
 from streamrl.sim.planner.plan_description import choice_of, whole_run_of
 from streamrl.sim.planner.plan_settings import describe, group_of
 from streamrl.sim.planner.race import Race, Simulated, ratios_of
-from streamrl.sim.planner.relations import relation_text
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import Unfinished

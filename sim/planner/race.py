@@ -18,13 +18,13 @@ from msgspec.structs import replace
 from streamrl.record.billing import adds_nothing
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics
+from streamrl.record.relations import may_be_chance
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
 from streamrl.record.steady_state import Speed, over_steps, with_step_time
 from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.sim.planner.objective import Spend, excess, faster_goal, limits_of
-from streamrl.sim.planner.relations import may_be_chance
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import (

@@ -45,7 +45,8 @@ def check(
         Path,
         typer.Argument(
             help="A folder with the layout of profiles/. Measured profiles of machines belong in its hosts/. "
-            "Default: the shipped profiles."
+            "Default: the shipped profiles.",
+            show_default=False,
         ),
     ] = PROFILES,
     as_json: AsJson = False,

@@ -14,6 +14,7 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.band import Band as FigureBand
 from streamrl.record.band import ModelError, hull
 from streamrl.record.charges import PaidGpus
+from streamrl.record.relations import EQUAL, percent_text
 from streamrl.record.uncertainty import GUESS, unmeasured_warning
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
@@ -25,7 +26,6 @@ from streamrl.runfile.files import values_by_key
 from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.plan import Choice, Plan, PlanOption
-from streamrl.sim.planner.relations import EQUAL, percent_text
 
 Kind = Literal["plan", "option", "runner-up", "front", "run"]
 """The recommended plan, another option of its table, other simulated plans, or a recorded run."""
