@@ -209,7 +209,8 @@ def test_a_page_says_why_and_shows_each_option_with_its_staleness(directory: Pat
     assert f"It was chosen as {plan.why}." in text
     for option in plan.options:
         label = ", ".join(option.labels)
-        assert f"{label[0].upper()}{label[1:]} ({option.text})" in text
+        words = option.text.replace("h800", "H800").replace("h20", "H20")
+        assert f"{label[0].upper()}{label[1:]} ({words})" in text
     assert "none of the plans that were not simulated is better by more than 1 %" in text
     assert "staleness is taken to cost no progress" in text
 

@@ -16,7 +16,7 @@ from streamrl.executor.trainer.passes import (
     output_logprobs,
     outputs_with_entropy,
 )
-from streamrl.hardware.hugging_face import MODEL_TYPES
+from streamrl.hardware.model_types import EXECUTED_TYPES
 from streamrl.runfile.roles_config import Packing
 from tests.test_passes import (
     NOT_PACKED,
@@ -32,7 +32,7 @@ CAPPED = {"gemma3_text": {"final_logit_softcapping": 2.0}, "cohere": {"logit_sca
 """What models do to their logits after the output layer."""
 
 
-@pytest.mark.parametrize("kind", sorted({*MODEL_TYPES, *CAPPED} - {*NOT_PACKED}))
+@pytest.mark.parametrize("kind", sorted({*EXECUTED_TYPES, *CAPPED} - {*NOT_PACKED}))
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_chunks_have_the_log_probabilities_and_the_gradient_of_all_at_once(
     kind: str, packing: Packing

@@ -107,6 +107,8 @@ def test_the_walk_finds_optional_and_nested_sections() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_value_of_a_wrong_type_is_refused_in_one_line_with_key_and_value(key: str) -> None:
     for value in wrong_values(KEYS[key]):
+        if key == "workload.lengths" and isinstance(value, str):
+            continue  # a name of profiles/lengths
         error = error_of(table_with(key, value))
         assert error.key.startswith(key) and error.key in str(error)
         assert repr(error.value)[:80] in str(error), str(error)
@@ -156,7 +158,7 @@ def test_a_missing_key_is_named_with_what_it_may_be(section: str) -> None:
 def test_the_kind_of_lengths_is_refused_with_its_choices() -> None:
     error = error_of(table_with("workload.lengths.kind", "lognormal"))
     assert str(error) == (
-        "workload.lengths.kind must be one of histogram, empirical, groups, trace, got 'lognormal'"
+        "workload.lengths.kind must be one of histogram, empirical, groups, trace, stated, got 'lognormal'"
     )
 
 
