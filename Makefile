@@ -70,7 +70,7 @@ RAY_MARKS ?= ray
 GPU_PYTHON ?= $(BIN)/python
 GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
-MEASURED := --set costs.profile=../$(DEMO)/profile.toml
+MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
 .PHONY: demo gpu docs test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
