@@ -51,6 +51,11 @@ def test_a_copy_never_replaces_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "studies").exists()
 
 
+def test_two_examples_may_name_the_same_file(tmp_path: Path) -> None:
+    for name in ("studies/bandwidth", "h20-h800", "h20-h800"):
+        assert streamrl("examples", "copy", name, "-o", tmp_path).returncode == 0
+
+
 def test_an_unknown_example_names_the_nearest(tmp_path: Path) -> None:
     result = streamrl("examples", "copy", "plan7b", "-o", tmp_path / "new")
     assert result.returncode == 2

@@ -64,15 +64,15 @@ def copy_example(name: str, target: Path) -> list[Path]:
     """Copy an example, and the examples and scripts that it names, to a folder; return the new files.
 
     Raises:
-        ValueError: no example has this name, or a file is already there.
+        ValueError: no example has this name, or a file with other content is already there.
     """
     folder = examples_folder()
     needed = {
         target / path.relative_to(folder): _text_of(path)
         for path in _with_named(find_example(name))
     }
-    for path in needed:
-        if path.exists():
+    for path, text in needed.items():
+        if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
             raise ValueError(f"{path} is already there; name another folder with --output")
     for path, text in needed.items():
         path.parent.mkdir(parents=True, exist_ok=True)
