@@ -87,8 +87,11 @@ def gap(model: Any, done: Completion) -> float:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_experts_reach_vllm_under_the_names_that_it_has(kind: str, tmp_path: Path) -> None:
-    experts = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
-    mixture = {experts[kind]: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts = {
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32},
+        "mixtral": {"num_local_experts": 4},
+    }
+    mixture = {**experts[kind], "num_experts_per_tok": 2}
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "initializer_range": 0.2}
     config = AutoConfig.for_model(kind, **{**SHAPE, **WIDE_HEADS}, **shape, **mixture, head_dim=32)
     models: Any = AutoModelForCausalLM
