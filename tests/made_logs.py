@@ -58,7 +58,152 @@ Generating rollouts (train): 100%|██████████| 64/64 [00:40<0
 12:00:40 SUCCESS Step 28 | Time: 41.50s | Reward: 0.3887 | Throughput: 1,040.5 tokens/s | Seq. Length: 650.2 tokens/sample | Async Level: 1 | Max. Off-Policy Level: 0
 12:01:20 SUCCESS Step 29 | Time: 39.00s | Reward: 0.4018 | Val. Reward: 0.5 | Throughput: 990.0 tokens/s | Seq. Length: 603.0 tokens/sample | Async Level: 1 | Max. Off-Policy Level: 2
 """
+SKYRL = """2026-08-21 10:00:00.000 | INFO     | skyrl.train.utils.utils:__exit__:45 - Finished: 'step', time cost: 97.43s
+(skyrl_entrypoint pid=812) 2026-08-21 10:00:00.001 | INFO     | skyrl.train.utils.tracking:log:204 - Step 4:
+(skyrl_entrypoint pid=812) {'generate/avg_num_tokens': '812.5000',
+(skyrl_entrypoint pid=812)  'generate/batch_num_seq': 64,
+(skyrl_entrypoint pid=812)  'generate/max_num_tokens': 2048,
+(skyrl_entrypoint pid=812)  'policy/final_loss': '-0.0100',
+(skyrl_entrypoint pid=812)  'timing/convert_to_training_input': '0.5000',
+(skyrl_entrypoint pid=812)  'timing/fwd_logprobs_values_reward': '11.0000',
+(skyrl_entrypoint pid=812)  'timing/generate': '51.2500',
+(skyrl_entrypoint pid=812)  'timing/policy_train': '30.0000',
+(skyrl_entrypoint pid=812)  'timing/step': '97.4300',
+(skyrl_entrypoint pid=812)  'timing/sync_weights': '4.0000',
+(skyrl_entrypoint pid=812)  'timing/train_critic_and_policy': '30.2500',
+(skyrl_entrypoint pid=812)  'trainer/global_step': 4,
+(skyrl_entrypoint pid=812)  'trainer/tokens_per_second_per_gpu': '2100.0000'}
+"""
+AREAL = """(AReaL) 20260521-10:00:00.000 StatsLogger INFO: Epoch 1/10 Step 3/29 Train step 3/290 done.
+(AReaL) 20260521-10:00:00.001 StatsLogger INFO: Stats (1/1):
+(AReaL) 20260521-10:00:00.002 StatsLogger INFO:
+╒══════════════════════════╤════════════╤═════════════════════════════╤════════════╕
+│ ppo_actor/n_seqs         │ 6.4000e+01 │ timeperf/rollout            │ 4.1500e+01 │
+├──────────────────────────┼────────────┼─────────────────────────────┼────────────┤
+│ ppo_actor/seq_len/avg    │ 9.6250e+02 │ timeperf/recompute_logp     │ 6.0000e+00 │
+├──────────────────────────┼────────────┼─────────────────────────────┼────────────┤
+│ ppo_actor/prompt_len/avg │ 1.5000e+02 │ timeperf/compute_advantage  │ 5.0000e-01 │
+├──────────────────────────┼────────────┼─────────────────────────────┼────────────┤
+│ ppo_actor/grad_norm      │ 1.2000e-01 │ timeperf/train_step         │ 2.0000e+01 │
+├──────────────────────────┼────────────┼─────────────────────────────┼────────────┤
+│ timeperf/save            │ 3.0000e+01 │ timeperf/update_weights     │ 2.0000e+00 │
+╘══════════════════════════╧════════════╧═════════════════════════════╧════════════╛
+"""
+ROLL_NEXT = (
+    '{"time/step_total": 98.5, "time/step_stop_server": 0.0, "time/step_model_update": 4.5, "time/step_generate": 52.0, '
+    '"time/ref_log_probs_values": 5.0, "time/old_log_probs": 6.5, "time/step_train": 31.0, "system/global_step": 6, '
+    '"system/batch_size": 64, "token/prompt_length/mean": 150.0, "token/response_length/mean": 830.0}'
+)
+ROLL = f"""[2026-08-19 10:00:00] [rlvr_pipeline.py (489)] [INFO] [DRIVER 0 / 1][PID 77] pipeline step 5 start...
+[2026-08-19 10:01:40] [tracking.py (158)] [INFO] [DRIVER 0 / 1][PID 77] metrics_tag: {{"step": 5, "metrics": {{"time/step_total": 0, "time/step_model_update": 4.0, "time/step_generate": 51.0, "time/ref_log_probs_values": 5.0, "time/old_log_probs": 6.0, "math_rule/time/compute_advantage": 0.25, "time/step_train": 30.0, "system/tps": 0.0, "system/global_step": 5, "system/batch_size": 64, "token/prompt_length/mean": 150.0, "token/response_length/mean": 812.5, "token/response_length/max": 2048.0, "token/total_length/mean": 962.5, "critic/kl@mean": NaN}}}}
+[2026-08-19 10:01:41] [rlvr_pipeline.py (835)] [INFO] [DRIVER 0 / 1][PID 77] [{{"prompt": "{{ 1 + 1", "response": "2"}}]
+[2026-08-19 10:01:42] [rlvr_pipeline.py (489)] [INFO] [DRIVER 0 / 1][PID 77] pipeline step 6 start...
+[2026-08-19 10:03:20] [tracking.py (158)] [INFO] [DRIVER 0 / 1][PID 77] metrics_tag: {{"step": 6, "metrics": {ROLL_NEXT}}}
+[2026-08-19 10:03:20] [rlvr_pipeline.py (836)] [INFO] [DRIVER 0 / 1][PID 77] {ROLL_NEXT}
+"""
+TORCHFORGE = """INFO 2025-11-15 10:00:00 === [global_reduce] - METRICS STEP 3 ===
+  buffer/add/count_episodes_added: 786.0
+  episode/avg_prompt_tokens: 144.5
+  episode/avg_response_tokens: 947.0
+  episode/max_response_tokens: 2048.0
+  main_perf/continuous_rollouts/total_duration_avg_s: 154.25
+  main_perf/continuous_training/drop_weights/duration_avg_s: 5.75
+  main_perf/continuous_training/push_weights/duration_avg_s: 14.25
+  main_perf/continuous_training/push_weights/duration_max_s: 14.25
+  main_perf/continuous_training/total_duration_avg_s: 224.75
+  main_perf/continuous_training/train_step/duration_avg_s: 7.75
+  main_perf/continuous_training/update_weights/duration_avg_s: 60.0
+  main_perf/continuous_training/waiting_for_buffer/duration_avg_s: 137.0
+  rl_trainer_perf/step/forward_backward/duration_avg_s: 7.0
+  rl_trainer_perf/step/optimizer_step/duration_avg_s: 0.5
+==============================
+"""
 MADE: dict[str, tuple[str, str, list[MeasuredStep]]] = {
+    "skyrl": (
+        "skyrl.log",
+        SKYRL,
+        [
+            MeasuredStep(
+                step=4,
+                step_time=97.43,
+                generation=51.25,
+                score=11.0,
+                train=30.25,
+                sync=4.0,
+                other=0.5,
+                rollouts=64.0,
+                output_tokens=812.5,
+                longest_output=2048.0,
+            )
+        ],
+    ),
+    "areal": (
+        "areal.log",
+        AREAL,
+        [
+            MeasuredStep(
+                step=3,
+                step_time=70.0,
+                generation=41.5,
+                score=6.0,
+                train=20.0,
+                sync=2.0,
+                other=0.5,
+                rollouts=64.0,
+                output_tokens=812.5,
+                prompt_tokens=150.0,
+                tokens_per_rollout=962.5,
+            )
+        ],
+    ),
+    "roll": (
+        "roll.log",
+        ROLL,
+        [
+            MeasuredStep(
+                step=5,
+                step_time=98.5,
+                generation=51.0,
+                score=11.0,
+                reference=5.0,
+                train=30.0,
+                sync=4.0,
+                rollouts=64.0,
+                output_tokens=812.5,
+                longest_output=2048.0,
+                prompt_tokens=150.0,
+                tokens_per_rollout=962.5,
+            ),
+            MeasuredStep(
+                step=6,
+                generation=52.0,
+                score=11.5,
+                reference=5.0,
+                train=31.0,
+                sync=4.5,
+                rollouts=64.0,
+                output_tokens=830.0,
+                prompt_tokens=150.0,
+            ),
+        ],
+    ),
+    "torchforge": (
+        "forge.log",
+        TORCHFORGE,
+        [
+            MeasuredStep(
+                step=3,
+                step_time=224.75,
+                wait=137.0,
+                train=7.5,
+                sync=74.25,
+                other=5.75,
+                output_tokens=947.0,
+                longest_output=2048.0,
+                prompt_tokens=144.5,
+            )
+        ],
+    ),
     "prime-rl": (
         "prime.log",
         PRIME,

@@ -354,8 +354,10 @@ def test_a_log_of_each_framework_calibrates_a_run_file_of_its_work(
     }
     if name == "verl":  # whose tokens a second and GPU say how many there are
         keys["rollout.replicas"] = 4
-    if name == "prime-rl":  # which tells that generation is a step ahead
+    if name in ("prime-rl", "torchforge"):  # which tell that generation is a step ahead
         keys["policies.system"] = "stream-async"
+    if name == "torchforge":  # whose reference is a part of its rollouts
+        keys["algorithm.old_log_probs"] = "engine"
     write_run(small_run(keys), tmp_path / "run.toml")
     done = streamrl("calibrate", tmp_path / "run.toml", tmp_path / file, "--json")
     assert done.returncode == 0, done.stderr
@@ -412,7 +414,7 @@ def test_a_simulated_run_that_was_recorded_calibrates_to_itself(tmp_path: Path) 
         (("zero.csv",), "zero.csv: nothing can be fitted to it"),
         (
             ("steps.csv", "--format", "vrl"),
-            "no format 'vrl' in profiles/logs; the formats are nemo-rl",
+            "no format 'vrl' in profiles/logs; the formats are areal, nemo-rl",
         ),
     ],
 )

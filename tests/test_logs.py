@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -116,7 +117,7 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
             "step,step_time\n1,-2\n",
             "row 1: step_time must be a number of at least 0, got '-2'",
         ),
-        ("no.csv", "a,b\n1,2\n", "its format is unknown; choose one of csv, nemo-rl"),
+        ("no.csv", "a,b\n1,2\n", "its format is unknown; choose one of csv, areal"),
         ("no.log", "nothing of a step\n", "its format is unknown"),
         (
             "no.log",
@@ -269,6 +270,99 @@ def test_every_format_says_which_source_at_which_commit() -> None:
         log = load_format(name)
         assert len(log.commit) == 40 and ":" in log.source and log.lines
     assert known_formats() == sorted(path.stem for path in (PROFILES / "logs").iterdir())
+
+
+# Frameworks whose lines have traps -----------------------------------------------------------------
+
+TIMER = "2026-08-21 10:00:00.000 | INFO     | skyrl.train.trainer:train:{} - {}\n"
+
+
+def skyrl_timers(*names: str) -> str:
+    """Return the lines of SkyRL's timers, each with a second more than the one before."""
+    lines = [TIMER.format(1, "Finished: 'sync_weights', time cost: 9.00s")]
+    for number, name in enumerate(names, start=1):
+        start = TIMER.format(number, f"Started: '{name}'")
+        end = TIMER.format(number, f"Finished: '{name}', time cost: {number}.00s")
+        lines.append(start if name == "step" else start + end)
+    return "".join(lines)
+
+
+def test_timers_of_skyrl_are_read_without_its_console_tracker(tmp_path: Path) -> None:
+    once = ("step", "generate", "fwd_logprobs_values_reward", "train_critic_and_policy")
+    first, second = read(tmp_path, "skyrl.log", skyrl_timers(*once, *once))
+    assert first == MeasuredStep(step=1, generation=2.0, score=3.0, train=4.0)
+    assert second == MeasuredStep(step=2, generation=6.0, score=7.0, train=8.0)
+
+
+def test_a_step_of_skyrl_that_samples_again_is_one_step(tmp_path: Path) -> None:
+    text = skyrl_timers("step", "generate", "step", "generate", "train_critic_and_policy")
+    assert read(tmp_path, "skyrl.log", text) == [MeasuredStep(step=1, generation=6.0, train=5.0)]
+
+
+def test_what_skyrl_waits_for_a_buffer_is_no_generation(tmp_path: Path) -> None:
+    row = {"trainer/global_step": 3, "timing/step": 20.0, "timing/wait_for_generation_buffer": 5.0}
+    (tmp_path / "skyrl.jsonl").write_text(json.dumps(row) + "\n")
+    found = read_measured_file(tmp_path / "skyrl.jsonl")
+    assert found.is_asynchronous and found.steps[0].step == 3
+    assert (found.steps[0].wait, found.steps[0].generation) == (5.0, None)
+
+
+@pytest.mark.parametrize("name", ["areal", "roll"])
+def test_a_call_for_a_batch_is_waiting_in_asynchronous_modes(name: str, tmp_path: Path) -> None:
+    file, text, expected = MADE[name]
+    (tmp_path / file).write_text(text)
+    silent = read_measured_file(tmp_path / file)
+    assert silent.is_asynchronous is None and "taking turns" in silent.notes[-1]
+    told = read_measured_file(tmp_path / file, is_asynchronous=True)
+    assert told.steps[0].generation is None and told.steps[0].wait == expected[0].generation
+
+
+def test_the_agentic_pipeline_of_roll_writes_the_seconds_of_its_own_step(tmp_path: Path) -> None:
+    figures = '{"time/step_total": 60.0, "time/step_rollout": 30.0, "time/step_train": 9.0}'
+    lines = [f'x metrics_tag: {{"step": {step}, "metrics": {figures}}}\n' for step in (0, 1)]
+    steps = read(tmp_path, "roll.log", "".join(lines))
+    assert [(step.step, step.step_time, step.generation) for step in steps] == [
+        (0, 60.0, 30.0),
+        (1, 60.0, 30.0),
+    ]
+
+
+def test_the_stages_of_torchforge_sum_up_to_its_step(tmp_path: Path) -> None:
+    (tmp_path / "forge.log").write_text(MADE["torchforge"][1])
+    found = read_measured_file(tmp_path / "forge.log")
+    (step,) = found.steps
+    parts = (step.wait, step.train, step.sync, step.other)
+    assert found.is_asynchronous and step.step_time is not None
+    assert sum(part or 0.0 for part in parts) == pytest.approx(step.step_time, abs=0.5)
+
+
+def test_colours_of_a_terminal_and_names_of_ray_are_no_part_of_a_line(tmp_path: Path) -> None:
+    lines = MADE["torchforge"][1].splitlines()
+    shown = [f"\x1b[36m(Controller pid=7, ip=10.0.0.2)\x1b[0m {line}" for line in lines]
+    assert read(tmp_path, "forge.log", "\n".join(shown) + "\n") == MADE["torchforge"][2]
+
+
+def test_a_brace_in_a_text_swallows_no_lines_after_it(tmp_path: Path) -> None:
+    text = MADE["slime"][1]
+    assert read(tmp_path, "slime.log", f"prompt: {{ x\n{text}answer: }}\n") == MADE["slime"][2]
+
+
+# Documentation -------------------------------------------------------------------------------------
+
+
+def documented_columns() -> dict[str, set[str]]:
+    """Return the columns that docs/calibration.md names for each format."""
+    text = (Path(__file__).parents[1] / "docs" / "calibration.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    cells = {row[0].strip("| `"): " ".join(row[2:4]) for row in rows if len(row) == 5}
+    return {name: set(re.findall(r"`(\w+)`", text)) for name, text in cells.items()}
+
+
+def test_the_table_of_formats_names_what_each_one_reads() -> None:
+    told = documented_columns()
+    for name in known_formats():
+        log = load_format(name)
+        assert told[name] == {*log.columns, *log.synchronous, *log.asynchronous}
 
 
 # Terminals ----------------------------------------------------------------------------------------

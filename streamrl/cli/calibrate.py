@@ -45,7 +45,7 @@ def calibrate(
         Path,
         typer.Argument(
             metavar="MEASURED",
-            help="Measured steps of that run. A log of verl, NeMo-RL, slime, OpenRLHF, prime-rl or TRL, a CSV with named columns, or "
+            help="Measured steps of that run. A log of a framework (see --format), a CSV with named columns, or "
             "the directory of an executed run.",
         ),
     ],
@@ -62,7 +62,7 @@ def calibrate(
         str | None,
         typer.Option(
             "--format",
-            help="Format of the log: verl, nemo-rl, slime, openrlhf, prime-rl, trl or csv. Default: detect it.",
+            help="Format of the log: areal, nemo-rl, openrlhf, prime-rl, roll, skyrl, slime, torchforge, trl, verl or csv. Default: detect it.",
         ),
     ] = None,
     held_out: Annotated[

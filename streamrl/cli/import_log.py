@@ -64,7 +64,7 @@ def import_log(
         str | None,
         typer.Option(
             "--format",
-            help="verl, nemo-rl, slime, openrlhf, prime-rl, trl, csv or rollouts. Default: detect it.",
+            help="areal, nemo-rl, openrlhf, prime-rl, roll, skyrl, slime, torchforge, trl, verl, csv or rollouts. Default: detect it.",
         ),
     ] = None,
     fields: Annotated[

@@ -31,7 +31,16 @@ from streamrl.runfile.errors import shown
 from streamrl.workload.data_files import read_csv
 
 LiteralValue = dict[str, object]
-NAMES: dict[str, object] = {"nan": nan, "inf": inf, "NaN": nan, "Infinity": inf}
+NAMES: dict[str, object] = {
+    "nan": nan,
+    "inf": inf,
+    "NaN": nan,
+    "Infinity": inf,
+    "true": True,
+    "false": False,
+    "null": None,
+}
+"""Names in printed dicts and in JSON, with their values."""
 WRAPPERS = ("float", "int", "tensor", "array", "bool")
 """Parts of type names around numbers, such as np.float64(1.5) and tensor(2)."""
 
@@ -118,14 +127,24 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
     """Lines of one kind."""
 
     pattern: str
-    """A regular expression. Its groups depend on `reads`. dict, pairs and bars: `values`, and `step` if
-    the line has it. item: `key` and `value`, for the step before or after. step: `step`, with which a
-    new step begins. progress: `step`, and `value` in the unit `unit` (s/it or it/s).
+    """A regular expression. Its groups depend on `reads`. dict, pairs, bars and cells: `values`, and
+    `step` if the line has it. item: `key` and `value`, for the step before or after. step: `step`, with
+    which a new step begins. progress: `step`, and `value` in the unit `unit` (s/it or it/s).
     """
-    reads: Literal["dict", "pairs", "bars", "item", "step", "progress"]
-    """dict: a printed Python dict; pairs: `key:value` between ` - `; bars: `key: value unit` between ` | `;
-    progress: a bar of tqdm, whose seconds count only if nothing else has the seconds of steps.
+    reads: Literal["dict", "pairs", "bars", "cells", "item", "step", "begin", "progress"]
+    """How the values are written.
+
+    - dict: a printed Python dict, or JSON
+    - pairs: `key:value` between ` - `
+    - bars: `key: value unit` between ` | `
+    - cells: key and value in turn between `│`
+    - begin: nothing. A step begins, and the line does not have its number.
+    - progress: a bar of tqdm. Its seconds count only if nothing else has the seconds of steps.
     """
+    prefix: str = ""
+    """Text before the key of an item."""
+    after: str | None = None
+    """Of `begin`: the key that the current step must have. Without it, the step goes on."""
 
     def __post_init__(self) -> None:
         try:
@@ -136,6 +155,7 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
             "item": {"key", "value"},
             "step": {"step"},
             "progress": {"step", "value", "unit"},
+            "begin": set(),
         }.get(self.reads, {"values"})
         if missing := needed - groups:
             raise ValueError(f"pattern {self.pattern!r} needs the named group {', '.join(missing)}")
@@ -157,6 +177,10 @@ class LogFormat(ProfileTable, frozen=True, kw_only=True):
     rows: str | None = None
     """Key of a JSON file that contains its rows, if they are nested."""
     lines: tuple[LinePattern, ...] = ()
+    unnumbered: tuple[LinePattern, ...] = ()
+    """Lines that do not say their step. They are read if no line of `lines` has a figure."""
+    late: dict[str, str] = msgspec.field(default_factory=dict)
+    """Keys with the value of the step before, in rows that also have the second key."""
     columns: dict[str, Keys] = msgspec.field(default_factory=dict)
     synchronous: dict[str, Keys] = msgspec.field(default_factory=dict)
     """Columns of modes in which generation and training alternate, in addition to or in place of those above."""
@@ -245,6 +269,8 @@ class LogRecords:
     notes: list[str] = field(default_factory=list)
     progress: dict[int, float] = field(default_factory=dict)
     """Seconds of a step, by the number that a progress bar shows."""
+    current: int | None = None
+    """The step that the last line with a step named."""
     columns: dict[str, str] = field(init=False)
     """Column of each known key."""
 
@@ -264,6 +290,8 @@ class LogRecords:
 
     def enter(self, step: int, figures: Figures, where: str) -> None:
         """Add the figures of a row or a line to a step."""
+        if self.log.late:
+            figures = self._without_late(step, figures, where)
         own = self.steps.setdefault(step, {})
         for key, value in figures.items():
             column = self.columns.get(key)
@@ -277,6 +305,23 @@ class LogRecords:
                 text = f"step {step} is logged twice: {key} is {own[key]:g}{unit}, then {value:g}{unit}"
                 self.damage.append(f"{where}: {text}")
         own.update(figures)
+
+    def _without_late(self, step: int, figures: Figures, where: str) -> Figures:
+        """Return figures without those of the step before, which are entered there."""
+        late = {key for key, mark in self.log.late.items() if key in figures and mark in figures}
+        for key in late:
+            own = self.steps.get(step - 1)
+            if own is not None and own.setdefault(key, figures[key]) != figures[key]:
+                self.damage.append(f"{where}: step {step - 1} is logged twice: {key}")
+        return {key: value for key, value in figures.items() if key not in late}
+
+    def add(self, figures: Figures) -> None:
+        """Add figures to the current step, which may have the same keys already."""
+        if self.current is None:
+            return
+        own = self.steps.setdefault(self.current, {})
+        for key, value in figures.items():
+            own[key] = own.get(key, 0.0) + value
 
     def cut_off(self, damaged: int) -> None:
         """Replace the damage since there were `damaged` entries by a note that the last line was cut off."""
@@ -388,27 +433,59 @@ MOST_WRAPPED = 200
 Patterns = list[tuple[LinePattern, re.Pattern[str]]]
 
 
+MARKS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+"""Colours and other commands for a terminal."""
+RAY = re.compile(r"^\([\w.:]+ pid=\d+(?:, ip=[^)]*)?\) ?")
+"""What Ray puts before each line of a worker."""
+
+
 def _of_lines(found: LogRecords, text: str) -> None:
-    current = 0
-    patterns = [(line, re.compile(line.pattern)) for line in found.log.lines]
-    lines = re.split(r"[\r\n]+", text)
+    lines = [RAY.sub("", MARKS.sub("", line)) for line in re.split(r"[\r\n]+", text)]
+    for kinds in (found.log.lines, found.log.unnumbered):
+        _read_lines(found, lines, kinds)
+        if any(set(figures) & set(found.columns) for figures in found.steps.values()):
+            return
+        found.current = None
+
+
+def _read_lines(found: LogRecords, lines: list[str], kinds: tuple[LinePattern, ...]) -> None:
+    patterns = [(line, re.compile(line.pattern)) for line in kinds]
     for first, last, line in _unwrapped(lines, patterns):
         damaged = len(found.damage)
         pattern, match = _match(line, patterns)
         if pattern is not None and match is not None:
             where = f"{found.path}:{first}"
             try:
-                if pattern.reads == "step":
-                    current = int(match["step"])
-                elif pattern.reads == "progress":
-                    found.progress[int(match["step"])] = _seconds_of(match)
-                else:
-                    figures = found.numbers(_values(pattern, match), where)
-                    found.enter(_step_of(match, found, figures, current), figures, where)
+                _take_line(found, pattern, match, where)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
         if last == len(lines):  # a complete last line would have an empty one after it
             found.cut_off(damaged)
+
+
+def _take_line(found: LogRecords, pattern: LinePattern, match: re.Match[str], where: str) -> None:
+    """Enter the content of a line."""
+    match pattern.reads:
+        case "step":
+            found.current = int(match["step"])
+        case "begin":
+            found.current = _next_step(found, pattern)
+        case "progress":
+            found.progress[int(match["step"])] = _seconds_of(match)
+        case _:
+            figures = found.numbers(_values(pattern, match), where)
+            if pattern in found.log.unnumbered:
+                found.add(figures)
+            else:
+                found.enter(_step_of(match, found, figures), figures, where)
+
+
+def _next_step(found: LogRecords, pattern: LinePattern) -> int:
+    """Return the number of the step that begins, or of the current one if it goes on."""
+    current = found.current
+    if current is None:
+        return 1
+    return current if pattern.after not in found.steps.get(current, {}) else current + 1
 
 
 def _match(line: str, patterns: Patterns) -> tuple[LinePattern, re.Match[str]] | tuple[None, None]:
@@ -432,7 +509,7 @@ def _end_of_line(lines: list[str], at: int, patterns: Patterns) -> int:
     """Return the place after the last piece of a line."""
     line, kinds = lines[at], {pattern.reads for pattern, _ in patterns}
     if "dict" in kinds and line.count("{") > line.count("}"):
-        return _after_dict(lines, at)
+        return _after_dict(lines, at, patterns)
     pattern, _ = _match(line, patterns)
     if pattern is None or pattern.reads not in CONTINUATIONS:
         return at + 1
@@ -444,10 +521,12 @@ def _end_of_line(lines: list[str], at: int, patterns: Patterns) -> int:
     return end
 
 
-def _after_dict(lines: list[str], at: int) -> int:
+def _after_dict(lines: list[str], at: int, patterns: Patterns) -> int:
     """Return the place after the line that closes a dict; if none does, after its first line."""
     depth = 0
     for place in range(at, min(len(lines), at + MOST_WRAPPED)):
+        if place > at and _match(lines[place], patterns)[0] is not None:
+            break
         depth += lines[place].count("{") - lines[place].count("}")
         if depth <= 0:
             return place + 1
@@ -469,21 +548,24 @@ def _seconds_of(match: re.Match[str]) -> float:
     return value if match["unit"] == "s/it" else 1 / value if value else inf
 
 
-def _step_of(match: re.Match[str], found: LogRecords, figures: Figures, current: int) -> int:
+def _step_of(match: re.Match[str], found: LogRecords, figures: Figures) -> int:
     """Return the step of a line: its own, that of the line before, or the next one."""
     if match.groupdict().get("step") is not None:
         return int(match["step"])
     if "key" in match.groupdict():
-        return current
-    stated = next((figures[key] for key in found.log.step_keys if key in figures), None)
+        return found.current or 0
+    stated = next((figures[key] for key in found.log.step_keys if key in figures), found.current)
     return int(stated) if stated is not None else max(found.steps, default=0) + 1
 
 
 def _values(pattern: LinePattern, match: re.Match[str]) -> Mapping[str, object]:
     if pattern.reads == "item":
-        return {match["key"]: match["value"]}
+        return {pattern.prefix + match["key"]: match["value"]}
     if pattern.reads == "dict":
         return read_dict(match["values"])
+    if pattern.reads == "cells":
+        cells = [cell.strip() for cell in match["values"].split("│")]
+        return dict(zip(cells[::2], cells[1::2], strict=False))
     pairs = (pair.rpartition(":") for pair in match["values"].split(SEPARATORS[pattern.reads]))
     found = {key.strip(): value for key, _, value in pairs}
     if pattern.reads == "pairs":
@@ -619,7 +701,11 @@ def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredS
 
 def _picked(keys: dict[str, Keys], figures: dict[str, float]) -> dict[str, float]:
     found = {column: pick(aliases, figures) for column, aliases in keys.items()}
-    return {column: value for column, value in found.items() if value is not None}
+    known = {column: value for column, value in found.items() if value is not None}
+    whole, prompt = known.get("tokens_per_rollout"), known.get("prompt_tokens")
+    if "output_tokens" not in known and whole is not None and prompt is not None:
+        known["output_tokens"] = max(whole - prompt, 0.0)
+    return known
 
 
 def _checked(
