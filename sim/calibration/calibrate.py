@@ -31,8 +31,13 @@ from streamrl.hardware.calibration_file import (
     write_calibration,
 )
 from streamrl.hardware.profiles import load_model
-from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, read_run_steps
-from streamrl.record.recorded_workload import recorded_workload
+from streamrl.logs.measured_steps import (
+    MeasuredStep,
+    MeasuredSteps,
+    StepLengths,
+    read_run_steps,
+)
+from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
@@ -278,7 +283,7 @@ wrong.
 LARGE = 0.15
 """Error of a stage after its fit. Above it, one factor does not explain the steps of the stage."""
 
-Simulator = Callable[[Run, Sequence[MeasuredStep]], SimulatedSteps]
+Simulator = Callable[[Run, Sequence[StepLengths]], SimulatedSteps]
 
 
 class Calibrated(NamedTuple):
@@ -341,7 +346,8 @@ def calibrate_checked(
 
     def simulate(calibration: str | None) -> SimulatedSteps:
         return simulated(
-            replace(run, costs=replace(run.costs, calibration=calibration)), used.steps
+            replace(run, costs=replace(run.costs, calibration=calibration)),
+            [step.lengths for step in used.steps],
         )
 
     generates_on, trains_on = (
@@ -618,10 +624,10 @@ def calibrate_recorded(
         ours, _ = mean_tokens(SimulatedWorkload(run))
         measured = replace(measured, notes=tuple(_note_lengths(ours, theirs)))
     num_steps = len(measured.steps)
+    workload = recorded_inputs(trace, file).workload
 
-    def simulated(seen: Run, steps: Sequence[MeasuredStep]) -> SimulatedSteps:
+    def simulated(seen: Run, steps: Sequence[StepLengths]) -> SimulatedSteps:
         algorithm = replace(seen.algorithm, steps=num_steps)
-        workload = recorded_workload(trace, file)
         seen = replace(seen, algorithm=algorithm, workload=workload, faults=())
         costs = Costs.load(seen)
         filled = fill_policies(seen, costs)

@@ -13,7 +13,7 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from streamrl.engine.messages import ExpectationsChanged, Generated
-from streamrl.logs.measured_steps import MeasuredStep, read_run_steps
+from streamrl.logs.measured_steps import MeasuredStep, StepLengths, read_run_steps
 from streamrl.runfile.config import Run
 from streamrl.sim.batch_generation import generate_batch, step_batches
 from streamrl.sim.calibration.disagreement import takes_turns
@@ -34,7 +34,7 @@ ROUNDS = 20
 class StepwiseWorkload:
     """The groups of a run. The lengths of each step are scaled to its measured mean."""
 
-    def __init__(self, run: Run, steps: Sequence[MeasuredStep]) -> None:
+    def __init__(self, run: Run, steps: Sequence[StepLengths]) -> None:
         """Read the measured means.
 
         Args:
@@ -69,7 +69,7 @@ class StepwiseWorkload:
             self._ends.append(next(self._batches).drawn[-1].drawn.group + 1)
         return bisect_right(self._ends, group)
 
-    def _measured(self, step: int) -> MeasuredStep:
+    def _measured(self, step: int) -> StepLengths:
         return self._steps[min(step, len(self._steps) - 1)]
 
     def _scaled(self, draw: Draw, step: int) -> Draw:
@@ -109,7 +109,7 @@ class SimulatedSteps:
     """Seconds of a step outside its stages."""
 
 
-def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps:
+def simulate_steps(run: Run, measured: Sequence[StepLengths]) -> SimulatedSteps:
     """Simulate as many steps as were measured, each with its own lengths.
 
     If few steps were measured, each is simulated several times.
@@ -134,7 +134,8 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
     if (
         not turns
     ):  # training overlaps with generation and hides its seconds: generate each batch alone
-        batches = islice(step_batches(filled, StepwiseWorkload(filled, made)), len(made))
+        alone = StepwiseWorkload(filled, [step.lengths for step in made])
+        batches = islice(step_batches(filled, alone), len(made))
         generate = partial(generate_batch, filled, costs)
         ends = [batch.generate(generate).in_turn[-1] for batch in batches]
         made = [replace(step, generation=end.time) for step, end in zip(made, ends, strict=True)]

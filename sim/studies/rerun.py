@@ -10,10 +10,9 @@ from msgspec.structs import asdict, replace
 
 from streamrl.engine.trace import Trace
 from streamrl.record.ledger import describe_faults
-from streamrl.record.recorded_workload import recorded_workload
+from streamrl.record.recorded_inputs import RecordedInputs, recorded_inputs
 from streamrl.record.restarts import ledger_of_run
 from streamrl.record.run_comparison import Rerun, compare_rerun
-from streamrl.record.run_directory import with_kept_inputs
 from streamrl.record.steady_state import read_steps
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError, shown
@@ -56,7 +55,7 @@ def rerun(
         raise ValueError(f"{file} has no finished step, so there is nothing to simulate again")
     if not (ledger := ledger_of_run(trace, file.parent)).is_balanced:
         raise ValueError(f"the ledger of {file} does not balance: {describe_faults(ledger)}")
-    base = change_run(_as_recorded(trace, file), ())
+    base = change_run(_as_recorded(recorded_inputs(trace, file)), ())
     changed = change_run(base, changes)
     _check_order(base, changed)
     check_same_work(changed, base, ("with --set", f"in {file}"))
@@ -75,29 +74,28 @@ def rerun(
 
 
 def simulate_as_recorded(
-    trace: Trace, file: Path, num_steps: int, changes: Sequence[str] = ()
+    recorded: RecordedInputs, num_steps: int, changes: Sequence[str] = ()
 ) -> Trace:
     """Simulate a recorded run with its lengths and advantages, without its faults.
 
     Args:
-        trace: the recorded run.
-        file: its trace file, which has the lengths.
+        recorded: the manifest and the workload of the recorded run.
         num_steps: steps to simulate.
         changes: `key=value` of its run file.
 
     Raises:
         ValueError: no lengths are recorded, costs are missing, or a change is invalid.
     """
-    run = with_kept_inputs(trace.run, file.parent)
+    run = recorded.manifest.run
     run = change_run(run, changes) if changes else run
-    workload, algorithm = recorded_workload(trace, file), replace(run.algorithm, steps=num_steps)
-    return simulate(replace(run, workload=workload, algorithm=algorithm, faults=()))
+    algorithm = replace(run.algorithm, steps=num_steps)
+    return simulate(replace(run, workload=recorded.workload, algorithm=algorithm, faults=()))
 
 
-def _as_recorded(trace: Trace, file: Path) -> Run:
-    run = with_kept_inputs(trace.run, file.parent)
+def _as_recorded(recorded: RecordedInputs) -> Run:
+    run = recorded.manifest.run
     run = empty_policies(run, Costs.load(run))
-    return replace(run, workload=recorded_workload(trace, file), faults=())
+    return replace(run, workload=recorded.workload, faults=())
 
 
 def _check_order(base: Run, changed: Run) -> None:

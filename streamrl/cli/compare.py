@@ -18,6 +18,7 @@ from streamrl.cli.shared import (
 )
 from streamrl.engine.trace import Trace
 from streamrl.record.metrics import measure
+from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.report.run_tables import compare as compare_metrics
 from streamrl.report.run_tables import comparison_table
 from streamrl.sim.studies.rerun import simulate_as_recorded
@@ -55,8 +56,8 @@ def compare(
     if predicted is not None:
         expected = measure(_open(predicted, "simulated", "what predicts must be simulated"))
     else:
-        file = trace_file(measured)
-        simulated = simulate_as_recorded(trace, file, figures.num_steps, overrides or ())
+        recorded = recorded_inputs(trace, trace_file(measured))
+        simulated = simulate_as_recorded(recorded, figures.num_steps, overrides or ())
         expected = measure(simulated, figures.counted_steps)
     if as_json:
         print_json(compare_metrics(expected, figures))

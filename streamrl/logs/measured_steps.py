@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from math import isfinite
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -64,6 +65,15 @@ WORK = {
 COLUMNS = ("step", *SECONDS, *WORK)
 
 
+class StepLengths(NamedTuple):
+    """The workload of a step: all that a simulation of it may read."""
+
+    step: int
+    output_tokens: float | None
+    """Mean output tokens of a rollout."""
+    longest_output: float | None
+
+
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step; an unmeasured value is None, never 0."""
 
@@ -93,6 +103,11 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     def has_seconds(self) -> bool:
         """Return whether any time was measured."""
         return any(getattr(self, name) is not None for name in SECONDS)
+
+    @property
+    def lengths(self) -> StepLengths:
+        """Return the workload of the step, without anything that was measured in seconds."""
+        return StepLengths(self.step, self.output_tokens, self.longest_output)
 
 
 class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):

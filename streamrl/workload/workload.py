@@ -61,6 +61,33 @@ def drift_within(lengths: LengthsConfig, steps: int, num_steps: int) -> LengthsC
 Lengths = npt.NDArray[np.int64]
 
 
+class RecordedLengths(NamedTuple):
+    """The part of a trace file that a workload consists of. It has no seconds."""
+
+    drawn: dict[int, DrawnGroup]
+    """By number: rollouts, prompt tokens, family and expected tokens of each group."""
+    tokens: dict[int, int]
+    """Output tokens of each finished rollout."""
+    dropped: set[int]
+    """Groups that a failure lost, so that the run drew others."""
+
+
+def read_lengths(path: Path) -> RecordedLengths:
+    """Return the groups and lengths of a trace file.
+
+    Raises:
+        ValueError: the file is not a trace.
+    """
+    found = RecordedLengths({}, {}, set())
+    for _, event, commands in read_trace(path).entries:
+        if isinstance(event, PromptsDrawn):
+            found.drawn.update((group.group, group) for group in event.groups)
+        elif isinstance(event, Generated) and event.finish != "aborted":
+            found.tokens[event.rollout] = event.tokens
+        found.dropped.update(command.group for command in commands if isinstance(command, Drop))
+    return found
+
+
 class RecordedGroups:
     """The groups of a trace file in draw order.
 
@@ -75,15 +102,7 @@ class RecordedGroups:
             ValueError: the file is not a trace, or has no group with known lengths.
         """
         self._path = path
-        drawn: dict[int, DrawnGroup] = {}
-        tokens: dict[int, int] = {}
-        dropped: set[int] = set()
-        for _, event, commands in read_trace(path).entries:
-            if isinstance(event, PromptsDrawn):
-                drawn.update((group.group, group) for group in event.groups)
-            elif isinstance(event, Generated) and event.finish != "aborted":
-                tokens[event.rollout] = event.tokens
-            dropped.update(command.group for command in commands if isinstance(command, Drop))
+        drawn, tokens, dropped = read_lengths(path)
         self._finished = [g for _, g in sorted(drawn.items()) if g.rollouts and _is_in(g, tokens)]
         if not self._finished:
             raise ValueError(f"{path} has no finished group")

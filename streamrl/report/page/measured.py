@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from streamrl.engine.trace import Trace
 from streamrl.record.incidents import Incident, find_incidents
 from streamrl.record.metrics import Metrics, measure
+from streamrl.record.recorded_inputs import RecordedInputs, recorded_inputs
 from streamrl.report.page.options import Option, is_same_run
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import RecordedRun
@@ -50,8 +50,8 @@ class Prediction(NamedTuple):
     source: str
 
 
-Simulator: TypeAlias = Callable[[Trace, Path, int], Trace]
-"""Simulates a recorded run, given its trace, its trace file and a number of steps."""
+Simulator: TypeAlias = Callable[[RecordedInputs, int], Trace]
+"""Simulates a recorded run, given its manifest and workload and a number of steps."""
 
 
 def predict(
@@ -72,7 +72,8 @@ def predict(
     if simulator is None or num_rollouts > MOST_SIMULATED:
         return f"The run was not simulated for this page: `streamrl compare {option.name}` does it."
     try:
-        trace = simulator(option.run.trace, option.run.path, measured.num_steps)
+        recorded = recorded_inputs(option.run.trace, option.run.path)
+        trace = simulator(recorded, measured.num_steps)
         found = measure(trace, measured.counted_steps)
     except (ValueError, RuntimeError) as error:
         return f"There is no prediction of this run: {error}."

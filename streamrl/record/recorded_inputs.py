@@ -1,0 +1,61 @@
+"""Separate what a predictor may read of a recorded run from what was measured.
+
+A record has three parts:
+
+- manifest: what ran, where, and with which versions.
+- workload: the prompts' and the responses' lengths, groups, families and expected lengths, in the order of their arrival. It
+  also has the share of informative groups and the rewards of groups, because they decide what is trained on.
+- outcomes: seconds, tokens per second, staleness, losses. `streamrl.record.metrics` and `streamrl.logs.measured_steps` read
+  them.
+
+A predictor takes `RecordedInputs`, which has no outcomes and no reference to the trace.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from streamrl.engine.trace import Facts, Trace
+from streamrl.record.recorded_workload import recorded_workload
+from streamrl.record.run_directory import with_kept_inputs
+from streamrl.runfile.config import Run
+from streamrl.runfile.workload_config import WorkloadConfig
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What ran, where, and with which versions."""
+
+    run: Run
+    """The run file. Its paths name the copies in the run directory."""
+    world: Literal["simulated", "real"]
+    versions: Facts
+    """Of an executed run, the host and the versions of packages; of a simulation, the sources of its seconds."""
+    num_starts: int
+    """Starts and resumes of the run."""
+
+
+class RecordedInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest and the workload of a recorded run: all that a predictor may read."""
+
+    manifest: Manifest
+    workload: WorkloadConfig
+    """It names the trace file as the source of lengths. `RecordedGroups` reads only lengths from there."""
+
+
+def recorded_inputs(trace: Trace, file: Path) -> RecordedInputs:
+    """Return the manifest and the workload of a recorded run.
+
+    Args:
+        trace: the recorded run.
+        file: its trace file, which has the lengths.
+    """
+    manifest = Manifest(
+        run=with_kept_inputs(trace.run, file.parent),
+        world=trace.world,
+        versions=trace.facts,
+        num_starts=trace.leg,
+    )
+    return RecordedInputs(manifest=manifest, workload=recorded_workload(trace, file))
