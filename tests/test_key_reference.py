@@ -11,8 +11,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from streamrl.runfile.field_checks import find_errors
 from streamrl.runfile.key_reference import Key, Table, find, reference_markdown, tables
+from streamrl.runfile.length_words import CATALOGUE
 from streamrl.runfile.run_file_schema import run_file_schema
+from streamrl.runfile.short_forms import in_full
 from tests.command_line import streamrl
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +38,8 @@ def schema_of(name: str) -> dict[str, Any]:
             found = found["items"]
         elif part == "NAME":
             found = found["additionalProperties"]
+        elif "anyOf" in found:  # also in words
+            found = found["anyOf"][0]["properties"][part]
         else:
             found = found["properties"][part]
     return found
@@ -83,6 +88,114 @@ def test_the_schema_refuses_what_a_run_file_must_not_have() -> None:
     table["policies"]["system"] = "stream"
     with pytest.raises(jsonschema.ValidationError, match="stream-async"):
         jsonschema.validate(table, SCHEMA)
+
+
+COUNTS = ["32k", "32K", "32Ki", " 1.5 M ", "1,000k"]
+DURATIONS = [
+    "20 ms",
+    "3 days",
+    "1 day 2 h",
+    "1 day, 2 h",
+    "2 Hours and 5 minutes",
+    "2h30min",
+    "1e3 s",
+]
+BANDWIDTHS = ["80 Gbps", "400 GB/s", "3.2 Tbit/s", "10 GiB/s", "80gbps", "1_000 Mb/s"]
+SIZES = ["96 GB", "80GiB", "1.5 TB", "512 B"]
+LENGTHS = [
+    "math reasoning",
+    "Chat",
+    "r1-distill-aime",
+    {"mean": "6k"},
+    {"mean": 6000, "p95": "20k", "max": "32k"},
+    {"mean": "6000", "prompt_tokens": "2k", "scale": 2.0},
+    {"kind": "histogram", "source": "servegen-r1"},
+]
+SHORT_FORMS: dict[str, list[Any]] = {
+    "rollout.max_tokens": COUNTS,
+    "algorithm.prompts_per_step": COUNTS,
+    "policies.max_staleness": [1, "1k"],
+    "plan.deadline": DURATIONS,
+    "cluster.pools.h20.minimum_term": DURATIONS,
+    "cluster.pools.h20.node_bandwidth": BANDWIDTHS,
+    "cluster.pools.h20.host_memory": SIZES,
+    "cluster.pools.h20.gpu": ["H20", "nvidia-h20"],
+    "cluster.pools.h20.price": [2, 2.2],
+    "cluster.pools.h20": [
+        {"gpu": "h100", "price": "lambda/h100"},
+        {"gpu": "H100-SXM", "nodes": 4, "price": "coreweave/h100/spot"},
+    ],
+    "model.name": ["Qwen/Qwen2.5-7B", "qwen2.5-7b"],
+    "workload.lengths": LENGTHS,
+}
+WRONG: dict[str, list[Any]] = {
+    "rollout.max_tokens": ["32", "k", "32 tokens", "-1k", ""],
+    "plan.deadline": ["3", 3, "3 GB", "-3 s", "2026-01-01", "", "3 fortnights"],
+    "cluster.pools.h20.node_bandwidth": ["80", 80, "80 GB", "80 kilo/s"],
+    "cluster.pools.h20.host_memory": ["96", 96, "96 gb", "96 Gbps"],
+    "cluster.pools.h20.price": ["2.20", True],
+    "workload.lengths": [
+        "",
+        6000,
+        {},
+        {"p95": "20k"},
+        {"mean": "6k", "median": 3},
+        {"mean": "long"},
+    ],
+}
+
+
+def with_value(name: str, value: Any) -> dict[str, Any]:
+    """Return the run file of an example with another value of one key."""
+    table = tomllib.loads((ROOT / "examples" / "plan-7b.toml").read_text())
+    *parents, last = name.split(".")
+    place = table
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[last] = value
+    return table
+
+
+def is_accepted(table: dict[str, Any]) -> bool:
+    """Return whether an editor accepts a run file."""
+    return jsonschema.Draft7Validator(SCHEMA).is_valid(table)
+
+
+def is_readable(table: dict[str, Any]) -> bool:
+    """Return whether keys and types are right as `load_run` reads them."""
+    try:
+        return not [*find_errors(in_full(table))]
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", SHORT_FORMS)
+def test_the_schema_accepts_short_forms_as_the_reader_does(name: str) -> None:
+    for value in SHORT_FORMS[name]:
+        table = with_value(name, value)
+        assert is_accepted(table), value
+        assert is_readable(table), value
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_schema_refuses_what_no_short_form_is(name: str) -> None:
+    for value in WRONG[name]:
+        assert not is_accepted(with_value(name, value)), value
+
+
+def test_the_schema_accepts_all_lengths_in_words_with_their_completion() -> None:
+    for words in CATALOGUE:
+        assert is_accepted(with_value("workload.lengths", words))
+    forms = SCHEMA["properties"]["workload"]["properties"]["lengths"]["anyOf"]
+    assert {"enum": [*CATALOGUE]} in forms
+
+
+def test_a_file_to_plan_for_needs_no_start_values() -> None:
+    table = tomllib.loads((ROOT / "examples" / "plan-7b.toml").read_text())
+    del table["trainer"], table["rollout"]["pool"], table["rollout"]["replicas"]
+    assert is_accepted(table)
+    del table["rollout"]["max_tokens"]
+    assert not is_accepted(table)
 
 
 def test_figures_of_a_key_are_those_of_the_program() -> None:

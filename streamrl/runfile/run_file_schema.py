@@ -14,16 +14,28 @@ from streamrl.runfile.errors import Bounds
 from streamrl.runfile.field_checks import bounds_of, is_section, without_none
 from streamrl.runfile.key_reference import field_texts
 from streamrl.runfile.keys import FOLLOWERS, TRAINER
+from streamrl.runfile.length_words import CATALOGUE, FIGURES
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.runfile.section import Section
-from streamrl.runfile.units import QUANTITIES
+from streamrl.runfile.units import QUANTITIES, quantity_pattern
+from streamrl.runfile.workload_config import WorkloadConfig
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The dialect that editors' TOML extensions know (Taplo, Even Better TOML)."""
-SHORT_NUMBER = r"^\s*[\d.,_]+\s*(k|m|ki|mi)\s*$"
+SHORT_NUMBER = r"^\s*[0-9][0-9.,_]*\s*[kKmM][iI]?\s*$"
 """Whole numbers as texts, such as "32k"; see `short_forms`."""
+FIGURE = r"^\s*[0-9][0-9.,_]*\s*([kKmM][iI]?)?\s*$"
+"""Figures of lengths in words, which need no unit; see `length_words`."""
 LIST_PRICE = r"^\s*[A-Za-z]"
 """Names of list prices, such as "runpod/h100"; see `list_prices`."""
 TYPES: dict[object, str] = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+START: dict[type[Section], tuple[str, ...]] = {
+    Run: (TRAINER,),
+    RolloutConfig: ("pool", "replicas"),
+    TrainerConfig: ("pool",),
+}
+"""Keys that a run file for `streamrl plan` may leave out; see `fill_start`. Other commands ask for them."""
 
 Schema = dict[str, Any]
 
@@ -50,20 +62,37 @@ def _section_schema(kind: type[Section]) -> Schema:
         of_key = _schema(field.type, bounds.get(field.name))
         if kind is PoolConfig and field.name == "price":
             of_key = {"anyOf": [of_key, {"type": "string", "pattern": LIST_PRICE}]}
+        if kind is WorkloadConfig and field.name == "lengths":
+            of_key = {"anyOf": [of_key, _stated_lengths(of_key), *_NAMES_OF_LENGTHS]}
         if texts.get(field.name):
             of_key["description"] = texts[field.name]
         properties[field.name] = of_key
-        if field.required:
+        if field.required and field.name not in START.get(kind, ()):
             required.append(field.name)
     found: Schema = {"type": "object", "additionalProperties": False, "properties": properties}
     return {**found, "required": required} if required else found
 
 
+_NAMES_OF_LENGTHS: list[Schema] = [
+    {"enum": [*CATALOGUE]},
+    {"type": "string", "minLength": 1},
+]
+
+
+def _stated_lengths(full: Schema) -> Schema:
+    """Return the schema of lengths such as { mean = "6k", p95 = "20k", max = "32k" }."""
+    one = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": FIGURE}]}
+    rest = {key: each for key, each in full["properties"].items() if key not in ("kind", "source")}
+    properties = {**dict.fromkeys(FIGURES, one), **rest}
+    return {**full, "properties": properties, "required": ["mean"]}
+
+
 def _schema(kind: Any, bounds: Bounds | None = None) -> Schema:
-    kind = without_none(kind)
+    if len([each for each in get_args(kind) if each is not NoneType]) == 1:
+        kind = without_none(kind)
     inner, origin = get_args(kind), get_origin(kind)
     if kind in QUANTITIES:
-        return {"type": "string"}
+        return {"type": "string", "pattern": quantity_pattern(kind)}
     if is_section(kind):
         return _section_schema(kind)
     if choices := choices_of(kind):

@@ -75,6 +75,21 @@ class Duration(float):
         return cls(_finite(seconds, text))
 
 
+_AMOUNT = r"[0-9][0-9_]*\.?[0-9]*([eE][+-]?[0-9]+)?\s*"
+_BYTES = r"([kKMGTP]|[KMGT]i)?B"
+
+
+def quantity_pattern(kind: type) -> str:
+    """Return the regular expression of a quantity's texts for JSON Schema, which knows no flags."""
+    if kind is Bandwidth:
+        return rf"^\s*{_AMOUNT}([kKmMgGtTpP]?(bps|b/s|bit/s|bits/s)|{_BYTES}/s)\s*$"
+    if kind is Size:
+        return rf"^\s*{_AMOUNT}{_BYTES}\s*$"
+    words = ["".join(f"[{each}{each.upper()}]" for each in word) for word in _TIMES_IN_WORDS]
+    part = rf"{_AMOUNT}({'|'.join([*_TIMES, *words])})(?![A-Za-z])\s*(,|and\b)?\s*"
+    return rf"^\s*({part})+$"
+
+
 def _parts_of(text: object) -> list[object]:
     """Return each number with its unit; the whole text if it is not made of those."""
     if not isinstance(text, str) or _PART.sub("", text).strip():
