@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +31,8 @@ from streamrl.logs.imported_workload import (
 )
 from streamrl.logs.measured_steps import write_steps
 from streamrl.logs.recorded_rollouts import (
-    FIELDS,
     looks_like_rollouts,
+    parse_fields,
     read_rollouts,
     write_lengths,
     write_prompts,
@@ -103,7 +102,7 @@ def import_log(
 
     Example: streamrl import rollouts.jsonl -o recorded
     """
-    chosen = _fields(fields or ())
+    chosen = parse_fields(fields or ())
     claim_directory(output)
     files: dict[str, str] = {}
     notes: tuple[str, ...] = ()
@@ -150,18 +149,6 @@ def _of_run(recorded: Path, output: Path) -> tuple[Fragment, str]:
     steps = measured_steps(open_trace(file), str(recorded))
     fragment = replay_trace(str(file), os.path.relpath(file, output), str(recorded))
     return fragment, write_steps(steps.steps, steps.source)
-
-
-def _fields(stated: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for each in stated:
-        name, equals, column = each.partition("=")
-        if not equals or name not in FIELDS or not column:
-            raise ValueError(
-                f"--field must be NAME=COLUMN with a name of {', '.join(FIELDS)}, got {each!r}"
-            )
-        found[name] = column
-    return found
 
 
 def _refuse_of_data_sets(fields: dict[str, str], split: str | None) -> None:

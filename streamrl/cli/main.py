@@ -105,6 +105,10 @@ class Commands(LazyGroup):
                 "streamrl.cli.import_log:import_log",
                 "Make a workload from a log, an executed run or recorded rollouts.",
             ),
+            "lengths": (
+                "streamrl.cli.lengths:lengths",
+                "Show the statistics and a histogram of output lengths.",
+            ),
             "model": (
                 "streamrl.cli.model:model",
                 "Show what a config.json or a profile says about a model.",

@@ -143,8 +143,8 @@ def _missing(measured: MeasuredSteps) -> str:
     """Return the missing key, or column of our own CSV, for the lengths of rollouts."""
     for log in map(load_format, known_formats()):
         if log.name == measured.framework:
-            keys = log.keys(is_asynchronous=bool(measured.is_asynchronous))["output_tokens"]
-            return " or ".join(map(str, keys))
+            keys = log.keys(is_asynchronous=bool(measured.is_asynchronous))
+            return " or ".join(map(str, keys.get("output_tokens") or keys["tokens_per_rollout"]))
     return "the column output_tokens"
 
 

@@ -122,6 +122,23 @@ def _only_object(path: Path) -> Row | None:
     return found if isinstance(found, dict) else None
 
 
+def parse_fields(stated: Iterable[str]) -> dict[str, str]:
+    """Return columns by meaning from texts such as "output_tokens=length".
+
+    Raises:
+        ValueError: a text has another form, or an unknown name.
+    """
+    found = {}
+    for each in stated:
+        name, equals, column = each.partition("=")
+        if not equals or name not in FIELDS or not column:
+            raise ValueError(
+                f"--field must be NAME=COLUMN with a name of {', '.join(FIELDS)}, got {each!r}"
+            )
+        found[name] = column
+    return found
+
+
 def looks_like_rollouts(path: str) -> bool:
     """Return whether a path is more likely a data set of rollouts than a log, by its name and first row."""
     file = Path(path)
