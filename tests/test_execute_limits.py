@@ -32,6 +32,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout.chunked_prefill": False}, "rollout.chunked_prefill=true"),
     ({"trainer.offload": True, "algorithm.kl_coefficient": 0.1}, "trainer.offload=false"),
     (
+        {
+            **{"trainer.offload_to": "nvme", "trainer.offload": True},
+            **{"policies.system": "colocated", "trainer.pool": "local"},
+        },
+        "trainer.offload_to=host",
+    ),
+    (
         {"policies.concurrency": "kv-pressure", "rollout.backend": "static"},
         "policies.concurrency=fixed",
     ),

@@ -231,6 +231,14 @@ def test_an_optimizer_in_host_memory_has_what_megatron_needs_beside_it() -> None
         assert not any("offload" in option or option in needed for option in plain)
 
 
+@pytest.mark.parametrize("name", ["verl", "nemo-rl", "slime", "openrlhf"])
+def test_an_optimizer_on_nvme_has_no_script(name: ExportName) -> None:
+    keys = ["trainer.offload=true", "trainer.offload_to=nvme", "trainer.zero=3"]
+    run = load_run(MAIN, [*keys, "trainer.tensor_parallel=1", "trainer.data_parallel=8"])
+    with pytest.raises(RunError, match=r"has no trainer\.offload_to=nvme"):
+        script_of(run, name)
+
+
 def test_a_way_of_sending_weights_that_verl_has_an_option_for_is_in_no_comment() -> None:
     option = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     for stated, named in (("nccl-buckets", "nccl"), ("checkpoint-engine", "kimi_ckpt_engine")):

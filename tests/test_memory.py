@@ -27,6 +27,7 @@ from streamrl.hardware.memory import (
     trainer_memory,
 )
 from streamrl.hardware.model_shape import lora_parameters
+from streamrl.hardware.nvme import check_nvme, swapped_bytes
 from streamrl.hardware.parallelism import stage_layers
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.resolved import resolve
@@ -35,6 +36,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, make_run
 from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.sim.costs.costs import Costs
 from tests.runs import make_table, small_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -330,6 +332,35 @@ def test_models_that_wait_in_host_memory_must_fit_a_node() -> None:
     ):
         check_host_memory(resolve(small_run(tight)).trainer)
     check_host_memory(resolve(small_run({"cluster.pools.near.host_memory": "100 GB"})).trainer)
+
+
+def test_an_optimizer_on_nvme_needs_no_gpu_memory_little_host_memory_and_room_on_the_drives() -> (
+    None
+):
+    changes = {
+        **{"trainer.offload": True, "trainer.zero": 3, "trainer.data_parallel": 8},
+        **{"trainer.tensor_parallel": 1, "algorithm.prompts_per_step": 8},
+    }
+    on_nvme = {**changes, "trainer.offload_to": "nvme"}
+    host, nvme = (resolve(small_run(each)).trainer for each in (changes, on_nvme))
+    model = host.model.num_parameters
+    state = trainer_memory(host)
+    assert trainer_memory(nvme)["weights"] == state["weights"]
+    assert "optimizer" not in trainer_memory(nvme)
+    assert offloaded_bytes(nvme) == pytest.approx(16 * model), "a rank's whole share is one group"
+    assert offloaded_bytes(host) == pytest.approx(10 * model)
+    assert swapped_bytes(nvme) == pytest.approx(16 * model) and swapped_bytes(host) == 0
+    check_nvme(nvme)
+    with pytest.raises(RunError, match=r"near\.nvme is 100 GB"):
+        check_nvme(resolve(small_run({**on_nvme, "cluster.pools.near.nvme": "100 GB"})).trainer)
+    with pytest.raises(RunError, match=r"^trainer\.zero must be 3 with trainer\.offload_to nvme"):
+        Costs.load(small_run({**on_nvme, "trainer.zero": 1}))
+
+
+def test_a_large_share_of_a_model_passes_host_memory_in_groups() -> None:
+    alone = {"trainer.offload": True, "trainer.zero": 3, "trainer.offload_to": "nvme"}
+    trainer = resolve(small_run({**alone, "trainer.tensor_parallel": 1})).trainer
+    assert offloaded_bytes(trainer) == trainer.config.num_gpus * 1e9 * 16
 
 
 def test_a_bucket_of_weights_must_fit_beside_what_a_replica_holds() -> None:

@@ -261,15 +261,30 @@ def test_attention_heads_go_to_tensor_ranks_whole() -> None:
 
 
 def trainers_of_72b(
-    *, cut: Counter[str], host_memory: str = "2 TB", num_gpus: int = 16, **among: Any
+    *,
+    cut: Counter[str],
+    host_memory: str = "2 TB",
+    num_gpus: int = 16,
+    offload_to: str = "host",
+    **among: Any,
 ) -> list[Degrees]:
     """Return the trainers of a model that is alone, 72B with tensor parallelism of eight."""
     changes = {"model.name": "qwen2.5-72b", "trainer.logits": "chunked"}
+    changes["trainer.offload_to"] = offload_to
     run = offer({**changes, "cluster.pools.h800.host_memory": host_memory})
     shared: dict[str, Any] = {"tensor_parallel": [8], "micro_batch": [1], "recompute": RECOMPUTES}
     found = TrainerRange(**{**shared, "zero": [1], **among})
     trainer = in_pool(resolve(run).trainer, "h800", run.cluster.pools)
     return list(fitting_trainers(trainer, num_gpus, found, cut))
+
+
+def test_an_optimizer_waits_on_nvme_with_zero_3_where_host_memory_is_too_small() -> None:
+    cut: Counter[str] = Counter()
+    small: dict[str, Any] = {"host_memory": "200 GB", "tensor_parallel": [1], "num_gpus": 8}
+    assert not trainers_of_72b(**small, zero=[3], cut=cut) and cut[TRAINER_MEMORY]
+    found = trainers_of_72b(**small, zero=[3], offload_to="nvme", cut=cut)
+    assert found and all(each.offload for each in found)
+    assert not trainers_of_72b(**small, zero=[2], offload_to="nvme", cut=cut)
 
 
 def test_an_optimizer_waits_in_host_memory_where_less_is_made_again_then() -> None:

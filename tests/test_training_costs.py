@@ -531,6 +531,21 @@ def test_of_a_model_that_is_alone_the_optimizer_comes_for_the_step() -> None:
     assert offloaded.optimizer_time - resident.optimizer_time == pytest.approx(moved)
 
 
+def test_an_optimizer_on_nvme_takes_its_bytes_over_the_drives_of_a_node() -> None:
+    on_host = {"trainer.data_parallel": 16, "trainer.zero": 3, "trainer.offload": True}
+    on_nvme = {**on_host, "trainer.offload_to": "nvme", "cluster.pools.near.nvme_read": "20 GB/s"}
+    resident, host, nvme, three = (
+        train_costs({**changes, "cluster.pools.near.nodes": 2})
+        for changes in ({**on_host, "trainer.offload": False}, on_host, on_nvme, {**on_nvme, **PPO})
+    )
+    num_bytes = 16 * load_model(train_run().model).num_parameters / 2  # on each of two nodes
+    swaps = num_bytes / 20e9 + num_bytes / 5e9
+    assert nvme.optimizer_time - resident.optimizer_time == pytest.approx(swaps)
+    assert three.switches.step_time == pytest.approx(swaps), "for each of two models"
+    assert nvme.train_time([1000]) == resident.train_time([1000])
+    assert nvme.optimizer_time > host.optimizer_time
+
+
 def test_rollouts_without_an_advantage_cost_a_gradient_only_where_a_kl_term_gives_them_one() -> (
     None
 ):

@@ -41,6 +41,7 @@ LIMITS: tuple[Changes, ...] = (
     {"trainer.kernels": "eager"},
     {"trainer.order": "sorted"},
     {"trainer.routing": "natural"},
+    {"trainer.offload_to": "host"},
     {"trainer.offload": False},
     {"trainer.logits": None},
     {"rollout.chunked_prefill": True},

@@ -20,6 +20,7 @@ from streamrl.hardware.memory import (
     kv_capacity,
     most_running,
 )
+from streamrl.hardware.nvme import check_nvme
 from streamrl.hardware.precision import Precision
 from streamrl.hardware.profiles import check_profiles
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, check_precision, resolve
@@ -320,6 +321,7 @@ def _check(resolved: ResolvedRun) -> None:
     check_precision(resolved)
     check_memory(resolved)
     check_host_memory(resolved.trainer)
+    check_nvme(resolved.trainer)
     if not run.policies.shares_gpus:
         check_sync_buffer(resolved.replica, run.sync)
 

@@ -222,7 +222,8 @@ def _of_training(estimates: Estimates, index: int) -> str:
 def besides_arithmetic(trainer: TrainerConfig) -> str:
     """Return what takes a trainer time besides arithmetic."""
     waits = [
-        ("offload to host memory", trainer.offload),
+        ("optimizer steps on NVMe", trainer.steps_on_nvme),
+        ("offload to host memory", trainer.offload and not trainer.steps_on_nvme),
         ("pipeline bubbles", trainer.pipeline_parallel > 1),
         ("communication between its GPUs", trainer.num_gpus > 1),
     ]

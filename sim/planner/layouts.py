@@ -26,6 +26,7 @@ from streamrl.hardware.memory import (
     trainer_memory,
 )
 from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.nvme import check_nvme
 from streamrl.hardware.parallelism import slices_experts, splits_context
 from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ReplicaHardware, TrainerHardware
@@ -451,12 +452,21 @@ def _first_that_fits(
     memory = load_gpu(trainer.pool.gpu).usable_memory
     leanest = ways[-1].place(trainer)
     least = _trainer_bytes(leanest) / memory
-    if least > 1 or offloaded_bytes(leanest) > host_memory(leanest.pool):
+    if least > 1 or not _holds_offloaded(leanest):
         return None, False
     if least > most_memory:
         return None, True
     shares = ((way, _trainer_bytes(way.place(trainer)) / memory) for way in ways)
     return next(way for way, share in shares if share <= most_memory), False
+
+
+def _holds_offloaded(trainer: TrainerHardware) -> bool:
+    """Return whether the hosts and drives of a trainer's nodes hold what it offloads."""
+    try:
+        check_nvme(trainer)
+    except RunError:
+        return False
+    return offloaded_bytes(trainer) <= host_memory(trainer.pool)
 
 
 def _reason_against(

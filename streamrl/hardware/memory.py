@@ -11,7 +11,7 @@ rest of `memory_utilization`. CUDA graphs are captured later, outside this share
 | optimizer               | of actor and critic             | of one model, during its optimizer step     |
 | activations, logits     | of one pass                     | of one pass, without the optimizer          |
 
-If an actor trains adapters, its gradients and optimizer states are those of the adapters alone.
+With `trainer.offload_to` nvme, the optimizer is never on a GPU (`streamrl.hardware.nvme`). If an actor trains adapters, its gradients and optimizer states are those of the adapters alone.
 """
 
 from __future__ import annotations
@@ -150,6 +150,14 @@ OPTIMIZER_BYTES = 12
 """Bytes per parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
 GRADIENT_BYTES = 4
 """Bytes per parameter: gradients accumulate in float32 over micro-batches."""
+SWAPPED_BYTES = 16
+"""Bytes per parameter that a step of ZeRO-Infinity reads from NVMe, and writes: float32 weights, gradients
+and two moments (Rajbhandari et al. 2021, arXiv 2104.07857, section 4.1).
+"""
+SUB_GROUP = 1e9
+"""Parameters that a rank has in host memory at once while it steps from NVMe: DeepSpeed's `sub_group_size`,
+with its 4 pinned buffers (`buffer_count`).
+"""
 ROOMY = 0.9
 """Share of GPU memory above which a trainer counts as tight. Buffers of collectives and allocator
 fragmentation are not counted. vLLM leaves the same share for them (gpu_memory_utilization 0.9).
@@ -287,6 +295,8 @@ class ModelState:
     weights: float
     gradients: float
     optimizer: float
+    stepped: float = 0.0
+    """Parameters whose optimizer states this GPU has."""
 
 
 def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:
@@ -314,6 +324,7 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
                 weights=min(parameters, held + gathered) * BYTES[dtype],
                 gradients=(split if trainer.zero >= 2 else parameters) * GRADIENT_BYTES,
                 optimizer=(split if trainer.zero else parameters) * (OPTIMIZER_BYTES - second_copy),
+                stepped=split if trainer.zero else parameters,
             )
         )
     return states
@@ -395,6 +406,8 @@ def _moments(
         return [{**held, **passes}]
     most = max(trainer.trained_share, float(trainer.algorithm.has_critic))
     alone = {"weights": state.weights, "gradients": state.gradients * most}
+    if trainer.config.steps_on_nvme:
+        return [{**alone, **passes}]
     return [{**alone, **passes}, {**alone, "optimizer": state.optimizer * most}]
 
 
@@ -475,9 +488,21 @@ def offloaded_bytes(trainer: TrainerHardware) -> float:
     if not trainer.config.offload:
         return 0.0
     states = model_states(trainer.model, trainer.config, trainer.dtype)
-    others, trained = trainer.num_models - 1, trainer.trained_models
-    a_gpu = max(others * state.weights + trained * state.optimizer for state in states)
-    return min(trainer.pool.gpus_per_node, trainer.config.num_gpus) * a_gpu
+    others = trainer.num_models - 1
+    a_gpu = max(others * state.weights + _optimizer_in_host(trainer, state) for state in states)
+    return gpus_of_a_node(trainer) * a_gpu
+
+
+def _optimizer_in_host(trainer: TrainerHardware, state: ModelState) -> float:
+    """Return the bytes of optimizers that a GPU of an offloading trainer has in host memory."""
+    if trainer.config.steps_on_nvme:
+        return min(state.stepped * trainer.trained_models, SUB_GROUP) * SWAPPED_BYTES
+    return trainer.trained_models * state.optimizer
+
+
+def gpus_of_a_node(trainer: TrainerHardware) -> int:
+    """Return the GPUs of the trainer in its fullest node."""
+    return min(trainer.pool.gpus_per_node, trainer.config.num_gpus)
 
 
 def check_sync_buffer(replica: ReplicaHardware, sync: SyncConfig) -> None:

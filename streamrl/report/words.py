@@ -217,6 +217,8 @@ def _rollout_side(pools: dict[str, PoolConfig], rollout: RolloutConfig) -> Plann
 def _trainer_side(pools: dict[str, PoolConfig], trainer: TrainerConfig) -> PlannedSide:
     keys = (*SHORT, "micro_batch", "offload")
     degrees = {key: int(own) for key in keys if (own := getattr(trainer, key)) is not None}
+    if trainer.steps_on_nvme:
+        degrees["offload_to_nvme"] = 1
     return _side(pools, trainer.pool, trainer.num_gpus, degrees)
 
 
@@ -262,6 +264,7 @@ def split_text(side: PlannedSide) -> str:
         word = "replica" if replicas == 1 else "replicas"
         return f"{replicas}{NBSP}{word}" + (f" of {split}" if split else "")
     offload = " with offload" if side.degrees.get("offload") else ""
+    offload += " to NVMe" if side.degrees.get("offload_to_nvme") else ""
     return (split or "one GPU") + offload
 
 

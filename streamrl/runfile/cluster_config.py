@@ -49,6 +49,13 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     host_memory: Size | None = None
     """Memory of one node beside its GPUs, where models wait that `trainer.offload` moves out; the GPU's own
     figure where absent."""
+    nvme: Size | None = None
+    """Capacity of the NVMe drives of one node, for optimizers with `trainer.offload_to` nvme; no limit where absent."""
+    nvme_read: Bandwidth = Bandwidth(10e9)
+    """Bandwidth at which all NVMe drives of a node read together: "10 GB/s". DeepSpeed measured 10 with four PCIe 4.0
+    drives, 27 with four of PCIe 5.0 and 48 with eight (blogs/deepnvme/03-2025, ds_io on Azure)."""
+    nvme_write: Bandwidth = Bandwidth(5e9)
+    """The same of writes. The same source has 5, 11 and 26 GB/s."""
     transport: Literal["tcp", "rdma"] = "rdma"
     """What its nodes speak to each other; over tcp weights reach a GPU through host memory."""
     node_bandwidth: Bandwidth | None = None

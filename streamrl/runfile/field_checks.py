@@ -404,6 +404,9 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
     PoolConfig: {
         "host_memory": POSITIVE,
+        "nvme": POSITIVE,
+        "nvme_read": POSITIVE,
+        "nvme_write": POSITIVE,
         "node_bandwidth": POSITIVE,
         "nvlink_domain": Bounds(1),
         "unit": Bounds(1),

@@ -111,12 +111,16 @@ class Layout(_Table, frozen=True, kw_only=True):
     zero: list[int]
     offloads_with: list[int] | None = None
     """ZeRO stages with which it can keep the optimizer in host memory; all where absent."""
+    offloads_to_nvme: bool = False
+    """Whether it can keep the optimizer on NVMe drives."""
 
-    def unsupported(self, trainer: TrainerConfig) -> dict[str, int]:
-        """Return the degrees above 1 and the ZeRO stage of a trainer that it does not have, by key."""
+    def unsupported(self, trainer: TrainerConfig) -> dict[str, int | str]:
+        """Return the degrees above 1, the ZeRO stage and the offload target that it does not have, by key."""
         others = (split for split in SPLITS if split not in self.splits)
         degrees = {f"trainer.{split}": getattr(trainer, split) or 1 for split in others}
-        found = {key: degree for key, degree in degrees.items() if degree > 1}
+        found: dict[str, int | str] = {key: each for key, each in degrees.items() if each > 1}
+        if trainer.steps_on_nvme and not self.offloads_to_nvme:
+            found["trainer.offload_to"] = trainer.offload_to
         stages = self.zero
         if trainer.offload and self.offloads_with is not None:
             stages = self.offloads_with

@@ -97,6 +97,7 @@ Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
 Packing = Literal["packed", "padded"]
 ContextExchange = Literal["ring", "all-gather", "all-to-all"]
+OffloadTarget = Literal["host", "nvme"]
 
 
 class SpeculativeConfig(Section, frozen=True, kw_only=True):
@@ -361,6 +362,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Simulated: models take turns on the GPUs, and wait in host memory. If there is only one
     model, its optimizer waits there between steps.
     """
+    offload_to: OffloadTarget = "host"
+    """Simulated: where `offload` keeps the optimizer. nvme: on the drives of its node, and the CPU
+    makes the step (DeepSpeed's ZeRO-Infinity). Each step reads and writes 16 bytes for every
+    parameter. Needs `zero = 3`. Idle models wait in host memory either way.
+    """
     efficiency: float | None = None
     """Simulated: your measured share of peak FLOP/s in forward and backward passes, including
     recomputation and collectives. Where absent, the profiles decide.
@@ -371,6 +377,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """
     start_time: Duration = Duration(0.0)
     """Simulated: seconds until a started trainer is ready."""
+
+    @property
+    def steps_on_nvme(self) -> bool:
+        """Whether the optimizer is on NVMe drives, and CPUs make its steps."""
+        return self.offload and self.offload_to == "nvme"
 
     @property
     def num_gpus(self) -> int:

@@ -405,6 +405,12 @@ def _limits_of_passes(
         f"False {of_backend}, unless it shares GPUs with replicas",
     )
     yield Limit(
+        f"{key}.offload_to",
+        trainer.offload_to,
+        not trainer.steps_on_nvme,
+        "'host': optimizers on NVMe are planned and simulated only",
+    )
+    yield Limit(
         "framework.optimizer_steps",
         steps,
         steps == 1 or (backend.makes_several_steps and not algorithm.chosen.compares_pairs),

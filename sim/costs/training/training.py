@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from streamrl.hardware.memory import ModelState, model_state
 from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.nvme import swap_time
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -48,22 +49,33 @@ class Switches:
     train_time: float = 0.0
     """Weights and gradients in, gradients out."""
     step_time: float = 0.0
-    """Gradients in, optimizer in and out, weights out."""
+    """Gradients in, optimizer in and out, weights out. On NVMe: reads and writes of the drives."""
 
     @classmethod
-    def of(cls, state: ModelState, host_link: float, *, is_alone: bool = False) -> Switches:
+    def of(
+        cls,
+        state: ModelState,
+        host_link: float,
+        *,
+        is_alone: bool = False,
+        swap_time: float | None = None,
+    ) -> Switches:
         """Return the seconds of a model's bytes at `host_link` bytes per second, one direction at a time.
 
         A single model keeps its weights and gradients on the GPUs; only its optimizer states move
-        for the step.
+        for the step. If the optimizer is on NVMe, its step takes `swap_time`.
         """
         weights, gradients, optimizer = state.weights, state.gradients, state.optimizer
+        step_time = 2 * optimizer / host_link
+        if not is_alone:
+            step_time = (gradients + 2 * optimizer + weights) / host_link
+        step_time = step_time if swap_time is None else swap_time
         if is_alone:
-            return cls(step_time=2 * optimizer / host_link)
+            return cls(step_time=step_time)
         return cls(
             score_time=weights / host_link,
             train_time=(weights + 2 * gradients) / host_link,
-            step_time=(gradients + 2 * optimizer + weights) / host_link,
+            step_time=step_time,
         )
 
 
@@ -155,7 +167,11 @@ def _switches_of(trainer: TrainerHardware, ranks: Ranks) -> Switches:
         gradients=state.gradients * ranks.trained,
         optimizer=state.optimizer * ranks.trained,
     )
-    return Switches.of(state, ranks.gpu.host_link, is_alone=trainer.num_models == 1)
+    swaps = None
+    if trainer.config.steps_on_nvme:
+        swaps = swap_time(trainer) / trainer.num_trained_models
+    link, is_alone = ranks.gpu.host_link, trainer.num_models == 1
+    return Switches.of(state, link, is_alone=is_alone, swap_time=swaps)
 
 
 def _mini_batch(steps: int, algorithm: AlgorithmConfig) -> float:
